@@ -1,0 +1,1 @@
+"""The per-node daemon that starts, watches and kills worker processes."""

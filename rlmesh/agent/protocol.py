@@ -1,0 +1,140 @@
+"""The values that master, agents and workers exchange. Plain, frozen, picklable; no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+MASTER = "@master"
+"""Name under which the master's endpoint serves its control object."""
+AGENT = "@agent"
+"""Name under which an agent's endpoint serves its control object."""
+CONTROL = "@control"
+"""Name under which a worker's endpoint serves its control object."""
+
+EntryKind = Literal["class", "function", "script"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or a virtual slot that stands for one on a machine without any."""
+
+    index: int
+    uuid: str
+    kind: str = "virtual"
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What an agent tells the master about its node."""
+
+    node_rank: int
+    name: str
+    hostname: str
+    agent_endpoint: str
+    agent_pid: int
+    cpus: int
+    memory_bytes: int
+    devices: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """All that an agent needs; written as JSON to its standard input, never on a command line.
+
+    ``key_hex`` is the job's secret. ``socket_dir`` has mode 0700 and is removed by the guardian at the end.
+    ``job_path`` is the pickled job, only read where ``start_master`` is set.
+    """
+
+    job_id: str
+    job_name: str
+    key_hex: str
+    node_rank: int
+    node_name: str
+    nnodes: int
+    socket_dir: str
+    run_dir: str
+    master_endpoint: str
+    start_master: bool
+    job_path: str = ""
+    virtual_devices: int | None = None
+    preload: tuple[str, ...] = ()
+    import_roots: tuple[str, ...] = ()
+    grace_s: float = 5.0
+    submitted_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a worker runs. ``module`` may be ``__main__``: then ``main_path`` is the submitter's script."""
+
+    kind: EntryKind
+    module: str = ""
+    name: str = ""
+    script: str = ""
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """All that a worker process needs to become one member of a role."""
+
+    job_id: str
+    job_name: str
+    key_hex: str
+    role: str
+    rank: int
+    world_size: int
+    incarnation: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node_name: str
+    entry: Entry
+    master_endpoint: str
+    socket_dir: str
+    run_dir: str
+    log_path: str
+    backend: str
+    user_config: bytes = b""
+    main_path: str = ""
+    import_roots: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[Device, ...] = ()
+    grace_s: float = 5.0
+    call_timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberHello:
+    """A worker's first message to the master: its endpoint is bound."""
+
+    role: str
+    rank: int
+    incarnation: int
+    pid: int
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something that was, or may have been, left behind by a node."""
+
+    kind: Literal["process", "shared_memory", "socket", "unproven"]
+    what: str
+    removed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """What an agent found when it made sure that nothing is left."""
+
+    node_rank: int
+    processes_started: int
+    leftovers: tuple[Leftover, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        return all(item.removed for item in self.leftovers)

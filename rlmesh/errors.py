@@ -1,0 +1,324 @@
+"""Every error that rlmesh raises.
+
+::
+
+    RLMeshError
+      UsageError                      wrong use, found before anything runs
+        JobSpecError                  a job description that cannot work; lists all its faults at once
+        RoleNotFound                  no such role in this job
+        MethodNotFound                the role exports no such method
+        WouldDeadlock                 a wait that could never end
+      CallError                       a call failed: role, rank, method, call_id, executed
+        RemoteError                   the method raised; also an instance of the original type where possible
+        CallTimeout (TimeoutError)    the deadline passed
+        PeerLost (ConnectionError)    the member that had to answer died
+        CallCancelled                 the caller cancelled it, or its own caller did
+        CallRejected                  the member did not start it
+          MailboxFull
+          StaleIncarnation
+          Restarting
+          ShuttingDown
+      GroupCallError                  an ExceptionGroup of the members' errors: .failures, .results
+      WireError                       bytes that cannot be sent or understood
+        VersionMismatch
+        MalformedFrame
+        Unserializable
+        AuthenticationFailed
+        PayloadTooLarge
+      PlacementError                  the cluster cannot hold the job
+      LaunchError                     processes could not be started
+      PreflightError                  a check before the start failed
+      WeightSyncError                 a weight sync was not committed
+      RestartBudgetExhausted          a role failed more often than its policy allows
+      JobFailed                       an ExceptionGroup of the first causes, oldest first
+
+Each class has a stable ``code`` that logs and incident files carry. Each message says who failed, where,
+with what, since when, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+__all__ = [
+    "AuthenticationFailed",
+    "CallCancelled",
+    "CallError",
+    "CallRejected",
+    "CallTimeout",
+    "Executed",
+    "GroupCallError",
+    "JobFailed",
+    "JobSpecError",
+    "LaunchError",
+    "MailboxFull",
+    "MalformedFrame",
+    "MethodNotFound",
+    "PayloadTooLarge",
+    "PeerLost",
+    "PlacementError",
+    "PreflightError",
+    "RLMeshError",
+    "RemoteError",
+    "RestartBudgetExhausted",
+    "Restarting",
+    "RoleNotFound",
+    "ShuttingDown",
+    "StaleIncarnation",
+    "Unserializable",
+    "UsageError",
+    "VersionMismatch",
+    "WeightSyncError",
+    "WireError",
+    "WouldDeadlock",
+]
+
+Executed = Literal["no", "maybe", "yes"]
+"""Whether the method's body ran: ``no`` may be retried, ``maybe`` only if idempotent, ``yes`` never."""
+
+
+class RLMeshError(Exception):
+    """Base of all errors of rlmesh."""
+
+    code: ClassVar[str] = "RM000"
+
+
+class UsageError(RLMeshError):
+    """rlmesh was used in a way that cannot work; the message names the right use."""
+
+    code = "RM100"
+
+
+class JobSpecError(UsageError):
+    """A job description has faults; ``problems`` lists all of them, not only the first."""
+
+    code = "RM101"
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        head = "the job description has 1 problem" if len(self.problems) == 1 else (
+            f"the job description has {len(self.problems)} problems"
+        )
+        super().__init__(head + ":\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.problems,))
+
+
+class RoleNotFound(UsageError):
+    """The job has no role of that name."""
+
+    code = "RM102"
+
+
+class MethodNotFound(UsageError):
+    """The role exports no method of that name."""
+
+    code = "RM103"
+
+
+class WouldDeadlock(UsageError):
+    """The wait could never end: it holds what must run for the answer to come."""
+
+    code = "RM104"
+
+
+class CallError(RLMeshError):
+    """A remote call failed.
+
+    Attributes:
+        role, rank: the member that had to answer (``None`` where none was chosen yet).
+        method: name of the remote method.
+        call_id: identifies the call in logs on both sides.
+        executed: ``no``, ``maybe`` or ``yes``: did the method's body run?
+    """
+
+    code = "RM200"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str | None = None,
+        rank: int | None = None,
+        method: str | None = None,
+        call_id: int | None = None,
+        executed: Executed = "maybe",
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.rank = rank
+        self.method = method
+        self.call_id = call_id
+        self.executed: Executed = executed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_call_error, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild_call_error(cls: type[CallError], args: tuple[Any, ...], state: dict[str, Any]) -> CallError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class RemoteError(CallError):
+    """The remote method raised.
+
+    The object that is raised also derives from the original exception type if that type can be imported
+    here and their memory layouts agree, so ``except ValueError`` works; ``remote_type`` is always its name.
+
+    Attributes:
+        remote_type: qualified name of the original exception type.
+        remote_message: ``str()`` of the original exception.
+        remote_traceback: traceback text made on the remote side.
+        host, pid: where it was raised.
+    """
+
+    code = "RM201"
+    remote_type: str = ""
+    remote_message: str = ""
+    remote_traceback: str = ""
+    host: str = ""
+    pid: int = 0
+
+
+class CallTimeout(CallError, TimeoutError):
+    """The deadline of a call passed before its answer came."""
+
+    code = "RM202"
+
+
+class PeerLost(CallError, ConnectionError):
+    """The member that had to answer is dead; ``reason`` is its exit as its agent saw it."""
+
+    code = "RM203"
+    reason: str = ""
+
+
+class CallCancelled(CallError):
+    """The call was cancelled before it ended."""
+
+    code = "RM204"
+
+
+class CallRejected(CallError):
+    """The member refused the call without starting it; ``executed`` is always ``no``."""
+
+    code = "RM210"
+
+
+class MailboxFull(CallRejected):
+    """The member's mailbox has no room and the caller asked not to queue."""
+
+    code = "RM211"
+
+
+class StaleIncarnation(CallRejected):
+    """The message was meant for an earlier incarnation of the member."""
+
+    code = "RM212"
+
+
+class Restarting(CallRejected):
+    """The member is being restarted."""
+
+    code = "RM213"
+
+
+class ShuttingDown(CallRejected):
+    """The member or the caller is ending."""
+
+    code = "RM214"
+
+
+class GroupCallError(ExceptionGroup[Exception], RLMeshError):
+    """Several members of a group call failed.
+
+    Attributes:
+        failures: rank → error.
+        results: rank → value of the members that succeeded.
+    """
+
+    code = "RM220"
+    failures: Mapping[int, Exception]
+    results: Mapping[int, Any]
+
+
+class WireError(RLMeshError):
+    """Bytes that cannot be sent or cannot be understood."""
+
+    code = "RM300"
+
+
+class VersionMismatch(WireError):
+    """The peer speaks another version of the protocol."""
+
+    code = "RM301"
+
+
+class MalformedFrame(WireError):
+    """A frame is truncated or altered."""
+
+    code = "RM302"
+
+
+class Unserializable(WireError, TypeError):
+    """An argument or a result cannot be serialized; the message names it."""
+
+    code = "RM303"
+
+
+class AuthenticationFailed(WireError):
+    """The peer does not hold the key of this job."""
+
+    code = "RM304"
+
+
+class PayloadTooLarge(WireError):
+    """A message exceeds the configured cap; raised at the sender."""
+
+    code = "RM305"
+
+
+class PlacementError(RLMeshError):
+    """The cluster cannot hold the job; the message has the table of what is short."""
+
+    code = "RM400"
+
+
+class LaunchError(RLMeshError):
+    """Processes of the job could not be started."""
+
+    code = "RM410"
+
+
+class PreflightError(RLMeshError):
+    """A check that runs before the job starts failed."""
+
+    code = "RM420"
+
+
+class WeightSyncError(RLMeshError):
+    """A weight sync was not committed; all sinks keep what they had."""
+
+    code = "RM500"
+
+
+class RestartBudgetExhausted(RLMeshError):
+    """A role failed more often than its restart policy allows."""
+
+    code = "RM600"
+
+
+class JobFailed(ExceptionGroup[Exception], RLMeshError):
+    """The job failed; holds the first causes, oldest first.
+
+    Attributes:
+        run_dir: where the job's logs and metrics are (a path as text, empty if none was made).
+    """
+
+    code = "RM700"
+    run_dir: str = ""

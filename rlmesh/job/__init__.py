@@ -1,0 +1,1 @@
+"""What a job is: builders, descriptors, configuration, the base classes of roles. No I/O."""

@@ -1,0 +1,123 @@
+"""What a running job looks like from outside: plain, frozen, picklable values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+MemberState = Literal["starting", "bound", "ready", "running", "finished", "stopping", "exited", "failed"]
+"""starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;
+running: inside ``run()``; finished: ``run()`` returned; stopping: ``teardown()``; exited: code 0; failed: the rest."""
+
+Stage = Literal["starting", "running", "stopping", "succeeded", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallStats:
+    """Where the caller's time went in the calls of one method of one role, summed over one report.
+
+    ``overhead_s`` is the time in rlmesh itself: ``wall_s`` minus what the slowest member spent in the method
+    and in methods queued before it, minus the time that threads of both sides were runnable without a core.
+    """
+
+    role: str
+    method: str
+    calls: int
+    wall_s: float
+    method_s: float
+    queued_s: float
+    run_queue_s: float
+    overhead_s: float
+    slowest_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRecord:
+    """One ``current_worker().report(step=…, **metrics)``."""
+
+    at: float
+    role: str
+    rank: int
+    step: int
+    metrics: Mapping[str, float]
+    calls: tuple[CallStats, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExitInfo:
+    """How a worker process ended, as its agent saw it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    at: float
+    node_rank: int = 0
+    hostname: str = ""
+    log_path: str = ""
+    last_log_lines: tuple[str, ...] = ()
+    peak_rss_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+    def describe(self) -> str:
+        """For example ``killed by SIGKILL`` or ``exited with code 3``."""
+        if self.signal is not None:
+            import signal as signals
+
+            try:
+                name = signals.Signals(self.signal).name
+            except ValueError:
+                name = f"signal {self.signal}"
+            return f"killed by {name}"
+        return f"exited with code {self.exit_code}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    role: str
+    rank: int
+    incarnation: int
+    node_rank: int
+    pid: int
+    state: MemberState
+    step: int | None = None
+    last_beat_at: float | None = None
+    log_path: str = ""
+    endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureInfo:
+    """The first cause of a job's failure, and what followed, oldest first."""
+
+    message: str
+    role: str | None = None
+    rank: int | None = None
+    at: float = 0.0
+    exit: ExitInfo | None = None
+    remote_traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on."""
+
+    job_name: str
+    job_id: str
+    stage: Stage
+    started_at: float
+    run_dir: str
+    members: tuple[MemberStatus, ...] = ()
+    records: tuple[MetricRecord, ...] = ()
+    records_from: int = 0
+    failures: tuple[FailureInfo, ...] = ()
+    first_serving_s: float | None = None
+    all_serving_s: float | None = None
+    note: str = ""
+    extra: Mapping[str, str] = field(default_factory=dict)
