@@ -19,6 +19,8 @@ class CallStats:
 
     ``overhead_s`` is the time in rlmesh itself: ``wall_s`` minus what the slowest member spent in the method
     and in methods queued before it, minus the time that threads of both sides were runnable without a core.
+    ``share_s`` is ``wall_s`` with the time in which n calls were pending at once counted as 1/n for each, so
+    that the shares of all calls add up to the time in which any was pending; 0 where it was not measured.
     """
 
     role: str
@@ -30,6 +32,7 @@ class CallStats:
     run_queue_s: float
     overhead_s: float
     slowest_rank: int
+    share_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
