@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlmesh.placement.inventory import Device as Device
+from rlmesh.placement.inventory import NodeInfo as NodeInfo
+
 MASTER = "@master"
 """Name under which the master's endpoint serves its control object."""
 AGENT = "@agent"
@@ -14,30 +17,6 @@ CONTROL = "@control"
 """Name under which a worker's endpoint serves its control object."""
 
 EntryKind = Literal["class", "function", "script"]
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One accelerator, or a virtual slot that stands for one on a machine without any."""
-
-    index: int
-    uuid: str
-    kind: str = "virtual"
-    memory_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """What an agent tells the master about its node."""
-
-    node_rank: int
-    name: str
-    hostname: str
-    agent_endpoint: str
-    agent_pid: int
-    cpus: int
-    memory_bytes: int
-    devices: tuple[Device, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
