@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlmesh.job.entry import Entry as Entry
+from rlmesh.job.entry import EntryKind as EntryKind
 from rlmesh.placement.inventory import Device as Device
 from rlmesh.placement.inventory import NodeInfo as NodeInfo
 
@@ -15,8 +17,6 @@ AGENT = "@agent"
 """Name under which an agent's endpoint serves its control object."""
 CONTROL = "@control"
 """Name under which a worker's endpoint serves its control object."""
-
-EntryKind = Literal["class", "function", "script"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,6 @@ class AgentConfig:
     import_roots: tuple[str, ...] = ()
     grace_s: float = 5.0
     submitted_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a worker runs. ``module`` may be ``__main__``: then ``main_path`` is the submitter's script."""
-
-    kind: EntryKind
-    module: str = ""
-    name: str = ""
-    script: str = ""
-    args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

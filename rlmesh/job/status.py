@@ -8,7 +8,8 @@ from typing import Literal
 
 MemberState = Literal["starting", "bound", "ready", "running", "finished", "stopping", "exited", "failed"]
 """starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;
-running: inside ``run()``; finished: ``run()`` returned; stopping: ``teardown()``; exited: code 0; failed: the rest."""
+running: inside ``run()``; finished: ``run()`` returned; stopping: ``teardown()``; exited: code 0;
+failed: the rest."""
 
 Stage = Literal["starting", "running", "stopping", "succeeded", "failed", "stopped"]
 
