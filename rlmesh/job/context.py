@@ -1,0 +1,178 @@
+"""What code that runs inside a worker can ask about itself: ``current_worker()``.
+
+The worker's bootstrap makes one ``WorkerContext`` and sets it before any code of the role runs. The context
+reaches the rest of the job through a ``ControlLink`` alone, so that this module stays free of I/O.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmesh.errors import UsageError
+from rlmesh.job.status import CallStats, MetricRecord
+
+__all__ = [
+    "COLLOCATION_ENV",
+    "ControlLink",
+    "JobInfo",
+    "StopRequest",
+    "WorkerContext",
+    "current_worker",
+    "set_current_worker",
+]
+
+COLLOCATION_ENV = "RLMESH_COLLOCATION"
+"""Variable that names the roles which share this member's device, separated by commas; unset if none do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """Asks the member to stop at a step boundary: save what must survive, then return from ``run()``.
+
+    Attributes:
+        reason: who or what asked, for the log.
+        step: the step after which all ranks stop; ``None``: at the next boundary.
+        grace_s: how long the member has before it is killed.
+    """
+
+    reason: str
+    step: int | None = None
+    grace_s: float = 5.0
+
+
+class ControlLink(Protocol):
+    """How a worker context reaches its job; the worker's bootstrap supplies it. Every method may be called
+    from any thread and returns at once."""
+
+    def report(self, record: MetricRecord) -> None:
+        """Send a record to the master, without waiting for it."""
+
+    def stop_request(self) -> StopRequest | None:
+        """The stop that was asked for, if any."""
+
+    def take_call_stats(self) -> tuple[CallStats, ...]:
+        """Statistics of the remote calls that ended since the last take."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """The job that this worker belongs to. ``user_config`` is what ``.config(...)`` was given."""
+
+    name: str
+    job_id: str
+    user_config: Any = None
+    accelerator: str = "GPU"
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    """Who this worker is, and its way to report.
+
+    ``rank``, ``world_size``, ``local_rank`` and ``local_world_size`` count the members of this worker's role,
+    as torchrun does; ``node_rank`` is the node's number in the job.
+    """
+
+    job_info: JobInfo
+    role: str
+    rank: int
+    world_size: int
+    link: ControlLink
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    node_name: str = ""
+    incarnation: int = 0
+    pid: int = field(default_factory=os.getpid)
+    run_dir: Path = field(default_factory=Path)
+    clock: Callable[[], float] = time.time
+    _step: int | None = field(default=None, init=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """``ROLE:rank``, as this member is called in logs and errors."""
+        return f"{self.role}:{self.rank}"
+
+    @property
+    def step(self) -> int | None:
+        """The last step given to ``report`` or ``step_boundary``."""
+        return self._step
+
+    @property
+    def collocated_roles(self) -> frozenset[str]:
+        """The roles that share this member's device, its own among them; empty if it shares with none."""
+        return frozenset(filter(None, os.environ.get(COLLOCATION_ENV, "").split(",")))
+
+    def report(self, step: int | None = None, **metrics: Any) -> None:
+        """Report metrics of a step: numbers, or what ``float()`` accepts, such as tensors with one item.
+
+        They go to ``metrics.jsonl``, TensorBoard and the live view, and count as a sign of life. Without
+        ``step`` they belong to the last step that was named here (0 before any). Never waits and never fails
+        because of the job's state.
+
+        Raises:
+            UsageError: a value is no number; the message names it.
+        """
+        self._step = int(step) if step is not None else (self._step or 0)
+        values = {key: _as_number(self.name, key, value) for key, value in metrics.items()}
+        self.link.report(
+            MetricRecord(
+                at=self.clock(),
+                role=self.role,
+                rank=self.rank,
+                step=self._step,
+                metrics=values,
+                calls=self.link.take_call_stats(),
+            )
+        )
+
+    def step_boundary(self, step: int | None = None) -> StopRequest | None:
+        """Say that a step ended; returns the request to stop if this is where to stop, else ``None``.
+
+        Without ``step`` the steps are counted from 0.
+        """
+        if step is None:
+            step = 0 if self._step is None else self._step + 1
+        self._step = int(step)
+        request = self.link.stop_request()
+        if request is None or (request.step is not None and self._step < request.step):
+            return None
+        return request
+
+
+def _as_number(member: str, key: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{member}: report() got {key}={value!r:.80} ({type(value).__name__}), which is no number "
+            f"({error}). Report one number per metric, for example loss=loss.mean()."
+        ) from None
+
+
+_current: WorkerContext | None = None
+
+
+def set_current_worker(context: WorkerContext | None) -> None:
+    """Set what ``current_worker()`` returns in this process; for the worker's bootstrap and for tests."""
+    global _current
+    _current = context
+
+
+def current_worker() -> WorkerContext:
+    """The worker that this process is.
+
+    Raises:
+        UsageError: this process is no worker.
+    """
+    if _current is None:
+        raise UsageError(
+            f"current_worker() was called in process {os.getpid()}, which is not a worker of a job. Only "
+            "the code of a role has one: its class, the functions that it calls, its entry script. The "
+            "submitting script has its arguments instead; pass them on with .config(...)."
+        )
+    return _current
