@@ -1,0 +1,56 @@
+"""A file to which whole pieces are appended, or nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["AppendFile"]
+
+
+class AppendFile:
+    """Appends to ``path``, which is made with its directories at the first piece.
+
+    Each piece is one ``write`` without a buffer in the process, so that it survives any death of the writer.
+    When the disk fills up in the middle of a piece, the file is cut back to what it was before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._fd is not None
+
+    def append(self, data: bytes) -> None:
+        """Append ``data``.
+
+        Raises:
+            OSError: nothing of ``data`` is in the file.
+        """
+        if self._fd is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        written = os.write(self._fd, data)
+        if written < len(data):
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be written")
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def ends_torn(path: Path) -> bool:
+    """Does the file end inside a line? A writer that was killed may have left one."""
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except FileNotFoundError:
+        return False

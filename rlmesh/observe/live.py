@@ -1,0 +1,193 @@
+"""The view on a running job: a live table on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlmesh.job.status import JobStatus, MemberState, MemberStatus
+from rlmesh.observe.plain import PlainView
+from rlmesh.observe.progress import JobProgress, sparkline
+from rlmesh.observe.summary import closing_lines, failure_line, format_value, headline_metrics
+
+__all__ = ["JobView", "LiveView", "NoView", "ViewMode", "make_view"]
+
+ViewMode = Literal["auto", "live", "plain", "none"]
+
+_STATE_STYLE: dict[MemberState, str] = {
+    "starting": "yellow",
+    "bound": "yellow",
+    "ready": "green",
+    "running": "bold green",
+    "finished": "cyan",
+    "stopping": "yellow",
+    "exited": "dim",
+    "failed": "bold red",
+}
+_FIRST: frozenset[MemberState] = frozenset({"failed", "starting", "bound"})
+_LINES_AROUND_THE_MEMBERS = 12
+_SPARK_WIDTH = 40
+
+
+class JobView(Protocol):
+    """Shows one job: ``update`` about five times a second, ``finish`` once, ``close`` always."""
+
+    def update(self, status: JobStatus) -> None:
+        """Take in a snapshot; ``status.records`` are only those that are new since the last call."""
+
+    def output(self, line: str) -> None:
+        """A line that a worker printed, as ``ROLE:rank | text`` and without its newline."""
+
+    def finish(self, status: JobStatus, report_png: Path | None) -> None:
+        """The job ended: show how, where its time went and where its files are."""
+
+    def close(self) -> None:
+        """Give the terminal back. Safe to call twice, and after ``finish``."""
+
+
+def make_view(
+    mode: ViewMode,
+    *,
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+    clock: Callable[[], float] = time.time,
+) -> JobView:
+    """A view that writes the workers' lines to ``out`` (stdout) and what it says itself to ``err`` (stderr).
+
+    ``auto`` is ``live`` where both are terminals that can move the cursor, else ``plain``. ``clock`` gives
+    seconds since the epoch.
+    """
+    out = sys.stdout if out is None else out
+    err = sys.stderr if err is None else err
+    if mode == "none":
+        return NoView()
+    if mode == "auto":
+        able = out.isatty() and err.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        mode = "live" if able else "plain"
+    return LiveView(Console(file=err), clock) if mode == "live" else PlainView(out, err, clock)
+
+
+class NoView:
+    """Shows nothing."""
+
+    def update(self, status: JobStatus) -> None: ...
+
+    def output(self, line: str) -> None: ...
+
+    def finish(self, status: JobStatus, report_png: Path | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LiveView:
+    """A table of the members that is redrawn in place; worker output scrolls above it. Starts no thread."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._clock = clock
+        self._progress = JobProgress()
+        self._live: Live | None = None
+
+    def update(self, status: JobStatus) -> None:
+        self._progress.update(status)
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+            # A process that dies of an exception elsewhere must not leave the terminal without its cursor.
+            atexit.register(self.close)
+        self._live.update(self.render(status), refresh=True)
+
+    def output(self, line: str) -> None:
+        member, bar, text = line.partition(" | ")
+        shown = Text.from_ansi(text if bar else line)
+        if bar:
+            shown = Text.assemble((f"{member} | ", "dim cyan"), shown)
+        self._console.print(shown, soft_wrap=True)
+
+    def finish(self, status: JobStatus, report_png: Path | None) -> None:
+        self.update(status)
+        self.close()
+        for line in closing_lines(self._progress, status, report_png, self._clock()):
+            self._console.print(Text(line), soft_wrap=True)
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+            atexit.unregister(self.close)
+
+    def render(self, status: JobStatus) -> RenderableType:
+        """What the terminal shows for a snapshot."""
+        parts: list[RenderableType] = [self._head(status), self._members(status)]
+        failures = [failure_line(failure) for failure in status.failures[:3]]
+        parts += [Text(f"failed: {line}", style="bold red") for line in failures]
+        if self._progress.curves:
+            parts.append(self._curves())
+        if status.note:
+            parts.append(Text(status.note, style="dim"))
+        return Group(*parts)
+
+    def _head(self, status: JobStatus) -> RenderableType:
+        minutes, seconds = divmod(max(0.0, self._clock() - status.started_at), 60)
+        age = f"{int(minutes):02d}:{seconds:04.1f}"
+        head = Text.assemble((status.job_name, "bold"), f"  {status.stage}  {age}")
+        step, total = self._progress.step, self._progress.total_steps
+        if step is None:
+            return head
+        if not total:
+            return head.append(f"  step {step}")
+        head.append(f"  step {step}/{total} ")
+        line = Table.grid()
+        line.add_row(head, ProgressBar(total=total, completed=min(step, total), width=_SPARK_WIDTH))
+        return line
+
+    def _members(self, status: JobStatus) -> RenderableType:
+        nodes = len({member.node_rank for member in status.members}) > 1
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in ("member", *(("node",) if nodes else ())):
+            table.add_column(name)
+        table.add_column("pid", justify="right")
+        table.add_column("state")
+        table.add_column("step", justify="right")
+        table.add_column("last beat", justify="right")
+        room = max(3, self._console.height - _LINES_AROUND_THE_MEMBERS)
+        shown = status.members
+        if len(shown) > room:  # what is wrong comes first
+            shown = tuple(sorted(shown, key=lambda member: member.state not in _FIRST)[: room - 1])
+        for member in shown:
+            table.add_row(*self._row(member, nodes))
+        if len(shown) < len(status.members):
+            return Group(table, Text(f"and {len(status.members) - len(shown)} more members", style="dim"))
+        return table
+
+    def _row(self, member: MemberStatus, nodes: bool) -> list[RenderableType]:
+        name = f"{member.role}:{member.rank}"
+        if member.incarnation:
+            name += f" (restart {member.incarnation})"
+        beat = "" if member.last_beat_at is None else f"{max(0.0, self._clock() - member.last_beat_at):.1f} s"
+        return [
+            Text(name),
+            *([Text(str(member.node_rank))] if nodes else []),
+            Text(str(member.pid or "")),
+            Text(member.state, style=_STATE_STYLE[member.state]),
+            Text("" if member.step is None else str(member.step)),
+            Text(beat),
+        ]
+
+    def _curves(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for name, value in headline_metrics(self._progress):
+            line = sparkline(self._progress.values(name), _SPARK_WIDTH)
+            table.add_row(Text(name), Text(format_value(value), justify="right"), Text(line, style="cyan"))
+        return table

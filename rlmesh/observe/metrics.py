@@ -1,0 +1,134 @@
+"""The metrics of a run on disk: ``metrics.jsonl`` and TensorBoard scalars, written by the master's process.
+
+One JSON object per line and per report::
+
+    {"at": 1760000000.25, "role": "TRAINER", "rank": 0, "step": 7,
+     "metrics": {"reward_mean": 0.41, "step_time_s": 0.53},
+     "calls": [{"role": "ROLLOUT", "method": "generate", "calls": 1, "wall_s": 0.2, …}]}
+
+``at`` is in seconds since the epoch. Values that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``.
+Lines are written whole; a line that a dying machine tore is skipped by readers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rlmesh.job.status import CallStats, MetricRecord
+from rlmesh.observe.append import AppendFile, ends_torn
+from rlmesh.observe.tensorboard import EventFile
+
+__all__ = ["METRICS_FILE", "MetricsWriter", "read_records"]
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+"""Name of the file inside the run directory."""
+
+
+class MetricsWriter:
+    """Appends reports to ``<run_dir>/metrics.jsonl`` and ``<run_dir>/tensorboard/``.
+
+    Each report is one ``write`` to the file and nothing is buffered in the process, so that what was reported
+    is there after any death of the master. A disk that fails never stops the training: the first failure is
+    logged as a warning, and writing is tried again with each report.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lines = AppendFile(run_dir / METRICS_FILE)
+        self._events = EventFile(run_dir / "tensorboard")
+        self._warned = False
+        self.lost = 0
+
+    def write(self, record: MetricRecord) -> None:
+        """Append one report; on failure count it in ``lost`` and go on."""
+        try:
+            line = _encode(record)
+            if not self._lines.is_open and ends_torn(self._lines.path):
+                line = b"\n" + line
+            self._lines.append(line)
+            self._events.add_scalars(_tags(record), step=record.step, at=record.at)
+        except (OSError, TypeError, ValueError) as error:
+            self.lost += 1
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "metrics of %s:%d at step %d could not be written to %s: %s; the job goes on, later "
+                    "reports are tried again and only counted if they fail too",
+                    record.role, record.rank, record.step, self._lines.path, error,
+                )  # fmt: skip
+
+    def close(self) -> None:
+        """Close both files. Safe to call twice."""
+        self._lines.close()
+        self._events.close()
+        if self.lost:
+            lost, self.lost = self.lost, 0
+            logger.warning("%d reports are missing in %s", lost, self._lines.path)
+
+
+def read_records(path: Path) -> Iterator[MetricRecord]:
+    """The reports in a ``metrics.jsonl``, oldest first; torn lines are skipped, a missing file has none."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            try:
+                yield _decode(json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                continue
+
+
+def _encode(record: MetricRecord) -> bytes:
+    entry: dict[str, Any] = {
+        "at": round(record.at, 6),
+        "role": record.role,
+        "rank": record.rank,
+        "step": record.step,
+        "metrics": {name: _to_json(float(value)) for name, value in record.metrics.items()},
+    }
+    if record.calls:
+        entry["calls"] = [
+            {key: _to_json(value) if isinstance(value, float) else value for key, value in asdict(c).items()}
+            for c in record.calls
+        ]
+    return json.dumps(entry, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _decode(entry: Mapping[str, Any]) -> MetricRecord:
+    return MetricRecord(
+        at=float(entry["at"]),
+        role=str(entry["role"]),
+        rank=int(entry["rank"]),
+        step=int(entry["step"]),
+        metrics={str(name): float(value) for name, value in entry["metrics"].items()},
+        calls=tuple(_decode_call(call) for call in entry.get("calls", ())),
+    )
+
+
+def _decode_call(entry: Mapping[str, Any]) -> CallStats:
+    values: dict[str, Any] = {}
+    for field in fields(CallStats):
+        if field.name in entry:
+            value = entry[field.name]
+            values[field.name] = float(value) if field.type == "float" else value
+    return CallStats(**values)
+
+
+def _to_json(value: float) -> float | str:
+    return round(value, 9) if math.isfinite(value) else str(value)
+
+
+def _tags(record: MetricRecord) -> dict[str, float]:
+    """Scalars by TensorBoard tag; rank 0 has the plain name of its role."""
+    member = record.role if record.rank == 0 else f"{record.role}:{record.rank}"
+    return {f"{member}/{name}": float(value) for name, value in record.metrics.items()}
+

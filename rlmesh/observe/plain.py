@@ -1,0 +1,113 @@
+"""The view for files and pipes: few plain lines, each complete in itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from rlmesh.job.status import JobStatus
+from rlmesh.observe.progress import JobProgress
+from rlmesh.observe.summary import closing_lines, failure_line, format_value, headline_metrics
+
+__all__ = ["Lines", "PlainView"]
+
+CHANGES_EVERY_S = 0.5
+STEPS_EVERY_S = 2.0
+
+
+class Lines:
+    """Writes lines to a text stream; a reader that went away never stops the job."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+
+    def write(self, line: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            try:
+                self._stream.write(line + "\n")
+            except UnicodeEncodeError:
+                self._stream.write(line.encode("ascii", "backslashreplace").decode() + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # a broken pipe, a closed file
+            self._stream = None
+
+
+class PlainView:
+    """Lines of the workers go to ``out``, lines about the job to ``err``, each with the job's age in seconds.
+
+    State changes that come together share a line; steps are shown at most every two seconds, the last always.
+    """
+
+    def __init__(self, out: TextIO, err: TextIO, clock: Callable[[], float]) -> None:
+        self._out = Lines(out)
+        self._err = Lines(err)
+        self._clock = clock
+        self._progress = JobProgress()
+        self._changes: dict[str, str] = {}
+        self._changes_at = float("-inf")
+        self._step_at = float("-inf")
+        self._shown_step: int | None = None
+        self._shown_failures = 0
+        self._note = ""
+        self._started = False
+
+    def update(self, status: JobStatus) -> None:
+        if not self._started:
+            self._started = True
+            self._say(status, f"{status.job_name} started, run directory {status.run_dir}")
+        for change in self._progress.update(status):
+            self._changes[change.role] = change.states
+        self._show_failures(status)
+        if status.note and status.note != self._note:
+            self._say(status, status.note)
+        self._note = status.note
+        now = self._clock()
+        if now - self._changes_at >= CHANGES_EVERY_S:
+            self._show_changes(status, now)
+        if now - self._step_at >= STEPS_EVERY_S:
+            self._show_step(status, now)
+
+    def output(self, line: str) -> None:
+        self._out.write(line)
+
+    def finish(self, status: JobStatus, report_png: Path | None) -> None:
+        for change in self._progress.update(status):
+            self._changes[change.role] = change.states
+        now = self._clock()
+        self._show_failures(status)
+        self._show_changes(status, now)
+        self._show_step(status, now)
+        for line in closing_lines(self._progress, status, report_png, now):
+            self._err.write(line)
+
+    def close(self) -> None:
+        """Nothing to put back."""
+
+    def _say(self, status: JobStatus, text: str) -> None:
+        age = max(0.0, self._clock() - status.started_at)
+        self._err.write(f"{age:8.1f} s  {text}")
+
+    def _show_failures(self, status: JobStatus) -> None:
+        for failure in status.failures[self._shown_failures :]:
+            self._say(status, f"failed: {failure_line(failure)}")
+        self._shown_failures = max(self._shown_failures, len(status.failures))
+
+    def _show_changes(self, status: JobStatus, now: float) -> None:
+        if self._changes:
+            self._say(status, " · ".join(f"{role} {states}" for role, states in self._changes.items()))
+            self._changes.clear()
+            self._changes_at = now
+
+    def _show_step(self, status: JobStatus, now: float) -> None:
+        step = self._progress.step
+        if step is None or step == self._shown_step:
+            return
+        self._shown_step, self._step_at = step, now
+        total = self._progress.total_steps
+        count = f"step {step}" if total is None else f"step {step}/{total}"
+        metrics = headline_metrics(self._progress)
+        values = "  ".join(f"{name} {format_value(value)}" for name, value in metrics)
+        self._say(status, f"{count}  {values}".rstrip())

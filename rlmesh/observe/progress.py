@@ -1,0 +1,114 @@
+"""What the views know of a job: snapshots in, numbers to show out. Pure; the views only draw."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rlmesh.job.status import JobStatus, MemberStatus, MetricRecord
+from rlmesh.observe.timeuse import TimeUse
+
+__all__ = ["Change", "Curve", "JobProgress", "sparkline", "state_counts"]
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A role's members changed state: all states of the role after it, for example ``2 ready``."""
+
+    role: str
+    states: str
+
+
+@dataclass(slots=True)
+class Curve:
+    """A metric over the steps: the mean over the members that reported it."""
+
+    name: str
+    sums: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, step: int, value: float) -> None:
+        total, count = self.sums.get(step, (0.0, 0))
+        self.sums[step] = (total + value, count + 1)
+
+    def points(self) -> list[tuple[int, float]]:
+        return [(step, total / count) for step, (total, count) in sorted(self.sums.items())]
+
+
+class JobProgress:
+    """Adds up snapshots of one job; each brings only the reports that are new."""
+
+    def __init__(self) -> None:
+        self.status: JobStatus | None = None
+        self.time_use = TimeUse()
+        self.curves: dict[str, Curve] = {}
+        self.latest: MetricRecord | None = None
+        self._states: dict[str, str] = {}
+
+    def update(self, status: JobStatus) -> list[Change]:
+        """Take in a snapshot; what changed since the one before, in the order of the members."""
+        self.status = status
+        for record in status.records:
+            self._add(record)
+        changes = []
+        for role, members in by_role(status.members).items():
+            states = state_counts(members)
+            if self._states.get(role) != states:
+                self._states[role] = states
+                changes.append(Change(role, states))
+        return changes
+
+    @property
+    def step(self) -> int | None:
+        """The latest step that a member with progress of its own reported."""
+        return None if self.latest is None else self.latest.step
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the job will make, if it says so by the metric ``total_steps``."""
+        curve = self.curves.get("total_steps")
+        return None if curve is None else int(curve.points()[-1][1])
+
+    def values(self, name: str) -> list[float]:
+        """The finite values of a metric, in the order of the steps."""
+        curve = self.curves.get(name)
+        return [] if curve is None else [value for _, value in curve.points() if math.isfinite(value)]
+
+    def _add(self, record: MetricRecord) -> None:
+        self.time_use.add(record)
+        for name, value in record.metrics.items():
+            self.curves.setdefault(name, Curve(name)).add(record.step, value)
+        # The role that times its steps leads the job; others may report values at a pace of their own.
+        if self.latest is None or "step_time_s" in record.metrics or "step_time_s" not in self.latest.metrics:
+            self.latest = record
+
+
+def by_role(members: Iterable[MemberStatus]) -> dict[str, list[MemberStatus]]:
+    """Members by role, roles in the order of their first member."""
+    roles: dict[str, list[MemberStatus]] = {}
+    for member in members:
+        roles.setdefault(member.role, []).append(member)
+    return roles
+
+
+def state_counts(members: Iterable[MemberStatus]) -> str:
+    """For example ``1 ready, 1 starting``. A bound endpoint counts as starting: it answers no calls yet."""
+    counts = Counter("starting" if member.state == "bound" else member.state for member in members)
+    return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """The finite values as bars of eight heights, beyond ``width`` as means of neighbours."""
+    points = [value for value in values if math.isfinite(value)]
+    if not points or width < 1:
+        return ""
+    if len(points) > width:
+        edges = [round(i * len(points) / width) for i in range(width + 1)]
+        points = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(points), max(points)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in points)

@@ -1,0 +1,205 @@
+"""Where the steps' time went: per caller, what it waited for, and how much of that was rlmesh itself.
+
+Every report carries what its sender's remote calls cost since the report before (``CallStats``). Per role
+that was called, all in seconds and averaged over the caller's steps:
+
+* waited: from the call to its result. Calls that run at the same time each count in full, so that the column
+  can add up to more than a step; ``share`` divides such time evenly and never does.
+* method: what the slowest member spent in the method; queued: in methods before it.
+* run queue: threads of either side were runnable, but no core was free.
+* rlmesh: what remains: serialization, transport, hand-offs between threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rlmesh.job.status import CallStats, MetricRecord
+
+__all__ = ["CallerUse", "RoleUse", "TimeUse", "format_time_use"]
+
+STEP_TIME = "step_time_s"
+"""The metric by which a role reports how long its step took."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleUse:
+    """What one caller spent on calls to ``role``, in seconds per step.
+
+    ``slowest_method`` and ``slowest_rank`` are whom the caller waited for longest; ``share_s`` is
+    ``waited_s`` without the overlap of calls that ran at the same time.
+    """
+
+    role: str
+    calls: float
+    waited_s: float
+    share_s: float
+    method_s: float
+    queued_s: float
+    run_queue_s: float
+    overhead_s: float
+    slowest_method: str
+    slowest_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallerUse:
+    """What ``caller`` waited for, averaged over ``steps`` steps of ``step_s`` seconds; longest wait first."""
+
+    caller: str
+    steps: int
+    step_s: float
+    roles: tuple[RoleUse, ...]
+
+    @property
+    def overhead_s(self) -> float:
+        """rlmesh's own seconds per step."""
+        return sum(role.overhead_s for role in self.roles)
+
+    @property
+    def overhead_fraction(self) -> float:
+        """rlmesh's own part of the step, 0 to 1."""
+        return self.overhead_s / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def own_s(self) -> float:
+        """Seconds per step in which the caller waited for nobody."""
+        return max(0.0, self.step_s - sum(role.share_s for role in self.roles))
+
+
+@dataclass(slots=True)
+class _Caller:
+    steps: set[tuple[int, int]] = field(default_factory=set)
+    step_s: float = 0.0
+    timed: set[tuple[int, int]] = field(default_factory=set)
+    first_at: dict[int, float] = field(default_factory=dict)
+    last_at: dict[int, float] = field(default_factory=dict)
+    calls: list[CallStats] = field(default_factory=list)
+
+
+class TimeUse:
+    """Adds up the call statistics of reports."""
+
+    def __init__(self, records: Iterable[MetricRecord] = ()) -> None:
+        self._callers: dict[str, _Caller] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: MetricRecord) -> None:
+        caller = self._callers.setdefault(record.role, _Caller())
+        step = (record.rank, record.step)
+        caller.steps.add(step)
+        step_s = record.metrics.get(STEP_TIME)
+        if step_s is not None:
+            caller.step_s += step_s
+            caller.timed.add(step)
+        caller.first_at.setdefault(record.rank, record.at)
+        caller.last_at[record.rank] = record.at
+        caller.calls = _merged([*caller.calls, *record.calls])
+
+    def callers(self) -> tuple[CallerUse, ...]:
+        """Roles that called others, the one with the most waiting first."""
+        uses = [_use(name, caller) for name, caller in self._callers.items() if caller.calls]
+        return tuple(sorted(uses, key=lambda use: (-sum(r.waited_s for r in use.roles), use.caller)))
+
+
+def format_time_use(uses: Sequence[CallerUse]) -> list[str]:
+    """The table that is printed when a job ends."""
+    lines: list[str] = []
+    for use in uses:
+        lines += _format_caller(use)
+    return lines
+
+
+def _use(name: str, caller: _Caller) -> CallerUse:
+    steps = len(caller.steps)
+    if caller.timed:
+        step_s = caller.step_s / len(caller.timed)
+    else:
+        # Without the metric: from each member's first report to its last lie all its steps but one.
+        elapsed = sum(caller.last_at[rank] - at for rank, at in caller.first_at.items())
+        step_s = elapsed / max(1, steps - len(caller.first_at))
+    by_role: dict[str, list[CallStats]] = {}
+    for call in caller.calls:
+        by_role.setdefault(call.role, []).append(call)
+    roles = [_role_use(role, calls, steps) for role, calls in by_role.items()]
+    return CallerUse(name, steps, step_s, tuple(sorted(roles, key=lambda r: (-r.waited_s, r.role))))
+
+
+def _role_use(role: str, calls: list[CallStats], steps: int) -> RoleUse:
+    slowest = max(calls, key=lambda call: call.wall_s)
+    waited_s = sum(call.wall_s for call in calls)
+    return RoleUse(
+        role=role,
+        calls=sum(call.calls for call in calls) / steps,
+        waited_s=waited_s / steps,
+        share_s=(sum(call.share_s for call in calls) or waited_s) / steps,
+        method_s=sum(call.method_s for call in calls) / steps,
+        queued_s=sum(call.queued_s for call in calls) / steps,
+        run_queue_s=sum(call.run_queue_s for call in calls) / steps,
+        overhead_s=sum(call.overhead_s for call in calls) / steps,
+        slowest_method=slowest.method,
+        slowest_rank=slowest.slowest_rank,
+    )
+
+
+def _merged(calls: Iterable[CallStats]) -> list[CallStats]:
+    """One entry per role, method and slowest rank, so that the sum over a long run stays small."""
+    sums: dict[tuple[str, str, int], CallStats] = {}
+    for call in calls:
+        key = (call.role, call.method, call.slowest_rank)
+        known = sums.get(key)
+        sums[key] = call if known is None else CallStats(
+            role=call.role,
+            method=call.method,
+            calls=known.calls + call.calls,
+            wall_s=known.wall_s + call.wall_s,
+            method_s=known.method_s + call.method_s,
+            queued_s=known.queued_s + call.queued_s,
+            run_queue_s=known.run_queue_s + call.run_queue_s,
+            overhead_s=known.overhead_s + call.overhead_s,
+            slowest_rank=call.slowest_rank,
+            share_s=known.share_s + call.share_s,
+        )  # fmt: skip
+    return list(sums.values())
+
+
+_HEAD = (
+    "waiting for", "calls", "waited s", "method s", "queued s", "run queue s", "rlmesh ms", "rlmesh %",
+    "mostly for",
+)  # fmt: skip
+
+
+def _format_caller(use: CallerUse) -> list[str]:
+    rows = [_HEAD, *(_row(use, role) for role in use.roles)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    texts = {0, len(_HEAD) - 1}
+    table = [
+        "  ".join(
+            cell.ljust(width) if column in texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    percent = 100 * use.overhead_fraction
+    return [
+        f"time per step of {use.caller}: {use.step_s:.3f} s over {use.steps} steps, "
+        f"of which rlmesh itself {1000 * use.overhead_s:.1f} ms ({percent:.1f} %)",
+        *(f"  {line}" for line in table),
+    ]
+
+
+def _row(use: CallerUse, role: RoleUse) -> tuple[str, ...]:
+    percent = 100 * role.overhead_s / use.step_s if use.step_s > 0 else 0.0
+    return (
+        role.role,
+        f"{role.calls:.1f}",
+        f"{role.waited_s:.4f}",
+        f"{role.method_s:.4f}",
+        f"{role.queued_s:.4f}",
+        f"{role.run_queue_s:.4f}",
+        f"{1000 * role.overhead_s:.2f}",
+        f"{percent:.2f}",
+        f"{role.slowest_method} on rank {role.slowest_rank}",
+    )
