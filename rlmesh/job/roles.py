@@ -8,7 +8,7 @@ __all__ = ["RLRoleType", "role_name"]
 
 
 class RLRoleType(StrEnum):
-    """The roles that ``RLJobBuilder`` has methods for. Each is its own name: ``RLRoleType.ACTOR == "ACTOR"``."""
+    """Roles that ``RLJobBuilder`` has methods for. Each equals its text: ``RLRoleType.ACTOR == "ACTOR"``."""
 
     TRAINER = "TRAINER"
     ACTOR = "ACTOR"

@@ -6,34 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlmesh.runtime.timing import CallStats as CallStats
+
 MemberState = Literal["starting", "bound", "ready", "running", "finished", "stopping", "exited", "failed"]
 """starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;
 running: inside ``run()``; finished: ``run()`` returned; stopping: ``teardown()``; exited: code 0;
 failed: the rest."""
 
 Stage = Literal["starting", "running", "stopping", "succeeded", "failed", "stopped"]
-
-
-@dataclass(frozen=True, slots=True)
-class CallStats:
-    """Where the caller's time went in the calls of one method of one role, summed over one report.
-
-    ``overhead_s`` is the time in rlmesh itself: ``wall_s`` minus what the slowest member spent in the method
-    and in methods queued before it, minus the time that threads of both sides were runnable without a core.
-    ``share_s`` is ``wall_s`` with the time in which n calls were pending at once counted as 1/n for each, so
-    that the shares of all calls add up to the time in which any was pending; 0 where it was not measured.
-    """
-
-    role: str
-    method: str
-    calls: int
-    wall_s: float
-    method_s: float
-    queued_s: float
-    run_queue_s: float
-    overhead_s: float
-    slowest_rank: int
-    share_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,274 @@
+"""What a role needs: its entry point, how many members, on which resources.
+
+Each kind of role has a descriptor, told apart by ``backend``:
+
+* ``ElasticWorkloadDesc`` (``elastic``): one SPMD group. Its members find ``RANK``, ``WORLD_SIZE``,
+  ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``, … in their environment, as under torchrun.
+* ``SimpleWorkloadDesc`` (``simple``): independent members.
+* ``CustomWorkloadDesc`` (``custom``): independent members whose class is given as module and class name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from fractions import Fraction
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AliasChoices, Field, PrivateAttr, field_validator, model_validator
+
+from rlmesh.job.entry import Entry, Resolved, entry_text, resolve_entry
+from rlmesh.job.spec import Spec
+
+__all__ = [
+    "DEVICE_UNITS",
+    "BaseWorkloadDesc",
+    "CustomWorkloadDesc",
+    "ElasticWorkloadDesc",
+    "ResourceDesc",
+    "SimpleWorkloadDesc",
+    "WorkloadDesc",
+    "device_units",
+]
+
+DEVICE_UNITS = 18_018_000
+"""Integer units in one accelerator. Divisible by 1 to 16 and by 1,000, so that such shares add up exactly."""
+
+TORCH_ENV = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "NODE_RANK",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+)
+"""Variables that rlmesh itself sets for the members of an elastic role."""
+
+
+def device_units(accelerators: float | Fraction) -> int:
+    """A number of accelerators in ``DEVICE_UNITS``, rounded down: ``n`` shares of ``1/n`` fit one device.
+
+    A float stands for the nearest fraction with a denominator of at most 1,000, so that 0.4 is exactly two
+    fifths and 0.3333333333333333 a third.
+    """
+    share = accelerators if isinstance(accelerators, Fraction) else Fraction(accelerators)
+    return math.floor(share.limit_denominator(1000) * DEVICE_UNITS)
+
+
+class ResourceDesc(Spec):
+    """What one member needs.
+
+    Attributes:
+        cpu: cores; 0 reserves none.
+        memory: MiB; 0 reserves none.
+        accelerator: devices: a share of one (0 to 1, in steps of 0.001 or as 1/n) or a whole number.
+    """
+
+    cpu: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    memory: int = Field(default=0, ge=0, validation_alias=AliasChoices("memory", "mem"))
+    accelerator: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, validation_alias=AliasChoices("accelerator", "acc", "gpu")
+    )
+
+    @field_validator("accelerator")
+    @classmethod
+    def _possible_share(cls, value: float) -> float:
+        if value > 1 and not value.is_integer():
+            raise ValueError(
+                f"{value:g} is neither a share of one accelerator (at most 1) nor a whole number of them"
+            )
+        if value > 0 and device_units(value) == 0:
+            raise ValueError(f"{value:g} is less than the smallest share, 0.001")
+        return value
+
+    @property
+    def accelerator_units(self) -> int:
+        """``accelerator`` in ``DEVICE_UNITS``: exact, for sums."""
+        return device_units(self.accelerator)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory * 2**20
+
+
+class BaseWorkloadDesc(Spec):
+    """What all kinds of roles have.
+
+    Attributes:
+        entry_point: ``module.Class``, ``module.function`` or ``script.py args``; a class, a function and
+            ``(module, class)`` are accepted and turned into text.
+        total: number of members.
+        per_node: members on each node that has any; ``None`` leaves it to the planner.
+        resource: what each member needs; one whole accelerator unless it is said.
+        envs: environment variables of the members; they win over the job's ``global_env``.
+        max_restarts: how often a member may be restarted; more than 0 needs a restart policy that restarts.
+        is_driver: whether the job waits for this role's ``run()``; see ``DLConfig.driver_roles``.
+        group: name of the collocation that the role belongs to; set by the job.
+    """
+
+    backend: str
+    entry_point: str = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
+    total: int = Field(default=1, ge=1, validation_alias=AliasChoices("total", "num", "number"))
+    per_node: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("per_node", "per_group"))
+    resource: ResourceDesc = Field(
+        default_factory=lambda: ResourceDesc(accelerator=1),
+        validation_alias=AliasChoices("resource", "res"),
+    )
+    envs: dict[str, str] = Field(
+        default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment")
+    )
+    max_restarts: int = Field(
+        default=0, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart")
+    )
+    is_driver: bool = True
+    group: str | None = None
+
+    _resolved: tuple[str, Resolved] | None = PrivateAttr(default=None)
+
+    @field_validator("entry_point", mode="before")
+    @classmethod
+    def _entry_as_text(cls, value: object) -> str:
+        return entry_text(value)
+
+    @field_validator("envs", mode="before")
+    @classmethod
+    def _texts(cls, value: object) -> object:
+        return env_texts(value)
+
+    def __eq__(self, other: object) -> bool:
+        # What was looked up is no part of the description.
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    @property
+    def resolved(self) -> Resolved:
+        """The entry point, looked up without importing it.
+
+        It is looked up once per text and travels with the description, since ``__main__`` means another
+        module in another process.
+        """
+        if self._resolved is None or self._resolved[0] != self.entry_point:
+            self._resolved = (self.entry_point, resolve_entry(self.entry_point))
+        return self._resolved[1]
+
+    @property
+    def entry(self) -> Entry:
+        """What the members run."""
+        return self.resolved.entry
+
+    def problems(self) -> list[str]:
+        """What cannot work about this role by itself, one sentence each, each starting with the key."""
+        found = [f"entry_point: {problem}" for problem in self.resolved.problems]
+        if self.per_node is not None and self.total % self.per_node:
+            found.append(
+                f"per_node: {self.total} members cannot be split into nodes of {self.per_node}: "
+                "total must be a multiple of per_node"
+            )
+        return found
+
+
+class SimpleWorkloadDesc(BaseWorkloadDesc):
+    """A role of independent members."""
+
+    backend: Literal["simple"] = "simple"
+
+
+class ElasticWorkloadDesc(BaseWorkloadDesc):
+    """A role whose members form one SPMD group with ``torch.distributed``'s environment.
+
+    ``nnodes`` and ``nproc_per_node`` may be given in place of ``total`` and ``per_node``. rlmesh sets the
+    environment, and leaves ``init_process_group`` to the role, as torchrun does.
+
+    Attributes:
+        comm_pre_check: check the nodes' communication before the group starts.
+    """
+
+    backend: Literal["elastic"] = "elastic"
+    comm_pre_check: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_nodes(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not ({"nnodes", "nproc_per_node"} & set(data)):
+            return data
+        rest = dict(data)
+        nodes, procs = rest.pop("nnodes", 1), rest.pop("nproc_per_node", 1)
+        for key, value in (("nnodes", nodes), ("nproc_per_node", procs)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{key} must be a whole number of at least 1, not {value!r}")
+        for key, value in (("total", nodes * procs), ("per_node", procs)):
+            if rest.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{key}={rest[key]} contradicts nnodes={nodes} and nproc_per_node={procs}: "
+                    "give one or the other"
+                )
+        return rest
+
+    @property
+    def nnodes(self) -> int | None:
+        """Nodes that the group spans; ``None`` if the planner decides."""
+        return None if self.per_node is None else self.total // self.per_node
+
+    @property
+    def nproc_per_node(self) -> int | None:
+        return self.per_node
+
+    def problems(self) -> list[str]:
+        reserved = sorted(TORCH_ENV & set(self.envs))
+        return super().problems() + [
+            f"envs: {name} is set by rlmesh for each member of an elastic role: leave it out"
+            for name in reserved
+        ]
+
+
+class CustomWorkloadDesc(BaseWorkloadDesc):
+    """A role of independent members whose class is given by ``module_name`` and ``class_name``."""
+
+    backend: Literal["custom"] = "custom"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "module_name" not in data or "class_name" not in data:
+            return data
+        rest = dict(data)
+        rest.setdefault("entry_point", (rest.pop("module_name"), rest.pop("class_name")))
+        return rest
+
+    @property
+    def module_name(self) -> str:
+        return self.entry.module
+
+    @property
+    def class_name(self) -> str:
+        return self.entry.name
+
+
+WorkloadDesc: TypeAlias = Annotated[
+    ElasticWorkloadDesc | SimpleWorkloadDesc | CustomWorkloadDesc, Field(discriminator="backend")
+]
+"""Any of the three kinds; a mapping is told apart by its ``backend``."""
+
+
+def env_texts(value: object) -> object:
+    """Environment variables with numbers turned into text.
+
+    Raises:
+        ValueError: a name or a value that the environment cannot hold.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    texts: dict[str, str] = {}
+    for key, item in value.items():
+        if not isinstance(key, str) or not key or "=" in key or "\0" in key:
+            raise ValueError(f"{key!r} is no name of an environment variable")
+        if isinstance(item, bool) or not isinstance(item, str | int | float) or isinstance(item, Enum):
+            raise ValueError(f"{key}={item!r} ({type(item).__name__}) must be text, such as {str(item)!r}")
+        texts[key] = str(item)
+    return texts

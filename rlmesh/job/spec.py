@@ -1,0 +1,60 @@
+"""The base of all parts of a job description: pydantic models whose faults are ``JobSpecError``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlmesh.errors import JobSpecError
+from rlmesh.job.nearest import did_you_mean
+
+__all__ = ["Spec", "SpecError", "faults"]
+
+
+class SpecError(JobSpecError, ValueError):
+    """A ``JobSpecError`` that pydantic collects when it comes from a nested part."""
+
+
+def faults(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """The faults of a pydantic error, one line each: key, value, what is wrong, the nearest valid key."""
+    found: list[str] = []
+    for item in error.errors(include_url=False):
+        path = ".".join(map(str, item["loc"]))
+        inner = item.get("ctx", {}).get("error")
+        if isinstance(inner, JobSpecError):
+            found += [f"{path}.{problem}" for problem in inner.problems]
+            continue
+        if item["type"] == "extra_forbidden":
+            text = f"there is no such key.{did_you_mean(str(item['loc'][-1]), model.model_fields)}"
+        elif item["type"] == "missing":
+            text = "is missing"
+        elif item["type"] == "value_error":
+            text = str(inner)
+        else:
+            text = f"{item['msg'][:1].lower()}{item['msg'][1:]} (got {item['input']!r:.120})"
+        found.append(f"{path}: {text}" if path else text)
+    return found
+
+
+class Spec(BaseModel):
+    """A part of a job description. Unknown keys are errors; assignments are checked as arguments are."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+    if not TYPE_CHECKING:  # hidden, so that type checkers see the fields' own signature
+
+        def __init__(self, /, **data: Any) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise SpecError(faults(error, type(self))) from None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not name.startswith("_") and name not in type(self).model_fields:
+                hint = did_you_mean(name, type(self).model_fields)
+                raise SpecError(f"{name}: there is no such key in {type(self).__name__}.{hint}")
+            try:
+                super().__setattr__(name, value)
+            except ValidationError as error:
+                raise SpecError(faults(error, type(self))) from None
