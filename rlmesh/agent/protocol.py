@@ -24,7 +24,8 @@ class AgentConfig:
     """All that an agent needs; written as JSON to its standard input, never on a command line.
 
     ``key_hex`` is the job's secret. ``socket_dir`` has mode 0700 and is removed by the guardian at the end.
-    ``job_path`` is the pickled job, only read where ``start_master`` is set.
+    ``job_path`` is the pickled job, only read where ``start_master`` is set. ``env`` is what all workers of
+    the job have in common: the processes that workers are forked from start with it.
     """
 
     job_id: str
@@ -43,6 +44,7 @@ class AgentConfig:
     import_roots: tuple[str, ...] = ()
     grace_s: float = 5.0
     submitted_at: float = 0.0
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +99,24 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """What an agent found when it made sure that nothing is left."""
+    """What was found when a node was made sure to be empty.
+
+    From the agent's ``shutdown`` it covers the members, from the guardian (:mod:`rlmesh.agent.start`) all.
+
+    Attributes:
+        processes_started: members and what served them; -1 if the agent died before it could say.
+        leftovers: what had to be ended or removed, or could not be. Empty after an orderly end.
+        agent_code: exit code of the agent, negative for a signal; None while it runs.
+        why: what ended the node, as the guardian saw it.
+    """
 
     node_rank: int
     processes_started: int
     leftovers: tuple[Leftover, ...] = ()
+    agent_code: int | None = None
+    why: str = ""
 
     @property
     def clean(self) -> bool:
+        """Whether nothing is left."""
         return all(item.removed for item in self.leftovers)

@@ -1,0 +1,284 @@
+"""The guardian: the agent's parent, which leaves nothing behind whoever is killed.
+
+Run as a script, ``python -I -S guardian.py``, by whoever drives the job, one per node. It imports only the
+standard library (25 ms from exec to watching), knows nothing of the job but who belongs to it, and outlives
+every other process of its node.
+
+Protocol:
+
+* standard input: one line of JSON, the ``AgentConfig``; then the driver keeps the pipe open for as long as it
+  lives. End of file means that the driver is gone. (A descriptor of the driver's process is watched besides,
+  as its forked children may hold the pipe; the parent-death signal only wakes the guardian up to look, since
+  it is also sent when the *thread* that started the guardian ends.)
+* standard output: one line of JSON when all is over, the exit report (see :meth:`Guardian.report`). The same
+  line is left in ``<run_dir>/exit-node<rank>.json``.
+* exit code: the agent's, 128 + signal if a signal killed it.
+* SIGTERM: end the job here, giving the agent ``grace_s``. SIGINT is left to the driver.
+
+The agent gets the same line on its own standard input, which stays open likewise, writes its log to
+``<run_dir>/logs/agent-<rank>.log`` and a last line of JSON to its standard output.
+
+Arguments, if any, are the command that is started instead of ``python -m rlmesh.agent.agent``.
+
+When the agent has ended, or did not end within its time, the guardian kills whatever descends from it,
+orphans and double-forked daemons included: the guardian is a subreaper, so they become its children. Nothing
+that does not descend from the guardian is ever signalled; a process that only carries the job's mark in its
+environment is reported as unproven.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import select
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING or __name__ != "__main__":
+    from rlmesh.agent import ownership
+else:  # a script without sys.path: neither site-packages nor the package itself
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import ownership
+
+CONFIG_LIMIT_BYTES = 1 << 20
+CONFIG_WAIT_S = 30.0
+DRIVER_GONE_GRACE_S = 2.5
+"""What the agent gets to end its members once the driver is gone; all must be over within 5 s."""
+KILL_WAIT_S = 5.0
+REPORTED_LEFTOVERS = 200
+"""More are only counted: the report must fit into a pipe that nobody reads."""
+
+
+class Guardian:
+    """One run of the guardian: :meth:`main` returns the exit code."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self.config: dict[str, object] = {}
+        self.line = b""
+        self.agent = 0
+        self.statuses: dict[int, int] = {}
+        self.why = "the agent ended"
+        self._agent_input = -1
+        self._agent_output = -1
+        self._folder: int | None = None
+        self._began = time.monotonic()
+        self._signals, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            os.setsid()
+        except PermissionError:
+            pass  # the driver made us a session leader already
+        ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
+        ownership.prctl(ownership.PR_SET_NAME, b"rlmesh-guardian")
+        self._driver = os.getppid()
+        ownership.prctl(ownership.PR_SET_PDEATHSIG, signal.SIGHUP)
+        try:
+            self._driver_fd = os.pidfd_open(self._driver)
+        except OSError:
+            self._driver_fd = -1
+
+    def main(self) -> int:
+        """Start the agent, watch, end everything, report."""
+        if not self._read_config():
+            self._write_report([])
+            return 1
+        self._folder = ownership.hold_folder(str(self.config.get("socket_dir", "")))
+        try:
+            self._start_agent()
+            self._watch()
+        finally:
+            code = self._finish()
+        return code
+
+    def _read_config(self) -> bool:
+        os.set_blocking(0, False)
+        poller = self._poller(0, self._driver_fd)
+        deadline = time.monotonic() + CONFIG_WAIT_S
+        while not self.line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or os.getppid() != self._driver or len(self.line) > CONFIG_LIMIT_BYTES:
+                self.why = f"no configuration came on standard input within {CONFIG_WAIT_S:.0f} s"
+                return False
+            if not any(fd == 0 for fd, _ in poller.poll(int(left * 1000) + 1)):
+                continue
+            chunk = os.read(0, CONFIG_LIMIT_BYTES)
+            if not chunk:
+                self.why = "standard input ended before the configuration was complete"
+                return False
+            self.line += chunk
+        try:
+            self.config = json.loads(self.line)
+        except ValueError:
+            self.why = "the configuration is not one line of JSON"
+            return False
+        return True
+
+    def _poller(self, *fds: int) -> select.poll:
+        poller = select.poll()
+        for fd in (self._signals, *fds):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        return poller
+
+    def _start_agent(self) -> None:
+        """Fork and exec; single-threaded, so a plain fork is safe here."""
+        run_dir = str(self.config["run_dir"])
+        os.makedirs(os.path.join(run_dir, "logs"), exist_ok=True)
+        log_path = os.path.join(run_dir, "logs", f"agent-{self.config['node_rank']}.log")
+        log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        config_out, self._agent_input = os.pipe2(os.O_CLOEXEC)
+        self._agent_output, report_in = os.pipe2(os.O_CLOEXEC)
+        fcntl.fcntl(self._agent_input, fcntl.F_SETPIPE_SZ, max(len(self.line) + 4096, 65536))
+        os.write(self._agent_input, self.line)
+        env = agent_environment(f"{self.config['job_id']}/{self.config['node_rank']}")
+        self.agent = os.fork()
+        if self.agent == 0:
+            try:
+                for fd, standard in ((config_out, 0), (report_in, 1), (log, 2)):
+                    os.dup2(fd, standard)
+                for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+                    signal.signal(number, signal.SIG_DFL)
+                os.setsid()
+                os.execvpe(self.command[0], self.command, env)
+            except OSError as error:
+                os.write(2, f"the agent could not be started: {self.command}: {error}\n".encode())
+            finally:
+                os._exit(127)
+        for fd in (config_out, report_in, log):
+            os.close(fd)
+        os.set_blocking(self._agent_output, False)
+
+    def _watch(self) -> None:
+        """Until the agent has ended, or its time is up after the driver went or SIGTERM came."""
+        grace_s = float(str(self.config.get("grace_s", 5.0)))
+        poller = self._poller(0, self._driver_fd)
+        deadline: float | None = None
+        driver_gone = False
+        while True:
+            left = 60.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return
+            if self._driver_fd < 0:
+                left = min(left, 1.0)  # nothing but its number tells that the driver is gone
+            ready = {fd for fd, _ in poller.poll(int(left * 1000) + 1)}
+            numbers = self._take_signals()
+            self.statuses.update(ownership.reap())
+            if self.agent in self.statuses:
+                return
+            if not driver_gone and self._is_driver_gone(ready):
+                driver_gone, self.why = True, "the driver is gone"
+                poller = self._poller()
+                deadline = min(deadline or math.inf, time.monotonic() + min(grace_s, DRIVER_GONE_GRACE_S))
+            elif deadline is None and signal.SIGTERM in numbers:
+                self.why = "SIGTERM"
+                deadline = time.monotonic() + grace_s + 1.0
+            if deadline is not None and self._agent_input >= 0:
+                os.close(self._agent_input)  # tells the agent to end its members
+                self._agent_input = -1
+
+    def _is_driver_gone(self, ready: set[int]) -> bool:
+        if os.getppid() != self._driver or self._driver_fd in ready:
+            return True
+        if 0 not in ready:
+            return False
+        try:
+            return not os.read(0, 65536)
+        except BlockingIOError:
+            return False
+
+    def _take_signals(self) -> bytes:
+        try:
+            return os.read(self._signals, 4096)
+        except BlockingIOError:
+            return b""
+
+    def _finish(self) -> int:
+        """Nothing may be left: processes first, then what they can no longer make anew."""
+        if self._agent_input >= 0:
+            os.close(self._agent_input)
+        ended, running = ownership.kill_descendants(KILL_WAIT_S, self.statuses)
+        left = [{"kind": "process", "what": repr(process), "removed": True} for process in ended]
+        left += [{"kind": "process", "what": repr(process), "removed": False} for process in running]
+        job_id, node_rank = str(self.config["job_id"]), int(str(self.config["node_rank"]))
+        left += [
+            {"kind": "unproven", "what": f"{process!r} carries this job's mark", "removed": False}
+            for process in ownership.marked(f"{job_id}/{node_rank}")
+            if process not in running
+        ]
+        left += [
+            {"kind": "shared_memory", "what": f"/dev/shm/{name}", "removed": gone}
+            for name, gone in ownership.remove_shared_memory(job_id, node_rank)
+        ]
+        socket_dir = str(self.config.get("socket_dir", ""))
+        if socket_dir and not ownership.remove_folder(socket_dir, self._folder):
+            left.append({"kind": "socket", "what": socket_dir, "removed": False})
+        self._write_report(left)
+        code = self._agent_code()
+        if code is None:
+            return 1
+        return code if code >= 0 else 128 - code
+
+    def _agent_code(self) -> int | None:
+        status = self.statuses.get(self.agent)
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def report(self, leftovers: list[dict[str, object]]) -> dict[str, object]:
+        """``node_rank``; ``why`` it ended; ``agent_code`` (negative: minus the signal; null: never ended);
+        ``agent`` (the agent's own last line, or null); ``leftovers`` as in
+        :class:`rlmesh.agent.protocol.Leftover`: what the guardian had to end or remove; ``lived_s``."""
+        agent_line: object = None
+        if self._agent_output >= 0:
+            try:
+                agent_line = json.loads(os.read(self._agent_output, 65536) or b"null")
+            except (BlockingIOError, ValueError):
+                pass
+        rest = leftovers[REPORTED_LEFTOVERS:]
+        removed = all(item["removed"] for item in rest)
+        more = [{"kind": "unproven", "what": f"{len(rest)} more", "removed": removed}] if rest else []
+        return {
+            "node_rank": self.config.get("node_rank"),
+            "why": self.why,
+            "agent_code": self._agent_code(),
+            "agent": agent_line,
+            "leftovers": leftovers[:REPORTED_LEFTOVERS] + more,
+            "lived_s": round(time.monotonic() - self._began, 3),
+        }
+
+    def _write_report(self, leftovers: list[dict[str, object]]) -> None:
+        line = json.dumps(self.report(leftovers)).encode() + b"\n"
+        if "run_dir" in self.config:
+            path = os.path.join(str(self.config["run_dir"]), f"exit-node{self.config.get('node_rank')}.json")
+            try:
+                with open(path, "wb") as file:
+                    file.write(line)
+            except OSError:
+                pass
+        try:
+            os.write(1, line)
+        except OSError:
+            pass  # the driver is gone
+
+
+def agent_environment(mark: str) -> dict[str, str]:
+    """This environment with the node's mark; ``rlmesh`` stays importable if it runs from a checkout."""
+    env = dict(os.environ)
+    env[ownership.NODE_MARK] = mark
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if os.path.basename(root) not in ("site-packages", "dist-packages"):
+        paths = env.get("PYTHONPATH", "").split(os.pathsep)
+        if root not in paths:
+            env["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), root])
+    return env
+
+
+if __name__ == "__main__":
+    default_command = [sys.executable, "-P", "-u", "-m", "rlmesh.agent.agent"]
+    sys.exit(Guardian(sys.argv[1:] or default_command).main())
