@@ -174,15 +174,22 @@ class RemoteError(CallError):
         remote_type: qualified name of the original exception type.
         remote_message: ``str()`` of the original exception.
         remote_traceback: traceback text made on the remote side.
+        remote_causes: the chain of causes, each as ``Type: text``, nearest first.
         host, pid: where it was raised.
     """
 
     code = "RM201"
+    text: str = ""
     remote_type: str = ""
     remote_message: str = ""
     remote_traceback: str = ""
+    remote_causes: tuple[str, ...] = ()
     host: str = ""
     pid: int = 0
+
+    def __str__(self) -> str:
+        # The original type may format itself (KeyError shows a repr); here the text names the member too.
+        return self.text or super().__str__()
 
 
 class CallTimeout(CallError, TimeoutError):

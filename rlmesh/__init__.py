@@ -1,0 +1,79 @@
+"""Multi-role reinforcement learning without Ray.
+
+Public names are resolved at their first use, so that ``import rlmesh`` loads neither torch nor anything else
+that a login node may lack.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlmesh import errors as errors
+    from rlmesh.job.builder import DLJobBuilder as DLJobBuilder
+    from rlmesh.job.config import DLConfig as DLConfig
+    from rlmesh.job.config import DLJob as DLJob
+    from rlmesh.job.descriptors import CustomWorkloadDesc as CustomWorkloadDesc
+    from rlmesh.job.descriptors import ElasticWorkloadDesc as ElasticWorkloadDesc
+    from rlmesh.job.descriptors import ResourceDesc as ResourceDesc
+    from rlmesh.job.descriptors import SimpleWorkloadDesc as SimpleWorkloadDesc
+    from rlmesh.job.rl_builder import RLJobBuilder as RLJobBuilder
+    from rlmesh.job.rl_builder import RLRoleType as RLRoleType
+    from rlmesh.job.workload import BaseRLTrainer as BaseRLTrainer
+    from rlmesh.job.workload import BaseRLWorkload as BaseRLWorkload
+    from rlmesh.job.workload import BaseTrainer as BaseTrainer
+    from rlmesh.job.workload import BaseWorkload as BaseWorkload
+    from rlmesh.job.workload import current_worker as current_worker
+    from rlmesh.master.prime_master import PrimeMaster as PrimeMaster
+    from rlmesh.runtime.future import Future as Future
+    from rlmesh.runtime.group import RoleGroup as RoleGroup
+    from rlmesh.runtime.handle import MemberHandle as MemberHandle
+    from rlmesh.runtime.rpc import rpc as rpc
+    from rlmesh.runtime.runtime import Runtime as Runtime
+    from rlmesh.runtime.sequence import FutureSequence as FutureSequence
+    from rlmesh.runtime.split import shared as shared
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "BaseRLTrainer": "rlmesh.job.workload",
+    "BaseRLWorkload": "rlmesh.job.workload",
+    "BaseTrainer": "rlmesh.job.workload",
+    "BaseWorkload": "rlmesh.job.workload",
+    "CustomWorkloadDesc": "rlmesh.job.descriptors",
+    "DLConfig": "rlmesh.job.config",
+    "DLJob": "rlmesh.job.config",
+    "DLJobBuilder": "rlmesh.job.builder",
+    "ElasticWorkloadDesc": "rlmesh.job.descriptors",
+    "Future": "rlmesh.runtime.future",
+    "FutureSequence": "rlmesh.runtime.sequence",
+    "MemberHandle": "rlmesh.runtime.handle",
+    "PrimeMaster": "rlmesh.master.prime_master",
+    "RLJobBuilder": "rlmesh.job.rl_builder",
+    "RLRoleType": "rlmesh.job.rl_builder",
+    "ResourceDesc": "rlmesh.job.descriptors",
+    "RoleGroup": "rlmesh.runtime.group",
+    "Runtime": "rlmesh.runtime.runtime",
+    "SimpleWorkloadDesc": "rlmesh.job.descriptors",
+    "current_worker": "rlmesh.job.workload",
+    "rpc": "rlmesh.runtime.rpc",
+    "shared": "rlmesh.runtime.split",
+}
+
+__all__ = ["__version__", "errors", *sorted(_WHERE)]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("rlmesh.errors")
+    where = _WHERE.get(name)
+    if where is None:
+        raise AttributeError(f"module 'rlmesh' has no attribute {name!r}; its names are {', '.join(__all__)}")
+    value = getattr(import_module(where), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

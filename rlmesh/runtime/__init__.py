@@ -1,0 +1,1 @@
+"""The actor runtime: one endpoint per process, calls, futures, groups."""

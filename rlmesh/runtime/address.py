@@ -1,0 +1,72 @@
+"""Who is where: the address book that the master hands to every member."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+
+from rlmesh.errors import RoleNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAddress:
+    """One member. ``endpoint`` is None until its process has bound one: calls to it wait for that."""
+
+    role: str
+    rank: int
+    incarnation: int
+    endpoint: str | None
+    node_rank: int = 0
+    pid: int = 0
+
+    @property
+    def name(self) -> str:
+        return member_name(self.role, self.rank)
+
+
+@dataclass(frozen=True)
+class AddressBook:
+    """All members of a job; a higher ``version`` replaces a lower one."""
+
+    version: int
+    members: tuple[MemberAddress, ...]
+    _by_role: dict[str, tuple[MemberAddress, ...]] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        by_role: dict[str, list[MemberAddress]] = {}
+        for member in self.members:
+            by_role.setdefault(member.role, []).append(member)
+        ordered = {role: tuple(sorted(group, key=lambda m: m.rank)) for role, group in by_role.items()}
+        object.__setattr__(self, "_by_role", ordered)
+
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self._by_role)
+
+    def role(self, name: str) -> tuple[MemberAddress, ...]:
+        """The members of a role, by rank.
+
+        Raises:
+            RoleNotFound: with the roles there are.
+        """
+        found = self._by_role.get(name)
+        if found is None:
+            near = difflib.get_close_matches(name.upper(), [r.upper() for r in self._by_role], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(sorted(self._by_role)) or "none"
+            raise RoleNotFound(f"this job has no role {name!r} (its roles: {known}){hint}")
+        return found
+
+    def find(self, role: str, rank: int) -> MemberAddress | None:
+        group = self._by_role.get(role, ())
+        return next((m for m in group if m.rank == rank), None)
+
+
+def member_name(role: str, rank: int) -> str:
+    """Name under which a member is served: ``ACTOR:1``."""
+    return f"{role}:{rank}"
+
+
+def split_name(name: str) -> tuple[str, int | None]:
+    """``ACTOR:1`` to (``ACTOR``, 1); a control object such as ``@master`` has no rank."""
+    role, separator, rank = name.rpartition(":")
+    return (role, int(rank)) if separator and rank.isdigit() else (name, None)

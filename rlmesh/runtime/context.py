@@ -1,0 +1,41 @@
+"""What a running method knows about the call that it serves: deadline, held slots, nested calls."""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.future import Future
+
+
+class CallContext:
+    """The call that the current thread or task is serving.
+
+    Attributes:
+        chain: serial slots held by this call and by the calls that led to it.
+        deadline: `time.monotonic` time at which the caller gives up.
+        children: futures of the calls made while serving; cancelled with this one.
+    """
+
+    __slots__ = ("cancelled", "chain", "children", "deadline")
+
+    def __init__(self, chain: tuple[str, ...], deadline: float) -> None:
+        self.chain = chain
+        self.deadline = deadline
+        self.children: WeakSet[Future[Any]] = WeakSet()
+        self.cancelled = False
+
+    def remaining_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def cancel(self) -> None:
+        """Cancel everything that was called on behalf of this call."""
+        self.cancelled = True
+        for child in list(self.children):
+            child.cancel()
+
+
+current_call: ContextVar[CallContext | None] = ContextVar("rlmesh_current_call", default=None)

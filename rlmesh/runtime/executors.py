@@ -1,0 +1,98 @@
+"""Where ``def`` methods run: one after the other on one thread, which may be the process's main thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+
+class SerialExecutor:
+    """Runs jobs in the order in which they came, one at a time.
+
+    If some thread called `run` (a worker's main thread), jobs run there; while user code occupies that thread
+    (`busy`), and where no thread ever called `run`, they run on a thread of the executor's own.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._owned = False
+        self._helper: threading.Thread | None = None
+        self._closed = False
+        self._stopped = False
+
+    def submit(self, job: Job) -> None:
+        self._jobs.put(job)
+        if not self._owned and self._helper is None:
+            self._start_helper()
+
+    def run(self, idle: Callable[[], Any] | None = None) -> None:
+        """Run jobs on the calling thread until `stop`. ``idle`` is called before each wait for a job."""
+        with self._lock:
+            self._owned = True
+        self._stop_helper()
+        try:
+            self._consume(idle)
+        finally:
+            with self._lock:
+                self._owned = False
+
+    def stop(self, *, now: bool = False) -> None:
+        """Let `run` return: after the jobs that are queued already, or (``now``) after the one that runs."""
+        self._stopped = self._stopped or now
+        self._jobs.put(None)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While user code occupies the thread that calls `run`: jobs run on a second thread."""
+        with self._lock:
+            self._owned = False
+        self._start_helper()
+        try:
+            yield
+        finally:
+            self._stop_helper()
+            with self._lock:
+                self._owned = True
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Stop. A method that still runs on the executor's own thread after ``timeout_s`` is left to the process's
+        end, and named in the log."""
+        self._closed = self._stopped = True
+        self._stop_helper(timeout_s)
+
+    def _consume(self, idle: Callable[[], Any] | None = None) -> None:
+        while True:
+            if idle is not None:
+                idle()
+            job = self._jobs.get()
+            if job is None or self._stopped:
+                return
+            job()
+
+    def _start_helper(self) -> None:
+        with self._lock:
+            if self._helper is not None or self._owned or self._closed:
+                return
+            self._helper = threading.Thread(target=self._consume, name=f"rlmesh-calls-{self._name}", daemon=True)
+            self._helper.start()
+
+    def _stop_helper(self, timeout_s: float | None = None) -> None:
+        with self._lock:
+            helper, self._helper = self._helper, None
+        if helper is None:
+            return
+        self._jobs.put(None)
+        if helper is not threading.current_thread():
+            helper.join(timeout_s)
+            if helper.is_alive():
+                logger.warning("a method of %s still runs after %s s; it is abandoned", self._name, timeout_s)

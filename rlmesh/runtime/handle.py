@@ -1,0 +1,85 @@
+"""`MemberHandle`: calls to one served object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, overload
+
+from rlmesh.errors import UsageError
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.rpc import method_name
+from rlmesh.runtime.timing import GroupTimer
+from rlmesh.wire.envelope import ANY_INCARNATION
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """``timeout_s``: seconds until a call fails; None is the job's default, at most what the caller has left."""
+
+    timeout_s: float | None = None
+
+    def changed(self, **changes: Any) -> CallOptions:
+        if (timeout := changes.get("timeout_s")) is not None and not timeout > 0:
+            raise UsageError(f"options(timeout_s={timeout!r}): it is a number of seconds above 0")
+        return replace(self, **{key: value for key, value in changes.items() if value is not None})
+
+
+class Caller(Protocol):
+    """What a handle needs of its runtime."""
+
+    def submit(
+        self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CallOptions, *,
+        endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
+        timer: GroupTimer | None = None,
+    ) -> Future[Any]: ...  # fmt: skip
+
+    def timer(self, name: str, method: str, members: int) -> GroupTimer: ...
+
+
+class MemberHandle:
+    """One member of a role (``group[i]``), or any served object by its address (``Runtime.peer``)."""
+
+    def __init__(
+        self, caller: Caller, name: str, *, endpoint: str | None = None, incarnation: int = ANY_INCARNATION,
+        options: CallOptions | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.endpoint, self.incarnation = name, endpoint, incarnation
+        self._caller = caller
+        self._options = options or CallOptions()
+
+    @overload
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
+    @overload
+    def call(self, method: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]: ...
+    def call(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method: ``await`` it or take ``.result()``.
+
+        Args:
+            method: the function, the method, its stub, or its name.
+        """
+        remote = method_name(method)
+        timer = self._caller.timer(self.name, remote, 1)
+        return self._caller.submit(
+            self.name, remote, args, kwargs, self._options,
+            endpoint=self.endpoint, incarnation=self.incarnation, timer=timer,
+        )  # fmt: skip
+
+    def notify(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> None:
+        """Call a method without waiting for its end or its errors (the member logs them)."""
+        self._caller.submit(
+            self.name, method_name(method), args, kwargs, self._options,
+            endpoint=self.endpoint, incarnation=self.incarnation, reply=False,
+        )  # fmt: skip
+
+    def options(self, *, timeout_s: float | None = None) -> MemberHandle:
+        """The same member with other options for its calls."""
+        return MemberHandle(
+            self._caller, self.name, endpoint=self.endpoint, incarnation=self.incarnation,
+            options=self._options.changed(timeout_s=timeout_s),
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<MemberHandle {self.name}{' at ' + self.endpoint if self.endpoint else ''}>"

@@ -1,0 +1,137 @@
+"""``@rpc``: which methods other members may call."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar, overload
+
+from rlmesh.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "__rlmesh_rpc__"
+_exported: dict[str, Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class RpcMark:
+    """What ``@rpc`` noted on a function. ``concurrent``: how many calls may run at once (1 is serial)."""
+
+    name: str
+    concurrent: int = 1
+    export: bool = False
+
+
+@overload
+def rpc(target: F, /) -> F: ...
+@overload
+def rpc(
+    target: str | Callable[..., Any] | None = None, /, *, export: bool = False, concurrent: int = 1
+) -> Callable[[F], F]: ...
+def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1) -> Any:
+    """Let other members call a method or a module-level function.
+
+    Forms: ``@rpc``, ``@rpc()``, ``@rpc("name")``, ``@rpc(stub)`` (named as the stub function),
+    ``@rpc(export=True)`` (exported in this process wherever it stands, a function at once), and
+    ``@rpc(concurrent=n)`` (up to n calls at a time; 1, the default, runs them one after the other).
+
+    ``@rpc`` methods of a role's entry class and of the top level of its module are exported by themselves.
+    """
+    if concurrent < 1:
+        raise UsageError(f"@rpc(concurrent={concurrent}): it is a number of calls, 1 or more")
+
+    def mark(function: F, name: str) -> F:
+        plain = _underlying(function)
+        if not callable(plain):
+            raise UsageError(f"@rpc is for functions and methods, not for {type(function).__name__}")
+        setattr(plain, _MARK, RpcMark(name, concurrent, export))
+        if export and "." not in plain.__qualname__:
+            export_function(plain, name)
+        return function
+
+    if isinstance(target, str):
+        if not target:
+            raise UsageError('@rpc(""): the name of a method is not empty')
+        return lambda function: mark(function, target)
+    if target is None:
+        return lambda function: mark(function, _underlying(function).__name__)
+    if not callable(target) and not isinstance(target, staticmethod | classmethod):
+        raise UsageError(f"@rpc({target!r}): pass a name, a stub function, or nothing")
+    name = _underlying(target).__name__
+    if _is_defined_already(target):
+        return lambda function: mark(function, name)
+    return mark(target, name)
+
+
+def _underlying(function: Any) -> Any:
+    return function.__func__ if isinstance(function, staticmethod | classmethod) else function
+
+
+def _is_defined_already(function: Any) -> bool:
+    """Tell ``@rpc(stub)`` from ``@rpc`` on a definition: both call ``rpc(function)``.
+
+    While a definition is being decorated, no namespace holds it yet; a stub is found under its own name in
+    its module, or, for a local one, among the names of the code that writes ``@rpc(stub)``.
+    """
+    plain = _underlying(function)
+    found: Any = sys.modules.get(plain.__module__)
+    for part in plain.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not None and _underlying(found) is plain:
+        return True
+    frame = inspect.currentframe()
+    frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+    if frame is None:
+        return False
+    names = [*frame.f_locals.values(), *frame.f_globals.values()]
+    return any(value is function for value in names)
+
+
+def export_function(function: Callable[..., Any], name: str) -> None:
+    """Let every member of this process serve ``function`` under ``name``."""
+    known = _exported.get(name)
+    if known is not None and known is not function and known.__qualname__ != function.__qualname__:
+        raise UsageError(f"@rpc(export=True): {name!r} is exported already by {known.__module__}.{known.__qualname__}")
+    _exported[name] = function
+
+
+def exported_functions() -> Mapping[str, Callable[..., Any]]:
+    """Functions marked ``@rpc(export=True)`` in this process so far."""
+    return _exported
+
+
+def mark_of(function: Any) -> RpcMark | None:
+    found = getattr(_underlying(function), _MARK, None)
+    return found if isinstance(found, RpcMark) else None
+
+
+def method_name(method: Any) -> str:
+    """The remote name of what was passed to ``call``: a function, a method, a stub, or text."""
+    if isinstance(method, str):
+        return method
+    if not callable(method) and not isinstance(method, staticmethod | classmethod):
+        raise UsageError(f"call({method!r}): the method is a function, a method or its name as text")
+    mark = mark_of(method)
+    if mark is not None:
+        return mark.name
+    name = getattr(_underlying(method), "__name__", None)
+    if not isinstance(name, str) or name == "<lambda>":
+        raise UsageError(f"call({method!r}): it has no name; pass the method's name as text")
+    return name
+
+
+def exported(obj: object) -> dict[str, Callable[..., Any]]:
+    """The ``@rpc`` methods of an object (bound), by remote name; of a module, its top-level functions."""
+    if isinstance(obj, ModuleType):
+        members = [(n, v) for n, v in vars(obj).items() if callable(v) and getattr(v, "__module__", "") == obj.__name__]
+        return {mark.name: value for _, value in members if (mark := mark_of(value)) is not None}
+    methods: dict[str, Callable[..., Any]] = {}
+    for cls in reversed(type(obj).__mro__):
+        for attribute, raw in vars(cls).items():
+            if (mark := mark_of(raw)) is not None:
+                methods[mark.name] = getattr(obj, attribute)
+    return methods

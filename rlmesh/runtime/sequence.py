@@ -1,0 +1,113 @@
+"""`FutureSequence`: the results of a batch call as the sequence they stand for."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar, overload
+
+from rlmesh.errors import CallError
+from rlmesh.runtime.future import Future, gather
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class FutureSequence(Sequence[T_co]):
+    """The results of a whole batch, one item per item of the batch, in order.
+
+    ``len`` is known at once. Indexes, negative indexes and slices behave as on a list and block only for the
+    shards that they touch. ``await`` gives the list; ``async for`` and `as_completed` give items early.
+    """
+
+    def __init__(self, shards: Sequence[Future[Any]], sizes: Sequence[int], method: str = "call") -> None:
+        self._shards = list(shards)
+        self._sizes = list(sizes)
+        self._starts = [0, *accumulate(self._sizes)]
+        self._method = method
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T_co]: ...
+    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = operator.index(index)
+        if position < 0:
+            position += len(self)
+        if not 0 <= position < len(self):
+            raise IndexError(f"index {index} is out of range for a batch of {len(self)} items")
+        shard = bisect_right(self._starts, position) - 1
+        item: T_co = self._shard(shard)[position - self._starts[shard]]
+        return item
+
+    def __iter__(self) -> Iterator[T_co]:
+        for shard in range(len(self._shards)):
+            yield from self._shard(shard)
+
+    def _shard(self, number: int) -> Any:
+        return self._checked(number, self._shards[number].result())
+
+    def _checked(self, number: int, items: Any) -> Any:
+        wanted = self._sizes[number]
+        got = len(items) if hasattr(items, "__len__") else None
+        if got != wanted:
+            what = f"{got} results" if got is not None else f"a {type(items).__name__}, which has no length,"
+            raise CallError(
+                f"rank {number} returned {what} for {wanted} items of the batch call {self._method}(): "
+                "a batch method returns one result per item",
+                rank=number, method=self._method, executed="yes",
+            )  # fmt: skip
+        return items
+
+    def result(self, timeout: float | None = None) -> list[T_co]:
+        """All results; the first failure of any shard raises at once."""
+        gather(self._shards).result(timeout)
+        return list(self)
+
+    def done(self) -> bool:
+        return all(shard.done() for shard in self._shards)
+
+    def cancel(self) -> bool:
+        """Cancel the shards that are not done; True if any was."""
+        return any([shard.cancel() for shard in self._shards])
+
+    def waiting_for(self) -> str:
+        """Whom it waits for, shard by shard. Empty once it is done."""
+        return "; ".join(shard.waiting_for() for shard in self._shards if not shard.done())
+
+    def __await__(self) -> Generator[Any, None, list[T_co]]:
+        yield from gather(self._shards).__await__()
+        return list(self)
+
+    async def __aiter__(self) -> AsyncIterator[T_co]:
+        for number, shard in enumerate(self._shards):
+            for item in self._checked(number, await shard):
+                yield item
+
+    async def as_completed(self) -> AsyncIterator[tuple[int, T_co]]:
+        """(index, item) in the order in which shards arrive."""
+        import asyncio
+
+        async def one(number: int) -> int:
+            await self._shards[number]
+            return number
+
+        tasks = [asyncio.ensure_future(one(number)) for number in range(len(self._shards))]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                number = await finished
+                for offset, item in enumerate(self._shard(number)):
+                    yield self._starts[number] + offset, item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def __repr__(self) -> str:
+        ready = sum(size for size, shard in zip(self._sizes, self._shards, strict=True) if shard.done())
+        return f"<FutureSequence of {len(self)} items, {ready} there>"

@@ -1,0 +1,138 @@
+"""Values to frames and back: pickle protocol 5 with out-of-band buffers.
+
+``encode`` captures: after it returned, the caller may change its arrays and tensors. Frame 0 is the pickle;
+each further frame is one large buffer (numpy array, torch tensor, bytes-like with the buffer protocol).
+``decode`` gives arrays and tensors that the receiver owns and may write to.
+
+torch tensors on the CPU travel as raw bytes, in their own dtype and shape; a tensor that is part of an
+autograd graph arrives without it. Functions and classes of ``__main__``, lambdas and local functions travel
+by value (cloudpickle), unless both sides run the same main script (`set_main_importable`).
+
+Never call ``decode`` on bytes from a peer that has not been authenticated: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from rlmesh.errors import Unserializable
+from rlmesh.wire.envelope import Buffer, Frames
+
+if TYPE_CHECKING:
+    import torch
+
+INLINE_LIMIT_BYTES = 4096
+"""Smaller buffers stay inside the pickle: a frame of their own would cost more than the copy."""
+
+_main_importable = False
+
+
+def set_main_importable(value: bool) -> None:
+    """Say that peers have imported this process's ``__main__`` script, so its names travel by reference."""
+    global _main_importable
+    _main_importable = value
+
+
+def _rebuild_tensor(buffer: Buffer, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    import torch
+
+    if 0 in shape:
+        tensor = torch.empty(shape, dtype=dtype)
+    else:
+        data = buffer if _is_writable(buffer) else bytearray(buffer)
+        tensor = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _is_writable(buffer: Buffer) -> bool:
+    return not memoryview(buffer).readonly
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return NotImplemented
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    shape = tuple(plain.shape)
+    requires_grad = tensor.requires_grad and tensor.is_leaf
+    raw: Any = b"" if plain.numel() == 0 else plain.reshape(-1).view(torch.uint8).numpy()
+    return _rebuild_tensor, (pickle.PickleBuffer(raw), tensor.dtype, shape, requires_grad)
+
+
+def _load_by_value(data: bytes) -> Any:
+    return cloudpickle.loads(data)
+
+
+def _needs_value(obj: Any) -> bool:
+    """Functions and classes that the receiver could not find by their name."""
+    module = getattr(obj, "__module__", None)
+    if module == "__main__":
+        return not _main_importable
+    return "<" in obj.__qualname__
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        cls = type(obj)
+        torch = sys.modules.get("torch")
+        if torch is not None and cls is getattr(torch, "Tensor", None):
+            return _reduce_tensor(obj)
+        if (cls is FunctionType or isinstance(obj, type)) and _needs_value(obj):
+            return _load_by_value, (cloudpickle.dumps(obj),)
+        return NotImplemented
+
+
+def encode(value: Any) -> Frames:
+    """Serialize a value.
+
+    Raises:
+        Unserializable: naming the type that cannot travel.
+    """
+    frames: Frames = [b""]
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < INLINE_LIMIT_BYTES:
+            return True
+        frames.append(bytes(raw))
+        return False
+
+    out = io.BytesIO()
+    try:
+        _Pickler(out, protocol=5, buffer_callback=keep).dump(value)
+    except Exception as first:
+        # A local class or a closure deep inside an object that pickle reaches by name: cloudpickle takes those.
+        del frames[1:]
+        try:
+            frames[0] = cloudpickle.dumps(value, protocol=5, buffer_callback=keep)
+        except Exception:
+            raise Unserializable(
+                f"{_describe(value)} cannot be sent to another process: {type(first).__name__}: {first}. "
+                "Send plain data (numbers, text, lists, dicts, arrays, tensors, dataclasses) instead"
+            ) from first
+        return frames
+    frames[0] = out.getvalue()
+    return frames
+
+
+def decode(frames: Frames) -> Any:
+    """Rebuild a value from its frames. Raises whatever the unpickling raises."""
+    if len(frames) == 1:
+        return pickle.loads(frames[0])
+    buffers = [frame if _is_writable(frame) else bytearray(frame) for frame in frames[1:]]
+    return pickle.loads(frames[0], buffers=buffers)
+
+
+def size_bytes(frames: Frames) -> int:
+    return sum(memoryview(frame).nbytes for frame in frames)
+
+
+def _describe(value: Any) -> str:
+    text = repr(type(value)) if not isinstance(value, tuple) else ", ".join(repr(type(v)) for v in value[:6])
+    return f"a value of {text}"

@@ -1,0 +1,181 @@
+"""Envelopes: who calls what, and which of the packet's frames belong to it.
+
+A *packet* is what a transport sends as one unit: a list of frames. Frame 0 is a msgpack list of headers; the
+payload frames of all headers follow in the order of the headers. Messages that are ready in one turn of the
+loop travel in one packet; each header says how many frames are its own, so one bad message fails alone.
+
+Pure: bytes in, values out. Everything that does not fit raises `MalformedFrame`, never anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import msgpack
+
+from rlmesh.errors import MalformedFrame
+
+PROTOCOL_VERSION = 1
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Frames: TypeAlias = list[Buffer]
+
+ANY_INCARNATION = -1
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    CALL = 4
+    REPLY = 5
+    CANCEL = 6
+
+
+class Flag(IntEnum):
+    NO_REPLY = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of whoever connects; ``proof`` shows that it holds the job's key."""
+
+    version: int
+    name: str
+    nonce: bytes
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to a valid `Hello`."""
+
+    version: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Answer to a `Hello` of another protocol version. A wrong key gets no answer at all."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``timeout_s`` is what is left of the caller's deadline, since clocks of two hosts differ.
+
+    ``chain`` names the serial slots that are held by the calls that led to this one.
+    """
+
+    call_id: int
+    target: str
+    incarnation: int
+    method: str
+    timeout_s: float
+    flags: int
+    chain: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """``ok`` or a failure; where the callee's time went, in nanoseconds."""
+
+    call_id: int
+    ok: bool
+    executed_ns: int
+    queued_ns: int
+    run_queue_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    call_id: int
+
+
+Header: TypeAlias = Hello | Welcome | Refused | Call | Reply | Cancel
+Message: TypeAlias = tuple[Header, Frames]
+
+_KIND_OF: dict[type[Any], Kind] = {
+    Hello: Kind.HELLO,
+    Welcome: Kind.WELCOME,
+    Refused: Kind.REFUSED,
+    Call: Kind.CALL,
+    Reply: Kind.REPLY,
+    Cancel: Kind.CANCEL,
+}
+_SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
+    Kind.HELLO: (Hello, (int, str, bytes, bytes)),
+    Kind.WELCOME: (Welcome, (int, str)),
+    Kind.REFUSED: (Refused, (int, str)),
+    Kind.CALL: (Call, (int, str, int, str, float, int, list)),
+    Kind.REPLY: (Reply, (int, bool, int, int, int)),
+    Kind.CANCEL: (Cancel, (int,)),
+}
+_SLOTS: dict[int, tuple[str, ...]] = {kind: cls.__slots__ for kind, (cls, _) in _SHAPES.items()}
+
+
+def pack(messages: Sequence[Message]) -> Frames:
+    """Join messages into the frames of one packet."""
+    headers: list[Any] = []
+    frames: Frames = [b""]
+    for header, payload in messages:
+        kind = _KIND_OF[type(header)]
+        headers.append([int(kind), len(payload), *[getattr(header, slot) for slot in _SLOTS[kind]]])
+        frames.extend(payload)
+    frames[0] = msgpack.packb(headers)
+    return frames
+
+
+def unpack(frames: Sequence[Buffer]) -> list[Message]:
+    """Split a packet into its messages.
+
+    Raises:
+        MalformedFrame: if anything is truncated, of the wrong type, or left over.
+    """
+    if not frames:
+        raise MalformedFrame("an empty packet arrived; the peer does not speak rlmesh's protocol")
+    try:
+        headers = msgpack.unpackb(frames[0], strict_map_key=True)
+    except Exception as error:
+        raise MalformedFrame(f"the header frame ({len(frames[0])} bytes) is not msgpack: {error}") from None
+    if not isinstance(headers, list):
+        raise MalformedFrame(f"the header frame holds {type(headers).__name__}, not a list of headers")
+    messages: list[Message] = []
+    used = 1
+    for fields in headers:
+        header, count = _parse(fields)
+        if used + count > len(frames):
+            raise MalformedFrame(
+                f"a {type(header).__name__} claims {count} payload frames, but only {len(frames) - used} are left"
+            )
+        messages.append((header, list(frames[used : used + count])))
+        used += count
+    if used != len(frames):
+        raise MalformedFrame(f"{len(frames) - used} frames belong to no message")
+    return messages
+
+
+def _parse(fields: object) -> tuple[Header, int]:
+    if not isinstance(fields, list) or len(fields) < 2:
+        raise MalformedFrame("a header is not a list of kind, frame count and fields")
+    kind, count, *values = fields
+    shape = _SHAPES.get(kind) if type(kind) is int else None
+    if shape is None:
+        raise MalformedFrame(f"unknown kind of message: {kind!r:.40}")
+    cls, types = shape
+    if type(count) is not int or count < 0:
+        raise MalformedFrame(f"a {cls.__name__} has no valid frame count")
+    if len(values) != len(types) or any(type(v) is not t for v, t in zip(values, types, strict=True)):
+        raise MalformedFrame(f"a {cls.__name__} has fields of the wrong number or type")
+    if cls is Call:
+        chain = values[-1]
+        if any(type(slot) is not str for slot in chain):
+            raise MalformedFrame("a Call's chain holds something other than text")
+        values[-1] = tuple(chain)
+    header: Header = cls(*values)
+    return header, count
