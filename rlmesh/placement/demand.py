@@ -31,7 +31,7 @@ class RoleDemand:
     Attributes:
         members: number of members in all.
         per_node: elastic roles: exactly so many on each of their nodes; simple roles: at most so many on
-            a node, or ``None`` for no limit.
+            a node; ``None``: any number.
         elastic: whether the members are one process group.
         accelerator_milli: per member; up to 1000 is a share of one device, more must be whole devices.
         cpu_milli: cores per member in thousandths.
@@ -166,7 +166,7 @@ def _chunks_of_group(number: int, roles: Sequence[RoleDemand]) -> list[Chunk]:
     ]
     limits = tuple((role.role, role.per_node) for role in roles if role.per_node is not None)
     elastic = [role for role in roles if role.elastic]
-    sizes = {role.per_node for role in elastic}
+    sizes = {role.per_node for role in elastic if role.per_node is not None}
     if len(sizes) > 1:
         raise PlacementError(
             "collocated elastic roles must have the same nproc_per_node: "

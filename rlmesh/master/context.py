@@ -1,0 +1,131 @@
+"""What the master knows about its job: members, incarnations, stage, failures, records. In memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlmesh.job.status import ExitInfo, FailureInfo, JobStatus, MemberState, MemberStatus, MetricRecord, Stage
+from rlmesh.master.jobspec import JobSpec
+from rlmesh.placement.inventory import NodeInfo
+from rlmesh.placement.planner import Placement, Plan
+from rlmesh.runtime.address import AddressBook, MemberAddress
+
+KEPT_RECORDS = 100_000
+"""Metric records that are kept for status(); ``metrics.jsonl`` has all of them."""
+
+MemberId = tuple[str, int]
+"""Role and rank."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One member of a role, in its present incarnation. Times are seconds since the epoch."""
+
+    placement: Placement
+    log_path: str
+    state: MemberState = "starting"
+    incarnation: int = 0
+    pid: int = 0
+    endpoint: str = ""
+    since: float = 0.0
+    step: int | None = None
+    last_beat_at: float | None = None
+    has_run: bool | None = None
+    spawned: bool = False
+    asked_to_end: bool = False
+    ended_by_us: bool = False
+    exit: ExitInfo | None = None
+
+    @property
+    def id(self) -> MemberId:
+        return (self.placement.role, self.placement.rank)
+
+    @property
+    def name(self) -> str:
+        return f"{self.placement.role}:{self.placement.rank}"
+
+    @property
+    def gone(self) -> bool:
+        """Whether no process of it can be left."""
+        return self.exit is not None or not self.spawned
+
+    def enter(self, state: MemberState, now: float) -> None:
+        self.state, self.since, self.last_beat_at = state, now, now
+
+
+@dataclass(slots=True)
+class JobContext:
+    """The state of a job; only ``JobManager`` changes it."""
+
+    spec: JobSpec
+    started_at: float
+    stage: Stage = "starting"
+    nodes: dict[int, NodeInfo] = field(default_factory=dict)
+    plan: Plan | None = None
+    members: dict[MemberId, Member] = field(default_factory=dict)
+    failures: list[FailureInfo] = field(default_factory=list)
+    records: list[MetricRecord] = field(default_factory=list)
+    records_dropped: int = 0
+    book_version: int = 0
+    first_serving_s: float | None = None
+    all_serving_s: float | None = None
+    note: str = ""
+    ends_as: Stage = "succeeded"
+
+    def add_record(self, record: MetricRecord) -> None:
+        self.records.append(record)
+        if len(self.records) > KEPT_RECORDS:
+            dropped = KEPT_RECORDS // 10
+            del self.records[:dropped]
+            self.records_dropped += dropped
+
+    def new_book(self) -> AddressBook:
+        """The addresses of all members under a new version."""
+        self.book_version += 1
+        return AddressBook(
+            self.book_version,
+            tuple(
+                MemberAddress(
+                    role=member.placement.role,
+                    rank=member.placement.rank,
+                    incarnation=member.incarnation,
+                    endpoint=member.endpoint or None,
+                    node_rank=member.placement.node_rank,
+                    pid=member.pid,
+                )
+                for member in self.members.values()
+            ),
+        )
+
+    def status(self, records_from: int = 0) -> JobStatus:
+        """A snapshot, with the records from number ``records_from`` on as far as they are kept."""
+        start = max(records_from, self.records_dropped)
+        return JobStatus(
+            job_name=self.spec.job_name,
+            job_id=self.spec.job_id,
+            stage=self.stage,
+            started_at=self.spec.submitted_at or self.started_at,
+            run_dir=self.spec.run_dir,
+            members=tuple(_member_status(member) for member in self.members.values()),
+            records=tuple(self.records[start - self.records_dropped :]),
+            records_from=start,
+            failures=tuple(self.failures),
+            first_serving_s=self.first_serving_s,
+            all_serving_s=self.all_serving_s,
+            note=self.note,
+        )
+
+
+def _member_status(member: Member) -> MemberStatus:
+    return MemberStatus(
+        role=member.placement.role,
+        rank=member.placement.rank,
+        incarnation=member.incarnation,
+        node_rank=member.placement.node_rank,
+        pid=member.pid,
+        state=member.state,
+        step=member.step,
+        last_beat_at=member.last_beat_at,
+        log_path=member.log_path,
+        endpoint=member.endpoint,
+    )

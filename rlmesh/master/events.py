@@ -1,0 +1,177 @@
+"""What happens to a job, and what the master does about it: the vocabulary of ``JobManager``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rlmesh.job.status import ExitInfo, MetricRecord
+from rlmesh.master.context import MemberId
+from rlmesh.placement.inventory import NodeInfo
+from rlmesh.runtime.address import AddressBook
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRegistered:
+    node: NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    node_rank: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class PortReserved:
+    """A port for the process group of an elastic role, held on the node of its rank 0."""
+
+    role: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    node_rank: int
+    pids: tuple[tuple[str, int, int], ...]
+    """Role, rank and pid of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionFailed:
+    """An agent did not do what it was asked; ``what`` says what, ``error`` why."""
+
+    node_rank: int
+    what: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberBound:
+    role: str
+    rank: int
+    incarnation: int
+    pid: int
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReady:
+    role: str
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegan:
+    """The member was told to run; ``has_run`` is False if it only serves."""
+
+    role: str
+    rank: int
+    incarnation: int
+    has_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    role: str
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFailed:
+    """The member's own code raised; ``from_call``: what it raised came out of a call to another member."""
+
+    role: str
+    rank: int
+    incarnation: int
+    error: str
+    traceback: str = ""
+    from_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberExited:
+    node_rank: int
+    exit: ExitInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    record: MetricRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    reason: str
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; deadlines are looked at."""
+
+
+Event: TypeAlias = (
+    AgentRegistered | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady | RunBegan
+    | RunFinished | MemberFailed | MemberExited | Reported | StopRequested | Tick
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ReservePort:
+    role: str
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start the given members on a node; ``ports`` maps elastic roles to the port of their process group."""
+
+    node_rank: int
+    members: tuple[MemberId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishBook:
+    """Send the address book to every member that is bound. A newer book replaces one not yet sent."""
+
+    book: AddressBook
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRun:
+    member: MemberId
+
+
+@dataclass(frozen=True, slots=True)
+class Teardown:
+    member: MemberId
+
+
+@dataclass(frozen=True, slots=True)
+class AskToStop:
+    """Tell members why they end, before ``StopMembers`` ends them."""
+
+    members: tuple[MemberId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceLoss:
+    """Tell all living members that one is dead, so that calls to it fail at once."""
+
+    exit: ExitInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StopMembers:
+    node_rank: int
+    members: tuple[MemberId, ...]
+    grace_s: float
+
+
+Action: TypeAlias = (
+    ReservePort | Spawn | PublishBook | BeginRun | Teardown | AskToStop | AnnounceLoss | StopMembers
+)  # fmt: skip

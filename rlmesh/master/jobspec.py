@@ -1,0 +1,82 @@
+"""A job as the master needs it: plain values, without pydantic and without the user's own classes.
+
+The driver makes it from a ``DLConfig`` and writes it to the job file; the master reads it. ``user_config``
+stays pickled all the way to the workers, since only they can import what it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlmesh.job.entry import Entry
+from rlmesh.placement.demand import JobDemand
+
+TRAINER = "TRAINER"
+"""The role that drives a job unless the job says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long each phase may take, in seconds. There is no wait without a limit.
+
+    Attributes:
+        agents_s: from the master's start until every agent has registered.
+        start_s: from a member's spawn until its endpoint is bound.
+        setup_s: from then until its ``setup()`` returned.
+        teardown_s: for ``teardown()`` at the end of the job, for the drivers and then for the others.
+        settle_s: how long a failure that may only follow from another one waits for that other one.
+        fail_grace_s: between the request to end and SIGKILL when a job failed.
+        exit_s: from SIGKILL until the agent must have reported the exit.
+    """
+
+    agents_s: float = 30.0
+    start_s: float = 60.0
+    setup_s: float = 1800.0
+    teardown_s: float = 60.0
+    settle_s: float = 0.3
+    fail_grace_s: float = 1.0
+    exit_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """One role. ``driver``: the job lasts as long as its ``run()``; None: it does if the role has one."""
+
+    name: str
+    entry: Entry
+    backend: str
+    members: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    driver: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """All that the master needs to know about a job. Times are seconds since the epoch."""
+
+    job_id: str
+    job_name: str
+    run_dir: str
+    roles: tuple[RoleSpec, ...]
+    demand: JobDemand
+    nnodes: int = 1
+    user_config: bytes = b""
+    main_path: str = ""
+    import_roots: tuple[str, ...] = ()
+    call_timeout_s: float = 1800.0
+    grace_s: float = 5.0
+    restart: str = "never"
+    limits: Limits = field(default_factory=Limits)
+    submitted_at: float = 0.0
+
+    def role(self, name: str) -> RoleSpec:
+        return next(role for role in self.roles if role.name == name)
+
+    def drivers(self) -> tuple[str, ...] | None:
+        """Roles that were named as drivers, else TRAINER if the job has it; None: all that have ``run()``."""
+        named = tuple(role.name for role in self.roles if role.driver)
+        if named:
+            return named
+        trainer = [role for role in self.roles if role.name == TRAINER and role.driver is None]
+        return (TRAINER,) if trainer else None

@@ -1,0 +1,121 @@
+"""Where members go, and what each of their processes is told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rlmesh.agent.protocol import WorkerSpec
+from rlmesh.job.context import COLLOCATION_ENV
+from rlmesh.master.context import MemberId
+from rlmesh.master.jobspec import JobSpec
+from rlmesh.placement.inventory import NodeInfo
+from rlmesh.placement.planner import Placement, Plan, make_plan
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What belongs to this start of the job, not to its description: its secret and its sockets."""
+
+    key_hex: str
+    socket_dir: str
+    master_endpoint: str
+
+
+class Scheduler:
+    """Plans a job and writes the specs of its workers."""
+
+    def __init__(self, spec: JobSpec, site: Site) -> None:
+        self._spec = spec
+        self._site = site
+
+    def plan(self, nodes: Iterable[NodeInfo]) -> Plan:
+        """Place all members.
+
+        Raises:
+            PlacementError: with the table of what is short.
+        """
+        return make_plan(self._spec.demand, tuple(nodes))
+
+    def group_leaders(self, plan: Plan) -> dict[str, int]:
+        """For each elastic role the node of its rank 0, where the process group's port must be."""
+        elastic = [role.name for role in self._spec.roles if role.backend == "elastic"]
+        return {role: plan.of(role)[0].node_rank for role in elastic}
+
+    def log_path(self, role: str, rank: int) -> str:
+        return f"{self._spec.run_dir}/logs/{role}-{rank}.log"
+
+    def worker_spec(
+        self, placement: Placement, node: NodeInfo, incarnation: int, ports: Mapping[str, int]
+    ) -> WorkerSpec:
+        """What the process of one member is told. ``ports`` has the reserved port of each elastic role."""
+        spec, role = self._spec, self._spec.role(placement.role)
+        env = dict(role.env)
+        together = self._collocated_with(role.name)
+        if together:
+            env[COLLOCATION_ENV] = ",".join(together)
+        if role.backend == "elastic":
+            env |= _torchrun_env(spec, placement, role.members, incarnation, ports[role.name])
+        return WorkerSpec(
+            job_id=spec.job_id,
+            job_name=spec.job_name,
+            key_hex=self._site.key_hex,
+            role=role.name,
+            rank=placement.rank,
+            world_size=role.members,
+            incarnation=incarnation,
+            local_rank=placement.local_rank,
+            local_world_size=placement.local_world_size,
+            node_rank=placement.node_rank,
+            node_name=node.name,
+            entry=role.entry,
+            master_endpoint=self._site.master_endpoint,
+            socket_dir=self._site.socket_dir,
+            run_dir=spec.run_dir,
+            log_path=self.log_path(role.name, placement.rank),
+            backend=role.backend,
+            user_config=spec.user_config,
+            main_path=spec.main_path,
+            import_roots=spec.import_roots,
+            env=env,
+            devices=tuple(share.device for share in placement.devices),
+            grace_s=spec.grace_s,
+            call_timeout_s=spec.call_timeout_s,
+        )
+
+    def _collocated_with(self, role: str) -> tuple[str, ...]:
+        return next((names for names in self._spec.demand.collocations if role in names), ())
+
+
+def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:
+    """The members of each node, in the order of the plan."""
+    found: dict[int, list[MemberId]] = {}
+    for placement in plan.placements:
+        found.setdefault(placement.node_rank, []).append((placement.role, placement.rank))
+    return {node_rank: tuple(members) for node_rank, members in found.items()}
+
+
+def _torchrun_env(
+    spec: JobSpec, placement: Placement, world_size: int, incarnation: int, port: int
+) -> dict[str, str]:
+    """The variables that torchrun sets, so that ``init_process_group()`` works without arguments."""
+    values: dict[str, object] = {
+        "RANK": placement.rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": placement.local_rank,
+        "LOCAL_WORLD_SIZE": placement.local_world_size,
+        "GROUP_RANK": placement.group_rank,
+        "GROUP_WORLD_SIZE": placement.group_world_size,
+        "NODE_RANK": placement.group_rank,
+        "ROLE_NAME": placement.role,
+        "ROLE_RANK": placement.rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": incarnation,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": spec.job_id,
+    }
+    return {name: str(value) for name, value in values.items()}
