@@ -1,0 +1,78 @@
+"""Every test runs under the leak guard: what it leaves behind fails it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.leaks import LASTING, MARKER, LeakCheck
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("leak_grace_s", "Seconds in which what a test started must be gone.", default="2")
+
+
+@pytest.fixture(scope="session")
+def leak_check(pytestconfig: pytest.Config) -> Iterator[LeakCheck]:
+    """The session's marker in the environment, and a runtime directory of its own for socket directories."""
+    session = "/".join(filter(None, (os.environ.get(MARKER), uuid.uuid4().hex)))
+    # Short, since the path of a socket holds at most 107 bytes.
+    runtime_dir = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARKER, session)
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
+        yield LeakCheck(session, runtime_dir, float(pytestconfig.getini("leak_grace_s")))
+    shutil.rmtree(runtime_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_leak_guard(leak_check: LeakCheck) -> Iterator[None]:
+    """Fixtures that live longer than a test must leave no process, socket or segment either."""
+    before = leak_check.snapshot()
+    yield
+    leaks = leak_check.since(before, LASTING)
+    leak_check.kill(leaks)
+    if leaks:
+        pytest.fail(f"the session left something behind, {leak_check.report(leaks)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def leak_guard(
+    request: pytest.FixtureRequest, leak_check: LeakCheck, session_leak_guard: None
+) -> Iterator[None]:
+    """Fails a test that leaves threads, processes, descriptors, segments, socket directories or tasks."""
+    before = leak_check.snapshot()
+    yield
+    leaks = leak_check.since(before)
+    leak_check.kill(leaks)
+    if leaks:
+        pytest.fail(f"{request.node.nodeid} left something behind, {leak_check.report(leaks)}", pytrace=False)
+
+
+@pytest_asyncio.fixture
+async def task_guard(leak_check: LeakCheck) -> AsyncIterator[None]:
+    """Fails an async test that leaves tasks on its loop; given to each of them below."""
+    before = asyncio.all_tasks()
+    yield
+    deadline = asyncio.get_running_loop().time() + leak_check.grace_s
+    while left := asyncio.all_tasks() - before - {asyncio.current_task()}:
+        if asyncio.get_running_loop().time() >= deadline:
+            lines = "\n".join(f"  {task!r}" for task in left)
+            pytest.fail(f"tasks run after {leak_check.grace_s:g} s of grace:\n{lines}", pytrace=False)
+        await asyncio.sleep(0.005)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and pytest_asyncio.is_async_test(item):
+            # Before the test's own fixtures, so that what they started has ended when it looks, and after
+            # leak_guard, which looks when the loop is closed.
+            item.fixturenames.insert(item.fixturenames.index("leak_guard") + 1, "task_guard")

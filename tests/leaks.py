@@ -1,0 +1,265 @@
+"""What a test may leave behind: nothing. Snapshots of what the test process holds, and the difference of two.
+
+Processes are found by a marker in their environment as well as by their parent, so that a daemon that was
+forked twice or outlived its parent counts too. Sockets are found because the session's runtime directory is
+its own; segments of shared memory have no owner, so those that another session's processes map are not ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MARKER = "RLMESH_TEST_SESSION"
+"""Environment variable that every process started by a test inherits; nested sessions add to it."""
+
+SHM = Path("/dev/shm")
+
+LASTING = frozenset({"process", "socket directory", "segment"})
+"""Kinds that outlive the test process."""
+KINDS = LASTING | {"thread", "ZeroMQ context", "descriptor"}
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Something that is there now. ``key`` tells it from everything else, ``text`` describes it."""
+
+    kind: str
+    key: object
+    text: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that the session holds at one moment."""
+
+    things: frozenset[tuple[str, object]]
+    taken_at: float
+
+
+class LeakCheck:
+    """Compares what a session holds before and after a test.
+
+    Args:
+        session: the value of ``MARKER`` in the environment of this session's processes.
+        runtime_dir: the directory in which the session's socket directories are made.
+        grace_s: clean-up may take so long after a test: processes that exit, threads that end.
+    """
+
+    def __init__(self, session: str, runtime_dir: Path, grace_s: float) -> None:
+        self.grace_s = grace_s
+        self._session = session
+        self._runtime_dir = runtime_dir
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(frozenset((leak.kind, leak.key) for leak in self._everything()), time.time())
+
+    def since(self, before: Snapshot, kinds: frozenset[str] = KINDS) -> list[Leak]:
+        """What of ``kinds`` came after ``before`` and does not go away within the grace."""
+        deadline = time.monotonic() + self.grace_s
+        pause_s = 0.005
+        while True:
+            leaks = [
+                leak
+                for leak in self._everything()
+                if leak.kind in kinds and (leak.kind, leak.key) not in before.things
+            ]
+            if not leaks:
+                return []
+            if time.monotonic() >= deadline:
+                return [leak for leak in leaks if leak.kind != "segment" or self._is_ours(leak, before)]
+            gc.collect()  # a cycle may hold a socket or a file that nobody can reach any more
+            time.sleep(pause_s)
+            pause_s = min(0.1, pause_s * 2)
+
+    def report(self, leaks: Iterable[Leak]) -> str:
+        """What was left, one line for each thing."""
+        lines = [f"  {leak.kind:<17} {leak.text}" for leak in leaks]
+        return "\n".join([f"there after {self.grace_s:g} s of grace, and not before:", *lines])
+
+    def kill(self, leaks: Iterable[Leak]) -> None:
+        """End leaked processes, so that they do not disturb the tests that follow."""
+        for leak in leaks:
+            if leak.kind == "process" and isinstance(leak.key, tuple):
+                try:
+                    os.kill(leak.key[0], signal.SIGKILL)
+                    os.waitpid(leak.key[0], 0)
+                except (ProcessLookupError, ChildProcessError, PermissionError):
+                    continue
+
+    def _everything(self) -> list[Leak]:
+        return [
+            *threads(),
+            *zmq_threads(),
+            *processes(self._session),
+            *descriptors(),
+            *entries("socket directory", self._runtime_dir, ""),
+            *entries("segment", SHM, "rlmesh-"),
+        ]
+
+    def _is_ours(self, segment: Leak, before: Snapshot) -> bool:
+        path = SHM / str(segment.key)
+        try:
+            if path.stat().st_ctime < before.taken_at - 1:
+                return False
+        except FileNotFoundError:
+            return False
+        return not any(_maps(pid, str(path)) and not _is_marked(pid, self._session) for pid in _pids())
+
+
+def threads() -> list[Leak]:
+    """Python's threads, except those of libraries that are started once per process and never end."""
+    return [
+        Leak("thread", (thread.ident, thread.name), f"{thread.name!r}, now {_position(thread)}")
+        for thread in threading.enumerate()
+        if not _lives_for_ever(thread)
+    ]
+
+
+def zmq_threads() -> list[Leak]:
+    """The threads of ZeroMQ contexts; each context must be ended by whoever made it."""
+    if "zmq" not in sys.modules:
+        return []
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+        except OSError:
+            continue
+        if name.startswith("ZMQbg"):
+            found.append(Leak("ZeroMQ context", task, f"its thread {name} (tid {task}) runs"))
+    return found
+
+
+def processes(session: str) -> list[Leak]:
+    """Children of this process, zombies included, and all other processes that carry the session's marker."""
+    me, tracker = os.getpid(), _resource_tracker_pid()
+    found = []
+    for pid in _pids():
+        if pid in (me, tracker):
+            continue
+        stat = _stat(pid)
+        if stat is None:
+            continue
+        name, state, parent, start = stat
+        if parent == me or (state != "Z" and _is_marked(pid, session) and not _is_ancestor(pid)):
+            command = _command(pid) or f"({name})"
+            found.append(Leak("process", (pid, start), f"{pid} [{state}, child of {parent}] {command}"))
+    return found
+
+
+def descriptors() -> list[Leak]:
+    """Open descriptors of this process."""
+    allowed = {_resource_tracker_fd()}
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the one by which the directory was read
+            continue
+        if int(name) not in allowed and not _stays_open(target):
+            found.append(Leak("descriptor", (name, target), f"{name} -> {target}"))
+    return found
+
+
+def entries(kind: str, directory: Path, prefix: str) -> list[Leak]:
+    """Names in ``directory`` that begin with ``prefix``."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return [Leak(kind, name, str(directory / name)) for name in names if name.startswith(prefix)]
+
+
+def _lives_for_ever(thread: threading.Thread) -> bool:
+    # Native threads (of torch, of a C library) that ran Python code once; Python did not start them.
+    if isinstance(thread, threading._DummyThread):
+        return True
+    # tqdm, and so datasets: one monitor per process.
+    return f"{type(thread).__module__}.{type(thread).__qualname__}" == "tqdm._monitor.TMonitor"
+
+
+def _stays_open(target: str) -> bool:
+    # Opened once per process and kept: devices by their driver, and fonts by matplotlib.
+    return target.startswith("/dev/nvidia") or "/matplotlib/mpl-data/fonts/" in target
+
+
+def _position(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return "ended"
+    return f"in {frame.f_code.co_qualname} at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _resource_tracker_pid() -> int | None:
+    """multiprocessing's tracker: one process and one pipe, started once and kept."""
+    return _tracker("_pid")
+
+
+def _resource_tracker_fd() -> int | None:
+    return _tracker("_fd")
+
+
+def _tracker(attribute: str) -> int | None:
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker: Callable[[], object] | object = getattr(module, "_resource_tracker", None)
+    value = getattr(tracker, attribute, None)
+    return value if isinstance(value, int) else None
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _stat(pid: int) -> tuple[str, str, int, int] | None:
+    """Name, state, parent and start time of a process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    name, _, rest = text[text.index("(") + 1 :].rpartition(") ")
+    fields = rest.split()
+    return name, fields[0], int(fields[1]), int(fields[19])
+
+
+def _is_marked(pid: int, session: str) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return f"{MARKER}={session}".encode() in environment
+
+
+def _is_ancestor(pid: int) -> bool:
+    """Is the process above this one? A nested session inherits the marker of the one around it."""
+    current = os.getpid()
+    while current > 1:
+        if current == pid:
+            return True
+        stat = _stat(current)
+        if stat is None:
+            return False
+        current = stat[2]
+    return False
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return b" ".join(words).decode(errors="replace")[:200].strip()
+
+
+def _maps(pid: int, path: str) -> bool:
+    try:
+        return path in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return False
