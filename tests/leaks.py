@@ -187,8 +187,11 @@ def _lives_for_ever(thread: threading.Thread) -> bool:
 
 
 def _stays_open(target: str) -> bool:
-    # Opened once per process and kept: devices by their driver, and fonts by matplotlib.
-    return target.startswith("/dev/nvidia") or "/matplotlib/mpl-data/fonts/" in target
+    # Opened once per process and kept: devices by their driver, fonts by matplotlib, and the scheduler's
+    # statistics of the main thread (other threads must close theirs).
+    if target.startswith("/dev/nvidia") or "/matplotlib/mpl-data/fonts/" in target:
+        return True
+    return target == f"/proc/{os.getpid()}/task/{os.getpid()}/schedstat"
 
 
 def _position(thread: threading.Thread) -> str:

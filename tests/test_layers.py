@@ -1,0 +1,210 @@
+"""The architecture as a test: who may import whom, which modules may need torch, how large a module may be."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "rlmesh"
+LAUNCHER = ROOT / "launcher" / "rlmesh_launcher"
+
+LAYERS = (
+    ("rlmesh.errors",),
+    ("rlmesh.wire",),
+    ("rlmesh.runtime",),
+    ("rlmesh.job",),
+    ("rlmesh.placement",),
+    ("rlmesh.observe",),
+    ("rlmesh.agent",),
+    ("rlmesh.master",),
+    ("rlmesh.rl", "rlmesh.testing", "rlmesh_launcher"),
+    ("rlmesh.cli",),
+)
+"""From the bottom up; a package imports from its own layer's packages and from those below."""
+
+UPWARD = {("rlmesh.job", "rlmesh.master.driver")}
+"""``submit`` starts the driver: one import upwards, made when it is called."""
+UPWARD_IN_ANNOTATIONS = UPWARD | {("rlmesh.runtime", "rlmesh.job.status")}
+"""The runtime is told of a member's death by a value that the job layer defines; it reads a few attributes."""
+
+NOT_FROM_INSIDE = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
+"""Packages for whoever stands outside; no module of the library needs them to work."""
+MAY_IMPORT_THEM = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
+
+HEAVY = {
+    "torch": ("rlmesh.rl", "rlmesh.wire", "rlmesh.runtime", "rlmesh.agent"),
+    "transformers": ("rlmesh.rl",),
+    "datasets": ("rlmesh.rl",),
+    "numpy": ("rlmesh.rl", "rlmesh.wire", "rlmesh.runtime"),
+    "matplotlib": ("rlmesh.observe.report",),
+    "tensorboard": (),
+    "omegaconf": (),
+    "gymnasium": (),
+    "vllm": (),
+    "deepspeed": (),
+    "pynvml": (),
+}
+"""What a login node may lack, and the packages or modules that may import it."""
+
+MAX_LINES = 500
+AIM_LINES = 300
+EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    imports: str
+    line: int
+    at_top: bool
+    typing_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.imports}"
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for base in (LIBRARY, LAUNCHER):
+        for path in sorted(base.rglob("*.py")):
+            parts = path.relative_to(base.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(module: str, path: Path) -> Iterator[Import]:
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    yield from _walk(ast.parse(path.read_text()), module, package, at_top=True, typing_only=False)
+
+
+def _walk(node: ast.AST, module: str, package: str, *, at_top: bool, typing_only: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(module, alias.name, child.lineno, at_top, typing_only)
+        elif isinstance(child, ast.ImportFrom):
+            base = child.module or ""
+            if child.level:
+                parents = package.split(".")[: len(package.split(".")) - child.level + 1]
+                base = ".".join([*parents, *filter(None, [base])])
+            for alias in child.names:
+                full = f"{base}.{alias.name}"
+                yield Import(module, full if full in MODULES else base, child.lineno, at_top, typing_only)
+        else:
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _walk(
+                child, module, package, at_top=at_top and not inside, typing_only=typing_only or guarded
+            )
+
+
+MODULES = modules()
+IMPORTS = [each for module, path in MODULES.items() for each in imports_of(module, path)]
+
+
+def within(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def layer_of(module: str) -> int | None:
+    return next((level for level, packages in enumerate(LAYERS) if within(module, packages)), None)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert [module for module in MODULES if module != "rlmesh" and layer_of(module) is None] == []
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for each in IMPORTS:
+        importer, imported = layer_of(each.module), layer_of(each.imports)
+        if importer is None or imported is None or imported <= importer:
+            continue
+        allowed = UPWARD_IN_ANNOTATIONS if each.typing_only else set() if each.at_top else UPWARD
+        if not any(within(each.module, (lower,)) and each.imports == upper for lower, upper in allowed):
+            wrong.append(str(each))
+    assert wrong == []
+
+
+def test_nobody_inside_imports_what_is_for_the_outside() -> None:
+    wrong = [
+        str(each)
+        for each in IMPORTS
+        if within(each.imports, NOT_FROM_INSIDE) and not within(each.module, MAY_IMPORT_THEM)
+    ]
+    assert wrong == []
+
+
+def test_the_package_itself_imports_nothing_but_types() -> None:
+    """``import rlmesh`` is free: its names are found when they are asked for."""
+    inside = [e for e in IMPORTS if e.module == "rlmesh" and e.at_top and not e.typing_only]
+    assert [str(each) for each in inside if within(each.imports, ("rlmesh",)) and each.imports != "rlmesh"] == []
+
+
+def test_the_rl_layer_uses_public_names_only() -> None:
+    wrong = [
+        str(each)
+        for each in IMPORTS
+        if within(each.module, ("rlmesh.rl",))
+        and within(each.imports, ("rlmesh", "rlmesh_launcher"))
+        and not within(each.imports, ("rlmesh.rl",))
+        and each.imports not in ("rlmesh", "rlmesh.errors")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_heavy_packages_are_imported_only_where_they_are_needed(name: str) -> None:
+    wrong = [str(e) for e in IMPORTS if within(e.imports, (name,)) and not within(e.module, HEAVY[name])]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "transformers", "datasets", "matplotlib"])
+def test_outside_the_rl_layer_heavy_packages_are_imported_inside_functions(name: str) -> None:
+    wrong = [
+        str(each)
+        for each in IMPORTS
+        if within(each.imports, (name,))
+        and not within(each.module, ("rlmesh.rl",))
+        and each.at_top
+        and not each.typing_only
+    ]
+    assert wrong == []
+
+
+def test_the_guardian_needs_the_standard_library_only() -> None:
+    """It runs as ``python -I -S``, without site-packages, and must start within milliseconds."""
+    own = [e for e in IMPORTS if e.module in ("rlmesh.agent.guardian", "rlmesh.agent.ownership") and e.at_top]
+    assert own
+    outside = [e for e in own if e.imports.partition(".")[0] not in sys.stdlib_module_names]
+    assert [str(e) for e in outside if not e.typing_only] == []
+
+
+def test_modules_stay_small() -> None:
+    lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    large = {module: count for module, count in sorted(lines.items(), key=lambda i: -i[1]) if count > AIM_LINES}
+    for module, count in large.items():
+        print(f"{count:5} lines  {module}")
+    assert {module: count for module, count in large.items() if count > MAX_LINES} == {}
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    assert [module for module in MODULES if EMPTY_NAMES & set(module.split("."))] == []
+
+
+def test_the_library_prints_only_where_it_speaks_to_people() -> None:
+    speaks = ("rlmesh.cli", "rlmesh.observe", "rlmesh_launcher")
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, path in MODULES.items()
+        if not within(module, speaks)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert wrong == []
