@@ -1,0 +1,21 @@
+"""Three greeters and a trainer that calls them, each in a process of its own: python examples/hello.py"""
+
+from rlmesh import DLJobBuilder, RoleGroup, current_worker, rpc
+
+
+class Greeter:
+    @rpc
+    def greet(self, names: list[str]) -> list[str]:
+        return [f"hello {name}, from greeter {current_worker().rank}" for name in names]
+
+
+class Trainer:
+    def run(self) -> None:
+        names = ["Ada", "Alan", "Emmy", "Grace", "Kurt"]
+        for greeting in RoleGroup("GREETER").call_batch("greet", len(names), names):
+            print(greeting)
+
+
+if __name__ == "__main__":
+    job = DLJobBuilder().role("GREETER").run(Greeter).total(3).role("TRAINER").run(Trainer).build()
+    job.submit("hello")
