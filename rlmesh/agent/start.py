@@ -103,9 +103,7 @@ class GuardianProcess:
             assert self._process.stdin is not None
             self._process.stdin.write(line)
         except OSError as error:
-            raise LaunchError(
-                f"the guardian of node {config.node_rank} could not be started: {error}"
-            ) from error
+            raise LaunchError(f"the guardian of node {config.node_rank} could not be started: {error}") from error
         self._report: ExitReport | None = None
 
     @property

@@ -86,9 +86,7 @@ def wait_gone(pids: Iterable[int], wait_s: float) -> list[int]:
     return list(open_fds.values())
 
 
-def start_guardian(
-    tmp_path: Path, job_id: str, then: str, **config: Any
-) -> tuple[subprocess.Popen[bytes], Fifo]:
+def start_guardian(tmp_path: Path, job_id: str, then: str, **config: Any) -> tuple[subprocess.Popen[bytes], Fifo]:
     """A guardian with the stand-in for its agent."""
     command, line, fifo = guardian_run(tmp_path, job_id, then, **config)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

@@ -104,9 +104,7 @@ def test_end_of_the_thread_that_started_the_guardian_ends_nothing(tmp_path: Path
     import threading
 
     started: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: started.append(start_guardian(tmp_path, job_id, WAIT_FOR_DRIVER))
-    )
+    thread = threading.Thread(target=lambda: started.append(start_guardian(tmp_path, job_id, WAIT_FOR_DRIVER)))
     thread.start()
     thread.join()
     guardian, fifo = started[0]

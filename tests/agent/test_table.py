@@ -1,0 +1,194 @@
+"""The agent's processes: started, watched, ended, with their orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rlmesh.agent import ownership
+from rlmesh.agent.process import Ended, become_member, collect, held_input, memory_input, start_process
+from rlmesh.agent.table import Child, ProcessTable
+from rlmesh.errors import LaunchError
+from tests.agent.processes import wait_gone
+
+DAEMON = """
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        {then}
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest_asyncio.fixture
+async def table() -> AsyncIterator[ProcessTable]:
+    ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
+    table = ProcessTable()
+    yield table
+    for child in table:
+        await table.kill(child)
+    table.close()
+    ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 0)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", code]
+
+
+async def ended(child: Child) -> Ended:
+    return await asyncio.wait_for(asyncio.shield(child.ended), 5)
+
+
+async def test_exit_code_signal_and_memory_are_told(table: ProcessTable) -> None:
+    three = await ended(table.start("A:0", python("x = bytearray(50 << 20); raise SystemExit(3)"), os.environ))
+    assert (three.exit_code, three.signal) == (3, None)
+    assert three.peak_rss_bytes > 50 << 20
+    assert three.describe() == "exited with code 3"
+    sleeper = table.start("A:1", ["/bin/sleep", "100"], os.environ)
+    table.signal(sleeper, signal.SIGKILL)
+    killed = await ended(sleeper)
+    assert (killed.exit_code, killed.signal, killed.describe()) == (None, 9, "killed by SIGKILL")
+    assert sleeper not in table
+    assert not table.signal(sleeper, signal.SIGKILL)
+
+
+async def test_death_is_noticed_within_50_ms(table: ProcessTable) -> None:
+    noticed: list[float] = []
+    table._on_exit = lambda child, how: noticed.append(time.monotonic())
+    children = [table.start(f"A:{n}", ["/bin/sleep", "100"], os.environ) for n in range(5)]
+    for child in children:
+        killed = time.monotonic()
+        os.kill(child.pid, signal.SIGKILL)
+        await ended(child)
+        assert noticed.pop() - killed < 0.05
+
+
+async def test_stop_asks_first_and_kills_after_the_grace(table: ProcessTable) -> None:
+    up, tell = os.pipe()
+    stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.write(9, b'x'); time.sleep(99)"
+    polite = table.start("A:0", ["/bin/sleep", "100"], os.environ)
+    rude = table.start("A:1", python(stubborn), os.environ, inherit={9: tell})
+    await asyncio.to_thread(os.read, up, 1)
+    os.close(up)
+    os.close(tell)
+    assert (await table.stop(polite, 5.0)).signal == signal.SIGTERM
+    began = time.monotonic()
+    assert (await table.stop(rude, 0.1)).signal == signal.SIGKILL
+    assert 0.1 <= time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        "os.execvp('sleep', ['sleep', '1000'])",
+        "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)",
+    ],
+)
+async def test_what_a_dead_child_left_behind_is_ended_and_named(
+    table: ProcessTable, tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    bystander = table.start("B:0", ["/bin/sleep", "100"], os.environ)
+    await ended(table.start("A:0", python(DAEMON.replace("{then}", then)), os.environ, log_path=str(log)))
+    daemon = int(log.read_text())
+    with caplog.at_level(logging.WARNING):
+        found = await table.end_orphans("A:0")
+    assert [process.pid for process in found] == [daemon]
+    assert wait_gone([daemon], 0) == []
+    assert "A:0 left 1 processes behind" in caplog.text and str(daemon) in caplog.text
+    assert bystander in table
+    assert await table.end_orphans("A:0") == []
+
+
+async def test_an_expected_fork_is_no_orphan(table: ProcessTable, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with table.fork_in_flight():
+        then = "os.execvp('sleep', ['sleep', '1000'])"
+        middle = table.start("zygote", python(DAEMON.replace("{then}", then)), os.environ, log_path=str(log))
+        sweep = asyncio.create_task(table.end_orphans("A:0"))
+        await ended(middle)
+        child = table.adopt("A:1", int(log.read_text()))
+    assert await sweep == []
+    assert child in table
+
+
+def test_input_and_descriptors_arrive_and_nothing_else(tmp_path: Path) -> None:
+    big = b"x" * 300_000
+    fd = memory_input(big)
+    read, write = os.pipe()
+    code = "import os, sys; os.write(9, b'%d' % len(sys.stdin.buffer.read())); print(os.getsid(0) == os.getpid())"
+    pid = start_process(python(code), os.environ, log_path=str(tmp_path / "log"), inherit={0: fd, 9: write})
+    os.close(fd)
+    os.close(write)
+    assert os.read(read, 100) == b"300000"
+    os.close(read)
+    assert wait_gone([pid], 5) == []
+    how = collect(pid)
+    assert how is not None and how.exit_code == 0
+    assert (tmp_path / "log").read_text() == "True\n"
+    with pytest.raises(ChildProcessError):
+        collect(pid)
+
+
+def test_held_input_ends_with_its_holder() -> None:
+    read, write = held_input(b"y" * 100_000)
+    assert len(os.read(read, 200_000)) == 100_000
+    os.close(write)
+    assert os.read(read, 10) == b""
+    os.close(read)
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    with pytest.raises(LaunchError, match="/no/such/program"):
+        start_process(["/no/such/program"], os.environ)
+
+
+def test_a_member_ends_with_the_thread_of_its_agent() -> None:
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from rlmesh.agent.process import become_member\n"
+        "parent = os.getpid()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    ok = become_member(parent, 'ACTOR:0')\n"
+        "    comm = open('/proc/self/comm').read().strip()\n"
+        "    print(os.getpid(), ok, comm, become_member(1, 'x'), flush=True)\n"
+        "    import time; time.sleep(100)\n"
+        "os.read(0, 1)\n"
+    )
+    root = str(Path(ownership.__file__).parents[2])
+    agent = subprocess.Popen(
+        [sys.executable, "-c", code, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert agent.stdout is not None
+    pid, *rest = agent.stdout.readline().split()
+    assert rest == ["True", "ACTOR:0", "False"]
+    agent.kill()
+    agent.communicate(timeout=5)
+    assert wait_gone([int(pid)], 5) == []
+    assert become_member.__doc__
+
+
+def test_a_reused_number_is_never_hit() -> None:
+    process = subprocess.Popen(["sleep", "100"])
+    found = ownership.read_process(process.pid)
+    assert found is not None
+    other = ownership.Process(found.pid, found.parent, found.session, found.start - 1, found.name, True)
+    assert not ownership.send_signal(other, signal.SIGKILL)
+    assert process.poll() is None
+    assert ownership.send_signal(found, signal.SIGKILL)
+    process.wait(5)
+    assert not ownership.send_signal(found, signal.SIGKILL)
