@@ -10,10 +10,9 @@ Each kind of role has a descriptor, told apart by ``backend``:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from decimal import ROUND_HALF_EVEN, Decimal
 from enum import Enum
-from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, Field, PrivateAttr, field_validator, model_validator
@@ -22,18 +21,14 @@ from rlmesh.job.entry import Entry, Resolved, entry_text, resolve_entry
 from rlmesh.job.spec import Spec
 
 __all__ = [
-    "DEVICE_UNITS",
+    "AnyWorkloadDesc",
     "BaseWorkloadDesc",
     "CustomWorkloadDesc",
     "ElasticWorkloadDesc",
     "ResourceDesc",
     "SimpleWorkloadDesc",
     "WorkloadDesc",
-    "device_units",
 ]
-
-DEVICE_UNITS = 18_018_000
-"""Integer units in one accelerator. Divisible by 1 to 16 and by 1,000, so that such shares add up exactly."""
 
 TORCH_ENV = frozenset(
     {
@@ -52,23 +47,13 @@ TORCH_ENV = frozenset(
 """Variables that rlmesh itself sets for the members of an elastic role."""
 
 
-def device_units(accelerators: float | Fraction) -> int:
-    """A number of accelerators in ``DEVICE_UNITS``, rounded down: ``n`` shares of ``1/n`` fit one device.
-
-    A float stands for the nearest fraction with a denominator of at most 1,000, so that 0.4 is exactly two
-    fifths and 0.3333333333333333 a third.
-    """
-    share = accelerators if isinstance(accelerators, Fraction) else Fraction(accelerators)
-    return math.floor(share.limit_denominator(1000) * DEVICE_UNITS)
-
-
 class ResourceDesc(Spec):
     """What one member needs.
 
     Attributes:
         cpu: cores; 0 reserves none.
         memory: MiB; 0 reserves none.
-        accelerator: devices: a share of one (0 to 1, in steps of 0.001 or as 1/n) or a whole number.
+        accelerator: devices: a share of one (0 to 1, counted in thousandths) or a whole number of them.
     """
 
     cpu: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -84,14 +69,14 @@ class ResourceDesc(Spec):
             raise ValueError(
                 f"{value:g} is neither a share of one accelerator (at most 1) nor a whole number of them"
             )
-        if value > 0 and device_units(value) == 0:
+        if value > 0 and _milli(value) == 0:
             raise ValueError(f"{value:g} is less than the smallest share, 0.001")
         return value
 
     @property
-    def accelerator_units(self) -> int:
-        """``accelerator`` in ``DEVICE_UNITS``: exact, for sums."""
-        return device_units(self.accelerator)
+    def accelerator_milli(self) -> int:
+        """``accelerator`` in thousandths: a whole number, so that sums are exact."""
+        return _milli(self.accelerator)
 
     @property
     def memory_bytes(self) -> int:
@@ -105,12 +90,13 @@ class BaseWorkloadDesc(Spec):
         entry_point: ``module.Class``, ``module.function`` or ``script.py args``; a class, a function and
             ``(module, class)`` are accepted and turned into text.
         total: number of members.
-        per_node: members on each node that has any; ``None`` leaves it to the planner.
+        per_node: most members on one node; of an elastic role, exactly as many on each of its nodes;
+            ``None`` leaves it to the planner.
         resource: what each member needs; one whole accelerator unless it is said.
         envs: environment variables of the members; they win over the job's ``global_env``.
         max_restarts: how often a member may be restarted; more than 0 needs a restart policy that restarts.
-        is_driver: whether the job waits for this role's ``run()``; see ``DLConfig.driver_roles``.
-        group: name of the collocation that the role belongs to; set by the job.
+        is_driver: whether the job waits for this role's ``run()``; ``None``: by default, which is TRAINER,
+            or all roles that have ``run()`` if there is no such role.
     """
 
     backend: str
@@ -127,8 +113,7 @@ class BaseWorkloadDesc(Spec):
     max_restarts: int = Field(
         default=0, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart")
     )
-    is_driver: bool = True
-    group: str | None = None
+    is_driver: bool | None = None
 
     _resolved: tuple[str, Resolved] | None = PrivateAttr(default=None)
 
@@ -164,13 +149,7 @@ class BaseWorkloadDesc(Spec):
 
     def problems(self) -> list[str]:
         """What cannot work about this role by itself, one sentence each, each starting with the key."""
-        found = [f"entry_point: {problem}" for problem in self.resolved.problems]
-        if self.per_node is not None and self.total % self.per_node:
-            found.append(
-                f"per_node: {self.total} members cannot be split into nodes of {self.per_node}: "
-                "total must be a multiple of per_node"
-            )
-        return found
+        return [f"entry_point: {problem}" for problem in self.resolved.problems]
 
 
 class SimpleWorkloadDesc(BaseWorkloadDesc):
@@ -198,10 +177,15 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
         if not isinstance(data, dict) or not ({"nnodes", "nproc_per_node"} & set(data)):
             return data
         rest = dict(data)
-        nodes, procs = rest.pop("nnodes", 1), rest.pop("nproc_per_node", 1)
+        nodes, procs = rest.pop("nnodes", None), rest.pop("nproc_per_node", None)
         for key, value in (("nnodes", nodes), ("nproc_per_node", procs)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{key} must be a whole number of at least 1, not {value!r}")
+        total = rest.get("total") if isinstance(rest.get("total"), int) else None
+        if procs is None:
+            procs = rest.get("per_node") or (total // nodes if total else 1)
+        if nodes is None:
+            nodes = total // procs if total else 1
         for key, value in (("total", nodes * procs), ("per_node", procs)):
             if rest.setdefault(key, value) != value:
                 raise ValueError(
@@ -220,10 +204,15 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
         return self.per_node
 
     def problems(self) -> list[str]:
-        reserved = sorted(TORCH_ENV & set(self.envs))
-        return super().problems() + [
+        found = super().problems()
+        if self.per_node is not None and self.total % self.per_node:
+            found.append(
+                f"per_node: {self.total} members cannot be split into nodes of {self.per_node}: "
+                "total must be a multiple of per_node"
+            )
+        return found + [
             f"envs: {name} is set by rlmesh for each member of an elastic role: leave it out"
-            for name in reserved
+            for name in sorted(TORCH_ENV & set(self.envs))
         ]
 
 
@@ -250,10 +239,14 @@ class CustomWorkloadDesc(BaseWorkloadDesc):
         return self.entry.name
 
 
-WorkloadDesc: TypeAlias = Annotated[
-    ElasticWorkloadDesc | SimpleWorkloadDesc | CustomWorkloadDesc, Field(discriminator="backend")
-]
+AnyWorkloadDesc: TypeAlias = ElasticWorkloadDesc | SimpleWorkloadDesc | CustomWorkloadDesc
+WorkloadDesc: TypeAlias = Annotated[AnyWorkloadDesc, Field(discriminator="backend")]
 """Any of the three kinds; a mapping is told apart by its ``backend``."""
+
+
+def _milli(amount: float) -> int:
+    """``amount`` in thousandths, rounded by its decimal spelling: 0.1 is 100, 1/3 is 333."""
+    return int((Decimal(str(amount)) * 1000).to_integral_value(ROUND_HALF_EVEN))
 
 
 def env_texts(value: object) -> object:

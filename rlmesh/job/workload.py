@@ -142,8 +142,7 @@ class BaseTrainer(BaseWorkload):
         from rlmesh.runtime.group import RoleGroup
 
         try:
-            group = RoleGroup(role_name(role_type))
-            return [group[rank] for rank in range(len(group))]
+            return list(RoleGroup[Any](role_name(role_type)))
         except RoleNotFound:
             return []
 

@@ -1,0 +1,256 @@
+"""Builders: a chain of calls that describes a job.
+
+::
+
+    job = (
+        DLJobBuilder()
+        .device_type("CPU")
+        .role("WORKER").run(Worker).total(4)
+        .role("DRIVER").run(Driver).resource(cpu=1)
+        .build()
+    )
+    job.submit("hello")
+
+Nothing is checked before ``build()``, which reports all faults at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from rlmesh.errors import JobSpecError
+from rlmesh.job.checks import collocation_problems
+from rlmesh.job.config import DLJob
+from rlmesh.job.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc
+from rlmesh.job.entry import EntryLike
+from rlmesh.job.role_builder import (
+    CustomRoleBuilder,
+    ElasticRoleBuilder,
+    RoleBuilder,
+    SimpleRoleBuilder,
+    UnknownMethod,
+)
+from rlmesh.job.roles import role_name
+from rlmesh.job.spec import SpecError
+from rlmesh.job.torchrun import parse_torchrun
+
+__all__ = ["ELASTIC_ROLE", "DLJobBuilder"]
+
+RoleT = TypeVar("RoleT", bound="RoleBuilder[DLJobBuilder]")
+
+ELASTIC_ROLE = "ELASTIC"
+"""Name of the role that ``train`` makes when no role was named."""
+
+
+class DLJobBuilder:
+    """Describes a job of any roles: job-level settings, then ``role(name)`` with ``run`` or ``train``."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] = {}
+        self._global_env: dict[str, Any] = {}
+        self._roles: list[RoleBuilder[DLJobBuilder]] = []
+        self._role: str | None = None
+        self._together: list[tuple[str, ...]] = []
+        self._all_but: tuple[str, ...] | None = None
+        self._node_check = True
+        self._problems: list[str] = []
+
+    if not TYPE_CHECKING:  # hidden, so that type checkers know which methods there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise UnknownMethod.of(self, name)
+
+    def node_num(self, num: int = 1) -> Self:
+        """How many nodes the job may use; without it, all that there are."""
+        self._fields["node_number"] = num
+        return self
+
+    def device_per_node(self, num: int = 8) -> Self:
+        """How many accelerators of each node it may use; without it, all that a node has."""
+        self._fields["device_per_node"] = num
+        return self
+
+    def device_type(self, device_type: str = "GPU") -> Self:
+        """``GPU`` (the default), or ``CPU``: accelerators are then virtual slots that only limit placement."""
+        self._fields["device_type"] = device_type
+        return self
+
+    def dl_type(self, dl_type: str = "SFT") -> Self:
+        """A label: PRE, SFT, RL or MULTIMODAL."""
+        self._fields["dl_type"] = dl_type
+        return self
+
+    def config(self, config: Any = None) -> Self:
+        """The user's configuration, which roles read from ``current_worker().job_info.user_config``.
+
+        Any object that can be pickled: a dict, a Namespace, a dataclass, a pydantic model, an OmegaConf.
+        """
+        self._fields["user_config"] = config
+        return self
+
+    def global_env(self, env: Mapping[str, str] | None = None) -> Self:
+        """Environment variables of all roles; a role's own ``env`` wins. Several calls add up."""
+        self._global_env.update(env or {})
+        return self
+
+    def skip_node_check(self) -> Self:
+        """Start elastic roles without the check of their nodes' communication (``comm_pre_check``)."""
+        self._node_check = False
+        return self
+
+    def role(self, role: str | Enum) -> Self:
+        """Name the role that the next ``run``, ``train`` or ``custom`` defines."""
+        self._report_unused_role()
+        self._role = role_name(role)
+        return self
+
+    def run(
+        self, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> SimpleRoleBuilder[DLJobBuilder]:
+        """Define the role as independent members that run ``entrypoint``."""
+        return self._add(SimpleRoleBuilder(self, self._take_role("run"), entrypoint, class_name))
+
+    def train(
+        self, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> ElasticRoleBuilder[DLJobBuilder]:
+        """Define the role as one SPMD group whose members find torch.distributed's variables.
+
+        Without a preceding ``role`` it is called ELASTIC.
+        """
+        return self._add(ElasticRoleBuilder(self, self._take_role("train"), entrypoint, class_name))
+
+    def custom(
+        self, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> CustomRoleBuilder[DLJobBuilder]:
+        """Define the role by module and class name."""
+        return self._add(CustomRoleBuilder(self, self._take_role("custom"), entrypoint, class_name))
+
+    def workload(
+        self, role: str | Enum, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> SimpleRoleBuilder[DLJobBuilder]:
+        """``role(role).run(entrypoint)``."""
+        return self.role(role).run(entrypoint, class_name)
+
+    def by_run_cmd(self, cmd: str) -> Self:
+        """Describe the job of a torchrun command, such as ``torchrun --nproc_per_node=2 train.py --lr 1``.
+
+        Its script becomes an elastic role (ELASTIC, unless ``role`` named another) with one accelerator per
+        process. Options about rendezvous, addresses and logs are dropped: rlmesh does these by itself.
+        """
+        try:
+            command = parse_torchrun(cmd)
+        except ValueError as error:
+            self._problems.append(f"by_run_cmd: {error}")
+            return self
+        procs = command.nproc_per_node or self._fields.get("device_per_node")
+        if procs is None:
+            self._problems.append(
+                "by_run_cmd: --nproc_per_node leaves the number to the machine: give a number, or "
+                "device_per_node(n) before by_run_cmd"
+            )
+        self.node_num(command.nnodes)
+        self._fields.setdefault("device_per_node", procs)
+        role = self.train(command.entry).nnodes(command.nnodes).nproc_per_node(procs or 1)
+        role.max_restarts(command.max_restarts)
+        return self
+
+    def with_collocation(self, *roles: str | Enum) -> Self:
+        """Let the members of these roles share accelerators: rank i of each is on the same one.
+
+        Each role belongs to at most one such set. A role with a share of its own (``accelerator=0.4``) keeps
+        it; those that ask for a whole accelerator divide the rest evenly. CPU and memory stay as they are.
+        """
+        self._together.append(tuple(map(role_name, roles)))
+        return self
+
+    def with_collocation_all(self, *exclude_roles: str | Enum) -> Self:
+        """``with_collocation`` of all roles that use accelerators, except ``exclude_roles``."""
+        self._all_but = tuple(map(role_name, exclude_roles))
+        return self
+
+    def build(self) -> DLJob:
+        """The job's description.
+
+        Raises:
+            JobSpecError: it cannot work; lists all faults with key, value and nearest valid name.
+        """
+        self._report_unused_role()
+        problems = list(self._problems)
+        workloads, broken = self._describe_roles(problems)
+        job = DLJob(**self._valid_fields(problems), workloads=workloads)
+        if workloads or not problems:
+            problems += job.problems()
+        job.collocations = [set(roles) for roles in self._collocations(workloads)]
+        problems += collocation_problems(job.collocations, workloads, broken)
+        problems += self._job_problems({*workloads, *broken})
+        if problems:
+            raise JobSpecError(problems)
+        return job
+
+    def _job_problems(self, roles: set[str]) -> list[str]:
+        """What a kind of job demands besides."""
+        return []
+
+    def _describe_roles(self, problems: list[str]) -> tuple[dict[str, AnyWorkloadDesc], set[str]]:
+        """The descriptors of all roles that have one, and the names of the others."""
+        workloads: dict[str, AnyWorkloadDesc] = {}
+        broken: set[str] = set()
+        for builder in self._roles:
+            role = builder.role_name
+            if role in workloads or role in broken:
+                problems.append(f"role {role}: is defined twice")
+                continue
+            workload = builder.describe(problems)
+            if workload is None:
+                broken.add(role)
+                continue
+            if isinstance(workload, ElasticWorkloadDesc):
+                workload.comm_pre_check = self._node_check
+            workloads[role] = workload
+        return workloads, broken
+
+    def _valid_fields(self, problems: list[str]) -> dict[str, Any]:
+        """Those of the job's own settings that are right; the others are reported."""
+        valid: dict[str, Any] = {}
+        for name, value in {**self._fields, "global_env": self._global_env}.items():
+            try:
+                DLJob(**{name: value})
+                valid[name] = value
+            except SpecError as error:
+                problems += error.problems
+        return valid
+
+    def _collocations(self, workloads: Mapping[str, AnyWorkloadDesc]) -> list[tuple[str, ...]]:
+        """The sets of roles that share accelerators, with the roles' own spelling."""
+        sets = [tuple(map(self._spelled, roles)) for roles in self._together]
+        if self._all_but is not None:
+            excluded = set(map(self._spelled, self._all_but))
+            sharing = (role for role, workload in workloads.items() if workload.resource.accelerator > 0)
+            sets.append(tuple(role for role in sharing if role not in excluded))
+        return sets
+
+    def _spelled(self, role: str) -> str:
+        names = {builder.role_name.lower(): builder.role_name for builder in self._roles}
+        return names.get(role.lower(), role)
+
+    def _add(self, builder: RoleT) -> RoleT:
+        self._roles.append(builder)
+        return builder
+
+    def _take_role(self, method: str) -> str:
+        role, self._role = self._role, None
+        if role is not None:
+            return role
+        if method != "train":
+            self._problems.append(f"{method}(): name the role first: .role('WORKER').{method}(...)")
+        return ELASTIC_ROLE
+
+    def _report_unused_role(self) -> None:
+        if self._role is not None:
+            self._problems.append(
+                f"role {self._role}: has no entry point: follow .role({self._role!r}) with .run(...) or "
+                ".train(...)"
+            )
+            self._role = None

@@ -1,0 +1,107 @@
+"""Checks between the parts of a job description. Pure: they return sentences, each starting with its key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from rlmesh.job.descriptors import BaseWorkloadDesc, ElasticWorkloadDesc
+from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.roles import RLRoleType
+
+__all__ = ["collocation_problems", "driver_problems", "member_problems", "role_name_problems"]
+
+_ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+
+
+def role_name_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
+    """Whether there are roles, and whether their names can be told apart in addresses, logs and files."""
+    if not workloads:
+        return ["workloads: the job has no roles: add one, such as .role('WORKER').run('module.Class')"]
+    found: list[str] = []
+    seen: dict[str, str] = {}
+    for role in workloads:
+        if not _ROLE.fullmatch(role):
+            found.append(
+                f"role {role!r}: a name must be 1 to 64 letters, digits, '_', '.' or '-', and start with a letter"
+            )
+        other = seen.setdefault(role.lower(), role)
+        if other != role:
+            found.append(f"role {role}: differs from role {other} only in case")
+    return found
+
+
+def member_problems(
+    workload: BaseWorkloadDesc, node_number: int | None, device_per_node: int | None
+) -> list[str]:
+    """Whether one role alone exceeds the nodes and devices that the job says it has."""
+    found: list[str] = []
+    asked = workload.resource.accelerator
+    if device_per_node is not None and asked > device_per_node:
+        found.append(
+            f"resource.accelerator: a member asks for {asked:g} accelerators, and device_per_node is "
+            f"{device_per_node}"
+        )
+    if node_number is None or workload.per_node is None:
+        return found
+    nodes = -(-workload.total // workload.per_node)
+    if nodes > node_number:
+        key = "nnodes" if isinstance(workload, ElasticWorkloadDesc) else "per_node"
+        found.append(
+            f"{key}: {workload.total} members, {workload.per_node} on a node, need {nodes} nodes, and node_num "
+            f"is {node_number}"
+        )
+    return found
+
+
+def driver_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
+    """Whether there is a ``run()`` at whose return the job ends, as far as the sources tell."""
+    drivers = {role: workload for role, workload in workloads.items() if workload.is_driver}
+    trainer = workloads.get(RLRoleType.TRAINER)
+    if not drivers and trainer is not None and trainer.is_driver is None:
+        drivers = {RLRoleType.TRAINER.name: trainer}
+    if drivers:
+        return [
+            f"role {role}: entry_point: {workload.entry_point} has no run(), for whose return the job waits"
+            for role, workload in drivers.items()
+            if workload.resolved.runs is False
+        ]
+    candidates = [workload for workload in workloads.values() if workload.is_driver is not False]
+    if any(workload.resolved.runs is not False for workload in candidates):
+        return []
+    return [
+        "workloads: no role has a run() for whose return the job could wait: give one a run() method, or use "
+        "start() for a job that only serves calls"
+    ]
+
+
+def collocation_problems(
+    collocations: Sequence[AbstractSet[str]],
+    workloads: Mapping[str, BaseWorkloadDesc],
+    others: AbstractSet[str] = frozenset(),
+) -> list[str]:
+    """Whether the sets of roles that share devices name existing roles, once each, whose shares fit.
+
+    ``others`` are roles that exist but have no descriptor because of faults of their own.
+    """
+    found: list[str] = []
+    placed: dict[str, int] = {}
+    for number, roles in enumerate(collocations):
+        where = f"collocation of {', '.join(sorted(roles)) or 'nothing'}"
+        if len(roles) < 2:
+            found.append(f"{where}: needs at least two roles")
+        for role in sorted(roles):
+            if role not in workloads and role not in others:
+                hint = did_you_mean(role, {*workloads, *others})
+                found.append(f"{where}: the job has no role {role!r}.{hint}")
+            elif placed.setdefault(role, number) != number:
+                found.append(f"{where}: role {role} is in another collocation already")
+        known = [workloads[role].resource.accelerator_milli for role in roles if role in workloads]
+        shares = sum(share for share in known if share < 1000)
+        if shares > 1000:
+            found.append(
+                f"{where}: their shares of an accelerator add up to {shares / 1000:g}: they share one, so the "
+                "sum must be at most 1"
+            )
+    return found

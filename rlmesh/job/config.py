@@ -1,0 +1,256 @@
+"""A job's description: ``DLConfig``, which builders make and ``submit`` runs.
+
+It may be changed until it is submitted (``job.workloads["ACTOR"].total = 4``); ``check`` and ``submit``
+look at everything again and report all faults at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
+
+from rlmesh.errors import JobSpecError, UsageError
+from rlmesh.job.checks import collocation_problems, member_problems, role_name_problems
+from rlmesh.job.descriptors import WorkloadDesc, env_texts
+from rlmesh.job.entry import main_path
+from rlmesh.job.jsonable import jsonable
+from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.spec import Spec, SpecError, faults
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rlmesh.job.handle import JobHandle
+    from rlmesh.master.driver import JobResult
+
+__all__ = ["DLConfig", "DLJob"]
+
+RESTART_POLICIES = ("never",)
+_PLANNED_POLICIES = ("member", "role", "job")
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class DLConfig(Spec):
+    """A job: its roles, and what holds for all of them.
+
+    Attributes:
+        job_name: names the run's folder and its processes; ``submit`` may give another.
+        dl_type: a label: PRE, SFT, RL or MULTIMODAL.
+        user_config: any object that can be pickled; roles read it from ``current_worker().job_info``.
+        workloads: role → descriptor.
+        global_env: environment variables of all members; a role's own win.
+        node_number: nodes that the job may use; ``None``: all that the cluster has.
+        device_per_node: accelerators of each node that it may use; ``None``: all that the node has.
+        device_type: ``GPU``, or ``CPU`` where accelerators are virtual slots that only limit placement.
+        collocations: sets of roles whose members share devices, rank by rank.
+        restart: what happens when a member dies; ``never``, the only policy so far: the job fails.
+        call_timeout_s: deadline of remote calls that set none, in seconds.
+        preload: modules that processes have imported before they become workers; ``None``: found by reading
+            the entry points' sources.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    job_name: str | None = None
+    dl_type: Literal["PRE", "SFT", "RL", "MULTIMODAL"] | None = None
+    user_config: Any = Field(default_factory=dict)
+    workloads: dict[str, WorkloadDesc] = Field(default_factory=dict)
+    global_env: dict[str, str] = Field(
+        default_factory=dict, validation_alias=AliasChoices("global_env", "global_envs")
+    )
+    node_number: int | None = Field(
+        default=None, ge=1, validation_alias=AliasChoices("node_number", "node_num")
+    )
+    device_per_node: int | None = Field(default=None, ge=1)
+    device_type: Literal["CPU", "GPU"] = Field(
+        default="GPU", validation_alias=AliasChoices("device_type", "accelerator_type")
+    )
+    collocations: list[set[str]] = Field(default_factory=list)
+    restart: str = "never"
+    call_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
+    preload: tuple[str, ...] | None = None
+
+    @field_validator("user_config", mode="plain")
+    @classmethod
+    def _none_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @field_validator("global_env", mode="before")
+    @classmethod
+    def _texts(cls, value: object) -> object:
+        return env_texts(value)
+
+    @field_validator("restart")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        if value in _PLANNED_POLICIES:
+            raise ValueError(
+                f"{value!r} is not implemented yet: 'never' is the only restart policy so far, under which "
+                "the job fails when a member dies"
+            )
+        if value not in RESTART_POLICIES:
+            raise ValueError(f"there is no restart policy {value!r}.{did_you_mean(value, RESTART_POLICIES)}")
+        return value
+
+    @field_serializer("user_config", mode="plain")
+    def _plain_user_config(self, value: Any, info: SerializationInfo) -> Any:
+        return jsonable(value) if info.mode_is_json() else value
+
+    @field_serializer("collocations", mode="plain")
+    def _sorted_roles(self, value: list[set[str]]) -> list[list[str]]:
+        return [sorted(roles) for roles in value]
+
+    def problems(self) -> list[str]:
+        """Everything that cannot work about this job, one line each; empty if it may be submitted."""
+        found = self._faults()
+        found += role_name_problems(self.workloads)
+        if self.job_name is not None and not _JOB_NAME.fullmatch(self.job_name):
+            found.append(
+                f"job_name: {self.job_name!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with "
+                "a letter or a digit"
+            )
+        for role, workload in self.workloads.items():
+            found += [f"role {role}: {problem}" for problem in workload.problems()]
+            limits = (self.node_number, self.device_per_node)
+            found += [f"role {role}: {problem}" for problem in member_problems(workload, *limits)]
+            if workload.max_restarts > 0 and self.restart == "never":
+                found.append(
+                    f"role {role}: max_restarts: {workload.max_restarts} restarts need a restart policy, and "
+                    "'never' is the only one so far: leave max_restarts out"
+                )
+        return found + collocation_problems(self.collocations, self.workloads)
+
+    def _faults(self) -> list[str]:
+        """Faults of values that were changed in place, which assignment does not see."""
+        found: list[str] = []
+        try:
+            fields = {name: getattr(self, name) for name in type(self).model_fields if name != "workloads"}
+            type(self).model_validate(fields)
+        except ValidationError as error:
+            found += faults(error, type(self))
+        for role, workload in self.workloads.items():
+            try:
+                type(workload)(**workload.model_dump())
+            except SpecError as error:
+                found += [f"role {role}: {problem}" for problem in error.problems]
+        return found
+
+    def check(self) -> None:
+        """Raise ``JobSpecError`` with all of ``problems()``, if there are any."""
+        if problems := self.problems():
+            raise JobSpecError(problems)
+
+    def envs_of(self, role: str) -> dict[str, str]:
+        """The variables that the job sets for the members of a role: ``global_env``, then the role's own."""
+        return {**self.global_env, **self.workloads[role].envs}
+
+    @property
+    def main_path(self) -> str:
+        """The submitting script, which workers import for entry points in ``__main__``."""
+        return main_path()
+
+    def import_roots(self) -> tuple[str, ...]:
+        """Folders that must be importable in the workers: those that hold the entry points' packages."""
+        roots = [workload.resolved.root for workload in self.workloads.values()]
+        return tuple(dict.fromkeys(str(root) for root in roots if root is not None))
+
+    def preload_items(self) -> tuple[str, ...]:
+        """What to import before processes become workers: ``"torch"``, ``"transformers:Qwen2ForCausalLM"``."""
+        from rlmesh.job.preload import find_preload
+
+        if self.preload is not None:
+            return self.preload
+        return find_preload([workload.resolved for workload in self.workloads.values()])
+
+    @overload
+    def submit(
+        self,
+        job_name: str | None = None,
+        blocking: Literal[True] = True,
+        *,
+        view: str | None = None,
+        run_dir: str | Path | None = None,
+    ) -> JobResult: ...
+
+    @overload
+    def submit(
+        self,
+        job_name: str | None = None,
+        *,
+        blocking: Literal[False],
+        view: str | None = None,
+        run_dir: str | Path | None = None,
+    ) -> JobHandle: ...
+
+    def submit(
+        self,
+        job_name: str | None = None,
+        blocking: bool = True,
+        *,
+        view: str | None = None,
+        run_dir: str | Path | None = None,
+    ) -> JobResult | JobHandle:
+        """Run the job and wait for its end.
+
+        Args:
+            job_name: names the run; else the description's own name, else a made-up one.
+            blocking: ``False`` returns a ``JobHandle`` at once.
+            view: ``auto``, ``live``, ``plain`` or ``none``: how progress is shown.
+            run_dir: folder of logs and metrics; else a new one under ``runs``.
+
+        Raises:
+            JobSpecError: the description cannot work; lists all its faults.
+            UsageError: called inside a running event loop, which it would block.
+            JobFailed: the job failed; holds the first causes.
+        """
+        self._refuse_running_loop()
+        return self._launch(job_name, blocking, view, run_dir)
+
+    def start(
+        self, job_name: str | None = None, *, view: str | None = None, run_dir: str | Path | None = None
+    ) -> JobHandle:
+        """Start the job from inside a running event loop: ``async with job.start() as mesh: await mesh``.
+
+        The driver works in a thread of its own, so the loop is never blocked. Raises as ``submit`` does,
+        except that ``JobFailed`` comes from awaiting the handle.
+        """
+        from rlmesh.job.handle import JobHandle
+
+        self.check()
+        return JobHandle(self, job_name, view=view, run_dir=run_dir)
+
+    def _launch(
+        self, job_name: str | None, blocking: bool, view: str | None, run_dir: str | Path | None
+    ) -> JobResult | JobHandle:
+        from rlmesh.job.handle import JobHandle, run_job
+
+        self.check()
+        if blocking:
+            return run_job(self, job_name, view=view, run_dir=run_dir)
+        return JobHandle(self, job_name, view=view, run_dir=run_dir)
+
+    @staticmethod
+    def _refuse_running_loop() -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        raise UsageError(
+            "submit() was called inside a running event loop, which it would block: use "
+            "'async with job.start(...) as mesh: await mesh' there"
+        )
+
+
+DLJob = DLConfig
+"""What builders return."""

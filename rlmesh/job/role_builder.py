@@ -1,0 +1,243 @@
+"""Builders of one role each. They carry the job builder's methods, so that one chain describes a whole job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from rlmesh.errors import UsageError
+from rlmesh.job.descriptors import (
+    AnyWorkloadDesc,
+    CustomWorkloadDesc,
+    ElasticWorkloadDesc,
+    ResourceDesc,
+    SimpleWorkloadDesc,
+)
+from rlmesh.job.entry import EntryLike, entry_text
+from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.spec import SpecError
+
+if TYPE_CHECKING:
+    from rlmesh.job.builder import DLJobBuilder
+    from rlmesh.job.config import DLJob
+
+__all__ = ["CustomRoleBuilder", "ElasticRoleBuilder", "RoleBuilder", "SimpleRoleBuilder", "UnknownMethod"]
+
+JobT = TypeVar("JobT", bound="DLJobBuilder", covariant=True)
+
+
+class UnknownMethod(UsageError, AttributeError):
+    """A builder has no method of that name; the message has the nearest one."""
+
+    @classmethod
+    def of(cls, builder: object, name: str) -> UnknownMethod:
+        if isinstance(builder, RoleBuilder) and hasattr(ElasticRoleBuilder, name):
+            return cls(
+                f"role {builder.role_name}: {name}() is for elastic roles, which .train(...) defines: use "
+                "total(n) and per_node(n) here"
+            )
+        methods = [method for method in dir(type(builder)) if not method.startswith("_")]
+        return cls(f"{type(builder).__name__} has no method {name!r}.{did_you_mean(name, methods)}")
+
+
+class RoleBuilder(Generic[JobT]):
+    """One role: how many members, with which resources and variables."""
+
+    _kind: type[AnyWorkloadDesc]
+
+    def __init__(
+        self, job: JobT, role: str, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> None:
+        self.role_name = role
+        self._job = job
+        self._entry = (entrypoint, class_name)
+        self._fields: dict[str, Any] = {}
+        self._env: dict[str, Any] = {}
+        self._resource: dict[str, Any] | None = None
+
+    if not TYPE_CHECKING:  # hidden, so that type checkers know which methods there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise UnknownMethod.of(self, name)
+
+    def total(self, num: int = 1) -> Self:
+        """How many members the role has."""
+        self._fields["total"] = num
+        return self
+
+    def per_node(self, num: int = 1) -> Self:
+        """How many members are on one node: of an elastic role exactly, of a simple one at most."""
+        self._fields["per_node"] = num
+        return self
+
+    def per_group(self, num: int = 1) -> Self:
+        """The same as ``per_node``."""
+        return self.per_node(num)
+
+    def env(self, env: Mapping[str, str] | None = None) -> Self:
+        """Environment variables of the members; they win over ``global_env``. Several calls add up."""
+        self._env.update(env or {})
+        return self
+
+    def resource(
+        self,
+        cpu: float | None = None,
+        memory: int | None = None,
+        *,
+        accelerator: float | None = None,
+        **others: Any,
+    ) -> Self:
+        """What each member needs; without this call, one whole accelerator.
+
+        Args:
+            cpu: cores; 0 reserves none.
+            memory: MiB; 0 reserves none.
+            accelerator: a share of one (0.4) or a whole number of them; 0 if it is left out here.
+            others: other spellings: ``mem`` for memory, ``gpu`` and ``acc`` for accelerator.
+        """
+        named = {"cpu": cpu, "memory": memory, "accelerator": accelerator, **others}
+        known = {key: value for key, value in named.items() if value is not None}
+        self._resource = {**(self._resource or {}), **known}
+        return self
+
+    def max_restarts(self, num: int) -> Self:
+        """How often a member may be restarted; more than 0 needs a restart policy that restarts."""
+        self._fields["max_restarts"] = num
+        return self
+
+    def not_driver(self) -> Self:
+        """The job does not wait for this role's ``run()``."""
+        self._fields["is_driver"] = False
+        return self
+
+    def end(self) -> JobT:
+        """Back to the job's builder; a chain may also go on without it."""
+        return self._job
+
+    def describe(self, problems: list[str]) -> AnyWorkloadDesc | None:
+        """The role's descriptor; faults of the role's own values are added to ``problems``.
+
+        ``None`` if there are faults besides those of ``resource``.
+        """
+        fields = dict(self._fields)
+        if self._resource is not None:
+            try:
+                fields["resource"] = ResourceDesc(**self._resource)
+            except SpecError as error:
+                problems += [f"role {self.role_name}: resource.{problem}" for problem in error.problems]
+        try:
+            return self._kind(entry_point=self._entry_text(), envs=self._env, **fields)
+        except SpecError as error:
+            problems += [f"role {self.role_name}: {problem}" for problem in error.problems]
+        except ValueError as error:
+            problems.append(f"role {self.role_name}: entry_point: {error}")
+        return None
+
+    def _entry_text(self) -> str:
+        entry, class_name = self._entry
+        if entry is None:
+            raise ValueError("is missing: give a class, a function, 'module.Class' or a script")
+        return entry_text(entry, class_name)
+
+    # The job builder's methods, so that a chain goes on.
+
+    def node_num(self, num: int = 1) -> JobT:
+        """As the job builder's."""
+        return self._job.node_num(num)
+
+    def device_per_node(self, num: int = 8) -> JobT:
+        """As the job builder's."""
+        return self._job.device_per_node(num)
+
+    def device_type(self, device_type: str = "GPU") -> JobT:
+        """As the job builder's."""
+        return self._job.device_type(device_type)
+
+    def dl_type(self, dl_type: str = "SFT") -> JobT:
+        """As the job builder's."""
+        return self._job.dl_type(dl_type)
+
+    def config(self, config: Any = None) -> JobT:
+        """As the job builder's."""
+        return self._job.config(config)
+
+    def global_env(self, env: Mapping[str, str] | None = None) -> JobT:
+        """As the job builder's."""
+        return self._job.global_env(env)
+
+    def skip_node_check(self) -> JobT:
+        """As the job builder's."""
+        return self._job.skip_node_check()
+
+    def role(self, role: str | Enum) -> JobT:
+        """As the job builder's."""
+        return self._job.role(role)
+
+    def by_run_cmd(self, cmd: str) -> JobT:
+        """As the job builder's."""
+        return self._job.by_run_cmd(cmd)
+
+    def with_collocation(self, *roles: str | Enum) -> JobT:
+        """As the job builder's."""
+        return self._job.with_collocation(*roles)
+
+    def with_collocation_all(self, *exclude_roles: str | Enum) -> JobT:
+        """As the job builder's."""
+        return self._job.with_collocation_all(*exclude_roles)
+
+    def run(
+        self, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> SimpleRoleBuilder[DLJobBuilder]:
+        """As the job builder's."""
+        return self._job.run(entrypoint, class_name)
+
+    def train(
+        self, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> ElasticRoleBuilder[DLJobBuilder]:
+        """As the job builder's."""
+        return self._job.train(entrypoint, class_name)
+
+    def custom(
+        self, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> CustomRoleBuilder[DLJobBuilder]:
+        """As the job builder's."""
+        return self._job.custom(entrypoint, class_name)
+
+    def workload(
+        self, role: str | Enum, entrypoint: EntryLike | None = None, class_name: str | None = None
+    ) -> SimpleRoleBuilder[DLJobBuilder]:
+        """As the job builder's."""
+        return self._job.workload(role, entrypoint, class_name)
+
+    def build(self) -> DLJob:
+        """As the job builder's."""
+        return self._job.build()
+
+
+class SimpleRoleBuilder(RoleBuilder[JobT]):
+    """A role of independent members."""
+
+    _kind = SimpleWorkloadDesc
+
+
+class CustomRoleBuilder(RoleBuilder[JobT]):
+    """A role of independent members, given by module and class name."""
+
+    _kind = CustomWorkloadDesc
+
+
+class ElasticRoleBuilder(RoleBuilder[JobT]):
+    """A role that is one SPMD group."""
+
+    _kind = ElasticWorkloadDesc
+
+    def nnodes(self, num: int) -> Self:
+        """How many nodes the group spans."""
+        self._fields["nnodes"] = num
+        return self
+
+    def nproc_per_node(self, num: int) -> Self:
+        """How many members are on each of its nodes."""
+        self._fields["nproc_per_node"] = num
+        return self
