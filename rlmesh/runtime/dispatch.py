@@ -132,9 +132,17 @@ class Dispatcher:
         self._host, self._loop = host, loop
         self._served: dict[str, Served] = {}
         self._incoming: dict[tuple[Any, int], Incoming] = {}
+        self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
+
+    def expect(self, name: str) -> None:
+        """Keep calls to a name that is not served yet until it is."""
+        if name not in self._served:
+            self._early.setdefault(name, [])
 
     def serve(self, served: Served) -> None:
         self._served[served.name] = served
+        for early in self._early.pop(served.name, ()):
+            self.on_call(*early)
 
     def unserve(self, name: str) -> Served | None:
         return self._served.pop(name, None)
@@ -145,6 +153,9 @@ class Dispatcher:
     # Loop.
 
     def on_call(self, channel: Channel, call: Call, frames: Frames, run_queue_ns: int) -> None:
+        if call.target in self._early:
+            self._early[call.target].append((channel, call, frames, run_queue_ns))
+            return
         try:
             method = self._find(call)
         except Exception as error:
@@ -161,6 +172,8 @@ class Dispatcher:
             self._begin(incoming)
 
     def on_cancel(self, channel: Channel, call_id: int) -> None:
+        for name, calls in self._early.items():
+            self._early[name] = [c for c in calls if (c[0].link, c[1].call_id) != (channel.link, call_id)]
         incoming = self._incoming.pop((channel.link, call_id), None)
         if incoming is None:
             return

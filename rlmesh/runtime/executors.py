@@ -30,6 +30,11 @@ class SerialExecutor:
         self._closed = False
         self._stopped = False
 
+    def hold(self) -> None:
+        """Let jobs wait for `run` instead of starting a thread for them."""
+        with self._lock:
+            self._owned = True
+
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
         if not self._owned and self._helper is None:
