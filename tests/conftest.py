@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import uvloop
 
 from tests.leaks import LASTING, MARKER, LeakCheck
 
@@ -23,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def leak_check(pytestconfig: pytest.Config) -> Iterator[LeakCheck]:
     """The session's marker in the environment, and a runtime directory of its own for socket directories."""
+    uvloop.new_event_loop().close()  # libuv opens one pipe for signals per process, at its first loop.
     session = "/".join(filter(None, (os.environ.get(MARKER), uuid.uuid4().hex)))
     # Short, since the path of a socket holds at most 107 bytes.
     runtime_dir = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))

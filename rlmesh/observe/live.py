@@ -44,13 +44,13 @@ class JobView(Protocol):
     """Shows one job: ``update`` about five times a second, ``finish`` once, ``close`` always."""
 
     def update(self, status: JobStatus) -> None:
-        """Take in a snapshot; ``status.records`` are only those that are new since the last call."""
+        """Take in a snapshot. Its reports begin with number ``records_from``; known ones are skipped."""
 
     def output(self, line: str) -> None:
         """A line that a worker printed, as ``ROLE:rank | text`` and without its newline."""
 
     def finish(self, status: JobStatus, report_png: Path | None) -> None:
-        """The job ended: show how, where its time went and where its files are."""
+        """The job ended with this snapshot: show how, where its time went and where its files are."""
 
     def close(self) -> None:
         """Give the terminal back. Safe to call twice, and after ``finish``."""

@@ -40,7 +40,7 @@ class Curve:
 
 
 class JobProgress:
-    """Adds up snapshots of one job; each brings only the reports that are new."""
+    """Adds up snapshots of one job. Reports that came before, by their number, are not counted again."""
 
     def __init__(self) -> None:
         self.status: JobStatus | None = None
@@ -48,12 +48,14 @@ class JobProgress:
         self.curves: dict[str, Curve] = {}
         self.latest: MetricRecord | None = None
         self._states: dict[str, str] = {}
+        self._records = 0
 
     def update(self, status: JobStatus) -> list[Change]:
         """Take in a snapshot; what changed since the one before, in the order of the members."""
         self.status = status
-        for record in status.records:
+        for record in status.records[max(0, self._records - status.records_from) :]:
             self._add(record)
+        self._records = max(self._records, status.records_from + len(status.records))
         changes = []
         for role, members in by_role(status.members).items():
             states = state_counts(members)

@@ -40,7 +40,8 @@ def test_state_changes_share_a_line_and_come_once(plain: Streams) -> None:
 def test_a_thousand_steps_in_ten_seconds_are_a_handful_of_lines(plain: Streams) -> None:
     for step in range(1000):
         plain.clock.now = STARTED_AT + step / 100
-        plain.view.update(status(records=(record(step, reward_mean=step / 1000, step_time_s=0.01),)))
+        reports = (record(step, reward_mean=step / 1000, step_time_s=0.01),)
+        plain.view.update(status(records=reports, records_from=step))
     steps = [line for line in plain.lines() if "step " in line]
     assert 5 <= len(steps) <= 6
     assert steps[1] == "     2.0 s  step 200  reward_mean 0.2  step_time_s 0.01"
@@ -49,10 +50,10 @@ def test_a_thousand_steps_in_ten_seconds_are_a_handful_of_lines(plain: Streams) 
 def test_slow_steps_have_one_line_each_and_the_last_is_always_shown(plain: Streams) -> None:
     for step in range(3):
         plain.clock.now += 10
-        plain.view.update(status(records=(record(step, kl=0.5),)))
-        plain.view.update(status())
+        plain.view.update(status(records=(record(step, kl=0.5),), records_from=step))
+        plain.view.update(status(records_from=step + 1))
     plain.clock.now += 0.1
-    plain.view.finish(status(stage="succeeded", records=(record(3, kl=0.25),)), None)
+    plain.view.finish(status(stage="succeeded", records=(record(3, kl=0.25),), records_from=3), None)
     assert [line.split("  ")[-2] for line in plain.lines() if "step " in line and "kl" in line] == [
         "step 0", "step 1", "step 2", "step 3"
     ]  # fmt: skip

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.observe.progress import Change, JobProgress, sparkline
-from tests.observe.samples import member, record, status
+from tests.observe.samples import call, member, record, status
 
 
 def test_changes_are_per_role_and_only_when_something_changed() -> None:
@@ -16,6 +16,16 @@ def test_changes_are_per_role_and_only_when_something_changed() -> None:
     assert progress.update(first) == []
     later = status(member("ACTOR", 0, "ready"), member("ACTOR", 1, "starting"), member("REWARD", 0, "ready"))
     assert progress.update(later) == [Change("ACTOR", "1 ready, 1 starting")]
+
+
+def test_reports_that_come_again_count_once() -> None:
+    progress = JobProgress()
+    first, second, third = (record(step, call("ACTOR"), step_time_s=1.0) for step in range(3))
+    progress.update(status(records=(first, second)))
+    progress.update(status(records=(first, second)))
+    progress.update(status(records=(second, third), records_from=1))
+    (trainer,) = progress.time_use.callers()
+    assert (trainer.steps, trainer.roles[0].calls) == (3, 1)
 
 
 def test_the_step_is_that_of_the_role_that_times_its_steps() -> None:
