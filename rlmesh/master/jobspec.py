@@ -15,6 +15,10 @@ from rlmesh.placement.demand import JobDemand
 TRAINER = "TRAINER"
 """The role that drives a job unless the job says otherwise."""
 
+MASTER_PID = "master_pid"
+AGENT_PIDS = "agent_pids"
+"""Keys of ``JobStatus.extra`` under which the driver finds the processes on its machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

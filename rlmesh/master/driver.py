@@ -1,0 +1,156 @@
+"""The driver: whoever waits for a job. ``submit`` comes here.
+
+``run_job`` blocks until the job has ended. ``Driver`` is the same for a thread of one's own, with ``stop()``
+and ``status``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rlmesh.errors import LaunchError, UsageError
+from rlmesh.job.config import DLConfig
+from rlmesh.job.context import current_worker
+from rlmesh.job.status import JobStatus
+from rlmesh.master.options import LaunchOptions, ambient, effective
+from rlmesh.master.outcome import JobResult, describe_failure
+from rlmesh.master.session import Interrupt, Session
+from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
+from rlmesh.master.workspace import Workspace
+from rlmesh.observe.live import make_view
+from rlmesh.observe.report import draw_report
+from rlmesh.placement.planner import make_plan
+
+__all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure", "run_job"]
+
+DEFAULT_NAME = "job"
+AGENT_GRACE_S = 5.0
+ANSWER_MARGIN_S = 15.0
+
+
+def run_job(
+    config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
+) -> JobResult:
+    """Run a job on the calling thread and wait for its end.
+
+    On the main thread Ctrl-C stops the job: once with grace, twice at once; either way all its processes are
+    gone before ``KeyboardInterrupt`` is raised.
+
+    Raises:
+        JobSpecError: the job cannot work as described.
+        PlacementError: the cluster cannot hold it; nothing was started.
+        JobFailed: it failed; its exceptions are the first causes, ``run_dir`` has the logs.
+        KeyboardInterrupt: it was stopped.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise UsageError(
+            "submit() would block the event loop that runs in this thread: use 'async with job.start()' instead"
+        )
+    driver = Driver(config, job_name, options)
+    with driver.stopping_on_ctrl_c():
+        return driver.run()
+
+
+class Driver:
+    """One start of a job. ``run`` works on the thread that calls it; the rest is for any thread.
+
+    Raises:
+        UsageError: made inside a worker, by a script that submits when it is imported.
+        JobSpecError, PlacementError: before anything was started.
+    """
+
+    def __init__(
+        self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
+    ) -> None:
+        self._submitted_at = time.time()
+        _refuse_inside_worker()
+        config.check()
+        self._config = config
+        self._options = effective(options)
+        self.job_name = job_name or config.job_name or DEFAULT_NAME
+        self._demand = demand_of(config)
+        self._cluster = cluster_for(config, self._demand, self._options.cluster)
+        nodes = expected_nodes(self._cluster)
+        if nodes is not None:
+            make_plan(self._demand, nodes)
+        self._interrupt = Interrupt()
+        self._session: Session | None = None
+
+    @property
+    def status(self) -> JobStatus:
+        """The last snapshot, without metric records."""
+        if self._session is None:
+            return JobStatus(self.job_name, "", "starting", self._submitted_at, "")
+        return self._session.status
+
+    def stop(self, reason: str = "stop() was called") -> None:
+        """End the job: with grace when called once, at once when called again. Returns immediately."""
+        self._interrupt.ask(reason)
+
+    def run(self) -> JobResult:
+        """Run the job; to be called once. Raises as ``run_job``."""
+        try:
+            return self._make_session().run()
+        finally:
+            self._interrupt.close()
+
+    def _make_session(self) -> Session:
+        config, options = self._config, self._options
+        preload = config.preload_items()
+        space = Workspace.create(self.job_name, options.run_dir)
+        try:
+            spec = job_spec(
+                config, self.job_name, self._demand, self._cluster, space, limits=options.limits,
+                restart=options.restart, submitted_at=self._submitted_at, grace_s=AGENT_GRACE_S,
+            )  # fmt: skip
+            space.write_job(spec, len(self._cluster.names))
+            (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
+        except BaseException as error:
+            space.remove_sockets()
+            if isinstance(error, OSError):
+                raise LaunchError(f"the job's files cannot be written: {error}") from error
+            raise
+        self._session = Session(
+            self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
+            make_view(options.view or "auto"), self._interrupt,
+            first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S, report=draw_report,
+        )  # fmt: skip
+        return self._session
+
+    @contextmanager
+    def stopping_on_ctrl_c(self) -> Iterator[None]:
+        """On the main thread SIGINT stops the job instead of raising KeyboardInterrupt somewhere in it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            self.stop("Ctrl-C")
+
+        before = signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _refuse_inside_worker() -> None:
+    try:
+        worker = current_worker()
+    except UsageError:
+        return
+    raise UsageError(
+        f"{worker.name} (pid {os.getpid()}) is a worker and tried to submit a job: its script is imported by "
+        "the workers, so submit only under  if __name__ == '__main__':"
+    )

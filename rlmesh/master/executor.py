@@ -1,0 +1,183 @@
+"""Carries out what ``JobManager`` decided: calls agents and workers, and posts what came of it as events.
+
+Actions for one node run one after the other; nothing here ever waits without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from rlmesh.agent.protocol import AGENT, CONTROL
+from rlmesh.master import events as ev
+from rlmesh.master.context import Member, MemberId
+from rlmesh.master.job_manager import JobManager
+from rlmesh.master.scheduler import Scheduler
+from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+AGENT_TIMEOUT_S = 20.0
+BEGIN_TIMEOUT_S = 30.0
+BOOK_DELAY_S = 0.01
+"""Books that follow each other this closely are sent once, so that n members cause about n messages, not n²."""
+
+
+class Executor:
+    """Acts for one job. ``post`` takes the events that follow from actions."""
+
+    def __init__(
+        self, runtime: Runtime, manager: JobManager, scheduler: Scheduler, post: Callable[[ev.Event], None]
+    ) -> None:
+        self._runtime = runtime
+        self._manager = manager
+        self._scheduler = scheduler
+        self._post = post
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns: dict[int, asyncio.Lock] = {}
+        self._book: AddressBook | None = None
+        self._book_timer: asyncio.TimerHandle | None = None
+        self._has_book: dict[MemberId, int] = {}
+
+    def perform(self, actions: Iterable[ev.Action]) -> None:
+        """Start all actions, in their order. Call it on the runtime's loop."""
+        for action in actions:
+            match action:
+                case ev.PublishBook(book):
+                    self._publish(book)
+                case ev.ReservePort(role, node_rank):
+                    self._spawn_task(node_rank, self._reserve_port(role, node_rank))
+                case ev.Spawn(node_rank, members):
+                    self._spawn_task(node_rank, self._start_members(node_rank, members))
+                case ev.StopMembers(node_rank, members, grace_s):
+                    self._spawn_task(node_rank, self._stop_members(node_rank, members, grace_s))
+                case ev.BeginRun(member):
+                    self._flush_book()
+                    self._add(self._begin_run(self._manager.context.members[member]))
+                case ev.Teardown(member):
+                    self._notify(member, "teardown")
+                case ev.AskToStop(members, reason):
+                    for member in members:
+                        self._notify(member, "stop", reason)
+                case ev.AnnounceLoss(exit):
+                    self._flush_book()
+                    self._runtime.member_lost(exit)
+                    for living in self._bound():
+                        self._notify(living.id, "member_lost", exit)
+
+    async def close(self) -> None:
+        """Drop what is under way."""
+        if self._book_timer is not None:
+            self._book_timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def agent(self, node_rank: int) -> MemberHandle:
+        """The agent of a node; calls to it have a deadline."""
+        node = self._manager.context.nodes[node_rank]
+        return self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=AGENT_TIMEOUT_S)
+
+    # Agents
+
+    def _spawn_task(self, node_rank: int, work: Coroutine[Any, Any, None]) -> None:
+        turn = self._turns.setdefault(node_rank, asyncio.Lock())
+
+        async def in_turn() -> None:
+            async with turn:
+                await work
+
+        self._add(in_turn())
+
+    def _add(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reserve_port(self, role: str, node_rank: int) -> None:
+        try:
+            port = await self.agent(node_rank).call("reserve_port")
+        except Exception as error:
+            self._post(ev.ActionFailed(node_rank, f"reserving a port for {role}", _text(error)))
+            return
+        self._post(ev.PortReserved(role, port))
+
+    async def _start_members(self, node_rank: int, members: tuple[MemberId, ...]) -> None:
+        context = self._manager.context
+        node = context.nodes[node_rank]
+        specs = tuple(
+            self._scheduler.worker_spec(
+                context.members[member].placement, node, context.members[member].incarnation, self._manager.ports
+            )
+            for member in members
+        )
+        try:
+            pids = await self.agent(node_rank).call("spawn", specs)
+        except Exception as error:
+            names = ", ".join(f"{role}:{rank}" for role, rank in members)
+            self._post(ev.ActionFailed(node_rank, f"starting {names}", _text(error)))
+            return
+        started = tuple((role, rank, pid) for (role, rank), pid in zip(members, pids, strict=True))
+        self._post(ev.Spawned(node_rank, started))
+
+    async def _stop_members(self, node_rank: int, members: tuple[MemberId, ...], grace_s: float) -> None:
+        found = [self._manager.context.members[member] for member in members]
+        idents = tuple((*member.id, member.incarnation) for member in found)
+        agent = self.agent(node_rank).options(timeout_s=AGENT_TIMEOUT_S + grace_s)
+        try:
+            await agent.call("stop_members", idents, grace_s)
+        except Exception as error:
+            names = ", ".join(member.name for member in found)
+            logger.warning("the agent of node %s did not stop %s: %s", node_rank, names, _text(error))
+
+    # Workers
+
+    def _publish(self, book: AddressBook) -> None:
+        self._book = book
+        if all(member.endpoint for member in book.members):
+            self._flush_book()
+        elif self._book_timer is None:
+            self._book_timer = asyncio.get_running_loop().call_later(BOOK_DELAY_S, self._flush_book)
+
+    def _flush_book(self) -> None:
+        if self._book_timer is not None:
+            self._book_timer.cancel()
+            self._book_timer = None
+        book = self._book
+        if book is None:
+            return
+        for member in self._bound():
+            if self._has_book.get(member.id, 0) < book.version:
+                self._has_book[member.id] = book.version
+                self._notify(member.id, "update_book", book)
+
+    async def _begin_run(self, member: Member) -> None:
+        role, rank = member.id
+        try:
+            has_run = await self._control(member).options(timeout_s=BEGIN_TIMEOUT_S).call("begin_run")
+        except Exception as error:
+            if not member.gone:
+                failed = f"it was told to run and did not answer: {_text(error)}"
+                self._post(ev.MemberFailed(role, rank, member.incarnation, failed))
+            return
+        self._post(ev.RunBegan(role, rank, member.incarnation, bool(has_run)))
+
+    def _bound(self) -> list[Member]:
+        members = self._manager.context.members.values()
+        return [member for member in members if member.endpoint and not member.gone]
+
+    def _control(self, member: Member) -> MemberHandle:
+        return self._runtime.peer(CONTROL, member.endpoint)
+
+    def _notify(self, member: MemberId, method: str, *args: object) -> None:
+        found = self._manager.context.members[member]
+        if found.endpoint and not found.gone:
+            self._control(found).notify(method, *args)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,67 @@
+"""How a job is launched, as far as its description does not say it: view, folder, cluster.
+
+``rlmesh launch`` and ``LocalCluster`` set options around the user's script; ``submit`` reads them. What was
+set around the script wins over what the script says, since whoever starts a script knows where it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from rlmesh.master.jobspec import Limits
+from rlmesh.observe.live import ViewMode
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes on this machine. Without ``devices_per_node`` each has the accelerators of the machine; with it,
+    so many virtual slots. ``names`` are the nodes' names; the first one's agent starts the master."""
+
+    names: tuple[str, ...]
+    devices_per_node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """``None`` leaves an option to others, and at last to the default that its comment names."""
+
+    view: ViewMode | None = None
+    """auto"""
+    restart: str | None = None
+    """the job's own policy"""
+    run_dir: Path | None = None
+    """a new folder under ``runs``"""
+    cluster: Cluster | None = None
+    """this machine as one node"""
+    limits: Limits = field(default_factory=Limits)
+
+    def over(self, other: LaunchOptions) -> LaunchOptions:
+        """These options, with what they leave open taken from ``other``."""
+        given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        if self.limits == Limits():
+            del given["limits"]
+        return replace(other, **given)
+
+
+_ambient: list[LaunchOptions] = []
+
+
+@contextmanager
+def ambient(options: LaunchOptions) -> Iterator[None]:
+    """Options for every job that is submitted in this block, from any thread; inner blocks win."""
+    _ambient.append(options)
+    try:
+        yield
+    finally:
+        _ambient.remove(options)
+
+
+def effective(options: LaunchOptions | None) -> LaunchOptions:
+    """``options`` under what was set around the script."""
+    result = options or LaunchOptions()
+    for outer in _ambient:
+        result = outer.over(result)
+    return result

@@ -1,0 +1,74 @@
+"""The driver's eye on the job's own processes on this machine, through descriptors that the kernel signals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlmesh.agent.logs import last_lines
+from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID
+
+
+class ProcessWatch:
+    """Watches master and agents from the moment that their numbers are known."""
+
+    def __init__(self) -> None:
+        self._fds: dict[str, int] = {}
+        self._dead: set[str] = set()
+
+    def learn(self, extra: Mapping[str, str]) -> None:
+        """Take the numbers from ``JobStatus.extra``."""
+        named = [("master", pid) for pid in filter(None, [extra.get(MASTER_PID)])]
+        named += [("agent", pid) for pid in filter(None, extra.get(AGENT_PIDS, "").split(","))]
+        for what, pid in named:
+            name = f"{what} (pid {pid})"
+            if name not in self._fds:
+                try:
+                    self._fds[name] = os.pidfd_open(int(pid))
+                except OSError:
+                    self._dead.add(name)
+
+    def fds(self) -> list[int]:
+        """Descriptors of those that are not known to be dead."""
+        return [fd for name, fd in self._fds.items() if name not in self._dead]
+
+    def dead(self) -> str:
+        """The name of one that has ended, the master's first; empty if none has."""
+        living = self.fds()
+        ready = select.select(living, [], [], 0)[0] if living else []
+        self._dead |= {name for name, fd in self._fds.items() if fd in ready}
+        return max(self._dead, default="")
+
+    def kill_agents(self) -> None:
+        """Kill the agents; their guardians then end all that is left, without grace."""
+        for name, fd in self._fds.items():
+            if name.startswith("agent"):
+                try:
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until all that is watched has ended, as it does by itself when its guardian has."""
+        deadline = time.monotonic() + timeout_s
+        for fd in self._fds.values():
+            select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+def tail_of(run_dir: Path, *names: str) -> str:
+    """The last lines of the first of the given logs that has any, for an error's text."""
+    for name in names:
+        path = run_dir / "logs" / name
+        if lines := last_lines(str(path)):
+            shown = "\n".join("    " + line for line in lines)
+            return f"Last lines of {path}:\n{shown}"
+    return f"Its logs are in {run_dir / 'logs'}"

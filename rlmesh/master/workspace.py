@@ -1,0 +1,83 @@
+"""The folders and the secret of one start of a job: made by the driver, removed by it and by the guardians."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmesh.errors import LaunchError
+from rlmesh.master.jobspec import JobSpec
+
+SOCKET_PATH_LIMIT = 90
+"""Bytes of a socket folder's path: the system allows 107 for a socket, whose own name needs the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """``run_dir`` stays after the job. ``socket_dir`` (mode 0700) has one folder per node and is removed."""
+
+    job_id: str
+    run_dir: Path
+    socket_dir: Path
+    key: bytes
+
+    @classmethod
+    def create(cls, job_name: str, run_dir: Path | None) -> Workspace:
+        """Make the folders.
+
+        Raises:
+            LaunchError: a folder cannot be made; says which and why.
+        """
+        token = secrets.token_hex(2)
+        folder = run_dir or Path("runs") / f"{job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{token}"
+        folder = Path(os.path.abspath(folder))
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"the run directory {folder} cannot be made: {error}") from error
+        job_id = f"{re.sub(r'[^A-Za-z0-9-]', '-', job_name)[:40]}-{secrets.token_hex(4)}"
+        return cls(job_id, folder, _make_socket_dir(), secrets.token_bytes(32))
+
+    @property
+    def master_endpoint(self) -> str:
+        return f"ipc://{self.node_dir(0)}/master"
+
+    @property
+    def job_path(self) -> Path:
+        return self.socket_dir / "job"
+
+    def node_dir(self, node_rank: int) -> Path:
+        """The socket folder of one node, removed by its guardian."""
+        return self.socket_dir / f"n{node_rank}"
+
+    def write_job(self, spec: JobSpec, nodes: int) -> None:
+        """Write the job file for the master and make the nodes' socket folders."""
+        for node_rank in range(nodes):
+            self.node_dir(node_rank).mkdir(mode=0o700)
+        with open(os.open(self.job_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            pickle.dump(spec, file)
+
+    def remove_sockets(self) -> None:
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+
+def _make_socket_dir() -> Path:
+    tried = []
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if not base or len(os.fsencode(base)) + len("/rlm-12345678") > SOCKET_PATH_LIMIT:
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="rlm-", dir=base))
+        except OSError as error:
+            tried.append(f"{base}: {error.strerror}")
+    raise LaunchError(
+        "no folder for the job's sockets could be made: set TMPDIR to a writable folder with a short path "
+        f"({'; '.join(tried) or 'the paths of XDG_RUNTIME_DIR and TMPDIR are too long'})"
+    )
