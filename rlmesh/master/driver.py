@@ -19,7 +19,7 @@ from rlmesh.errors import LaunchError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
-from rlmesh.master.options import LaunchOptions, ambient, effective
+from rlmesh.master.options import LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
 from rlmesh.master.session import Interrupt, Session
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
@@ -86,6 +86,8 @@ class Driver:
             make_plan(self._demand, nodes)
         self._interrupt = Interrupt()
         self._session: Session | None = None
+        self._ended = threading.Event()
+        enlist(self)
 
     @property
     def status(self) -> JobStatus:
@@ -98,17 +100,22 @@ class Driver:
         """End the job: with grace when called once, at once when called again. Returns immediately."""
         self._interrupt.ask(reason)
 
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait until ``run`` has ended; whether it did."""
+        return self._ended.wait(timeout_s)
+
     def run(self) -> JobResult:
         """Run the job; to be called once. Raises as ``run_job``."""
         try:
             return self._make_session().run()
         finally:
+            self._ended.set()
             self._interrupt.close()
 
     def _make_session(self) -> Session:
         config, options = self._config, self._options
         preload = config.preload_items()
-        space = Workspace.create(self.job_name, options.run_dir)
+        space = Workspace.create(self.job_name, options.run_dir, options.run_root)
         try:
             spec = job_spec(
                 config, self.job_name, self._demand, self._cluster, space, limits=options.limits,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Protocol
 
 from rlmesh.master.jobspec import Limits
 from rlmesh.observe.live import ViewMode
@@ -33,7 +34,9 @@ class LaunchOptions:
     restart: str | None = None
     """the job's own policy"""
     run_dir: Path | None = None
-    """a new folder under ``runs``"""
+    """a new folder under ``run_root``"""
+    run_root: Path | None = None
+    """``runs``"""
     cluster: Cluster | None = None
     """this machine as one node"""
     limits: Limits = field(default_factory=Limits)
@@ -46,22 +49,48 @@ class LaunchOptions:
         return replace(other, **given)
 
 
-_ambient: list[LaunchOptions] = []
+class RunningJob(Protocol):
+    """A job as whoever set its options sees it."""
+
+    def stop(self, reason: str) -> None:
+        """End it, if it still runs. Returns at once."""
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Whether it ended within the time, with all its processes."""
+
+
+@dataclass(eq=False, slots=True)
+class Ambient:
+    """One block of options, and the jobs that were submitted in it."""
+
+    options: LaunchOptions
+    jobs: list[RunningJob] = field(default_factory=list)
+
+
+_ambient: list[Ambient] = []
 
 
 @contextmanager
-def ambient(options: LaunchOptions) -> Iterator[None]:
-    """Options for every job that is submitted in this block, from any thread; inner blocks win."""
-    _ambient.append(options)
+def ambient(options: LaunchOptions) -> Iterator[Ambient]:
+    """Options for every job that is submitted in this block, from any thread. An outer block's win: it was
+    set by whoever is nearer to the machine."""
+    block = Ambient(options)
+    _ambient.append(block)
     try:
-        yield
+        yield block
     finally:
-        _ambient.remove(options)
+        _ambient.remove(block)
 
 
 def effective(options: LaunchOptions | None) -> LaunchOptions:
     """``options`` under what was set around the script."""
     result = options or LaunchOptions()
-    for outer in _ambient:
-        result = outer.over(result)
+    for block in reversed(_ambient):
+        result = block.options.over(result)
     return result
+
+
+def enlist(job: RunningJob) -> None:
+    """Tell the blocks around about a job that is being submitted."""
+    for block in _ambient:
+        block.jobs.append(job)

@@ -10,6 +10,7 @@ import logging
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,20 +49,23 @@ class Interrupt:
         self.count = 0
         self.reason = ""
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # Reentrant: a signal handler may run while this thread is inside.
+        self._lock = threading.RLock()
+        self._closed = False
 
     def fileno(self) -> int:
         return self._read
 
     def ask(self, reason: str) -> None:
-        self.count += 1
-        self.reason = self.reason or reason
-        self.wake()
-
-    def wake(self) -> None:
-        try:
-            os.write(self._write, b"x")
-        except (BlockingIOError, OSError):
-            pass
+        with self._lock:
+            if self._closed:
+                return
+            self.count += 1
+            self.reason = self.reason or reason
+            try:
+                os.write(self._write, b"x")
+            except BlockingIOError:
+                pass
 
     def clear(self) -> None:
         try:
@@ -70,8 +74,10 @@ class Interrupt:
             pass
 
     def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+        with self._lock:
+            self._closed = True
+            os.close(self._read)
+            os.close(self._write)
 
 
 class Session:

@@ -39,7 +39,6 @@ def _role_demand(name: str, workload: BaseWorkloadDesc) -> RoleDemand:
         accelerator_milli=workload.resource.accelerator_milli,
         cpu_milli=milli(workload.resource.cpu),
         memory_bytes=workload.resource.memory_bytes,
-        by_default="resource" not in workload.model_fields_set,
     )
 
 

@@ -29,14 +29,14 @@ class Workspace:
     key: bytes
 
     @classmethod
-    def create(cls, job_name: str, run_dir: Path | None) -> Workspace:
-        """Make the folders.
+    def create(cls, job_name: str, run_dir: Path | None, run_root: Path | None) -> Workspace:
+        """Make the folders; without ``run_dir`` a new one in ``run_root`` (default ``runs``).
 
         Raises:
             LaunchError: a folder cannot be made; says which and why.
         """
         token = secrets.token_hex(2)
-        folder = run_dir or Path("runs") / f"{job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{token}"
+        folder = run_dir or (run_root or Path("runs")) / f"{job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{token}"
         folder = Path(os.path.abspath(folder))
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)

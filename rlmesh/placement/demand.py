@@ -33,8 +33,6 @@ class RoleDemand:
         per_node: elastic roles: exactly so many on each of their nodes; simple roles: at most so many on
             a node; ``None``: any number.
         elastic: whether the members are one process group.
-        by_default: the accelerator was not asked for, it is what a role gets that says nothing: on a cluster
-            without any the role does without.
         accelerator_milli: per member; up to 1000 is a share of one device, more must be whole devices.
         cpu_milli: cores per member in thousandths.
         memory_bytes: host memory per member.
@@ -47,7 +45,6 @@ class RoleDemand:
     accelerator_milli: int = 0
     cpu_milli: int = 0
     memory_bytes: int = 0
-    by_default: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ Rules:
 
 * A member of a simple role goes to any node, at most ``per_node`` of its role to one. An elastic role takes
   exactly ``nproc_per_node`` members on each of ``nnodes`` nodes.
-* A role that says nothing about resources takes one whole device per member, or none if no node has any.
 * A device is shared in thousandths and never beyond 1000. Roles of a collocation share devices: member i of
   each is on the same device. Those with a share of their own keep it, the others divide the rest exactly.
 * ``cpu`` and ``memory`` are limits where the job asks for real accelerators. Where the device type is CPU,
@@ -15,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlmesh.errors import PlacementError
 from rlmesh.placement.demand import WHOLE, Chunk, JobDemand, chunks_of
@@ -85,9 +84,6 @@ def make_plan(demand: JobDemand, nodes: Sequence[NodeInfo]) -> Plan:
     usable = tuple(sorted(nodes, key=lambda node: node.node_rank))[: demand.max_nodes]
     if not usable:
         raise PlacementError("there is no node to place the job on")
-    if not any(node.devices for node in usable):
-        roles = tuple(replace(r, accelerator_milli=0) if r.by_default else r for r in demand.roles)
-        demand = replace(demand, roles=roles)
     soft = demand.device_type == "CPU" or all(d.kind == VIRTUAL for node in usable for d in node.devices)
     if demand.device_type == "GPU" and not any(node.devices for node in usable):
         soft = False

@@ -123,12 +123,6 @@ def test_gpu_job_without_gpu_says_so() -> None:
         make_plan(JobDemand((RoleDemand("A", accelerator_milli=1000),)), [node(0, 0)])
 
 
-def test_a_role_that_says_nothing_takes_a_gpu_only_where_there_are_any() -> None:
-    job = JobDemand((RoleDemand("A", 2, accelerator_milli=1000, by_default=True),))
-    assert where(make_plan(job, [node(0, 0)]), "A") == [(0, ()), (0, ())]
-    assert where(make_plan(job, [node(0, 2)]), "A") == [(0, (0,)), (0, (1,))]
-
-
 def test_cores_are_soft_on_virtual_slots_and_hard_with_gpus() -> None:
     roles = (RoleDemand("TRAINER", cpu_milli=4000), RoleDemand("A", accelerator_milli=1000))
     plan = make_plan(JobDemand(roles, device_type="CPU"), [node(0, 1, cpus=2, kind="virtual")])

@@ -1,0 +1,45 @@
+"""``rlmesh``: finds the subcommand and turns what it raises into an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rlmesh.cli import launch, version
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line, as ``rlmesh --help`` shows it."""
+    parser = argparse.ArgumentParser(
+        prog="rlmesh",
+        description="Runs multi-role reinforcement-learning jobs without Ray.",
+        epilog="Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 130 stopped by Ctrl-C.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    launch.add_to(commands)
+    version.add_to(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; wrong usage raises ``SystemExit(2)``, as argparse does."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, _, rest = split_at_dashes(words)
+    parsed = build_parser().parse_args(own)
+    code: int = parsed.run(parsed, rest)
+    return code
+
+
+def split_at_dashes(words: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """Words before the first ``--``, whether there was one, and the words after it."""
+    if "--" not in words:
+        return list(words), False, []
+    at = words.index("--")
+    return list(words[:at]), True, list(words[at + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Several virtual nodes on one machine.
+
+::
+
+    with LocalCluster(nodes=3, devices_per_node=2):
+        job.submit("test")
+
+Each node is a real agent under a real guardian, with its own sockets and its own members. Devices are virtual
+slots: they are counted and shared by placement as real ones are, for jobs of device type CPU and GPU alike.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from rlmesh.errors import UsageError
+from rlmesh.master.jobspec import Limits
+from rlmesh.master.options import Ambient, Cluster, LaunchOptions, ambient
+from rlmesh.observe.live import ViewMode
+
+END_S = 15.0
+
+
+class LocalCluster:
+    """Jobs that are submitted inside its ``with`` block run on its nodes; on exit nothing of them is left.
+
+    Args:
+        nodes: how many.
+        devices_per_node: virtual accelerators of each.
+        view: how jobs are shown.
+        run_root: folder for the jobs' run directories; ``runs`` if not given.
+        limits: deadlines of the jobs' phases.
+    """
+
+    def __init__(
+        self, nodes: int = 1, devices_per_node: int = 8, *, view: ViewMode = "none",
+        run_root: Path | None = None, limits: Limits | None = None,
+    ) -> None:  # fmt: skip
+        if nodes < 1 or devices_per_node < 0:
+            raise UsageError(
+                f"LocalCluster(nodes={nodes}, devices_per_node={devices_per_node}): at least 1 node and 0 devices"
+            )
+        names = tuple(f"node-{rank}" for rank in range(nodes))
+        self.cluster = Cluster(names, devices_per_node)
+        self._options = LaunchOptions(
+            view=view, cluster=self.cluster, run_root=run_root, limits=limits or Limits()
+        )
+        self._stack = ExitStack()
+        self._jobs: Ambient | None = None
+
+    def __enter__(self) -> LocalCluster:
+        self._jobs = self._stack.enter_context(ambient(self._options))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._jobs is not None:
+                for job in self._jobs.jobs:
+                    job.stop("the LocalCluster was closed")
+                for job in self._jobs.jobs:
+                    job.wait_ended(END_S)
+        finally:
+            self._stack.close()

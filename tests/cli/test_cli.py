@@ -1,0 +1,143 @@
+"""The command line: its help is pinned, its exit codes are a promise, its errors are for people."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlmesh.cli.main import build_parser, main
+from rlmesh.master.options import effective
+
+HELP = """\
+usage: rlmesh [-h] COMMAND ...
+
+Runs multi-role reinforcement-learning jobs without Ray.
+
+options:
+  -h, --help  show this help message and exit
+
+commands:
+  COMMAND
+    launch    run a script that submits a job
+    version   print the versions of rlmesh and Python
+
+Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 130 stopped by
+Ctrl-C.
+"""
+
+LAUNCH_HELP = """\
+usage: rlmesh launch [options] JOB.py [-- script arguments]
+
+Run a script that submits a job. What stands after -- is for the script.
+
+positional arguments:
+  JOB.py                the script; it calls submit() on a job
+
+options:
+  -h, --help            show this help message and exit
+  --view {auto,live,plain,none}
+                        how progress is shown: live on a terminal, plain lines
+                        elsewhere (auto, the default), or not at all
+  --run-dir DIR         folder of logs, metrics and report
+  --restart {never}     what happens when a member dies (never: the job fails)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "job.py"
+
+
+def test_help_is_pinned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert build_parser().format_help() == HELP
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == LAUNCH_HELP
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("rlmesh 0.")
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["launch"], ["launch", "--view", "3d", "x.py"], ["launch", "x.py", "y"]])
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: rlmesh" in capsys.readouterr().err
+
+
+def test_missing_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "nowhere.py"]) == 2
+    assert "there is no script nowhere.py" in capsys.readouterr().err
+
+
+def test_script_runs_as_main_with_its_arguments_and_folder(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script.parent / "beside.py").write_text("here = 'beside'\n")
+    script.write_text("import sys, beside\nprint(__name__, sys.argv[1:], beside.here)\n")
+    argv, path = list(sys.argv), list(sys.path)
+    try:
+        assert main(["launch", str(script), "--", "--steps", "3", "--", "x"]) == 0
+    finally:
+        sys.modules.pop("beside", None)
+    assert capsys.readouterr().out == "__main__ ['--steps', '3', '--', 'x'] beside\n"
+    assert (sys.argv, sys.path) == (argv, path)
+
+
+def test_options_reach_the_jobs_of_the_script_only(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("from rlmesh.master.options import effective\nprint(effective(None))\n")
+    assert main(["launch", "--view", "plain", "--run-dir", "/r", str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "view='plain'" in out
+    assert "run_dir=PosixPath('/r')" in out
+    assert effective(None).view is None
+
+
+@pytest.mark.parametrize(("body", "code", "said"), [
+    ("raise SystemExit(7)", 7, ""),
+    ("raise SystemExit", 0, ""),
+    ("raise SystemExit('no such model')", 1, "no such model\n"),
+    ("raise KeyboardInterrupt('job toy was stopped: Ctrl-C')", 130, "rlmesh: job toy was stopped: Ctrl-C\n"),
+    ("from rlmesh.errors import PlacementError\nraise PlacementError('9 wanted')", 1,
+     "rlmesh: PlacementError (RM400): 9 wanted\n"),
+])  # fmt: skip
+def test_exit_codes(script: Path, body: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(body)
+    assert main(["launch", str(script)]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_error_of_the_script_shows_its_own_frames_only(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("def f():\n    raise ValueError('mine')\nf()\n")
+    assert main(["launch", str(script)]) == 1
+    told = capsys.readouterr().err
+    assert "ValueError: mine" in told
+    assert "runpy" not in told
+    assert "launch.py" not in told
+
+
+def test_failed_job_is_told_without_a_traceback(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(
+        "from rlmesh.errors import JobFailed, PeerLost, RemoteError\n"
+        "first = PeerLost('A:1 was killed by SIGKILL\\nlast lines of log:\\n    bye')\n"
+        "error = JobFailed('job toy failed: x', [first, RemoteError('TRAINER:0 failed in run(): PeerLost\\nmore')])\n"
+        "error.run_dir = '/runs/toy'\n"
+        "raise error\n"
+    )
+    assert main(["launch", str(script)]) == 1
+    assert capsys.readouterr().err == (
+        "\njob toy failed. First cause:\n"
+        "  A:1 was killed by SIGKILL\n"
+        "  last lines of log:\n"
+        "      bye\n"
+        "What followed:\n"
+        "  TRAINER:0 failed in run(): PeerLost\n"
+        "Logs and metrics: /runs/toy\n"
+    )

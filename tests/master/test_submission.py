@@ -1,0 +1,117 @@
+"""From a job description to what master and agents are told."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlmesh.errors import JobSpecError
+from rlmesh.job.config import DLConfig
+from rlmesh.master.jobspec import JobSpec, Limits
+from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective
+from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec, slots_asked
+from rlmesh.master.workspace import Workspace
+from rlmesh.placement.planner import make_plan
+
+
+class Role:
+    def run(self) -> None: ...
+
+
+ENTRY = f"{__name__}.Role"
+
+
+def ppo(**fields: object) -> DLConfig:
+    """The shape of the usual PPO job: shares, whole devices, a group, a trainer that asks for cores."""
+    return DLConfig(
+        workloads={
+            "TRAINER": {"backend": "simple", "entry_point": ENTRY, "resource": {"cpu": 4}},
+            "ACTOR": {"backend": "elastic", "entry_point": ENTRY, "nnodes": 1, "nproc_per_node": 2,
+                      "resource": {"accelerator": 1}},
+            "CRITIC": {"backend": "elastic", "entry_point": ENTRY, "resource": {"accelerator": 0.4}},
+            "REWARD": {"backend": "simple", "entry_point": ENTRY, "resource": {"accelerator": 0.6}},
+            "ROLLOUT": {"backend": "simple", "entry_point": ENTRY, "total": 2, "envs": {"A": "role"},
+                        "resource": {"accelerator": 1}},
+        },
+        device_type="CPU",
+        global_env={"A": "job", "B": "job"},
+        **fields,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> Workspace:
+    return Workspace("j-1", tmp_path / "run", tmp_path / "sockets", b"k" * 32)
+
+
+def spec_of(config: DLConfig, cluster: Cluster, space: Workspace) -> JobSpec:
+    return job_spec(config, "toy", demand_of(config), cluster, space, limits=Limits(), restart=None,
+                    submitted_at=1.0, grace_s=5.0)  # fmt: skip
+
+
+def test_slots_suffice_on_this_machine() -> None:
+    config = ppo()
+    demand = demand_of(config)
+    cluster = cluster_for(config, demand, None)
+    nodes = expected_nodes(cluster)
+    assert nodes is not None
+    assert cluster.devices_per_node == slots_asked(demand) == 6
+    assert len(make_plan(demand, nodes).placements) == 7
+
+
+def test_declared_devices_and_given_clusters_are_kept() -> None:
+    config = ppo(device_per_node=5)
+    assert cluster_for(config, demand_of(config), None).devices_per_node == 5
+    given = Cluster(("a", "b"), 3)
+    assert cluster_for(config, demand_of(config), given) is given
+
+
+def test_collocated_roles_are_in_the_order_of_the_job() -> None:
+    config = ppo(collocations=[{"ROLLOUT", "ACTOR"}])
+    assert demand_of(config).collocations == (("ACTOR", "ROLLOUT"),)
+
+
+def test_specs_carry_environment_and_configuration(space: Workspace) -> None:
+    config = ppo(user_config={"lr": 0.1})
+    spec = spec_of(config, Cluster(("a", "b"), 4), space)
+    assert spec.role("ROLLOUT").env == {"A": "role", "B": "job"}
+    assert spec.role("TRAINER").env == {"A": "job", "B": "job"}
+    assert spec.drivers() == ("TRAINER",)
+    first, second = agent_configs(spec, Cluster(("a", "b"), 4), space, ("torch",), config.global_env)
+    assert (first.start_master, second.start_master) == (True, False)
+    assert first.socket_dir != second.socket_dir
+    assert first.master_endpoint == second.master_endpoint == f"ipc://{first.socket_dir}/master"
+    assert (second.preload, second.env, second.virtual_devices) == (("torch",), {"A": "job", "B": "job"}, 4)
+
+
+def test_configuration_that_cannot_be_sent_is_named(space: Workspace) -> None:
+    with pytest.raises(JobSpecError, match=r"\.config\(\.\.\.\) \(dict\) cannot be sent.*lock"):
+        spec_of(ppo(user_config={"lock": threading.Lock()}), Cluster(("a",), 4), space)
+
+
+def test_workspace_is_private_short_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    space = Workspace.create("my job/1", None, tmp_path)
+    try:
+        space.write_job(spec_of(ppo(), Cluster(("a",)), space), 2)
+        assert space.socket_dir.stat().st_mode & 0o777 == 0o700
+        assert space.job_path.stat().st_mode & 0o777 == 0o600
+        assert len(space.master_endpoint) < 100
+        assert space.run_dir.parent.parent == tmp_path
+        assert (space.run_dir / "logs").is_dir()
+        assert str(long) not in space.master_endpoint
+    finally:
+        space.remove_sockets()
+    assert not space.socket_dir.exists()
+
+
+def test_options_around_the_script_win_and_leave_the_rest() -> None:
+    mine = LaunchOptions(view="none", run_dir=Path("mine"))
+    with ambient(LaunchOptions(view="plain")), ambient(LaunchOptions(view="live", cluster=Cluster(("n",)))):
+        result = effective(mine)
+    assert (result.view, result.run_dir, result.cluster) == ("plain", Path("mine"), Cluster(("n",)))
+    assert effective(mine) == mine
