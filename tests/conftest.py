@@ -13,8 +13,19 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import uvloop
+import zmq
 
 from tests.leaks import LASTING, MARKER, LeakCheck
+
+
+def open_what_lasts() -> None:
+    """What libraries open once per process and keep: libuv's signal pipe, pyzmq's collector of sent frames."""
+    uvloop.new_event_loop().close()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket, context.socket(zmq.PULL) as other:
+        other.bind("inproc://open-what-lasts")
+        socket.connect("inproc://open-what-lasts")
+        socket.send(bytes(zmq.COPY_THRESHOLD), copy=False)
+        other.recv()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def leak_check(pytestconfig: pytest.Config) -> Iterator[LeakCheck]:
     """The session's marker in the environment, and a runtime directory of its own for socket directories."""
-    uvloop.new_event_loop().close()  # libuv opens one pipe for signals per process, at its first loop.
+    open_what_lasts()
     session = "/".join(filter(None, (os.environ.get(MARKER), uuid.uuid4().hex)))
     # Short, since the path of a socket holds at most 107 bytes.
     runtime_dir = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))

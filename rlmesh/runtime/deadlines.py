@@ -27,9 +27,9 @@ class Deadlines:
         if bucket is None:
             bucket = self._buckets[number] = set()
             heapq.heappush(self._order, number)
-            if self._timer is None or number < self._timer_bucket:
-                self._schedule()
         bucket.add(key)
+        if self._timer is None or number < self._timer_bucket:
+            self._schedule()
         return number
 
     def remove(self, key: Hashable, number: int) -> None:

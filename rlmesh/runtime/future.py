@@ -84,7 +84,10 @@ class Future(concurrent.futures.Future[T]):
     def _block(self, timeout: float | None) -> None:
         """Wait until it is done; note how long this thread took to wake once the answer was there."""
         before_ns = own_run_queue_ns()
-        concurrent.futures.wait((self,), timeout)
+        try:
+            super().exception(timeout)
+        except (concurrent.futures.CancelledError, TimeoutError):
+            return
         if self.timer is not None and self.resolved_ns:
             self.timer.woke(time.perf_counter_ns() - self.resolved_ns, own_run_queue_ns() - before_ns)
 

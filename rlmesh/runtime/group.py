@@ -109,7 +109,9 @@ class RoleGroup(Generic[A]):
     @overload
     def call_batch(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]: ...
     @overload
-    def call_batch(self, method: Callable[..., Any], size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]: ...
+    def call_batch(
+        self, method: Callable[..., Any], size: int, /, *args: Any, **kwargs: Any
+    ) -> FutureSequence[Any]: ...
     def call_batch(self, method: Any, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Split a batch over the members, balanced to within one item.
 

@@ -49,7 +49,7 @@ def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1) -> 
         if not callable(plain):
             raise UsageError(f"@rpc is for functions and methods, not for {type(function).__name__}")
         setattr(plain, _MARK, RpcMark(name, concurrent, export))
-        if export and "." not in plain.__qualname__:
+        if export and _is_plain_function(plain):
             export_function(plain, name)
         return function
 
@@ -65,6 +65,12 @@ def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1) -> 
     if _is_defined_already(target):
         return lambda function: mark(function, name)
     return mark(target, name)
+
+
+def _is_plain_function(function: Any) -> bool:
+    """A function, top-level or local, and not a method, whose class body encloses it directly."""
+    enclosing = function.__qualname__.rpartition(".")[0]
+    return not enclosing or enclosing.endswith("<locals>")
 
 
 def _underlying(function: Any) -> Any:
@@ -84,11 +90,13 @@ def _is_defined_already(function: Any) -> bool:
     if found is not None and _underlying(found) is plain:
         return True
     frame = inspect.currentframe()
-    frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    if frame is None:
-        return False
-    names = [*frame.f_locals.values(), *frame.f_globals.values()]
-    return any(value is function for value in names)
+    while frame is not None:
+        # A local stub stands in the function around the class, or around the function, that writes ``@rpc(stub)``.
+        own = frame.f_code.co_filename == __file__
+        if not own and any(value is function for value in frame.f_locals.values()):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def export_function(function: Callable[..., Any], name: str) -> None:

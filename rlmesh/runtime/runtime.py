@@ -77,7 +77,7 @@ class Runtime:
         self.rejected_packets = 0
         self._key = key or secrets.token_bytes(32)
         self._loop, self._embedded = loop, embedded
-        self._thread: threading.Thread | None = None
+        self._thread_owner: _LoopThread | None = None
         self._loop_ident = 0
         self._posts: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._posted = False
@@ -89,6 +89,7 @@ class Runtime:
         self._meter = RunQueueMeter()
         self._user: _LoopThread | None = None
         self._main: Served | None = None
+        self._expected: set[str] = set()
         self._closed = False
 
     # Opening and closing.
@@ -143,13 +144,11 @@ class Runtime:
         runtime._loop_ident = threading.get_ident()
         if thread is not None:
             runtime._thread_owner = thread
-            register_loop_thread(name)
+        register_loop_thread(name)
         runtime._meter.add(threading.get_native_id())
         for thread_id in thread_ids_named("ZMQbg"):
             runtime._meter.add(thread_id)
         return runtime
-
-    _thread_owner: _LoopThread | None = None
 
     def close(self) -> None:
         """End pending calls, send what is queued for at most a second, release everything. Idempotent."""
@@ -164,10 +163,10 @@ class Runtime:
             self._user.stop()
         if self._thread_owner is not None:
             self._thread_owner.run(self._close_on_loop)
-            unregister_loop_thread(self._loop_ident)
             self._thread_owner.stop()
         else:
             self._close_on_loop()
+        unregister_loop_thread(self._loop_ident)
         self._meter.close()
 
     def _close_on_loop(self) -> None:
@@ -185,6 +184,12 @@ class Runtime:
 
     # Serving.
 
+    def expect(self, name: str) -> None:
+        """Say that ``name`` will be served here, its ``def`` methods by `run_main`: calls that come before
+        `serve` and `run_main` wait for them, until their deadlines."""
+        self._expected.add(name)
+        self._on_loop(self._dispatcher.expect, name)
+
     def serve(
         self, name: str, obj: object, *, incarnation: int = 0,
         functions: Mapping[str, Callable[..., Any]] | None = None, inline: bool = False,
@@ -197,6 +202,9 @@ class Runtime:
         served = Served(name, incarnation, {**(functions or {}), **exported(obj)}, inline=inline or self._embedded)
         if self._main is None and not name.startswith("@"):
             self._main = served
+        if name in self._expected:
+            self._expected.discard(name)
+            served.executor.hold()
         self._on_loop(self._dispatcher.serve, served)
 
     def unserve(self, name: str) -> None:
@@ -358,6 +366,9 @@ class Runtime:
                 self._on_message(channel, link, header, payload, run_queue_ns)
         except WireError as error:
             self._reject(channel, link, error)
+        except Exception:
+            # One message must never stop the transport from reading the next ones.
+            logger.exception("%s failed on a packet from %s", self.name, channel.peer_name)
 
     def _on_message(self, channel: Channel, link: Link, header: Any, payload: Frames, run_queue_ns: int) -> None:
         kind = type(header)

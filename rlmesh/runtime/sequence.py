@@ -75,7 +75,8 @@ class FutureSequence(Sequence[T_co]):
 
     def cancel(self) -> bool:
         """Cancel the shards that are not done; True if any was."""
-        return any([shard.cancel() for shard in self._shards])
+        cancelled = [shard.cancel() for shard in self._shards]
+        return any(cancelled)
 
     def waiting_for(self) -> str:
         """Whom it waits for, shard by shard. Empty once it is done."""

@@ -1,0 +1,128 @@
+"""Batch calls: arithmetic, what is split, FutureSequence as the list that it stands for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlmesh.errors import CallError, UsageError
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.sequence import FutureSequence
+from rlmesh.runtime.split import balanced_sizes, shared, split_call
+from tests.runtime.conftest import Mesh
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    @rpc
+    def square(self, items: Sequence[int], *, temperature: float = 1.0, tag: str = "") -> list[Any]:
+        self.sizes.append(len(items))
+        return [(int(x) ** 2, temperature, tag) for x in items]
+
+    @rpc
+    def lengths(self, items: Sequence[str], table: Sequence[int]) -> list[int]:
+        return [len(x) + len(table) for x in items]
+
+    @rpc
+    def rows(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix * 2
+
+    @rpc
+    def too_few(self, items: Sequence[int]) -> list[int]:
+        return list(items)[1:]
+
+
+@pytest.mark.case("O6")
+@pytest.mark.parametrize(("size", "world"), [(4, 3), (5, 4), (9, 8), (10, 7), (2, 8), (0, 3)])
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
+def test_batch_arithmetic(mesh: Mesh, size: int, world: int, kind: Any) -> None:
+    workers = [Worker() for _ in range(world)]
+    group = mesh.serve("W", *workers)
+    items = list(range(size))
+    result = group.call_batch("square", size, kind(items), temperature=0.7, tag="abc")
+    expected = [(x * x, 0.7, "abc") for x in items]
+    assert len(result) == size
+    assert list(result) == result.result() == expected
+    assert result[::2] == expected[::2] and result[::-1] == expected[::-1]
+    if size:
+        assert result[-1] == expected[-1] and result[0] == expected[0]
+    for index in (size, -size - 1):
+        with pytest.raises(IndexError):
+            result[index]
+    sizes = [n for worker in workers for n in worker.sizes]
+    assert sizes == [n for n in balanced_sizes(size, world) if n] and sum(sizes) == size
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_what_is_split_and_what_is_copied(mesh: Mesh) -> None:
+    group = mesh.serve("W", Worker(), Worker())
+    assert list(group.call_batch("lengths", 3, ["a", "bb", "ccc"], shared([1, 2]))) == [3, 4, 5]
+    with pytest.raises(UsageError, match=r"argument 2 of the batch call has 2 items, but the batch has 3.*shared"):
+        group.call_batch("lengths", 3, ["a", "bb", "ccc"], [1, 2])
+    with pytest.raises(UsageError, match="number of items, an int, not list"):
+        group.call_batch("square", [1, 2], [1, 2])  # type: ignore[call-overload]
+    matrix = torch.arange(10.0).reshape(5, 2)
+    rows = group.call_batch("rows", 5, matrix)
+    assert torch.equal(torch.stack(list(rows)), matrix * 2)
+
+
+def test_a_result_of_the_wrong_length_names_the_rank(mesh: Mesh) -> None:
+    result = mesh.serve("W", Worker(), Worker()).call_batch("too_few", 4, [1, 2, 3, 4])
+    with pytest.raises(CallError, match="rank 0 returned 1 results for 2 items"):
+        list(result)
+
+
+def test_results_of_one_batch_are_arguments_of_the_next(mesh: Mesh) -> None:
+    group = mesh.serve("W", Worker(), Worker())
+    first = group.call_batch("rows", 4, torch.ones(4, 2))
+    second = group.call_batch("lengths", 4, first, shared([]))
+    assert list(second) == [2, 2, 2, 2]
+
+
+def test_await_async_for_and_as_completed(mesh: Mesh) -> None:
+    group = mesh.serve("W", Worker(), Worker(), Worker())
+
+    async def main() -> None:
+        expected = [(x * x, 1.0, "") for x in range(7)]
+        assert await group.call_batch("square", 7, list(range(7))) == expected
+        assert [item async for item in group.call_batch("square", 7, list(range(7)))] == expected
+        pairs = [pair async for pair in group.call_batch("square", 7, list(range(7))).as_completed()]
+        assert sorted(pairs) == list(enumerate(expected))
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_splitting_is_balanced_and_loses_nothing(size: int, world: int) -> None:
+    sizes = balanced_sizes(size, world)
+    assert len(sizes) == world and sum(sizes) == size and max(sizes) - min(sizes) <= 1
+    calls = split_call(size, world, [list(range(size))], {"k": "text"})
+    assert [x for args, _ in calls for x in args[0]] == list(range(size))
+    assert all(kwargs == {"k": "text"} for _, kwargs in calls)
+
+
+@given(st.lists(st.integers(), max_size=30), st.integers(1, 7), st.data())
+def test_a_future_sequence_behaves_as_its_list(items: list[int], world: int, data: st.DataObject) -> None:
+    sizes = [n for n in balanced_sizes(len(items), world) if n]
+    shards, start = [], 0
+    for size in sizes:
+        shard: Future[list[int]] = Future()
+        shard.set_result(items[start : start + size])
+        shards.append(shard)
+        start += size
+    sequence: FutureSequence[int] = FutureSequence(shards, sizes)
+    part = data.draw(st.slices(len(items)))
+    assert len(sequence) == len(items) and list(sequence) == items and sequence[part] == items[part]
+    assert list(reversed(sequence)) == items[::-1]
+    for index in range(-len(items), len(items)):
+        assert sequence[index] == items[index]
