@@ -258,7 +258,7 @@ def _command(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return ""
-    return b" ".join(words).decode(errors="replace")[:200].strip()
+    return " ".join(b" ".join(words).decode(errors="replace").split())[:200]
 
 
 def _maps(pid: int, path: str) -> bool:
