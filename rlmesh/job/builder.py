@@ -4,9 +4,8 @@
 
     job = (
         DLJobBuilder()
-        .device_type("CPU")
         .role("WORKER").run(Worker).total(4)
-        .role("DRIVER").run(Driver).resource(cpu=1)
+        .role("TRAINER").run(Trainer)
         .build()
     )
     job.submit("hello")
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from rlmesh.errors import JobSpecError
 from rlmesh.job.checks import collocation_problems
 from rlmesh.job.config import DLJob
-from rlmesh.job.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc
+from rlmesh.job.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
 from rlmesh.job.entry import EntryLike
 from rlmesh.job.role_builder import (
     CustomRoleBuilder,
@@ -197,12 +196,14 @@ class DLJobBuilder:
         """The descriptors of all roles that have one, and the names of the others."""
         workloads: dict[str, AnyWorkloadDesc] = {}
         broken: set[str] = set()
+        speaks_of_devices = not {"device_per_node", "device_type"}.isdisjoint(self._fields)
+        default = ResourceDesc(accelerator=1 if speaks_of_devices else 0)
         for builder in self._roles:
             role = builder.role_name
             if role in workloads or role in broken:
                 problems.append(f"role {role}: is defined twice")
                 continue
-            workload = builder.describe(problems)
+            workload = builder.describe(default, problems)
             if workload is None:
                 broken.add(role)
                 continue

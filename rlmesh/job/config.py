@@ -8,36 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 
 from pydantic import (
     AliasChoices,
     ConfigDict,
     Field,
     SerializationInfo,
-    ValidationError,
     field_serializer,
     field_validator,
 )
 
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.checks import collocation_problems, member_problems, role_name_problems
+from rlmesh.job.checks import collocation_problems, driver_problems, member_problems, role_name_problems
 from rlmesh.job.descriptors import WorkloadDesc, env_texts
 from rlmesh.job.entry import main_path
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.nearest import did_you_mean
-from rlmesh.job.spec import Spec, SpecError, faults
+from rlmesh.job.spec import Spec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rlmesh.job.handle import JobHandle
-    from rlmesh.master.driver import JobResult
+    from rlmesh.master.driver import JobResult, LaunchOptions
 
 __all__ = ["DLConfig", "DLJob"]
 
 RESTART_POLICIES = ("never",)
 _PLANNED_POLICIES = ("member", "role", "job")
+View: TypeAlias = Literal["auto", "live", "plain", "none"]
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -133,17 +133,9 @@ class DLConfig(Spec):
 
     def _faults(self) -> list[str]:
         """Faults of values that were changed in place, which assignment does not see."""
-        found: list[str] = []
-        try:
-            fields = {name: getattr(self, name) for name in type(self).model_fields if name != "workloads"}
-            type(self).model_validate(fields)
-        except ValidationError as error:
-            found += faults(error, type(self))
+        found = self.faults(exclude={"workloads"})
         for role, workload in self.workloads.items():
-            try:
-                type(workload)(**workload.model_dump())
-            except SpecError as error:
-                found += [f"role {role}: {problem}" for problem in error.problems]
+            found += [f"role {role}: {problem}" for problem in workload.faults()]
         return found
 
     def check(self) -> None:
@@ -179,7 +171,7 @@ class DLConfig(Spec):
         job_name: str | None = None,
         blocking: Literal[True] = True,
         *,
-        view: str | None = None,
+        view: View | None = None,
         run_dir: str | Path | None = None,
     ) -> JobResult: ...
 
@@ -189,7 +181,7 @@ class DLConfig(Spec):
         job_name: str | None = None,
         *,
         blocking: Literal[False],
-        view: str | None = None,
+        view: View | None = None,
         run_dir: str | Path | None = None,
     ) -> JobHandle: ...
 
@@ -198,58 +190,69 @@ class DLConfig(Spec):
         job_name: str | None = None,
         blocking: bool = True,
         *,
-        view: str | None = None,
+        view: View | None = None,
         run_dir: str | Path | None = None,
     ) -> JobResult | JobHandle:
         """Run the job and wait for its end.
 
         Args:
-            job_name: names the run; else the description's own name, else a made-up one.
+            job_name: names the run; else the description's own name counts.
             blocking: ``False`` returns a ``JobHandle`` at once.
-            view: ``auto``, ``live``, ``plain`` or ``none``: how progress is shown.
+            view: how progress is shown; ``auto`` unless the launcher says otherwise.
             run_dir: folder of logs and metrics; else a new one under ``runs``.
 
         Raises:
             JobSpecError: the description cannot work; lists all its faults.
+            PlacementError: the cluster cannot hold it.
             UsageError: called inside a running event loop, which it would block.
             JobFailed: the job failed; holds the first causes.
         """
-        self._refuse_running_loop()
-        return self._launch(job_name, blocking, view, run_dir)
+        if _inside_loop():
+            raise UsageError(
+                "submit() was called inside a running event loop, which it would block: use "
+                "'async with job.start(...) as handle: await handle' there"
+            )
+        if not blocking:
+            return self.start(job_name, view=view, run_dir=run_dir)
+        problems = self.problems()
+        if problems := problems or driver_problems(self.workloads):
+            raise JobSpecError(problems)
+        from rlmesh.master.driver import run_job
+
+        return run_job(self, job_name, self._launch_options(view, run_dir))
 
     def start(
-        self, job_name: str | None = None, *, view: str | None = None, run_dir: str | Path | None = None
+        self, job_name: str | None = None, *, view: View | None = None, run_dir: str | Path | None = None
     ) -> JobHandle:
-        """Start the job from inside a running event loop: ``async with job.start() as mesh: await mesh``.
+        """Start the job and return at once; for event loops, which are never blocked by it::
 
-        The driver works in a thread of its own, so the loop is never blocked. Raises as ``submit`` does,
-        except that ``JobFailed`` comes from awaiting the handle.
+            async with job.start("demo") as handle:
+                result = await handle
+
+        Raises as ``submit`` does, except that ``JobFailed`` comes from the handle.
         """
         from rlmesh.job.handle import JobHandle
+        from rlmesh.master.driver import Driver
 
         self.check()
-        return JobHandle(self, job_name, view=view, run_dir=run_dir)
+        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir)))
 
-    def _launch(
-        self, job_name: str | None, blocking: bool, view: str | None, run_dir: str | Path | None
-    ) -> JobResult | JobHandle:
-        from rlmesh.job.handle import JobHandle, run_job
+    def _launch_options(self, view: View | None, run_dir: str | Path | None) -> LaunchOptions:
+        from pathlib import Path
 
-        self.check()
-        if blocking:
-            return run_job(self, job_name, view=view, run_dir=run_dir)
-        return JobHandle(self, job_name, view=view, run_dir=run_dir)
+        from rlmesh.master.driver import LaunchOptions
 
-    @staticmethod
-    def _refuse_running_loop() -> None:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        raise UsageError(
-            "submit() was called inside a running event loop, which it would block: use "
-            "'async with job.start(...) as mesh: await mesh' there"
-        )
+        if view is not None and view not in get_args(View):
+            raise UsageError(f"view: there is no view {view!r}.{did_you_mean(view, get_args(View))}")
+        return LaunchOptions(view=view, run_dir=Path(run_dir) if run_dir is not None else None)
+
+
+def _inside_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 DLJob = DLConfig

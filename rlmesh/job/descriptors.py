@@ -92,7 +92,7 @@ class BaseWorkloadDesc(Spec):
         total: number of members.
         per_node: most members on one node; of an elastic role, exactly as many on each of its nodes;
             ``None`` leaves it to the planner.
-        resource: what each member needs; one whole accelerator unless it is said.
+        resource: what each member needs.
         envs: environment variables of the members; they win over the job's ``global_env``.
         max_restarts: how often a member may be restarted; more than 0 needs a restart policy that restarts.
         is_driver: whether the job waits for this role's ``run()``; ``None``: by default, which is TRAINER,
@@ -104,8 +104,7 @@ class BaseWorkloadDesc(Spec):
     total: int = Field(default=1, ge=1, validation_alias=AliasChoices("total", "num", "number"))
     per_node: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("per_node", "per_group"))
     resource: ResourceDesc = Field(
-        default_factory=lambda: ResourceDesc(accelerator=1),
-        validation_alias=AliasChoices("resource", "res"),
+        default_factory=ResourceDesc, validation_alias=AliasChoices("resource", "res")
     )
     envs: dict[str, str] = Field(
         default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment")

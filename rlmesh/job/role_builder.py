@@ -88,7 +88,10 @@ class RoleBuilder(Generic[JobT]):
         accelerator: float | None = None,
         **others: Any,
     ) -> Self:
-        """What each member needs; without this call, one whole accelerator.
+        """What each member needs.
+
+        A role without this call uses one whole accelerator if the job speaks of devices at all
+        (``device_per_node`` or ``device_type``), else none.
 
         Args:
             cpu: cores; 0 reserves none.
@@ -115,12 +118,13 @@ class RoleBuilder(Generic[JobT]):
         """Back to the job's builder; a chain may also go on without it."""
         return self._job
 
-    def describe(self, problems: list[str]) -> AnyWorkloadDesc | None:
+    def describe(self, default: ResourceDesc, problems: list[str]) -> AnyWorkloadDesc | None:
         """The role's descriptor; faults of the role's own values are added to ``problems``.
 
-        ``None`` if there are faults besides those of ``resource``.
+        ``default`` is for roles that say nothing about resources. The result is ``None`` if there are faults
+        besides those of ``resource``.
         """
-        fields = dict(self._fields)
+        fields = {"resource": default.model_copy(), **self._fields}
         if self._resource is not None:
             try:
                 fields["resource"] = ResourceDesc(**self._resource)

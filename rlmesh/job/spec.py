@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -9,14 +10,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rlmesh.errors import JobSpecError
 from rlmesh.job.nearest import did_you_mean
 
-__all__ = ["Spec", "SpecError", "faults"]
+__all__ = ["Spec", "SpecError", "describe_faults"]
 
 
 class SpecError(JobSpecError, ValueError):
     """A ``JobSpecError`` that pydantic collects when it comes from a nested part."""
 
 
-def faults(error: ValidationError, model: type[BaseModel]) -> list[str]:
+def describe_faults(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """The faults of a pydantic error, one line each: key, value, what is wrong, the nearest valid key."""
     found: list[str] = []
     for item in error.errors(include_url=False):
@@ -42,13 +43,22 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
+    def faults(self, exclude: Collection[str] = ()) -> list[str]:
+        """Faults of the values that it holds now: of those that were changed in place, unseen by assignment."""
+        values = {name: getattr(self, name) for name in type(self).model_fields if name not in exclude}
+        try:
+            type(self)(**values)
+        except SpecError as error:
+            return list(error.problems)
+        return []
+
     if not TYPE_CHECKING:  # hidden, so that type checkers see the fields' own signature
 
         def __init__(self, /, **data: Any) -> None:
             try:
                 super().__init__(**data)
             except ValidationError as error:
-                raise SpecError(faults(error, type(self))) from None
+                raise SpecError(describe_faults(error, type(self))) from None
 
         def __setattr__(self, name: str, value: Any) -> None:
             if not name.startswith("_") and name not in type(self).model_fields:
@@ -57,4 +67,4 @@ class Spec(BaseModel):
             try:
                 super().__setattr__(name, value)
             except ValidationError as error:
-                raise SpecError(faults(error, type(self))) from None
+                raise SpecError(describe_faults(error, type(self))) from None

@@ -1,0 +1,94 @@
+"""A job that runs while its submitter does something else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rlmesh.job.status import JobStatus
+
+if TYPE_CHECKING:
+    from rlmesh.master.driver import Driver, JobResult
+
+__all__ = ["JobHandle"]
+
+END_S = 15.0
+"""How long a job that was told to stop may take; its processes are killed well before."""
+
+
+class JobHandle:
+    """A submitted job, from ``submit(blocking=False)`` or ``start()``. Made by them only.
+
+    Usable from threads (``result()``) and from event loops (``await handle``, ``async with job.start() as
+    handle``). The job is driven by a thread of its own, and lives no longer than this process.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._future: Future[JobResult] = Future()
+        self._future.set_running_or_notify_cancel()
+        self._thread = threading.Thread(target=self._run, name=f"rlmesh-driver-{driver.job_name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            result = self._driver.run()
+        except KeyboardInterrupt as stopped:
+            self._future.set_exception(asyncio.CancelledError(str(stopped)))
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
+    @property
+    def job_name(self) -> str:
+        return self._driver.job_name
+
+    @property
+    def status(self) -> JobStatus:
+        """The last snapshot of the job: its stage, its members, what failed."""
+        return self._driver.status
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> JobResult:
+        """Wait for the job's end. Ctrl-C while waiting stops the job.
+
+        Raises:
+            JobFailed: it failed; holds the first causes.
+            concurrent.futures.CancelledError: it was stopped.
+            TimeoutError: it has not ended within ``timeout_s``; it goes on.
+        """
+        try:
+            return self._future.result(timeout_s)
+        except KeyboardInterrupt:
+            self.stop("Ctrl-C")
+            self._thread.join(END_S)
+            raise
+
+    def stop(self, reason: str = "stop() was called") -> None:
+        """Ask the job to end: with grace, or at once if called again. Returns immediately."""
+        if not self.done():
+            self._driver.stop(reason)
+
+    def __await__(self) -> Generator[Any, None, JobResult]:
+        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+
+    async def __aenter__(self) -> JobHandle:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the job if it has not ended; an error of it is raised unless the block raised already."""
+        self.stop("the block of start() was left")
+        stopped = not self.done()
+        await asyncio.wait({asyncio.wrap_future(self._future)}, timeout=END_S)
+        failure = self._future.exception() if self._future.done() else None
+        if failure is not None and error is None and not stopped:
+            raise failure

@@ -1,0 +1,198 @@
+"""Job descriptions: any user's configuration, changes after build(), submit's own checks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pickle
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydantic
+import pytest
+from omegaconf import OmegaConf
+
+from rlmesh import DLConfig, DLJobBuilder, ElasticWorkloadDesc, ResourceDesc, RLJobBuilder, SimpleWorkloadDesc
+from rlmesh.errors import JobSpecError, UsageError
+from rlmesh.job.config import DLJob
+from rlmesh.job.jsonable import jsonable
+from tests.job import roles
+from tests.job.test_descriptors import fails
+
+HERE = "tests.job.roles"
+
+
+class Kind(Enum):
+    PPO = "ppo"
+    OTHER = object()
+
+
+@dataclass
+class Settings:
+    lr: float = 0.5
+    data: Path = Path("a/b")
+    kinds: list[Kind] = field(default_factory=lambda: [Kind.PPO, Kind.OTHER])
+
+
+class Model(pydantic.BaseModel):
+    settings: Any = None
+    lr: float = math.inf
+
+
+class Opaque:
+    def __repr__(self) -> str:
+        return "<opaque>"
+
+
+CONFIGS = [
+    ({"c1": "v1", 2: {"x": (1, 2)}}, {"c1": "v1", "2": {"x": [1, 2]}}),
+    (argparse.Namespace(lr=1, tags={"b", "a"}), {"lr": 1, "tags": ["a", "b"]}),
+    (Settings(), {"lr": 0.5, "data": "a/b", "kinds": ["ppo", "OTHER"]}),
+    (Model(settings=Settings()), {"settings": {"lr": 0.5, "data": "a/b", "kinds": ["ppo", "OTHER"]}, "lr": "inf"}),
+    (OmegaConf.create({"a": 1, "b": ["${a}", 2]}), {"a": 1, "b": [1, 2]}),
+    (OmegaConf.create({"a": "${missing}"}), {"a": "${missing}"}),
+    ({"n": np.float32(0.5), "array": np.arange(3)}, {"n": 0.5, "array": [0, 1, 2]}),
+    (Opaque(), "<opaque>"),
+    (None, {}),
+    ([1, None, True, float("nan")], [1, None, True, "nan"]),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), CONFIGS)
+def test_any_configuration_can_be_printed(config: Any, expected: Any) -> None:
+    job = RLJobBuilder().config(config).actor(roles.Actor).build()
+    assert json.loads(job.model_dump_json(indent=2))["user_config"] == expected
+    if config is not None:
+        assert job.user_config is config
+
+
+def test_a_cycle_ends() -> None:
+    cycle: dict[str, Any] = {}
+    cycle["self"] = cycle
+    assert "…" in json.dumps(jsonable(cycle), ensure_ascii=False)
+
+
+def test_a_description_survives_json_and_pickle() -> None:
+    job = (
+        RLJobBuilder()
+        .config({"a": 1})
+        .node_num(2)
+        .actor(roles.Actor).nnodes(2)
+        .rollout(roles.Plain)
+        .with_collocation("ACTOR", "ROLLOUT")
+        .build()
+    )  # fmt: skip
+    assert DLConfig.model_validate_json(job.model_dump_json()) == job
+    assert pickle.loads(pickle.dumps(job)) == job
+
+
+def test_a_description_can_be_written_by_hand() -> None:
+    config = DLConfig(
+        workloads={
+            "TRAINER": SimpleWorkloadDesc(entry_point=roles_text("Trainer"), resource=ResourceDesc(cpu=4)),
+            "ACTOR": ElasticWorkloadDesc(entry_point=roles_text("Actor"), total=2),
+        },
+        user_config={"a": 1},
+    )
+    config.check()
+    assert isinstance(config, DLJob)
+    assert (config.call_timeout_s, config.restart, config.device_type) == (1800.0, "never", "GPU")
+
+
+def roles_text(name: str) -> str:
+    return f"{HERE}.{name}"
+
+
+def test_faults_of_a_description_written_by_hand() -> None:
+    config: Any = DLConfig
+    fails(
+        lambda: config(
+            workloads={
+                "A": {"backend": "elastic", "entry_point": "a.B", "totl": 1, "resource": {"cpu": -1}},
+                "B": {"backend": "elastik", "entry_point": "a.B"},
+            },
+            device_typ="CPU",
+            call_timeout_s=0,
+        ),
+        "A.elastic.totl: there is no such key. Did you mean 'total'?",
+        "A.elastic.resource.cpu: input should be greater than or equal to 0",
+        "workloads.B",
+        "device_typ: there is no such key. Did you mean 'device_type'?",
+        "call_timeout_s: input should be greater than 0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("member", "'member' is not implemented yet: 'never' is the only restart policy so far"),
+        ("nevr", "there is no restart policy 'nevr'. Did you mean 'never'?"),
+    ],
+)
+def test_the_only_restart_policy_is_never(policy: str, message: str) -> None:
+    fails(lambda: DLConfig(restart=policy), message)
+
+
+def test_job_names() -> None:
+    job = RLJobBuilder().actor(roles.Actor).build()
+    job.job_name = "a/b"
+    fails(job.check, "job_name: 'a/b' must be 1 to 64 letters")
+
+
+def test_changes_after_build_are_checked_again() -> None:
+    job = RLJobBuilder().trainer(roles.Trainer).actor(roles.Actor).nnodes(2).nproc_per_node(2).build()
+    for workload in job.workloads.values():
+        if workload.backend == "elastic":
+            workload.comm_pre_check = False
+    job.check()
+    job.workloads["ACTOR"].total = 3
+    job.workloads["ACTOR"].envs["FLAG"] = True  # type: ignore[assignment]
+    job.workloads["TRAINER"].entry_point = roles_text("Trainr")
+    job.workloads["X Y"] = SimpleWorkloadDesc(entry_point=roles_text("Plain"))
+    job.collocations.append({"ACTOR", "CRITC"})
+    fails(
+        job.check,
+        "role ACTOR: envs: FLAG=True (bool) must be text",
+        "role 'X Y': a name must be",
+        "role ACTOR: per_node: 3 members cannot be split into nodes of 2",
+        "role TRAINER: entry_point: module tests.job.roles",
+        "collocation of ACTOR, CRITC: the job has no role 'CRITC'.",
+    )
+    with pytest.raises(JobSpecError):
+        job.submit("never-starts")
+
+
+async def test_submit_inside_a_loop_names_start() -> None:
+    job = RLJobBuilder().trainer(roles.Trainer).actor(roles.Actor).build()
+    with pytest.raises(UsageError, match=r"async with job\.start\(\.\.\.\) as handle"):
+        job.submit("never-starts")
+    with pytest.raises(UsageError, match=r"start"):
+        job.submit("never-starts", blocking=False)
+
+
+def test_views() -> None:
+    job = RLJobBuilder().trainer(roles.Trainer).actor(roles.Actor).build()
+    with pytest.raises(UsageError, match=r"there is no view 'lives'\. Did you mean 'live'\?"):
+        job.submit("never-starts", view="lives")  # type: ignore[call-overload]
+
+
+def test_a_job_that_nothing_ends_is_not_submitted() -> None:
+    job = DLJobBuilder().role("A").run(roles.Plain).build()
+    with pytest.raises(JobSpecError, match="no role has a run\\(\\) for whose return the job could wait"):
+        job.submit("never-starts")
+    job = DLJobBuilder().role("TRAINER").run(roles.Plain).role("B").run(roles.Runner).build()
+    with pytest.raises(JobSpecError, match=r"role TRAINER: entry_point: .*Plain has no run\(\)"):
+        job.submit("never-starts")
+    job = DLJobBuilder().role("A").run(roles.Runner).not_driver().build()
+    with pytest.raises(JobSpecError, match="no role has a run"):
+        job.submit("never-starts")
+
+
+def test_what_workers_must_be_able_to_import() -> None:
+    job = RLJobBuilder().actor(roles.Actor).rollout("json.decoder", "JSONDecoder").build()
+    assert job.import_roots() == (str(Path(roles.__file__).parents[2]),)
+    assert Path(job.main_path).is_file()
