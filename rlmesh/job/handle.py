@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rlmesh.errors import JobFailed, RLMeshError
 from rlmesh.job.status import JobStatus
 
 if TYPE_CHECKING:
@@ -38,11 +39,16 @@ class JobHandle:
         try:
             result = self._driver.run()
         except KeyboardInterrupt as stopped:
-            self._future.set_exception(asyncio.CancelledError(str(stopped)))
+            self._future.set_exception(self._stopped(str(stopped)))
         except BaseException as error:
             self._future.set_exception(error)
         else:
             self._future.set_result(result)
+
+    def _stopped(self, text: str) -> JobFailed:
+        error = JobFailed(text, [RLMeshError(text)])
+        error.run_dir = self._driver.status.run_dir
+        return error
 
     @property
     def job_name(self) -> str:
@@ -60,8 +66,7 @@ class JobHandle:
         """Wait for the job's end. Ctrl-C while waiting stops the job.
 
         Raises:
-            JobFailed: it failed; holds the first causes.
-            concurrent.futures.CancelledError: it was stopped.
+            JobFailed: it failed or was stopped; holds the first causes.
             TimeoutError: it has not ended within ``timeout_s``; it goes on.
         """
         try:
