@@ -15,10 +15,11 @@ Protocol:
 * exit code: the agent's, 128 + signal if a signal killed it.
 * SIGTERM: end the job here, giving the agent ``grace_s``. SIGINT is left to the driver.
 
-The agent gets the same line on its own standard input, which stays open likewise, writes its log to
+The agent gets the same line on its own standard input, which stays open likewise; a second line before its end
+says how many seconds the agent has to end its members. The agent writes its log to
 ``<run_dir>/logs/agent-<rank>.log`` and a last line of JSON to its standard output.
 
-Arguments, if any, are the command that is started instead of ``python -m rlmesh.agent.agent``.
+Arguments, if any, are the command that is started instead of ``python -m rlmesh.agent``.
 
 When the agent has ended, or did not end within its time, the guardian kills whatever descends from it,
 orphans and double-forked daemons included: the guardian is a subreaper, so they become its children. Nothing
@@ -181,8 +182,15 @@ class Guardian:
                 self.why = "SIGTERM"
                 deadline = time.monotonic() + grace_s + 1.0
             if deadline is not None and self._agent_input >= 0:
-                os.close(self._agent_input)  # tells the agent to end its members
-                self._agent_input = -1
+                self._tell_agent_to_end(deadline - time.monotonic())
+
+    def _tell_agent_to_end(self, within_s: float) -> None:
+        try:
+            os.write(self._agent_input, b"%.3f\n" % within_s)
+        except OSError:
+            pass  # it has ended, which the next round notices
+        os.close(self._agent_input)
+        self._agent_input = -1
 
     def _is_driver_gone(self, ready: set[int]) -> bool:
         if os.getppid() != self._driver or self._driver_fd in ready:
@@ -220,11 +228,25 @@ class Guardian:
         socket_dir = str(self.config.get("socket_dir", ""))
         if socket_dir and not ownership.remove_folder(socket_dir, self._folder):
             left.append({"kind": "socket", "what": socket_dir, "removed": False})
+        self._remove_job_file(socket_dir)
         self._write_report(left)
         code = self._agent_code()
         if code is None:
             return 1
         return code if code >= 0 else 128 - code
+
+    def _remove_job_file(self, socket_dir: str) -> None:
+        """The job file and the folder that it shares with the nodes' socket folders: the driver's to remove, but
+        it may be gone. The folder goes with the last node."""
+        path = str(self.config.get("job_path", ""))
+        folder = os.path.dirname(path)
+        if not path or not socket_dir or os.path.dirname(socket_dir) != folder:
+            return
+        for remove, what in ((os.unlink, path), (os.rmdir, folder)):
+            try:
+                remove(what)
+            except OSError:
+                pass  # not there, or other nodes are
 
     def _agent_code(self) -> int | None:
         status = self.statuses.get(self.agent)
@@ -280,5 +302,5 @@ def agent_environment(mark: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    default_command = [sys.executable, "-P", "-u", "-m", "rlmesh.agent.agent"]
+    default_command = [sys.executable, "-P", "-u", "-m", "rlmesh.agent"]
     sys.exit(Guardian(sys.argv[1:] or default_command).main())

@@ -1,10 +1,11 @@
-"""The values that master, agents and workers exchange. Plain, frozen, picklable; no behaviour."""
+"""The values that master, agents and workers exchange. Plain, frozen, picklable; no behaviour of their own."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rlmesh.job.entry import Entry as Entry
 from rlmesh.job.entry import EntryKind as EntryKind
@@ -120,3 +121,26 @@ class ExitReport:
     def clean(self) -> bool:
         """Whether nothing is left."""
         return all(item.removed for item in self.leftovers)
+
+
+def portable_error(error: Exception) -> Exception:
+    """The error itself if every process of the job can unpickle it, else one of the same name and text."""
+    module = type(error).__module__
+    if module == "builtins" or module.partition(".")[0] == "rlmesh":
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # whatever its own __reduce__ may raise
+            return named_error(type(error).__name__, str(error))
+        return error
+    return named_error(type(error).__name__, str(error))
+
+
+def named_error(name: str, text: str) -> Exception:
+    """An exception whose type has this name, and nothing else of the type that it stands for."""
+    made: type[Exception] = type(name, (_Named,), {})
+    return made(text)
+
+
+class _Named(Exception):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (named_error, (type(self).__name__, str(self)))

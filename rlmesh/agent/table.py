@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from rlmesh.agent import ownership
@@ -18,6 +18,8 @@ __all__ = ["Child", "ProcessTable", "wait_processes"]
 
 logger = logging.getLogger(__name__)
 
+REMIND = 0.6
+"""Share of the grace after which SIGTERM is sent again: a worker's ``run()`` is then interrupted."""
 ORPHAN_GRACE_S = 0.5
 """Between SIGTERM and SIGKILL for what a dead process left behind."""
 ORPHAN_WAIT_S = 5.0
@@ -117,16 +119,17 @@ class ProcessTable:
         return True
 
     async def stop(self, child: Child, grace_s: float) -> Ended:
-        """SIGTERM, ``grace_s`` later SIGKILL; what it leaves behind is for ``end_orphans``.
+        """SIGTERM, again when ``REMIND`` of the grace is over, then SIGKILL; what it leaves behind is for
+        ``end_orphans``.
 
         Raises:
             TimeoutError: SIGKILL did not end it within 5 s (it waits in the kernel).
         """
-        self.signal(child, signal.SIGTERM)
-        try:
-            return await asyncio.wait_for(asyncio.shield(child.ended), grace_s)
-        except TimeoutError:
-            logger.warning("%s (pid %d) did not end within %g s of SIGTERM: SIGKILL", child.name, child.pid, grace_s)
+        for patience_s in (grace_s * REMIND, grace_s * (1 - REMIND)):
+            self.signal(child, signal.SIGTERM)
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(asyncio.shield(child.ended), patience_s)
+        logger.warning("%s (pid %d) did not end within %g s of SIGTERM: SIGKILL", child.name, child.pid, grace_s)
         return await self.kill(child)
 
     async def kill(self, child: Child) -> Ended:

@@ -1,0 +1,38 @@
+"""``python -m rlmesh.agent``: the agent of one node, with its configuration on standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rlmesh.agent import ownership
+from rlmesh.agent.boot import boot
+from rlmesh.agent.start import decode_config
+
+
+def main() -> int:
+    """Start what takes long, then import the rest and be the agent."""
+    ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
+    ownership.prctl(ownership.PR_SET_NAME, b"rlmesh-agent")
+    line = _first_line(0)
+    config = decode_config(line)
+    started = boot(config, line)
+
+    from rlmesh.agent.agent import run_agent
+
+    return run_agent(config, started)
+
+
+def _first_line(fd: int) -> bytes:
+    """Read no further than the line that was written: the pipe stays open, and more may come."""
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(fd, 1 << 20)
+        if not chunk:
+            break
+        line += chunk
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

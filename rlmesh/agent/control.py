@@ -1,0 +1,181 @@
+"""How the master and the operating system reach into a worker, and how the worker reports."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Literal
+
+from rlmesh.job.context import StopRequest
+from rlmesh.job.status import CallStats, ExitInfo, MetricRecord
+from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.runtime import Runtime
+
+__all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated", "stacks"]
+
+Phase = Literal["starting", "serving", "running", "ending"]
+Order = Literal["run", "end"]
+
+TERM_PATIENCE = 0.6
+"""Share of the grace that ``run()`` has, after SIGTERM, to come to a step boundary."""
+
+
+class Terminated(BaseException):
+    """SIGTERM came, and what the main thread was doing must not go on."""
+
+
+class Orders:
+    """What the main thread is told to do next; shared by the control object, signals and the main thread.
+
+    On SIGTERM a member that serves ends after the method that runs; ``run()`` gets a stop request, which
+    ``step_boundary()`` hands out, and is interrupted by a second SIGTERM, or when most of the grace is over;
+    anything else is interrupted at once. Nothing interrupts ``teardown()`` but the agent's SIGKILL.
+    """
+
+    def __init__(self, runtime: Runtime, grace_s: float) -> None:
+        self.phase: Phase = "starting"
+        self.has_run = False
+        self.terminated = False
+        self.stop_request: StopRequest | None = None
+        self.book_arrived = threading.Event()
+        self._runtime = runtime
+        self._grace_s = grace_s
+        self._queue: deque[Order] = deque()
+        self._exit: tuple[object] | None = None
+
+    def give(self, order: Order, *, now: bool = False) -> None:
+        """Put an order behind the others; ``now``: methods that are queued are not run before it."""
+        self._queue.append(order)
+        if self.phase == "serving":
+            self._runtime.stop_main(now=now)
+
+    def take(self) -> Order:
+        """Serve calls on the calling thread until there is an order.
+
+        Raises:
+            SystemExit: a served method called ``sys.exit``.
+        """
+        self.phase = "serving"
+        while True:
+            if self._exit is not None:
+                raise SystemExit(*self._exit)
+            if self._queue:
+                return self._queue.popleft()
+            self._runtime.run_main()
+
+    def begin_run(self) -> bool:
+        if self.has_run:
+            self.give("run")
+        return self.has_run
+
+    def ask_to_stop(self, reason: str) -> None:
+        if self.stop_request is None:
+            self.stop_request = StopRequest(reason, None, self._grace_s)
+
+    def exit(self, code: object) -> None:
+        """A served method called ``sys.exit``: the process ends with that code. Any thread."""
+        self._exit = (code,)
+        if self.phase == "serving":
+            self._runtime.stop_main(now=True)
+        else:
+            _interrupt_main()
+
+    def handle_signals(self) -> None:
+        """Main thread only."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self._exit is not None:
+            raise SystemExit(*self._exit)
+        again, self.terminated = self.terminated, True
+        if self.phase == "ending":
+            return
+        if again or self.phase == "starting":
+            raise Terminated
+        self.ask_to_stop("SIGTERM")
+        self._runtime.call_soon(self._remind)
+        if self.phase == "serving":
+            self.give("end", now=True)
+
+    def _remind(self) -> None:
+        asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, _interrupt_main)
+
+
+def _interrupt_main() -> None:
+    """Sent to the main thread itself, so that it also interrupts a wait of that thread."""
+    main = threading.main_thread().ident
+    if main is not None:
+        signal.pthread_kill(main, signal.SIGTERM)
+
+
+class Control:
+    """Served as ``@control``; called by the master."""
+
+    def __init__(self, runtime: Runtime, orders: Orders) -> None:
+        self._runtime = runtime
+        self._orders = orders
+
+    @rpc
+    async def update_book(self, book: AddressBook) -> None:
+        self._runtime.set_address_book(book)
+        self._orders.book_arrived.set()
+
+    @rpc
+    async def begin_run(self) -> bool:
+        """Start ``run()``; False if the role has none."""
+        return self._orders.begin_run()
+
+    @rpc
+    async def teardown(self) -> None:
+        """Call ``teardown()`` when ``run()`` has returned and the methods that are queued are done, then end."""
+        self._orders.give("end")
+
+    @rpc
+    async def stop(self, reason: str) -> None:
+        """Let the next ``step_boundary()`` return a stop request."""
+        self._orders.ask_to_stop(reason)
+
+    @rpc
+    async def member_lost(self, exit: ExitInfo) -> None:
+        self._runtime.member_lost(exit)
+
+    @rpc
+    async def stacks(self) -> str:
+        """What each thread is doing."""
+        return stacks()
+
+
+class MasterLink:
+    """The ``ControlLink`` of a worker's context."""
+
+    def __init__(self, runtime: Runtime, master: MemberHandle, orders: Orders) -> None:
+        self._runtime = runtime
+        self._master = master
+        self._orders = orders
+
+    def report(self, record: MetricRecord) -> None:
+        self._master.notify("report", record)
+
+    def stop_request(self) -> StopRequest | None:
+        return self._orders.stop_request
+
+    def take_call_stats(self) -> tuple[CallStats, ...]:
+        return self._runtime.take_call_stats()
+
+
+def stacks(current_frames: Callable[[], dict[int, FrameType]] = sys._current_frames) -> str:
+    """The Python stack of each thread, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in current_frames().items():
+        name = names.get(ident, "a thread that Python did not start")
+        parts.append(f"--- {name} ({ident}) ---\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(parts)

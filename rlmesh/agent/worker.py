@@ -1,0 +1,310 @@
+"""The worker: a process that becomes one member of a role.
+
+::
+
+    bind → import and build the entry → register → setup() → serve → member_ready
+         → [begin_run → run() → run_finished] → teardown() → exit 0
+
+Calls that come before ``setup()`` has returned wait for it. The main thread runs setup, the member's ``def``
+methods, ``run()`` and teardown; the runtime has a thread of its own. What user code raises is reported to the
+master with its traceback, printed to the log, and ends the process with code 1; ``sys.exit(n)`` ends it with code
+n (0 in ``run()`` or a script counts as returning). After SIGTERM and teardown it ends by that signal.
+
+Standard output and error are the member's log file itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import hashlib
+import logging
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
+from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
+from rlmesh.agent.process import become_member, open_log
+from rlmesh.agent.protocol import CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
+from rlmesh.errors import RLMeshError
+from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
+from rlmesh.placement.inventory import VIRTUAL
+from rlmesh.runtime.runtime import Runtime, set_default_runtime
+
+if TYPE_CHECKING:
+    from rlmesh.agent.zygote import Request
+
+__all__ = ["MEMBER_MARK", "exec_main", "forked_main", "reseed"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MEMBER_MARK = "RLMESH_MEMBER"
+"""Environment variable of a worker and of what it starts: ``ROLE:rank:incarnation``."""
+
+MASTER_TIMEOUT_S = 30.0
+FAILURE_TIMEOUT_S = 5.0
+BOOK_WAIT_S = 30.0
+
+
+def forked_main(request: Request, agent: int) -> int:
+    """A fork of the zygote becomes a member; returns its exit code."""
+    spec: WorkerSpec = pickle.loads(request.payload)
+    _use_null_input()
+    log = open_log(spec.log_path)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(spec.env)
+    time.tzset()
+    return _become(spec, agent)
+
+
+def exec_main(agent: int) -> int:
+    """A new program, with its spec on standard input, becomes a member; returns its exit code."""
+    with os.fdopen(os.dup(0), "rb") as file:
+        spec: WorkerSpec = pickle.load(file)
+    _use_null_input()
+    return _become(spec, agent)
+
+
+def _use_null_input() -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    if null != 0:  # 0 is free where the zygote's socket was
+        os.dup2(null, 0)
+        os.close(null)
+
+
+def _become(spec: WorkerSpec, agent: int) -> int:
+    if not become_member(agent, _comm(spec)):
+        return 1
+    os.environ[MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
+    faulthandler.enable(2)
+    _flush_c_output_by_line()
+    extend_path(spec.import_roots)
+    sys.argv = [spec.main_path or "rlmesh-worker"]
+    reseed(spec)
+    member = Member(spec)
+    atexit.register(member.end_by_signal)  # first in, so that it runs after the handlers of the user's code
+    code = member.live()
+    set_current_worker(None)
+    _bound_exit(code, spec.grace_s)
+    return code
+
+
+def _comm(spec: WorkerSpec) -> str:
+    """``ROLE:rank`` in the 15 bytes that the kernel keeps: a long role is cut, not the rank."""
+    rank = f":{spec.rank}"
+    return spec.role[: 15 - len(rank)] + rank
+
+
+def _flush_c_output_by_line() -> None:
+    """Libraries that print from C buffer a file by the page: SIGKILL would lose it."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, ctypes.c_size_t(0))
+    except (OSError, ValueError, AttributeError):
+        pass
+
+
+def reseed(spec: WorkerSpec) -> None:
+    """Seed the generators that exist from job name, role, rank and incarnation: forks would share theirs.
+
+    Of a library that is imported later nothing is changed: it seeds itself.
+    """
+    who = f"{spec.job_name}/{spec.role}/{spec.rank}/{spec.incarnation}"
+    digest = hashlib.sha256(who.encode()).digest()
+    random.seed(digest)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(int.from_bytes(digest[:4], "big"))
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(int.from_bytes(digest[8:16], "big") >> 1)
+
+
+def _bound_exit(code: int, grace_s: float) -> None:
+    """From here on only the interpreter's end is left: exit handlers, threads that are no daemons. It may not
+    take forever, and after SIGTERM it ends in that signal."""
+
+    def give_up() -> None:
+        logger.error("the process did not end within %g s after teardown: threads or exit handlers hang", grace_s)
+        faulthandler.dump_traceback(2)
+        os._exit(code if code >= 0 else 128 - code)
+
+    timer = threading.Timer(grace_s, give_up)
+    timer.daemon = True
+    timer.start()
+
+
+class _Failed(Exception):
+    """User code raised; the master knows."""
+
+
+class Member:
+    """The life of one member, on the main thread."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.name = f"{spec.role}:{spec.rank}"
+        self._who = (spec.role, spec.rank, spec.incarnation)
+        self._object: object = None
+        self._by_signal = False
+
+    def live(self) -> int:
+        """All of it; returns the exit code."""
+        spec = self.spec
+        runtime = Runtime.start(name=self.name, key=bytes.fromhex(spec.key_hex), socket_dir=spec.socket_dir)
+        with runtime:
+            runtime.default_timeout_s = spec.call_timeout_s
+            self._runtime = runtime
+            self._master = runtime.peer(MASTER, spec.master_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
+            self._orders = Orders(runtime, spec.grace_s)
+            runtime.exit_hook = self._orders.exit
+            self._orders.handle_signals()
+            runtime.expect(self.name)
+            runtime.serve(CONTROL, Control(runtime, self._orders), inline=True)
+            set_default_runtime(runtime)
+            code = self._guarded(self._work)
+            self._by_signal = self._orders.terminated and code == 0
+        return code
+
+    def end_by_signal(self) -> None:
+        """If it was SIGTERM that ended the member, the process says so by the way it ends."""
+        if self._by_signal:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _guarded(self, work: Callable[[], None]) -> int:
+        try:
+            work()
+        except Terminated:
+            print_error(f"{self.name}: SIGTERM; ends after teardown()")
+            return self._guarded(self._teardown)
+        except _Failed:
+            return 1
+        except SystemExit as exit:
+            return _exit_code(exit)
+        except RLMeshError:
+            traceback.print_exc()
+            return 1
+        return 0
+
+    def _work(self) -> None:
+        loaded = self._attempt("the import of its entry point failed", self._load)
+        if loaded.build is not None:
+            self._object = self._attempt("its __init__() failed", loaded.build)
+        run = loaded.run or getattr(self._object, "run", None)
+        self._orders.has_run = run is not None
+        self._register()
+        self._attempt("setup() failed", lambda: self._hook("setup"))
+        self._runtime.serve(self.name, self._object, incarnation=self.spec.incarnation, functions=loaded.functions)
+        self._tell("member_ready")
+        while self._orders.take() == "run":
+            assert run is not None
+            self._run(run)
+        self._teardown()
+
+    def _load(self) -> Loaded:
+        spec = self.spec
+        set_current_worker(self._context(None))
+        loaded = load_entry(spec.entry, spec.main_path)
+        set_current_worker(self._context(load_user_config(spec)))
+        return loaded
+
+    def _context(self, user_config: Any) -> WorkerContext:
+        spec = self.spec
+        real = [device.kind for device in spec.devices if device.kind != VIRTUAL]
+        return WorkerContext(
+            job_info=JobInfo(spec.job_name, spec.job_id, user_config, real[0].upper() if real else "CPU"),
+            role=spec.role,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            link=MasterLink(self._runtime, self._master, self._orders),
+            local_rank=spec.local_rank,
+            local_world_size=spec.local_world_size,
+            node_rank=spec.node_rank,
+            node_name=spec.node_name,
+            incarnation=spec.incarnation,
+            run_dir=Path(spec.run_dir),
+        )
+
+    def _register(self) -> None:
+        assert self._runtime.endpoint is not None
+        self._tell("register_member", MemberHello(*self._who, os.getpid(), self._runtime.endpoint))
+        if not self._orders.book_arrived.wait(BOOK_WAIT_S):
+            logger.warning("%s: the master sent no address book within %g s", self.name, BOOK_WAIT_S)
+
+    def _run(self, run: Callable[[], object]) -> None:
+        def call() -> None:
+            try:
+                run()
+            except SystemExit as exit:
+                if _exit_code(exit) != 0:
+                    raise
+
+        self._orders.phase = "running"
+        with self._runtime.main_busy():
+            self._attempt("run() failed", call)
+        self._tell("run_finished")
+
+    def _teardown(self) -> None:
+        self._orders.phase = "ending"
+        self._attempt("teardown() failed", lambda: self._hook("teardown"))
+
+    def _hook(self, name: str) -> None:
+        hook = getattr(self._object, name, None)
+        if callable(hook):
+            hook()
+
+    def _tell(self, method: str, *args: object) -> None:
+        self._master.call(method, *(args or self._who)).result()
+
+    def _attempt(self, what: str, work: Callable[[], T]) -> T:
+        """Run user code; an exception is printed and reported.
+
+        Raises:
+            _Failed: it raised.
+        """
+        try:
+            return work()
+        except Exception as error:
+            text = traceback.format_exc()
+            print_error(f"{self.name}: {what}\n{text}")
+            master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)
+            try:
+                master.call("member_failed", *self._who, portable_error(error), text).result()
+            except RLMeshError as unheard:
+                print_error(f"{self.name}: the master could not be told: {unheard}")
+            raise _Failed from error
+
+
+def print_error(text: str) -> None:
+    sys.stderr.write(text.rstrip() + "\n")
+    sys.stderr.flush()
+
+
+def _exit_code(exit: SystemExit) -> int:
+    """As the interpreter itself would end: no code is 0, a text is printed and 1."""
+    if exit.code is None:
+        return 0
+    if isinstance(exit.code, int):
+        return exit.code & 0xFF
+    print_error(str(exit.code))
+    return 1
+
+
+if __name__ == "__main__":
+    from rlmesh.agent import worker
+
+    sys.exit(worker.exec_main(int(sys.argv[1])))
