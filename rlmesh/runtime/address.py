@@ -32,12 +32,15 @@ class AddressBook:
     members: tuple[MemberAddress, ...]
     _by_role: dict[str, tuple[MemberAddress, ...]] = field(init=False, repr=False, compare=False, hash=False)
 
+    _by_name: dict[str, MemberAddress] = field(init=False, repr=False, compare=False, hash=False)
+
     def __post_init__(self) -> None:
         by_role: dict[str, list[MemberAddress]] = {}
         for member in self.members:
             by_role.setdefault(member.role, []).append(member)
         ordered = {role: tuple(sorted(group, key=lambda m: m.rank)) for role, group in by_role.items()}
         object.__setattr__(self, "_by_role", ordered)
+        object.__setattr__(self, "_by_name", {member.name: member for member in self.members})
 
     def roles(self) -> tuple[str, ...]:
         return tuple(self._by_role)
@@ -56,9 +59,12 @@ class AddressBook:
             raise RoleNotFound(f"this job has no role {name!r} (its roles: {known}){hint}")
         return found
 
+    def find_name(self, name: str) -> MemberAddress | None:
+        """A member by its name, such as ``ACTOR:1``."""
+        return self._by_name.get(name)
+
     def find(self, role: str, rank: int) -> MemberAddress | None:
-        group = self._by_role.get(role, ())
-        return next((m for m in group if m.rank == rank), None)
+        return self._by_name.get(member_name(role, rank))
 
 
 def member_name(role: str, rank: int) -> str:

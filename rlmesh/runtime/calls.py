@@ -1,33 +1,38 @@
 """The caller's side: pending calls, their deadlines, and what becomes of them when a peer dies.
 
-All methods run on the runtime's loop. The table is owned by the connections: when one is lost, each of its
-calls is ended in one pass, so none can be forgotten.
+Calls start on any thread and leave from it; everything else happens on the runtime's loop. One lock guards the
+tables and is never held while user code or a callback runs. The tables are owned by the connections: when one
+is lost, each of its calls is ended in one pass, so none can be forgotten.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import threading
 import time
+from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import (
     CallError,
     CallTimeout,
     Executed,
+    MailboxFull,
     PeerLost,
     RoleNotFound,
     ShuttingDown,
     VersionMismatch,
 )
 from rlmesh.runtime.address import AddressBook, member_name, split_name
-from rlmesh.runtime.channel import Channel, make_hello
-from rlmesh.runtime.deadlines import Deadlines
+from rlmesh.runtime.channel import Channel, make_hello, turn_loops
+from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.timing import GroupTimer, MemberTime
-from rlmesh.runtime.transport import Link, Transport
+from rlmesh.runtime.transport import Link
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Refused, Reply, Welcome
 
@@ -40,33 +45,36 @@ LOSS_GRACE_S = 1.0
 """How long a member's lost connection waits for its agent's word on why, before the calls fail without it."""
 CONNECT_TIMEOUT_S = 30.0
 WINDOW = 1024
-"""Calls to one peer that are on their way at once; more wait at the caller."""
+"""Calls to one peer that are on their way at once. As many again wait at the caller before a plain thread that
+calls is blocked; a loop is never blocked, its calls wait."""
 
 
 class PendingCall:
     """One call to one peer, from ``call()`` to its answer."""
 
-    __slots__ = ("bucket", "call_id", "chain", "deadline", "endpoint", "frames", "future", "incarnation", "member",
-                 "method", "name", "since", "timer")  # fmt: skip
+    __slots__ = (
+        "bucket", "call_id", "chain", "deadline", "endpoint", "frames", "future", "incarnation", "method", "name",
+        "peer", "queue", "since", "timer",
+    )  # fmt: skip
 
     def __init__(
-        self, name: str, method: str, deadline: float, chain: tuple[str, ...], *, endpoint: str | None = None,
-        incarnation: int = ANY_INCARNATION,
+        self, name: str, method: str, deadline: float, chain: tuple[str, ...], endpoint: str | None, incarnation: int,
+        frames: Frames, queue: bool,
     ) -> None:  # fmt: skip
         self.name, self.method, self.deadline, self.chain = name, method, deadline, chain
-        self.endpoint, self.incarnation = endpoint, incarnation
-        self.member = split_name(name)
+        self.endpoint, self.incarnation, self.frames, self.queue = endpoint, incarnation, frames, queue
         self.since = time.monotonic()
-        self.call_id = self.bucket = 0
-        self.frames: Frames = []
+        self.call_id = 0
+        self.bucket: dict[int, Entry] | None = None
         self.future: Future[Any] | None = None
         self.timer: GroupTimer | None = None
+        self.peer: _Peer | None = None
 
     def describe(self) -> str:
         return f"{self.name}.{self.method}() for {time.monotonic() - self.since:.1f} s"
 
     def error(self, cls: type[CallError], text: str, executed: Executed) -> CallError:
-        role, rank = self.member
+        role, rank = split_name(self.name)
         return cls(text, role=role, rank=rank, method=self.method, call_id=self.call_id, executed=executed)
 
 
@@ -77,63 +85,141 @@ class _Peer:
         self.endpoint, self.channel = endpoint, channel
         self.pending: dict[int, PendingCall] = {}
         self.waiting: deque[PendingCall] = deque()
+        self.blocked: deque[Any] = deque()
+        """Gates of the plain threads that wait for room."""
         self.opening: asyncio.TimerHandle | None = None
 
 
 class Calls:
     """The pending calls of one runtime."""
 
-    def __init__(self, name: str, key: bytes, loop: asyncio.AbstractEventLoop, transport: Transport) -> None:
-        self._name, self._key, self._loop, self._transport = name, key, loop, transport
+    def __init__(
+        self, name: str, key: bytes, loop: asyncio.AbstractEventLoop, connect: Callable[[str], Link],
+        post: Callable[..., None],
+    ) -> None:  # fmt: skip
+        self._name, self._key, self._loop, self._connect_link, self._post = name, key, loop, connect, post
+        self._lock = allocate_lock()
+        self._ids = itertools.count(1)
         self._peers: dict[str, _Peer] = {}
         self._by_link: dict[Link, _Peer] = {}
-        self._by_id: dict[int, _Peer] = {}
-        self._parked: dict[int, PendingCall] = {}
-        self._lost: dict[str, str] = {}
         self._orphans: dict[str, _Peer] = {}
+        self._parked: dict[int, PendingCall] = {}
+        self._detours = 0
+        self._lost: dict[str, str] = {}
         self._dead: dict[tuple[str, int], ExitInfo] = {}
         self._book: AddressBook | None = None
-        self._last_id = 0
-        self._deadlines = Deadlines(loop, self._expired)
+        self._deadlines = Deadlines(loop, self._lock, self._expired)
         self._closing = False
 
-    # Starting calls.
+    # Starting calls: any thread.
 
     def start(self, call: PendingCall) -> None:
-        self._last_id += 1
-        call.call_id = self._last_id
-        if self._closing:
-            self._fail(call, call.error(ShuttingDown, f"this process is ending; {call.describe()} was not sent", "no"))
-            return
-        if call.future is not None:
-            if call.future.done():
+        """Send a call, or keep it until it can be sent.
+
+        Raises nothing: what goes wrong ends the call's future.
+        """
+        call.call_id = next(self._ids)
+        gate: Any = None
+        with self._lock:
+            if call.future is not None:
+                self._deadlines.add(call)  # type: ignore[arg-type]
+            # Calls that take the way over the loop (a connection must be made) must not be overtaken.
+            if self._detours or self._closing or self._book_changes(call):
+                self._detours += 1
+                self._post(self._start_on_loop, call)
                 return
-            call.bucket = self._deadlines.add(call.call_id, call.deadline)
+            peer = self._peers.get(call.endpoint or "")
+            if peer is None:
+                self._detours += 1
+                self._post(self._start_on_loop, call)
+                return
+            full = False
+            if call.future is None or not (peer.waiting or len(peer.pending) >= WINDOW):
+                self._send(peer, call)
+            elif call.queue:
+                gate = self._wait_in_line(peer, call)
+            else:
+                full = True
+        peer.channel.kick()
+        if full:
+            text = f"{WINDOW} calls to {call.name} are on their way and options(queue=False) was asked for"
+            self._fail(call, call.error(MailboxFull, text, "no"))
+        elif gate is not None:
+            # The caller is a plain thread and its line is long: it waits, at most until the call's deadline.
+            gate.acquire(timeout=max(0.0, call.deadline - time.monotonic()))
+
+    def _book_changes(self, call: PendingCall) -> bool:
+        """Fill in the endpoint of a member from the address book; True if that needs a closer look."""
+        if call.endpoint is not None:
+            return call.endpoint in self._lost
+        member = self._book.find_name(call.name) if self._book is not None else None
+        if member is None or member.endpoint is None or (call.name, member.incarnation) in self._dead:
+            return True
+        if member.endpoint in self._lost:
+            return True
+        call.endpoint, call.incarnation = member.endpoint, member.incarnation
+        return False
+
+    def _wait_in_line(self, peer: _Peer, call: PendingCall) -> Any:
+        call.peer = peer
+        peer.waiting.append(call)
+        if len(peer.waiting) <= WINDOW or threading.get_ident() in turn_loops or _on_a_loop():
+            return None
+        gate = allocate_lock()
+        gate.acquire()
+        peer.blocked.append(gate)
+        return gate
+
+    def _send(self, peer: _Peer, call: PendingCall) -> None:
+        flags = 0
+        if call.future is None:
+            flags = int(Flag.NO_REPLY)
+        else:
+            peer.pending[call.call_id] = call
+            call.peer = peer
+        remaining = max(0.0, call.deadline - time.monotonic())
+        header = Call(call.call_id, call.name, call.incarnation, call.method, remaining, flags, call.chain)
+        frames, call.frames = call.frames, []
+        peer.channel.put(header, frames)
+
+    # The runtime's loop.
+
+    def _start_on_loop(self, call: PendingCall) -> None:
+        with self._lock:
+            self._detours -= 1
         self._route(call)
 
     def _route(self, call: PendingCall) -> None:
+        if self._closing:
+            self._fail(call, call.error(ShuttingDown, f"this process is ending; {call.describe()} was not sent", "no"))
+            return
+        if call.future is not None and call.future.done():
+            return
         try:
             endpoint = self._endpoint_of(call)
         except (RoleNotFound, PeerLost) as error:
             self._fail(call, error)
             return
-        if endpoint is None:
-            self._parked[call.call_id] = call
-            return
+        with self._lock:
+            if endpoint is None:
+                self._parked[call.call_id] = call
+                return
         if endpoint in self._lost:
             self._fail(call, self._lost_error(call, self._lost[endpoint], "no"))
             return
         peer = self._peers.get(endpoint) or self._connect(endpoint)
-        if len(peer.pending) >= WINDOW and call.future is not None:
-            peer.waiting.append(call)
-            self._by_id[call.call_id] = peer
-        else:
-            self._send(peer, call)
+        with self._lock:
+            if call.future is not None and (peer.waiting or len(peer.pending) >= WINDOW):
+                call.peer = peer
+                peer.waiting.append(call)
+            else:
+                self._send(peer, call)
+        peer.channel.kick()
 
     def _endpoint_of(self, call: PendingCall) -> str | None:
         if call.endpoint is not None:
             return call.endpoint
-        role, rank = call.member
+        role, rank = split_name(call.name)
         if self._book is None or rank is None:
             return None
         member = self._book.find(role, rank)
@@ -147,27 +233,14 @@ class Calls:
         return member.endpoint
 
     def _connect(self, endpoint: str) -> _Peer:
-        channel = Channel(self._transport.connect(endpoint), self._loop)
+        channel = Channel(self._connect_link(endpoint), self._post)
         peer = _Peer(endpoint, channel)
-        self._peers[endpoint] = peer
         self._by_link[channel.link] = peer
         channel.send(make_hello(self._key, self._name, endpoint), [])
         peer.opening = self._loop.call_later(CONNECT_TIMEOUT_S, self._not_opened, peer)
+        with self._lock:
+            self._peers[endpoint] = peer
         return peer
-
-    def _send(self, peer: _Peer, call: PendingCall) -> None:
-        remaining = max(0.0, call.deadline - self._loop.time())
-        flags = 0
-        if call.future is None:
-            flags = int(Flag.NO_REPLY)
-        else:
-            peer.pending[call.call_id] = call
-            self._by_id[call.call_id] = peer
-        header = Call(call.call_id, call.name, call.incarnation, call.method, remaining, flags, call.chain)
-        peer.channel.send(header, call.frames)
-        call.frames = []
-
-    # What arrives.
 
     def channel_of(self, link: Link) -> Channel | None:
         """The channel of a link that this side opened."""
@@ -179,8 +252,7 @@ class Calls:
         if peer is not None and peer.opening is not None:
             peer.opening.cancel()
             peer.opening = None
-            peer.channel.authenticated = True
-            peer.channel.peer_name = welcome.name
+            peer.channel.accept(welcome.name)
 
     def on_refused(self, link: Link, refused: Refused) -> None:
         peer = self._by_link.get(link)
@@ -188,76 +260,83 @@ class Calls:
             error = VersionMismatch(f"{peer.endpoint} refused the connection: {refused.reason}")
             self._drop(peer, lambda call: error)
 
-    def on_reply(self, link: Link, reply: Reply, frames: Frames, run_queue_ns: int) -> None:
+    def on_reply(self, link: Link, reply: Reply, frames: Frames) -> None:
         peer = self._by_link.get(link)
-        call = peer.pending.pop(reply.call_id, None) if peer is not None else None
-        if peer is None or call is None:
-            return  # Cancelled or past its deadline: the answer comes too late.
-        self._by_id.pop(reply.call_id, None)
-        self._deadlines.remove(reply.call_id, call.bucket)
-        while peer.waiting and len(peer.pending) < WINDOW:
-            self._send(peer, peer.waiting.popleft())
-        role, rank = call.member
-        future = call.future
+        if peer is None:
+            return
+        with self._lock:
+            call = peer.pending.pop(reply.call_id, None)
+            if call is None:
+                return  # Cancelled or past its deadline: the answer comes too late.
+            Deadlines.remove(call)  # type: ignore[arg-type]
+            if peer.waiting:
+                self._refill(peer)
+                peer.channel.kick()
         value: Any = None
         error: BaseException | None = None
         try:
             value = codec.decode(frames)
             if not reply.ok:
+                role, rank = split_name(call.name)
                 error = failure.rebuild(value, role=role, rank=rank, method=call.method, call_id=call.call_id)
         except Exception as broken:
-            error = call.error(
-                CallError, f"the answer of {call.name}.{call.method}() cannot be decoded here: "
-                f"{type(broken).__name__}: {broken}", "yes",
-            )  # fmt: skip
+            text = f"the answer of {call.name}.{call.method}() cannot be decoded here: {type(broken).__name__}: {broken}"
+            error = call.error(CallError, text, "yes")
             error.__cause__ = broken
         if call.timer is not None:
-            call.timer.member_done(MemberTime(rank or 0, reply.executed_ns, reply.queued_ns, reply.run_queue_ns))
+            call.timer.member_done(MemberTime(call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns))
+        future = call.future
         if future is not None:
-            if error is not None:
-                reject(future, error)
-            else:
+            if error is None:
                 resolve(future, value)
+            else:
+                reject(future, error)
 
-    # What goes wrong.
+    def _refill(self, peer: _Peer) -> None:
+        """Under the lock: calls that waited for room go out, then threads that waited in line go on."""
+        while peer.waiting and len(peer.pending) < WINDOW:
+            self._send(peer, peer.waiting.popleft())
+        while peer.blocked and len(peer.waiting) < WINDOW:
+            peer.blocked.popleft().release()
+
+    # What goes wrong: the runtime's loop.
 
     def cancel(self, call: PendingCall) -> None:
-        """The caller cancelled: forget the call and tell the peer."""
-        self._parked.pop(call.call_id, None)
-        peer = self._by_id.pop(call.call_id, None)
-        self._deadlines.remove(call.call_id, call.bucket)
+        """The caller cancelled: forget the call and tell the peer. From any thread."""
+        peer = call.peer
+        with self._lock:
+            Deadlines.remove(call)  # type: ignore[arg-type]
+            self._parked.pop(call.call_id, None)
+            sent = peer is not None and peer.pending.pop(call.call_id, None) is not None
+            if peer is not None:
+                if not sent and call in peer.waiting:
+                    peer.waiting.remove(call)
+                self._refill(peer)
+                if sent:
+                    peer.channel.put(Cancel(call.call_id), [])
+        if peer is not None:
+            peer.channel.kick()
         if call.timer is not None:
             call.timer.member_done(None)
-        if peer is None:
-            return
-        if peer.pending.pop(call.call_id, None) is not None:
-            peer.channel.send(Cancel(call.call_id), [])
-        elif call in peer.waiting:
-            peer.waiting.remove(call)
 
-    def _expired(self, key: Hashable) -> None:
-        assert isinstance(key, int)
-        call = self._parked.pop(key, None)
+    def _expired(self, entry: Entry) -> None:
+        call: PendingCall = entry  # type: ignore[assignment]
+        peer = call.peer
         executed: Executed = "no"
         state = "its member has not published an endpoint yet"
-        peer = self._by_id.pop(key, None)
         if peer is not None:
-            sent = peer.pending.pop(key, None)
-            call = sent or next((c for c in peer.waiting if c.call_id == key), None)
-            if sent is not None:
+            if call.call_id in peer.pending:
                 executed = "maybe"
-                state = "the member answers no more" if peer.channel.authenticated else "it is not connected"
-                peer.channel.send(Cancel(key), [])
-            elif call is not None:
-                peer.waiting.remove(call)
+                state = "the member has not answered" if peer.channel.authenticated else "it is not connected"
+                peer.channel.send(Cancel(call.call_id), [])
+            else:
                 state = f"{WINDOW} calls to it were on their way"
-        if call is None:
-            return
         waited = time.monotonic() - call.since
-        self._fail(call, call.error(
-            CallTimeout, f"{call.name}.{call.method}() gave no answer within its deadline ({waited:.2f} s): {state}. "
-            "Raise it with group.options(timeout_s=…), or look at the member's log and stacks", executed,
-        ))  # fmt: skip
+        text = (
+            f"{call.name}.{call.method}() gave no answer within its deadline ({waited:.2f} s): {state}. "
+            "Raise it with group.options(timeout_s=…), or look at the member's log and stacks"
+        )
+        self._fail(call, call.error(CallTimeout, text, executed))
 
     def on_lost(self, link: Link, reason: str) -> None:
         peer = self._by_link.pop(link, None)
@@ -268,8 +347,9 @@ class Calls:
             self._drop(peer, lambda call: self._lost_error(call, reason, "maybe"))
             return
         # Its agent knows exit code, signal and last lines, and says so within milliseconds.
-        self._lost[peer.endpoint] = reason
-        self._orphans[peer.endpoint] = peer
+        with self._lock:
+            self._lost[peer.endpoint] = reason
+            self._orphans[peer.endpoint] = peer
         self._loop.call_later(LOSS_GRACE_S, self._give_up, peer, reason)
 
     def _give_up(self, peer: _Peer, reason: str) -> None:
@@ -279,20 +359,22 @@ class Calls:
     def member_lost(self, info: ExitInfo) -> None:
         """The agent's word on the end of a member's process: its calls end now, later ones at once."""
         name = member_name(info.role, info.rank)
-        self._dead[name, info.incarnation] = info
+        with self._lock:
+            self._dead[name, info.incarnation] = info
         reason = _reason(info)
         for peer in [*self._peers.values(), *self._orphans.values()]:
-            for call in [*peer.pending.values(), *peer.waiting]:
+            for call in self._calls_of(peer):
                 if call.name == name and call.incarnation in (info.incarnation, ANY_INCARNATION):
                     executed: Executed = "maybe" if call.call_id in peer.pending else "no"
                     self._fail(call, self._lost_error(call, reason, executed))
 
     def set_book(self, book: AddressBook) -> None:
         """Take a newer address book; calls that waited for an endpoint go out."""
-        if self._book is not None and book.version <= self._book.version:
-            return
-        self._book = book
-        parked, self._parked = self._parked, {}
+        with self._lock:
+            if self._book is not None and book.version <= self._book.version:
+                return
+            self._book = book
+            parked, self._parked = self._parked, {}
         for call in parked.values():
             self._route(call)
 
@@ -301,25 +383,24 @@ class Calls:
         return self._book
 
     def pending(self) -> Iterator[PendingCall]:
-        yield from self._parked.values()
-        for peer in [*self._peers.values(), *self._orphans.values()]:
-            yield from peer.pending.values()
-            yield from peer.waiting
+        """All calls without an answer. From any thread."""
+        with self._lock:
+            found = [*self._parked.values()]
+            for peer in [*self._peers.values(), *self._orphans.values()]:
+                found += [*peer.pending.values(), *peer.waiting]
+        yield from found
 
     def close(self) -> None:
         """Fail what is pending; queued packets still go out."""
         self._closing = True
         for call in list(self.pending()):
-            self._fail(call, call.error(
-                ShuttingDown, f"this process is ending; {call.describe()} got no answer", "maybe"
-            ))  # fmt: skip
+            text = f"this process is ending; {call.describe()} got no answer"
+            self._fail(call, call.error(ShuttingDown, text, "maybe"))
         for peer in self._peers.values():
             if peer.opening is not None:
                 peer.opening.cancel()
             peer.channel.flush()
         self._deadlines.close()
-
-    # The tables.
 
     def _not_opened(self, peer: _Peer) -> None:
         peer.opening = None
@@ -333,21 +414,29 @@ class Calls:
         if peer.opening is not None:
             peer.opening.cancel()
             peer.opening = None
-        if self._peers.get(peer.endpoint) is peer:
-            del self._peers[peer.endpoint]
+        with self._lock:
+            if self._peers.get(peer.endpoint) is peer:
+                del self._peers[peer.endpoint]
+
+    def _calls_of(self, peer: _Peer) -> list[PendingCall]:
+        with self._lock:
+            return [*peer.pending.values(), *peer.waiting]
 
     def _drop(self, peer: _Peer, error_of: Callable[[PendingCall], BaseException]) -> None:
-        for call in [*peer.pending.values(), *peer.waiting]:
+        for call in self._calls_of(peer):
             self._fail(call, error_of(call))
 
     def _fail(self, call: PendingCall, error: BaseException) -> None:
-        peer = self._by_id.pop(call.call_id, None)
-        if peer is not None:
-            peer.pending.pop(call.call_id, None)
-            if call in peer.waiting:
-                peer.waiting.remove(call)
-        self._parked.pop(call.call_id, None)
-        self._deadlines.remove(call.call_id, call.bucket)
+        with self._lock:
+            peer = call.peer
+            if peer is not None:
+                peer.pending.pop(call.call_id, None)
+                if call in peer.waiting:
+                    peer.waiting.remove(call)
+                while peer.blocked and len(peer.waiting) < WINDOW:
+                    peer.blocked.popleft().release()
+            self._parked.pop(call.call_id, None)
+            Deadlines.remove(call)  # type: ignore[arg-type]
         if call.timer is not None:
             call.timer.member_done(None)
         if call.future is not None:
@@ -356,12 +445,15 @@ class Calls:
             logger.warning("notification %s was not delivered: %s", call.describe(), error)
 
     def _lost_error(self, call: PendingCall, reason: str, executed: Executed) -> PeerLost:
-        error = call.error(
-            PeerLost, f"{call.name} cannot answer {call.method}(): {reason} [asked {call.describe()}]", executed
-        )  # fmt: skip
+        text = f"{call.name} cannot answer {call.method}(): {reason} [asked {call.describe()}]"
+        error = call.error(PeerLost, text, executed)
         assert isinstance(error, PeerLost)
         error.reason = reason
         return error
+
+
+def _on_a_loop() -> bool:
+    return asyncio._get_running_loop() is not None
 
 
 def _reason(info: ExitInfo) -> str:

@@ -6,33 +6,77 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+import threading
+from _thread import allocate_lock
+from collections import deque
+from collections.abc import Callable
 
 from rlmesh.errors import AuthenticationFailed, VersionMismatch
-from rlmesh.runtime.transport import Link
+from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, Link
 from rlmesh.wire.envelope import PROTOCOL_VERSION, Frames, Header, Hello, Message, pack
+
+_PACKET_MESSAGES = 1024
+
+turn_loops: dict[int, asyncio.AbstractEventLoop] = {}
+"""Threads that run a loop of rlmesh: what they send in one turn leaves together at the turn's end."""
 
 
 class Channel:
-    """Queues messages and sends all that are ready in one turn of the loop as one packet, at the turn's end."""
+    """Sends messages from any thread, in each thread's order.
 
-    __slots__ = ("_loop", "_outbox", "authenticated", "link", "peer_name")
+    A thread that runs one of rlmesh's loops sends what is ready in one turn as one packet, at the turn's end and
+    never by a timer; a plain thread sends at once.
+    """
 
-    def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = ("_lock", "_outbox", "_post", "_scheduled", "authenticated", "link", "peer_name")
+
+    def __init__(self, link: Link, post: Callable[..., None]) -> None:
         self.link = link
         self.authenticated = False
         self.peer_name = link.peer
-        self._loop = loop
-        self._outbox: list[Message] = []
+        self._post = post
+        self._outbox: deque[Message] = deque()
+        self._scheduled: set[int] = set()
+        self._lock = allocate_lock()
+
+    def accept(self, peer_name: str) -> None:
+        """The peer has shown the job's key."""
+        self.authenticated = True
+        self.peer_name = peer_name
+        self.link.limit_bytes = PACKET_LIMIT_BYTES
 
     def send(self, header: Header, frames: Frames) -> None:
-        if not self._outbox:
-            self._loop.call_soon(self.flush)
+        self.put(header, frames)
+        self.kick()
+
+    def put(self, header: Header, frames: Frames) -> None:
+        """Queue a message without sending it yet; `kick` must follow. For callers that hold a lock."""
         self._outbox.append((header, frames))
 
+    def kick(self) -> None:
+        thread = threading.get_ident()
+        if thread in self._scheduled:
+            return
+        loop = turn_loops.get(thread)
+        if not self.link.thread_safe:
+            self._scheduled.add(thread)
+            self._post(self._flush_turn, thread)
+        elif loop is not None:
+            self._scheduled.add(thread)
+            loop.call_soon(self._flush_turn, thread)
+        else:
+            self.flush()
+
     def flush(self) -> None:
-        if self._outbox:
-            messages, self._outbox = self._outbox, []
-            self.link.send(pack(messages))
+        with self._lock:
+            outbox = self._outbox
+            while outbox:
+                messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
+                self.link.send(pack(messages))
+
+    def _flush_turn(self, thread: int) -> None:
+        self._scheduled.discard(thread)
+        self.flush()
 
 
 def make_hello(key: bytes, name: str, endpoint: str) -> Hello:

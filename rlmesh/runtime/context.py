@@ -17,16 +17,23 @@ class CallContext:
     Attributes:
         chain: serial slots held by this call and by the calls that led to it.
         deadline: `time.monotonic` time at which the caller gives up.
-        children: futures of the calls made while serving; cancelled with this one.
     """
 
-    __slots__ = ("cancelled", "chain", "children", "deadline")
+    __slots__ = ("_children", "cancelled", "chain", "deadline")
 
     def __init__(self, chain: tuple[str, ...], deadline: float) -> None:
         self.chain = chain
         self.deadline = deadline
-        self.children: WeakSet[Future[Any]] = WeakSet()
+        self._children: WeakSet[Future[Any]] | None = None
         self.cancelled = False
+
+    def add_child(self, future: Future[Any]) -> None:
+        """A call that was made while serving this one."""
+        if self._children is None:
+            self._children = WeakSet()
+        self._children.add(future)
+        if self.cancelled:
+            future.cancel()
 
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -34,7 +41,7 @@ class CallContext:
     def cancel(self) -> None:
         """Cancel everything that was called on behalf of this call."""
         self.cancelled = True
-        for child in list(self.children):
+        for child in list(self._children or ()):
             child.cancel()
 
 

@@ -11,6 +11,7 @@ import difflib
 import inspect
 import logging
 import time
+from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,12 +35,8 @@ logger = logging.getLogger(__name__)
 class Host(Protocol):
     """What dispatch needs of its runtime."""
 
-    def post(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Run ``fn`` on the runtime's loop, from any thread."""
-        ...
-
-    def user_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that runs ``async def`` methods of members."""
+    def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Run ``fn`` on the loop that runs ``async def`` methods of members."""
         ...
 
     def system_exit(self, code: object) -> None:
@@ -60,6 +57,7 @@ class Method:
         self.slot = f"{owner.name}.{name}" if self.is_async else f"{owner.name}!{owner.incarnation}"
         self.running = 0
         self.queue: deque[Incoming] = deque()
+        self.lock = allocate_lock()
         self._pool: ThreadPoolExecutor | None = None
 
     def pool(self) -> ThreadPoolExecutor:
@@ -166,9 +164,7 @@ class Dispatcher:
             self._incoming[incoming.key] = incoming
         if not method.is_async and method.serial:
             method.owner.executor.submit(lambda: self._execute(incoming))
-        elif method.running >= method.concurrent:
-            method.queue.append(incoming)
-        else:
+        elif self._may_begin(incoming):
             self._begin(incoming)
 
     def on_cancel(self, channel: Channel, call_id: int) -> None:
@@ -181,8 +177,10 @@ class Dispatcher:
         incoming.context.cancel()
         if incoming.task is not None:
             incoming.task.get_loop().call_soon_threadsafe(incoming.task.cancel)
-        elif incoming in incoming.method.queue:
-            incoming.method.queue.remove(incoming)
+        else:
+            with incoming.method.lock:
+                if incoming in incoming.method.queue:
+                    incoming.method.queue.remove(incoming)
 
     def _find(self, call: Call) -> Method:
         served = self._served.get(call.target)
@@ -206,22 +204,38 @@ class Dispatcher:
 
     def _begin(self, incoming: Incoming) -> None:
         method = incoming.method
-        method.running += 1
-        incoming.ready_ns = time.perf_counter_ns()
         if not method.is_async:
             method.pool().submit(self._execute, incoming)
         elif method.owner.inline:
             incoming.task = self._loop.create_task(self._run_async(incoming))
         else:
-            self._host.user_loop().call_soon_threadsafe(self._begin_on_user_loop, incoming)
+            self._host.post_to_user(self._begin_on_user_loop, incoming)
+
+    def _may_begin(self, incoming: Incoming) -> bool:
+        """Take one of the method's places, or queue for one."""
+        method = incoming.method
+        with method.lock:
+            if method.running >= method.concurrent:
+                method.queue.append(incoming)
+                return False
+            method.running += 1
+            return True
+
+    # Any thread: a reply leaves from the thread that made it.
 
     def _ended(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
         self._incoming.pop(incoming.key, None)
         method = incoming.method
+        following: Incoming | None = None
         if method.is_async or not method.serial:
-            method.running -= 1
-            if method.queue and method.running < method.concurrent:
-                self._begin(method.queue.popleft())
+            with method.lock:
+                method.running -= 1
+                if method.queue:
+                    method.running += 1
+                    following = method.queue.popleft()
+        if following is not None:
+            following.ready_ns = ended_ns
+            self._begin(following)
         if incoming.cancelled or incoming.call.flags & Flag.NO_REPLY:
             return
         queued = incoming.ready_ns - incoming.received_ns
@@ -261,7 +275,7 @@ class Dispatcher:
     def _execute(self, incoming: Incoming) -> None:
         served = incoming.method.owner
         if incoming.cancelled:
-            self._host.post(self._ended, incoming, False, [], time.perf_counter_ns())
+            self._ended(incoming, False, [], time.perf_counter_ns())
             return
         incoming.run_queue_ns += own_run_queue_since_last_ns()
         incoming.started_ns = time.perf_counter_ns()
@@ -285,7 +299,7 @@ class Dispatcher:
         self._finish(incoming, ok, frames, ended_ns)
 
     def _finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
-        self._host.post(self._ended, incoming, ok, frames, ended_ns)
+        self._ended(incoming, ok, frames, ended_ns)
         if incoming.exit is not None:
             # After the reply: the caller shall learn that the method called sys.exit, not only that it died.
             self._host.system_exit(incoming.exit.code)

@@ -7,23 +7,22 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvloop
-
-from rlmesh.errors import AuthenticationFailed, UsageError, VersionMismatch, WireError
+from rlmesh.errors import AuthenticationFailed, MalformedFrame, UsageError, VersionMismatch, WireError
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.calls import Calls, PendingCall
-from rlmesh.runtime.channel import Channel, check_hello
+from rlmesh.runtime.channel import Channel, check_hello, turn_loops
 from rlmesh.runtime.context import current_call
 from rlmesh.runtime.dispatch import Dispatcher, Served
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future, register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.handle import CallOptions, MemberHandle
+from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.rpc import exported
 from rlmesh.runtime.timing import (
     CallLedger,
@@ -33,7 +32,8 @@ from rlmesh.runtime.timing import (
     own_run_queue_since_last_ns,
     thread_ids_named,
 )
-from rlmesh.runtime.transport import Link
+from rlmesh.runtime.transport import Link, Transport, local_address
+from rlmesh.runtime.unix_transport import UnixTransport
 from rlmesh.runtime.zmq_transport import ZmqTransport
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import (
@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 1800.0
 _LINGER_S = 1.0
-_THREAD_JOIN_S = 5.0
 
 
 class Runtime:
@@ -77,17 +76,16 @@ class Runtime:
         self.rejected_packets = 0
         self._key = key or secrets.token_bytes(32)
         self._loop, self._embedded = loop, embedded
-        self._thread_owner: _LoopThread | None = None
+        self._thread_owner: LoopThread | None = None
         self._loop_ident = 0
-        self._posts: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
-        self._posted = False
-        self._transport = ZmqTransport(self, loop)
-        self._calls = Calls(name, self._key, loop, self._transport)
+        self._posts = Posts(loop)
+        self._transports: dict[str, Transport] = {}
+        self._calls = Calls(name, self._key, loop, self._connect, self.post)
         self._dispatcher = Dispatcher(self, loop)
         self._incoming: dict[Link, Channel] = {}
         self._ledger = CallLedger()
         self._meter = RunQueueMeter()
-        self._user: _LoopThread | None = None
+        self._user: LoopThread | None = None
         self._main: Served | None = None
         self._expected: set[str] = set()
         self._closed = False
@@ -107,7 +105,7 @@ class Runtime:
             socket_dir: private directory (mode 0700) for the socket; None listens on loopback TCP.
             bind: False for a pure caller; text for an address of your choice.
         """
-        thread = _LoopThread(f"rlmesh-io-{name}")
+        thread = LoopThread(f"rlmesh-io-{name}")
         try:
             runtime: Runtime = thread.run(lambda: cls._make(name, key, socket_dir, bind, thread))
         except BaseException:
@@ -131,23 +129,22 @@ class Runtime:
 
     @classmethod
     def _make(
-        cls, name: str, key: bytes | None, socket_dir: str | Path | None, bind: bool | str, thread: _LoopThread | None
+        cls, name: str, key: bytes | None, socket_dir: str | Path | None, bind: bool | str, thread: LoopThread | None
     ) -> Runtime:
         runtime = cls(name, key, asyncio.get_running_loop(), embedded=thread is None)
         try:
             if bind:
-                address = bind if isinstance(bind, str) else _address(socket_dir)
-                runtime.endpoint = runtime._transport.bind(address)
+                address = bind if isinstance(bind, str) else local_address(socket_dir)
+                runtime.endpoint = runtime._transport(address).bind(address)
         except BaseException:
-            runtime._transport.close(0)
+            runtime._close_transports(0)
             raise
         runtime._loop_ident = threading.get_ident()
         if thread is not None:
             runtime._thread_owner = thread
         register_loop_thread(name)
+        turn_loops[runtime._loop_ident] = runtime._loop
         runtime._meter.add(threading.get_native_id())
-        for thread_id in thread_ids_named("ZMQbg"):
-            runtime._meter.add(thread_id)
         return runtime
 
     def close(self) -> None:
@@ -167,14 +164,37 @@ class Runtime:
         else:
             self._close_on_loop()
         unregister_loop_thread(self._loop_ident)
+        turn_loops.pop(self._loop_ident, None)
         self._meter.close()
 
     def _close_on_loop(self) -> None:
-        self._run_posts()
+        self._posts.run()
         for channel in self._incoming.values():
             channel.flush()
         self._calls.close()
-        self._transport.close(_LINGER_S)
+        self._close_transports(_LINGER_S)
+
+    def _transport(self, address: str) -> Transport:
+        scheme = address.partition("://")[0]
+        found = self._transports.get(scheme)
+        if found is None:
+            if scheme == "unix":
+                found = UnixTransport(self, self._loop, self.post)
+            elif scheme in ("ipc", "tcp"):
+                found = ZmqTransport(self, self._loop)
+                for thread_id in thread_ids_named("ZMQbg"):
+                    self._meter.add(thread_id)
+            else:
+                raise UsageError(f"{address!r} is no address: it begins with unix://, ipc:// or tcp://")
+            self._transports[scheme] = found
+        return found
+
+    def _connect(self, endpoint: str) -> Link:
+        return self._transport(endpoint).connect(endpoint)
+
+    def _close_transports(self, linger_s: float) -> None:
+        for transport in self._transports.values():
+            transport.close(linger_s)
 
     def __enter__(self) -> Runtime:
         return self
@@ -271,15 +291,14 @@ class Runtime:
             chain = context.chain
             timeout = max(0.0, min(timeout, context.remaining_s()))
         deadline = time.monotonic() + timeout
-        call = PendingCall(name, method, deadline, chain, endpoint=endpoint, incarnation=incarnation)
-        call.frames = frames
-        future: Future[Any] = Future(call.describe, lambda: self._on_loop(self._calls.cancel, call))
+        call = PendingCall(name, method, deadline, chain, endpoint, incarnation, frames, True)
+        future: Future[Any] = Future(call.describe, partial(self._calls.cancel, call))
         future.timer = call.timer = timer
         if reply:
             call.future = future
             if context is not None:
-                context.children.add(future)
-        self._on_loop(self._calls.start, call)
+                context.add_child(future)
+        self._calls.start(call)
         return future
 
     def timer(self, name: str, method: str, members: int) -> GroupTimer:
@@ -327,27 +346,14 @@ class Runtime:
             self.post(fn, *args)
 
     def post(self, fn: Callable[..., Any], *args: Any) -> None:
-        # One wake-up of the loop for all that is posted before it runs: a wake-up costs more than the work.
-        self._posts.append((fn, args))
-        if not self._posted:
-            self._posted = True
-            try:
-                self._loop.call_soon_threadsafe(self._run_posts)
-            except RuntimeError:
-                self._posted = False  # The loop is closed: the process is ending.
+        """Run ``fn`` on the runtime's loop, from any thread, soon."""
+        self._posts.put(fn, *args)
 
-    def _run_posts(self) -> None:
-        self._posted = False
-        while self._posts:
-            fn, args = self._posts.popleft()
-            fn(*args)
-
-    def user_loop(self) -> asyncio.AbstractEventLoop:
-        if self._embedded:
-            return self._loop
+    def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Run ``fn`` on the loop of ``async def`` methods, from any thread, soon."""
         if self._user is None:
-            self._user = _LoopThread(f"rlmesh-user-{self.name}")
-        return self._user.loop
+            self._user = LoopThread(f"rlmesh-user-{self.name}")
+        self._user.posts.put(fn, *args)
 
     def system_exit(self, code: object) -> None:
         if self.exit_hook is not None:
@@ -359,7 +365,7 @@ class Runtime:
         run_queue_ns = own_run_queue_since_last_ns()
         channel = self._calls.channel_of(link) or self._incoming.get(link)
         if channel is None:
-            channel = self._incoming[link] = Channel(link, self._loop)
+            channel = self._incoming[link] = Channel(link, self.post)
         try:
             # Headers are msgpack, which runs no code; payloads are decoded only for authenticated peers.
             for header, payload in unpack(frames):
@@ -373,7 +379,7 @@ class Runtime:
     def _on_message(self, channel: Channel, link: Link, header: Any, payload: Frames, run_queue_ns: int) -> None:
         kind = type(header)
         if kind is Reply:
-            self._calls.on_reply(link, header, payload, run_queue_ns)
+            self._calls.on_reply(link, header, payload)
         elif kind is Hello:
             self._on_hello(channel, header)
         elif kind is Welcome:
@@ -393,8 +399,7 @@ class Runtime:
         except VersionMismatch as error:
             channel.send(Refused(PROTOCOL_VERSION, str(error)), [])
             return
-        channel.authenticated = True
-        channel.peer_name = hello.name
+        channel.accept(hello.name)
         channel.send(Welcome(PROTOCOL_VERSION, self.name), [])
 
     def _reject(self, channel: Channel, link: Link, error: WireError) -> None:
@@ -405,62 +410,14 @@ class Runtime:
             self._incoming.pop(link, None)
             link.close()
 
+    def on_rejected(self, link: Link, reason: str) -> None:
+        channel = self._calls.channel_of(link) or self._incoming.get(link) or Channel(link, self.post)
+        self._reject(channel, link, MalformedFrame(reason))
+        self.on_lost(link, reason)
+
     def on_lost(self, link: Link, reason: str) -> None:
         self._incoming.pop(link, None)
         self._calls.on_lost(link, reason)
-
-
-def _address(socket_dir: str | Path | None) -> str:
-    return f"ipc://{socket_dir}/{secrets.token_hex(4)}" if socket_dir is not None else "tcp://127.0.0.1:*"
-
-
-class _LoopThread:
-    """A loop on a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            self.loop.close()
-
-    def run(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn`` on the loop and give its result."""
-        done: Future[Any] = Future()
-
-        async def body() -> None:
-            try:
-                done.set_result(fn())
-            except BaseException as error:
-                done.set_exception(error)
-
-        self.loop.call_soon_threadsafe(lambda: self.loop.create_task(body()))
-        return done.result(30.0)
-
-    def stop(self) -> None:
-        if not self._thread.is_alive():
-            return
-        self.loop.call_soon_threadsafe(self._cancel_all)
-        self._thread.join(_THREAD_JOIN_S)
-        if self._thread.is_alive():
-            logger.warning("thread %s does not end: a coroutine blocks its loop", self._thread.name)
-
-    def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-
-        async def finish() -> None:
-            if tasks:
-                await asyncio.wait(tasks, timeout=_THREAD_JOIN_S / 2)
-            self.loop.stop()
-
-        self.loop.create_task(finish())
 
 
 _default: Runtime | None = None

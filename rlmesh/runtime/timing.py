@@ -31,6 +31,9 @@ class CallStats:
     share_s: float = 0.0
 
 
+_RECENT_NS = 1_000_000
+
+
 class RunQueueMeter:
     """Nanoseconds that threads of this process were runnable but had no core (``schedstat``, second field).
 
@@ -39,6 +42,7 @@ class RunQueueMeter:
 
     def __init__(self, thread_ids: Iterable[int] = ()) -> None:
         self._files: list[int] = []
+        self._last = self._read_at = 0
         for thread_id in thread_ids:
             self.add(thread_id)
 
@@ -47,6 +51,14 @@ class RunQueueMeter:
             self._files.append(os.open(f"/proc/self/task/{thread_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             pass  # A kernel without scheduler statistics: the delay then counts as rlmesh's.
+
+    def recent_ns(self) -> int:
+        """`read_ns` at most a millisecond old: many short calls share one look at the kernel's counters."""
+        now = time.perf_counter_ns()
+        if now - self._read_at > _RECENT_NS:
+            self._last = self.read_ns()
+            self._read_at = now
+        return self._last
 
     def read_ns(self) -> int:
         total = 0
@@ -79,12 +91,12 @@ _own = _ThreadMeter()
 
 def own_run_queue_ns() -> int:
     """Nanoseconds that the calling thread was runnable without a core, ever."""
-    return _own.meter.read_ns()
+    return _own.meter.recent_ns()
 
 
 def own_run_queue_since_last_ns() -> int:
     """The same since this thread called this function before."""
-    now = _own.meter.read_ns()
+    now = _own.meter.recent_ns()
     last, _own.last_ns = _own.last_ns, now
     return now - last
 
@@ -151,7 +163,9 @@ class CallLedger:
             total.run_queue_ns += own
             total.overhead_ns += max(0, timer.wall_ns - spent - own)
             total.share_ns += timer.share_ns
-            total.slowest[slowest.rank] = total.slowest.get(slowest.rank, 0) + 1
+            rank = slowest.name.rpartition(":")[2]
+            number = int(rank) if rank.isdigit() else 0
+            total.slowest[number] = total.slowest.get(number, 0) + 1
 
     def add_wake(self, role: str, method: str, lag_ns: int, run_queue_ns: int) -> None:
         """Time from the arrival of an answer until the thread that waited for it ran."""
@@ -175,7 +189,9 @@ class CallLedger:
 
 @dataclass(frozen=True, slots=True)
 class MemberTime:
-    rank: int
+    """Times of one member's reply; ``name`` such as ``ACTOR:1``."""
+
+    name: str
     executed_ns: int
     queued_ns: int
     run_queue_ns: int
@@ -205,7 +221,7 @@ class GroupTimer:
         self.wall_ns = self.caller_run_queue_ns = 0
         self._ledger, self._meter, self._left = ledger, meter, members
         self.share_ns = 0.0
-        self._run_queue_0 = meter.read_ns()
+        self._run_queue_0 = meter.recent_ns()
         self._share_0 = ledger.shared_clock(+1)
         self._started = time.perf_counter_ns()
 
@@ -218,7 +234,7 @@ class GroupTimer:
         self._left -= 1
         if self._left == 0:
             self.wall_ns = time.perf_counter_ns() - self._started
-            self.caller_run_queue_ns = self._meter.read_ns() - self._run_queue_0
+            self.caller_run_queue_ns = self._meter.recent_ns() - self._run_queue_0
             self.share_ns = self._ledger.shared_clock(-1) - self._share_0
             self._ledger.add(self)
 

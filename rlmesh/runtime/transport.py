@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+from pathlib import Path
 from typing import Protocol
 
 from rlmesh.wire.envelope import Frames
 
+UNAUTHENTICATED_LIMIT_BYTES = 65_536
+"""A peer that has not shown the job's key may send no larger packet."""
+PACKET_LIMIT_BYTES = 1 << 40
+
+TRANSPORT_VARIABLE = "RLMESH_TRANSPORT"
+
+
+def local_address(socket_dir: str | Path | None, name: str | None = None) -> str:
+    """An address for a process of this node: a Unix socket in ``socket_dir``, or ZeroMQ's ipc where
+    ``RLMESH_TRANSPORT=zmq`` asks for it; loopback TCP without a directory.
+
+    Args:
+        name: name of the socket's file; None makes one up.
+    """
+    if socket_dir is None:
+        return "tcp://127.0.0.1:*"
+    scheme = "ipc" if os.environ.get(TRANSPORT_VARIABLE) == "zmq" else "unix"
+    return f"{scheme}://{socket_dir}/{name or secrets.token_hex(4)}"
+
 
 class Link(Protocol):
-    """One direction-less connection to one peer. Used on the runtime's loop only."""
+    """One connection to one peer; packets go both ways."""
+
+    thread_safe: bool
+    """Whether `send` may be called from any thread; otherwise on the runtime's loop only."""
+
+    limit_bytes: int
+    """Larger packets from the peer end the connection. The runtime raises it once the peer is authenticated."""
 
     @property
     def peer(self) -> str:
@@ -19,13 +47,19 @@ class Link(Protocol):
         """Queue one packet; never blocks. Packets of one link arrive in order and whole, or not at all."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """On the runtime's loop."""
+        ...
 
 
 class Receiver(Protocol):
     """What a transport calls, on the runtime's loop."""
 
     def on_packet(self, link: Link, frames: Frames) -> None: ...
+
+    def on_rejected(self, link: Link, reason: str) -> None:
+        """The peer sent what is no packet; the connection has been closed."""
+        ...
 
     def on_lost(self, link: Link, reason: str) -> None:
         """The peer is gone, or the connection is. Called at most once per link, never for a link closed here."""

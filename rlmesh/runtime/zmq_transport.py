@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.transport import Link, Receiver
+from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, Link, Receiver
 from rlmesh.wire.envelope import Frames
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,11 @@ _SMALL_FRAME_BYTES = 65536
 class _Dealer:
     """The link to a peer that this side connected to."""
 
+    thread_safe = False
+
     def __init__(self, transport: ZmqTransport, endpoint: str) -> None:
         self.peer = endpoint
+        self.limit_bytes = PACKET_LIMIT_BYTES
         self._transport = transport
         self._socket = transport.new_socket(zmq.DEALER)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -87,8 +90,11 @@ class _Dealer:
 class _RouterPeer:
     """The link to a peer that connected to this side."""
 
+    thread_safe = False
+
     def __init__(self, transport: ZmqTransport, routing_id: bytes) -> None:
         self.peer = f"peer {routing_id.hex()}"
+        self.limit_bytes = PACKET_LIMIT_BYTES
         self._transport = transport
         self._routing_id = routing_id
 

@@ -10,9 +10,8 @@ Pure: bytes in, values out. Everything that does not fit raises `MalformedFrame`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
@@ -39,8 +38,7 @@ class Flag(IntEnum):
     NO_REPLY = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(NamedTuple):
     """First message of whoever connects; ``proof`` shows that it holds the job's key."""
 
     version: int
@@ -49,24 +47,21 @@ class Hello:
     proof: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(NamedTuple):
     """Answer to a valid `Hello`."""
 
     version: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """Answer to a `Hello` of another protocol version. A wrong key gets no answer at all."""
 
     version: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """``timeout_s`` is what is left of the caller's deadline, since clocks of two hosts differ.
 
     ``chain`` names the serial slots that are held by the calls that led to this one.
@@ -81,8 +76,7 @@ class Call:
     chain: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """``ok`` or a failure; where the callee's time went, in nanoseconds."""
 
     call_id: int
@@ -92,41 +86,38 @@ class Reply:
     run_queue_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(NamedTuple):
     call_id: int
 
 
 Header: TypeAlias = Hello | Welcome | Refused | Call | Reply | Cancel
 Message: TypeAlias = tuple[Header, Frames]
 
-_KIND_OF: dict[type[Any], Kind] = {
-    Hello: Kind.HELLO,
-    Welcome: Kind.WELCOME,
-    Refused: Kind.REFUSED,
-    Call: Kind.CALL,
-    Reply: Kind.REPLY,
-    Cancel: Kind.CANCEL,
+_KIND_OF: dict[type[Any], int] = {
+    Hello: int(Kind.HELLO),
+    Welcome: int(Kind.WELCOME),
+    Refused: int(Kind.REFUSED),
+    Call: int(Kind.CALL),
+    Reply: int(Kind.REPLY),
+    Cancel: int(Kind.CANCEL),
 }
 _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.HELLO: (Hello, (int, str, bytes, bytes)),
     Kind.WELCOME: (Welcome, (int, str)),
     Kind.REFUSED: (Refused, (int, str)),
-    Kind.CALL: (Call, (int, str, int, str, float, int, list)),
+    Kind.CALL: (Call, (int, str, int, str, float, int, tuple)),
     Kind.REPLY: (Reply, (int, bool, int, int, int)),
     Kind.CANCEL: (Cancel, (int,)),
 }
-_SLOTS: dict[int, tuple[str, ...]] = {kind: cls.__slots__ for kind, (cls, _) in _SHAPES.items()}
 
 
 def pack(messages: Sequence[Message]) -> Frames:
     """Join messages into the frames of one packet."""
-    headers: list[Any] = []
+    headers = []
     frames: Frames = [b""]
     for header, payload in messages:
-        kind = _KIND_OF[type(header)]
-        headers.append([int(kind), len(payload), *[getattr(header, slot) for slot in _SLOTS[kind]]])
-        frames.extend(payload)
+        headers.append((_KIND_OF[type(header)], len(payload), header))
+        frames += payload
     frames[0] = msgpack.packb(headers)
     return frames
 
@@ -140,42 +131,40 @@ def unpack(frames: Sequence[Buffer]) -> list[Message]:
     if not frames:
         raise MalformedFrame("an empty packet arrived; the peer does not speak rlmesh's protocol")
     try:
-        headers = msgpack.unpackb(frames[0], strict_map_key=True)
+        headers = msgpack.unpackb(frames[0], strict_map_key=True, use_list=False)
     except Exception as error:
         raise MalformedFrame(f"the header frame ({len(frames[0])} bytes) is not msgpack: {error}") from None
-    if not isinstance(headers, list):
+    if type(headers) is not tuple:
         raise MalformedFrame(f"the header frame holds {type(headers).__name__}, not a list of headers")
     messages: list[Message] = []
     used = 1
-    for fields in headers:
-        header, count = _parse(fields)
-        if used + count > len(frames):
+    for entry in headers:
+        header, count = _parse(entry)
+        end = used + count
+        if end > len(frames):
             raise MalformedFrame(
                 f"a {type(header).__name__} claims {count} payload frames, but only {len(frames) - used} are left"
             )
-        messages.append((header, list(frames[used : used + count])))
-        used += count
+        messages.append((header, list(frames[used:end])))
+        used = end
     if used != len(frames):
         raise MalformedFrame(f"{len(frames) - used} frames belong to no message")
     return messages
 
 
-def _parse(fields: object) -> tuple[Header, int]:
-    if not isinstance(fields, list) or len(fields) < 2:
+def _parse(entry: object) -> tuple[Header, int]:
+    if type(entry) is not tuple or len(entry) != 3:
         raise MalformedFrame("a header is not a list of kind, frame count and fields")
-    kind, count, *values = fields
+    kind, count, values = entry
     shape = _SHAPES.get(kind) if type(kind) is int else None
     if shape is None:
         raise MalformedFrame(f"unknown kind of message: {kind!r:.40}")
     cls, types = shape
     if type(count) is not int or count < 0:
         raise MalformedFrame(f"a {cls.__name__} has no valid frame count")
-    if len(values) != len(types) or any(type(v) is not t for v, t in zip(values, types, strict=True)):
+    if type(values) is not tuple or tuple(map(type, values)) != types:
         raise MalformedFrame(f"a {cls.__name__} has fields of the wrong number or type")
-    if cls is Call:
-        chain = values[-1]
-        if any(type(slot) is not str for slot in chain):
-            raise MalformedFrame("a Call's chain holds something other than text")
-        values[-1] = tuple(chain)
-    header: Header = cls(*values)
+    if cls is Call and values[-1] and any(type(slot) is not str for slot in values[-1]):
+        raise MalformedFrame("a Call's chain holds something other than text")
+    header: Header = cls._make(values)
     return header, count
