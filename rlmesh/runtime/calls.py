@@ -237,6 +237,7 @@ class Calls:
         peer = _Peer(endpoint, channel)
         self._by_link[channel.link] = peer
         channel.send(make_hello(self._key, self._name, endpoint), [])
+        channel.flush()  # In a packet of its own: a stranger's first packet has to be small.
         peer.opening = self._loop.call_later(CONNECT_TIMEOUT_S, self._not_opened, peer)
         with self._lock:
             self._peers[endpoint] = peer

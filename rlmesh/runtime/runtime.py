@@ -401,6 +401,7 @@ class Runtime:
             return
         channel.accept(hello.name)
         channel.send(Welcome(PROTOCOL_VERSION, self.name), [])
+        channel.flush()  # In a packet of its own: the peer takes large packets only after it.
 
     def _reject(self, channel: Channel, link: Link, error: WireError) -> None:
         self.rejected_packets += 1

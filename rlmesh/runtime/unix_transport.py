@@ -67,18 +67,22 @@ class _Reader:
             self._start, self._end = 0, left
         return self._view[self._end :]
 
-    def took(self, count: int, limit_bytes: int) -> list[Frames]:
-        """``count`` bytes were read into `space`; gives the packets that are whole now. ValueError: no packet."""
+    def took(self, count: int) -> None:
+        """``count`` bytes were read into `space`."""
         if self._sizes:
-            return self._fill(count, limit_bytes)
-        self._end += count
-        packets: list[Frames] = []
-        while (packet := self._parse(limit_bytes)) is not None:
-            packets.append(packet)
-        return packets
+            self._filled += count
+        else:
+            self._end += count
 
-    def _parse(self, limit_bytes: int) -> Frames | None:
-        if self._sizes or self._end - self._start < _HEAD.size:
+    def next_packet(self, limit_bytes: int) -> Frames | None:
+        """The next packet if it is whole. One at a time: handling one may raise the limit for the next.
+
+        Raises:
+            ValueError: what came is no packet, or one above the limit.
+        """
+        if self._sizes:
+            return self._fill()
+        if self._end - self._start < _HEAD.size:
             return None
         magic, count = _HEAD.unpack_from(self._buffer, self._start)
         if magic != _MAGIC:
@@ -104,7 +108,7 @@ class _Reader:
         return self._begin_large(body, sizes)
 
     def _begin_large(self, body: int, sizes: tuple[int, ...]) -> Frames | None:
-        self._frames, self._sizes, self._filled = [], [size for size in sizes], 0
+        self._frames, self._sizes, self._filled = [], list(sizes), 0
         self._start = body
         while self._sizes:
             size = self._sizes[0]
@@ -120,18 +124,16 @@ class _Reader:
         frames, self._frames = self._frames, []
         return frames
 
-    def _fill(self, count: int, limit_bytes: int) -> list[Frames]:
-        self._filled += count
-        if self._filled < self._sizes[0]:
-            return []
+    def _fill(self) -> Frames | None:
         # `space` never reaches beyond the frame that is being filled, so nothing of the next packet was read.
-        self._sizes.pop(0)
-        if not self._sizes:
-            frames, self._frames = self._frames, []
-            return [frames]
-        self._filled = 0
-        self._frames.append(bytearray(self._sizes[0]))
-        return self._fill(0, limit_bytes) if self._sizes[0] == 0 else []
+        while self._filled == self._sizes[0]:
+            self._sizes.pop(0)
+            if not self._sizes:
+                frames, self._frames = self._frames, []
+                return frames
+            self._filled = 0
+            self._frames.append(bytearray(self._sizes[0]))
+        return None
 
 
 class _UnixLink:
@@ -231,14 +233,14 @@ class _UnixLink:
             if count == 0:
                 self._lost("the connection was closed by the peer")
                 return
+            reader.took(count)
             try:
-                packets = reader.took(count, self.limit_bytes)
+                while not self._closed and (packet := reader.next_packet(self.limit_bytes)) is not None:
+                    receiver.on_packet(self, packet)
             except ValueError as error:
                 self.close()
                 receiver.on_rejected(self, str(error))
                 return
-            for packet in packets:
-                receiver.on_packet(self, packet)
             if count < len(space):
                 return  # The socket is empty; the loop says when it is not.
 

@@ -10,6 +10,7 @@ import pytest
 from rlmesh.runtime.address import AddressBook, MemberAddress, member_name
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.transport import TRANSPORT_VARIABLE
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -64,10 +65,12 @@ def until() -> Callable[..., None]:
     return _until
 
 
-@pytest.fixture
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+@pytest.fixture(params=["unix", "zmq"])
+def mesh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
+    """Over each transport of one node."""
     import tempfile
 
+    monkeypatch.setenv(TRANSPORT_VARIABLE, request.param)
     with tempfile.TemporaryDirectory(prefix="rlm-") as directory:
         made = Mesh(Path(directory))
         try:

@@ -1,0 +1,161 @@
+"""The system calls and the few bytes of C that shared memory needs, through ctypes. No policy here.
+
+Errors are OSError with the number that the kernel gave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import pickle
+import struct
+import weakref
+from typing import Any, TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Exporter: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_MAP_NORESERVE = 0x4000  # the same on all architectures that Python supports on Linux, but not in `mmap` of 3.11
+_MADV_DONTNEED = 4
+_MADV_REMOVE = 9
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Mapping:
+    """A mapping of a file, unmapped when the last reference to this object goes: whoever hands out memory of
+    it keeps a reference for as long as that memory may be used."""
+
+    __slots__ = ("__weakref__", "address", "nbytes")
+
+    def __init__(self, fd: int, offset: int, nbytes: int, protection: int, flags: int) -> None:
+        address = _libc.mmap(None, nbytes, protection, flags, fd, offset)
+        if address == _MAP_FAILED:
+            raise _last_error("mmap")
+        self.address: int = address
+        self.nbytes = nbytes
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
+
+    @classmethod
+    def shared(cls, fd: int, offset: int, nbytes: int, *, writable: bool) -> Mapping:
+        """The file's own pages."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return cls(fd, offset, nbytes, protection, mmap.MAP_SHARED)
+
+    @classmethod
+    def private(cls, fd: int, offset: int, nbytes: int) -> Mapping:
+        """The file's pages until one is written to; then this process's own copy of that page.
+
+        Never with MAP_POPULATE: on a writable private mapping it copies every page.
+        """
+        return cls(fd, offset, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+
+    def drop_private_pages(self, offset: int, nbytes: int) -> None:
+        """Forget this process's own copies in a page-aligned range: the file's pages show again."""
+        if _libc.madvise(self.address + offset, nbytes, _MADV_DONTNEED) != 0:
+            raise _last_error("madvise(MADV_DONTNEED)")
+
+    def free_file_pages(self, offset: int, nbytes: int) -> None:
+        """Give the memory of a page-aligned range of the file back to the system; it reads as zeros then."""
+        if _libc.madvise(self.address + offset, nbytes, _MADV_REMOVE) != 0:
+            raise _last_error("madvise(MADV_REMOVE)")
+
+
+def export(address: int, nbytes: int) -> Exporter:
+    """An object whose buffer is that memory. It owns nothing; it can be weakly referenced and have attributes.
+
+    Every memoryview, array and tensor that is made from it keeps it alive, so its end is the end of them all.
+    """
+    return (ctypes.c_ubyte * nbytes).from_address(address)
+
+
+def view_of(exporter: Exporter) -> memoryview:
+    """A writable view of bytes; its ``obj`` is the exporter."""
+    # memoryview() of a ctypes array has a format that cannot be cast; PickleBuffer gives plain bytes.
+    return pickle.PickleBuffer(exporter).raw()
+
+
+class _PyBuffer(ctypes.Structure):
+    """``Py_buffer`` of the C API, part of its stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_PYBUF_SIMPLE = 0
+_PYBUF_FULL_RO = 0x11C
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int]
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = [ctypes.POINTER(_PyBuffer)]
+_release_buffer.restype = None
+_to_contiguous = ctypes.pythonapi.PyBuffer_ToContiguous
+_to_contiguous.argtypes = [ctypes.c_void_p, ctypes.POINTER(_PyBuffer), ctypes.c_ssize_t, ctypes.c_char]
+
+
+def address_of(buffer: Any) -> int:
+    """Where the bytes of a contiguous buffer are. Valid while somebody holds the buffer."""
+    raw = _PyBuffer()
+    _get_buffer(buffer, ctypes.byref(raw), _PYBUF_SIMPLE)
+    address = int(raw.buf or 0)
+    _release_buffer(ctypes.byref(raw))
+    return address
+
+
+def copy_to(address: int, source: memoryview) -> None:
+    """Copy a buffer to ``address``. Without the GIL if it is contiguous; in C order, element by element, if not."""
+    raw = _PyBuffer()
+    _get_buffer(source, ctypes.byref(raw), _PYBUF_SIMPLE if source.contiguous else _PYBUF_FULL_RO)
+    try:
+        if source.contiguous:
+            ctypes.memmove(address, raw.buf, raw.len)
+        else:
+            _to_contiguous(address, ctypes.byref(raw), raw.len, b"C")
+    finally:
+        _release_buffer(ctypes.byref(raw))
+
+
+# Locks of open file descriptions: the kernel gives them back when a process dies, however it dies.
+
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def try_lock(fd: int, byte: int, *, exclusive: bool) -> bool:
+    """Lock one byte of the file, shared or alone; False if somebody else's lock forbids it."""
+    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def unlock(fd: int, byte: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+
+
+def _last_error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code), what)

@@ -1,0 +1,96 @@
+"""How much may a pool still take, before the file system, the machine or its memory limit is full?
+
+Pages of /dev/shm are memory: they count against the file system's size (64 MiB in a container by default), the
+machine's memory and the control group's limit. Whoever exceeds the first gets a bus error at the first touch of a
+page that was not reserved, whoever exceeds the others is killed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_KEPT_FREE = 16
+"""One part in so many is left to others: NCCL and torch use /dev/shm too."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """``bytes`` that may be taken; ``limited_by`` says in words what the limit is and how to raise it."""
+
+    bytes: int
+    limited_by: str
+
+
+def room_in(directory: str, root: Path = Path("/")) -> Room:
+    """What is left there now. ``root`` is where proc and sys are found."""
+    system = os.statvfs(directory)
+    size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
+    rooms = [
+        Room(
+            free - size // _KEPT_FREE,
+            f"{directory} has {free >> 20} of {size >> 20} MiB free (it is enlarged by `mount -o remount,size=…`, "
+            "`docker run --shm-size=…`, or a volume of medium Memory)",
+        )
+    ]
+    memory = _machine_memory(root)
+    if memory is not None:
+        total, available = memory
+        rooms.append(
+            Room(available - total // _KEPT_FREE, f"the machine has {available >> 20} MiB of memory available")
+        )
+    rooms.extend(
+        Room(limit - used - limit // _KEPT_FREE, f"the memory limit of {limit >> 20} MiB has {used >> 20} MiB in use")
+        for limit, used in _group_limits(root)
+    )
+    least = min(rooms, key=lambda room: room.bytes)
+    return Room(max(0, least.bytes), least.limited_by)
+
+
+def _machine_memory(root: Path) -> tuple[int, int] | None:
+    """Total and available bytes."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    values = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    if "MemTotal" not in values or "MemAvailable" not in values:
+        return None
+    return values["MemTotal"], values["MemAvailable"]
+
+
+def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, without what the kernel drops when it is needed, of this process's control groups."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Inside a container the path may name a group that only the host can see; the limit is then at the top.
+        folder = base / path.strip("/")
+        yield from _limits_upwards(folder if folder.is_dir() else base, base, *names)
+
+
+def _limits_upwards(folder: Path, base: Path, limit: str, use: str, droppable: str) -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            most, used = (folder / limit).read_text().strip(), int((folder / use).read_text())
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            pass
+        else:
+            if most.isdigit() and int(most) < 1 << 60:
+                yield int(most), used - int(statistics.get(droppable, "0"))
+        if folder == base:
+            return
+        folder = folder.parent
