@@ -122,7 +122,7 @@ class Calls:
         gate: Any = None
         with self._lock:
             if call.future is not None:
-                self._deadlines.add(call)  # type: ignore[arg-type]
+                self._deadlines.add(call)
             # Calls that take the way over the loop (a connection must be made) must not be overtaken.
             if self._detours or self._closing or self._book_changes(call):
                 self._detours += 1
@@ -269,7 +269,7 @@ class Calls:
             call = peer.pending.pop(reply.call_id, None)
             if call is None:
                 return  # Cancelled or past its deadline: the answer comes too late.
-            Deadlines.remove(call)  # type: ignore[arg-type]
+            Deadlines.remove(call)
             if peer.waiting:
                 self._refill(peer)
                 peer.channel.kick()
@@ -281,7 +281,8 @@ class Calls:
                 role, rank = split_name(call.name)
                 error = failure.rebuild(value, role=role, rank=rank, method=call.method, call_id=call.call_id)
         except Exception as broken:
-            text = f"the answer of {call.name}.{call.method}() cannot be decoded here: {type(broken).__name__}: {broken}"
+            what = f"{type(broken).__name__}: {broken}"
+            text = f"the answer of {call.name}.{call.method}() cannot be decoded here: {what}"
             error = call.error(CallError, text, "yes")
             error.__cause__ = broken
         if call.timer is not None:
@@ -306,7 +307,7 @@ class Calls:
         """The caller cancelled: forget the call and tell the peer. From any thread."""
         peer = call.peer
         with self._lock:
-            Deadlines.remove(call)  # type: ignore[arg-type]
+            Deadlines.remove(call)
             self._parked.pop(call.call_id, None)
             sent = peer is not None and peer.pending.pop(call.call_id, None) is not None
             if peer is not None:
@@ -437,7 +438,7 @@ class Calls:
                 while peer.blocked and len(peer.waiting) < WINDOW:
                     peer.blocked.popleft().release()
             self._parked.pop(call.call_id, None)
-            Deadlines.remove(call)  # type: ignore[arg-type]
+            Deadlines.remove(call)
         if call.timer is not None:
             call.timer.member_done(None)
         if call.future is not None:

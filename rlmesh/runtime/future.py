@@ -73,7 +73,7 @@ class Future(concurrent.futures.Future[T]):
 
     # For concurrent.futures.wait and as_completed, which lock a future by its condition.
     @property
-    def _condition(self) -> threading.Condition:
+    def _condition(self) -> threading.Condition:  # type: ignore[override]
         with _transition:
             found: threading.Condition | None = self.__dict__.get("_made_condition")
             if found is None:
@@ -162,7 +162,7 @@ class Future(concurrent.futures.Future[T]):
     def set_running_or_notify_cancel(self) -> bool:
         return self._state is PENDING
 
-    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:  # type: ignore[override]
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         with _transition:
             if self._state is PENDING:
                 self._done_callbacks.append(fn)

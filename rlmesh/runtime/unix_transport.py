@@ -220,7 +220,7 @@ class _UnixLink:
     def _on_readable(self) -> None:
         receiver, reader, sock = self._transport.receiver, self._reader, self._socket
         for _ in range(_READS_PER_TURN):
-            if self._closed or sock is None:
+            if sock is None or self._closed:
                 return
             space = reader.space()
             try:
@@ -235,8 +235,10 @@ class _UnixLink:
                 return
             reader.took(count)
             try:
-                while not self._closed and (packet := reader.next_packet(self.limit_bytes)) is not None:
+                while (packet := reader.next_packet(self.limit_bytes)) is not None:
                     receiver.on_packet(self, packet)
+                    if self._closed:
+                        return
             except ValueError as error:
                 self.close()
                 receiver.on_rejected(self, str(error))

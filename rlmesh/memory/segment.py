@@ -1,0 +1,81 @@
+"""One segment at its owner: the file, its memory, its table of slots. Not thread-safe; `pool` locks."""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import os
+
+from rlmesh.memory.allocator import FreeSpace
+from rlmesh.memory.layout import ENTRY_WORDS, MAGIC, MAX_SLOTS, TABLE_BYTES
+from rlmesh.memory.native import PAGE_BYTES, Mapping, try_lock, unlock
+
+
+class Segment:
+    """A file whose pages all exist: touching them can neither fail nor end in a bus error.
+
+    Args:
+        path: the file, which must not exist.
+        data_bytes: room for slots, a multiple of the page size.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: the file system has no room; nothing is left behind.
+    """
+
+    def __init__(self, path: str, data_bytes: int) -> None:
+        self.path, self.name = path, os.path.basename(path)
+        self.nbytes = TABLE_BYTES + data_bytes
+        self.space = FreeSpace(TABLE_BYTES, self.nbytes)
+        self.idle_since = 0.0
+        self._indexes = list(range(1, MAX_SLOTS + 1))
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(self._fd, 0, self.nbytes)
+            self.mapping = Mapping.shared(self._fd, 0, self.nbytes, writable=True)
+        except BaseException:
+            os.unlink(path)
+            os.close(self._fd)
+            raise
+        self._table = (ctypes.c_uint64 * (TABLE_BYTES // 8)).from_address(self.mapping.address)
+        self._table[0], self._table[1] = MAGIC, self.nbytes
+
+    @property
+    def has_index(self) -> bool:
+        return bool(self._indexes)
+
+    def take(self, nbytes: int, generation: int) -> tuple[int, int] | None:
+        """Make a slot: its index and offset, or None if there is no room for it."""
+        offset = self.space.take(nbytes) if self._indexes else None
+        if offset is None:
+            return None
+        index = heapq.heappop(self._indexes)
+        word = index * ENTRY_WORDS
+        self._table[word + 1], self._table[word + 2] = offset, nbytes
+        # Last: whoever sees the generation sees the rest. (Borrowers read it after a message that says so.)
+        self._table[word] = generation
+        return index, offset
+
+    def retire(self, index: int, offset: int, nbytes: int) -> bool:
+        """End a slot; False if some process still holds it, whatever its messages said."""
+        if not try_lock(self._fd, index, exclusive=True):
+            return False
+        self._table[index * ENTRY_WORDS] = 0
+        unlock(self._fd, index)
+        self.space.give(offset, nbytes)
+        heapq.heappush(self._indexes, index)
+        return True
+
+    def remove(self) -> None:
+        """Unlink the file. Its memory goes when nobody maps it any more; at once if no slot is in use."""
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        if self.space.is_empty:
+            # Borrowers keep their mappings of it until they notice; those shall not keep the memory.
+            try:
+                self.mapping.free_file_pages(0, -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES)
+            except OSError:
+                pass  # a file system without holes: the memory goes with the last mapping
+        os.close(self._fd)
