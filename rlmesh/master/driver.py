@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from rlmesh.errors import LaunchError, UsageError
@@ -21,7 +22,7 @@ from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
 from rlmesh.master.options import LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
-from rlmesh.master.session import Interrupt, Session
+from rlmesh.master.session import STOP_GRACE_S, Interrupt, Session
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
 from rlmesh.observe.live import make_view
@@ -31,7 +32,6 @@ from rlmesh.placement.planner import make_plan
 __all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure", "run_job"]
 
 DEFAULT_NAME = "job"
-AGENT_GRACE_S = 5.0
 ANSWER_MARGIN_S = 15.0
 
 
@@ -119,7 +119,7 @@ class Driver:
         try:
             spec = job_spec(
                 config, self.job_name, self._demand, self._cluster, space, limits=options.limits,
-                restart=options.restart, submitted_at=self._submitted_at, grace_s=AGENT_GRACE_S,
+                restart=options.restart, submitted_at=self._submitted_at, grace_s=STOP_GRACE_S,
             )  # fmt: skip
             space.write_job(spec, len(self._cluster.names))
             (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
@@ -131,7 +131,8 @@ class Driver:
         self._session = Session(
             self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
             make_view(options.view or "auto"), self._interrupt,
-            first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S, report=draw_report,
+            first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S,
+            report=_no_report if options.report is False else draw_report,
         )  # fmt: skip
         return self._session
 
@@ -150,6 +151,10 @@ class Driver:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def _no_report(run_dir: Path) -> Path | None:
+    return None
 
 
 def _refuse_inside_worker() -> None:

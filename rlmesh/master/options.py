@@ -39,6 +39,8 @@ class LaunchOptions:
     """``runs``"""
     cluster: Cluster | None = None
     """this machine as one node"""
+    report: bool | None = None
+    """draw the report"""
     limits: Limits = field(default_factory=Limits)
 
     def over(self, other: LaunchOptions) -> LaunchOptions:

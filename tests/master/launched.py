@@ -57,6 +57,13 @@ class Launched:
         self._reader.join(5.0)
         return code
 
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.ended()
+
     def pid_of(self, name: str) -> int:
         """A process below this one by what it is: guardian, agent, master."""
         for pid in descendants(self.process.pid):
