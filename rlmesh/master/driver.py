@@ -38,13 +38,13 @@ ANSWER_MARGIN_S = 15.0
 def run_job(
     config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
 ) -> JobResult:
-    """Run a job on the calling thread and wait for its end.
+    """Run a job, whose description was checked, on the calling thread and wait for its end.
 
     On the main thread Ctrl-C stops the job: once with grace, twice at once; either way all its processes are
     gone before ``KeyboardInterrupt`` is raised.
 
     Raises:
-        JobSpecError: the job cannot work as described.
+        JobSpecError: its configuration cannot be sent to the workers.
         PlacementError: the cluster cannot hold it; nothing was started.
         JobFailed: it failed; its exceptions are the first causes, ``run_dir`` has the logs.
         KeyboardInterrupt: it was stopped.
@@ -73,11 +73,10 @@ class Driver:
     def __init__(
         self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
     ) -> None:
-        self._submitted_at = time.time()
         _refuse_inside_worker()
-        config.check()
         self._config = config
         self._options = effective(options)
+        self._submitted_at = self._options.submitted_at or time.time()
         self.job_name = job_name or config.job_name or DEFAULT_NAME
         self._demand = demand_of(config)
         self._cluster = cluster_for(config, self._demand, self._options.cluster)
