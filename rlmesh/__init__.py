@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlmesh.job.descriptors import ResourceDesc as ResourceDesc
     from rlmesh.job.descriptors import SimpleWorkloadDesc as SimpleWorkloadDesc
     from rlmesh.job.rl_builder import RLJobBuilder as RLJobBuilder
-    from rlmesh.job.rl_builder import RLRoleType as RLRoleType
+    from rlmesh.job.roles import RLRoleType as RLRoleType
     from rlmesh.job.workload import BaseRLTrainer as BaseRLTrainer
     from rlmesh.job.workload import BaseRLWorkload as BaseRLWorkload
     from rlmesh.job.workload import BaseTrainer as BaseTrainer
@@ -51,7 +51,7 @@ _WHERE = {
     "MemberHandle": "rlmesh.runtime.handle",
     "PrimeMaster": "rlmesh.master.prime_master",
     "RLJobBuilder": "rlmesh.job.rl_builder",
-    "RLRoleType": "rlmesh.job.rl_builder",
+    "RLRoleType": "rlmesh.job.roles",
     "ResourceDesc": "rlmesh.job.descriptors",
     "RoleGroup": "rlmesh.runtime.group",
     "Runtime": "rlmesh.runtime.runtime",

@@ -181,7 +181,7 @@ class DLJobBuilder:
         job = DLJob(**self._valid_fields(problems), workloads=workloads)
         if workloads or not problems:
             problems += job.problems()
-        job.collocations = [set(roles) for roles in self._collocations(workloads)]
+        job.collocations = [set(roles) for roles in self._collocations(workloads, problems)]
         problems += collocation_problems(job.collocations, workloads, broken)
         problems += self._job_problems({*workloads, *broken})
         if problems:
@@ -223,13 +223,23 @@ class DLJobBuilder:
                 problems += error.problems
         return valid
 
-    def _collocations(self, workloads: Mapping[str, AnyWorkloadDesc]) -> list[tuple[str, ...]]:
+    def _collocations(
+        self, workloads: Mapping[str, AnyWorkloadDesc], problems: list[str]
+    ) -> list[tuple[str, ...]]:
         """The sets of roles that share accelerators, with the roles' own spelling."""
         sets = [tuple(map(self._spelled, roles)) for roles in self._together]
         if self._all_but is not None:
             excluded = set(map(self._spelled, self._all_but))
             sharing = (role for role, workload in workloads.items() if workload.resource.accelerator > 0)
-            sets.append(tuple(role for role in sharing if role not in excluded))
+            together = tuple(role for role in sharing if role not in excluded)
+            if len(together) > 1:
+                sets.append(together)
+            else:
+                problems.append(
+                    "with_collocation_all: needs at least two roles that use accelerators, and there is "
+                    f"{together[0] if together else 'none'}: give them resource(accelerator=...) or the job "
+                    "device_per_node(...)"
+                )
         return sets
 
     def _spelled(self, role: str) -> str:

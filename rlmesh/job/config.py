@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 
 from pydantic import (
@@ -207,6 +208,7 @@ class DLConfig(Spec):
             UsageError: called inside a running event loop, which it would block.
             JobFailed: the job failed; holds the first causes.
         """
+        called_at = time.time()
         if _inside_loop():
             raise UsageError(
                 "submit() was called inside a running event loop, which it would block: use "
@@ -219,7 +221,7 @@ class DLConfig(Spec):
             raise JobSpecError(problems)
         from rlmesh.master.driver import run_job
 
-        return run_job(self, job_name, self._launch_options(view, run_dir))
+        return run_job(self, job_name, self._launch_options(view, run_dir, called_at))
 
     def start(
         self, job_name: str | None = None, *, view: View | None = None, run_dir: str | Path | None = None
@@ -231,20 +233,24 @@ class DLConfig(Spec):
 
         Raises as ``submit`` does, except that ``JobFailed`` comes from the handle.
         """
+        called_at = time.time()
         from rlmesh.job.handle import JobHandle
         from rlmesh.master.driver import Driver
 
         self.check()
-        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir)))
+        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at)))
 
-    def _launch_options(self, view: View | None, run_dir: str | Path | None) -> LaunchOptions:
+    def _launch_options(
+        self, view: View | None, run_dir: str | Path | None, called_at: float
+    ) -> LaunchOptions:
         from pathlib import Path
 
         from rlmesh.master.driver import LaunchOptions
 
         if view is not None and view not in get_args(View):
             raise UsageError(f"view: there is no view {view!r}.{did_you_mean(view, get_args(View))}")
-        return LaunchOptions(view=view, run_dir=Path(run_dir) if run_dir is not None else None)
+        folder = Path(run_dir) if run_dir is not None else None
+        return LaunchOptions(view=view, run_dir=folder, submitted_at=called_at)
 
 
 def _inside_loop() -> bool:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from rlmesh.errors import LaunchError, UsageError
@@ -21,7 +22,7 @@ from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
 from rlmesh.master.options import LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
-from rlmesh.master.session import Interrupt, Session
+from rlmesh.master.session import STOP_GRACE_S, Interrupt, Session
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
 from rlmesh.observe.live import make_view
@@ -31,20 +32,19 @@ from rlmesh.placement.planner import make_plan
 __all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure", "run_job"]
 
 DEFAULT_NAME = "job"
-AGENT_GRACE_S = 5.0
 ANSWER_MARGIN_S = 15.0
 
 
 def run_job(
     config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
 ) -> JobResult:
-    """Run a job on the calling thread and wait for its end.
+    """Run a job, whose description was checked, on the calling thread and wait for its end.
 
     On the main thread Ctrl-C stops the job: once with grace, twice at once; either way all its processes are
     gone before ``KeyboardInterrupt`` is raised.
 
     Raises:
-        JobSpecError: the job cannot work as described.
+        JobSpecError: its configuration cannot be sent to the workers.
         PlacementError: the cluster cannot hold it; nothing was started.
         JobFailed: it failed; its exceptions are the first causes, ``run_dir`` has the logs.
         KeyboardInterrupt: it was stopped.
@@ -73,11 +73,10 @@ class Driver:
     def __init__(
         self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
     ) -> None:
-        self._submitted_at = time.time()
         _refuse_inside_worker()
-        config.check()
         self._config = config
         self._options = effective(options)
+        self._submitted_at = self._options.submitted_at or time.time()
         self.job_name = job_name or config.job_name or DEFAULT_NAME
         self._demand = demand_of(config)
         self._cluster = cluster_for(config, self._demand, self._options.cluster)
@@ -119,7 +118,7 @@ class Driver:
         try:
             spec = job_spec(
                 config, self.job_name, self._demand, self._cluster, space, limits=options.limits,
-                restart=options.restart, submitted_at=self._submitted_at, grace_s=AGENT_GRACE_S,
+                restart=options.restart, submitted_at=self._submitted_at, grace_s=STOP_GRACE_S,
             )  # fmt: skip
             space.write_job(spec, len(self._cluster.names))
             (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
@@ -131,7 +130,8 @@ class Driver:
         self._session = Session(
             self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
             make_view(options.view or "auto"), self._interrupt,
-            first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S, report=draw_report,
+            first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S,
+            report=_no_report if options.report is False else draw_report,
         )  # fmt: skip
         return self._session
 
@@ -150,6 +150,10 @@ class Driver:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def _no_report(run_dir: Path) -> Path | None:
+    return None
 
 
 def _refuse_inside_worker() -> None:

@@ -39,6 +39,10 @@ class LaunchOptions:
     """``runs``"""
     cluster: Cluster | None = None
     """this machine as one node"""
+    report: bool | None = None
+    """draw the report"""
+    submitted_at: float | None = None
+    """now; seconds since the epoch, when ``submit`` was called"""
     limits: Limits = field(default_factory=Limits)
 
     def over(self, other: LaunchOptions) -> LaunchOptions:

@@ -52,11 +52,6 @@ def job_failed(job_name: str, failures: Sequence[FailureInfo], run_dir: Path) ->
     return error
 
 
-def launch_failed(job_name: str, text: str, run_dir: Path) -> JobFailed:
-    """The error for a job whose own processes (guardian, agent, master) failed."""
-    return job_failed(job_name, [FailureInfo(text)], run_dir)
-
-
 def _as_exception(failure: FailureInfo) -> Exception:
     text = describe_failure(failure)
     if failure.role is None:

@@ -6,10 +6,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlmesh.agent.logs import last_lines
+from rlmesh.agent.protocol import AgentConfig, ExitReport
+from rlmesh.agent.start import GuardianProcess
 from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID
 
 
@@ -42,6 +44,29 @@ class ProcessWatch:
         ready = select.select(living, [], [], 0)[0] if living else []
         self._dead |= {name for name, fd in self._fds.items() if fd in ready}
         return max(self._dead, default="")
+
+    def cause_of_death(
+        self, configs: Sequence[AgentConfig], reports: Sequence[ExitReport], nodes: Sequence[GuardianProcess],
+        run_dir: Path,
+    ) -> str:  # fmt: skip
+        """Which of the job's own processes died first, once all of them are gone.
+
+        Each takes those below it along: guardian, agent, master.
+        """
+        for config, report, node in zip(configs, reports, nodes, strict=False):
+            tail = tail_of(run_dir, f"agent-{config.node_rank}.log")
+            if report.agent_code is None:
+                return f"the guardian of node {config.node_name} (pid {node.pid}) died, and its node with it. {tail}"
+            if report.agent_code < 0:
+                how = signal.Signals(-report.agent_code).name
+                return f"the agent of node {config.node_name} was killed by {how}, and its node with it. {tail}"
+        if (dead := self.dead()).startswith("master"):
+            return f"the {dead} died, and the job with it. {tail_of(run_dir, 'agent-0.log')}"
+        for config, report in zip(configs, reports, strict=False):
+            if report.agent_code:
+                tail = tail_of(run_dir, f"agent-{config.node_rank}.log")
+                return f"the agent of node {config.node_name} exited with code {report.agent_code}. {tail}"
+        return f"the job's own processes ended too early. {tail_of(run_dir, 'agent-0.log', 'master.log')}"
 
     def kill_agents(self) -> None:
         """Kill the agents; their guardians then end all that is left, without grace."""

@@ -13,14 +13,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport
 from rlmesh.agent.start import GuardianProcess
-from rlmesh.errors import CallError, JobFailed, LaunchError, RLMeshError
-from rlmesh.job.status import JobStatus
+from rlmesh.errors import CallError, LaunchError, RLMeshError
+from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.merged_logs import MergedLogs
-from rlmesh.master.outcome import JobResult, job_failed, launch_failed
+from rlmesh.master.outcome import JobResult, job_failed
 from rlmesh.master.processes import ProcessWatch, tail_of
 from rlmesh.master.workspace import Workspace
 from rlmesh.observe.live import JobView
@@ -34,10 +35,12 @@ START_POLL_S = 0.02
 STOP_GRACE_S = 2.5
 """Grace of the members after Ctrl-C; all must be gone within 5 s."""
 STOP_LIMIT_S = 3.2
-"""After this the guardians end what the master has not ended."""
+"""After this the agents are killed and the guardians end what is left."""
 NODE_END_S = 10.0
 SILENCE_S = 30.0
 """How long a master that lives may leave the driver without an answer."""
+DEATH_NOTICE_S = 1.0
+"""How long a call to the master that failed waits for news of a death, which explains it better."""
 
 ENDED = ("succeeded", "failed", "stopped")
 
@@ -62,10 +65,16 @@ class Interrupt:
                 return
             self.count += 1
             self.reason = self.reason or reason
-            try:
-                os.write(self._write, b"x")
-            except BlockingIOError:
-                pass
+            self.wake()
+
+    def wake(self) -> None:
+        """End the wait of whoever waits for ``fileno()``."""
+        with self._lock:
+            if not self._closed:
+                try:
+                    os.write(self._write, b"x")
+                except BlockingIOError:
+                    pass
 
     def clear(self) -> None:
         try:
@@ -80,6 +89,10 @@ class Interrupt:
             os.close(self._write)
 
 
+class _Broken(Exception):
+    """The job can no longer end by itself; empty if its processes' ends must tell why."""
+
+
 class Session:
     """Runs one job. ``status`` is the last snapshot and may be read from any thread.
 
@@ -89,6 +102,7 @@ class Session:
         view: shows the job.
         interrupt: asks to stop.
         first_answer_s: how long the master may take to come up.
+        report: draws the picture of a run that succeeded.
     """
 
     def __init__(
@@ -104,7 +118,6 @@ class Session:
         self._logs = MergedLogs(view.output)
         self._records = 0
         self._stop_sent_at: float | None = None
-        self._killed = False
 
     def run(self) -> JobResult:
         """Run the job to its end.
@@ -113,24 +126,22 @@ class Session:
             JobFailed: it failed, or one of its own processes died.
             KeyboardInterrupt: it was stopped by ``interrupt``.
         """
+        broken: str | None = None
         try:
             try:
-                self._start_nodes()
+                for config in self._configs:
+                    self._nodes.append(GuardianProcess(config))
                 with Runtime.start(name="driver", key=self._space.key, bind=False) as runtime:
                     self._follow(runtime.peer(MASTER, self._space.master_endpoint))
-            except LaunchError as error:
-                raise launch_failed(self._job_name, str(error), self._space.run_dir) from None
+            except (_Broken, LaunchError) as error:
+                broken = str(error)
             finally:
                 reports = self._end_nodes()
-            return self._outcome(reports)
+            return self._outcome(reports, broken)
         finally:
             self._view.close()
             self._watch.close()
             self._space.remove_sockets()
-
-    def _start_nodes(self) -> None:
-        for config in self._configs:
-            self._nodes.append(GuardianProcess(config))
 
     # Following
 
@@ -138,95 +149,70 @@ class Session:
         """Until the job has ended, or can no longer end by itself."""
         self._await_master()
         began = time.monotonic()
-        answered = began
-        while self.status.stage not in ENDED:
-            if self._is_cut_short():
-                return
-            try:
-                self._take(master.options(timeout_s=2.0).call("status", self._records).result())
-                answered = time.monotonic()
-            except CallError as error:
-                self._raise_if_dead()
-                if time.monotonic() - answered > SILENCE_S:
-                    raise LaunchError(f"the master has not answered for {SILENCE_S:g} s: {error}") from None
-            self._send_stop(master)
+        while self.status.stage not in ENDED and self._update(master):
             self._logs.poll()
             # Often at first, so that the view shows the start as it happens.
-            self._sleep(POLL_S if time.monotonic() - began > 2.0 else POLL_S / 4)
-        try:
-            master.options(timeout_s=2.0).call("goodbye").result()
-        except RLMeshError as error:
-            logger.debug("goodbye was not answered: %s", error)
+            self._wait(POLL_S if time.monotonic() - began > 2.0 else POLL_S / 4)
+        if self.status.stage in ENDED:
+            try:
+                master.options(timeout_s=2.0).call("goodbye").result()
+            except RLMeshError as error:
+                logger.debug("goodbye was not answered: %s", error)
 
     def _await_master(self) -> None:
         """Until the master listens."""
         path = self._space.master_endpoint.removeprefix("ipc://")
         deadline = time.monotonic() + self._first_answer_s
-        while not os.path.exists(path):
-            self._raise_if_dead()
-            if self._interrupt.count:
-                return
+        while not os.path.exists(path) and not self._interrupt.count:
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"the master did not start within {self._first_answer_s:g} s. "
-                    + tail_of(self._space.run_dir, "agent-0.log", "master.log")
-                )
-            self._sleep(START_POLL_S)
+                where = tail_of(self._space.run_dir, "master.log", "agent-0.log")
+                raise _Broken(f"the master did not start within {self._first_answer_s:g} s. {where}")
+            self._wait(START_POLL_S)
 
-    def _take(self, status: JobStatus) -> None:
+    def _update(self, master: MemberHandle) -> bool:
+        """Take one snapshot; False if the job is to be cut short."""
+        answer = master.options(timeout_s=SILENCE_S).call("status", self._records)
+        answer.add_done_callback(lambda _: self._interrupt.wake())
+        while not answer.done():
+            if self._interrupt.count and self._stop_sent_at is None:
+                self._stop_sent_at = time.monotonic()
+                master.notify("stop", self._interrupt.reason, STOP_GRACE_S)
+            if self._is_cut_short():
+                answer.cancel()
+                self._watch.kill_agents()
+                return False
+            self._wait(POLL_S)
+        try:
+            status: JobStatus = answer.result()
+        except CallError as error:
+            deadline = time.monotonic() + DEATH_NOTICE_S
+            while time.monotonic() < deadline:
+                self._wait(POLL_S)
+            raise _Broken(f"the master does not answer: {error}") from None
         self._records = status.records_from + len(status.records)
         self.status = status
         self._watch.learn(status.extra)
         self._view.update(status)
         self._logs.follow(status.members)
-
-    def _sleep(self, seconds: float) -> None:
-        """Wait, but no longer than until a process of the job dies or a stop is asked for."""
-        watched = [self._interrupt.fileno(), *self._watch.fds(), *(n.fileno() for n in self._nodes)]
-        ready, _, _ = select.select(watched, [], [], seconds)
-        if ready and self._interrupt.fileno() not in ready:
-            # A death is told by its fd at once; its report may take a moment longer.
-            time.sleep(START_POLL_S)
-        self._interrupt.clear()
-
-    def _raise_if_dead(self) -> None:
-        """Raise if the job's own processes cannot carry it any further."""
-        for node in self._nodes:
-            if not node.running():
-                report = node.wait(1.0)
-                raise LaunchError(self._death_of_node(node, report))
-        if (dead := self._watch.dead()) and self.status.stage not in ENDED:
-            time.sleep(START_POLL_S * 5)
-            for node in self._nodes:
-                if not node.running():
-                    raise LaunchError(self._death_of_node(node, node.wait(1.0)))
-            raise LaunchError(
-                f"the {dead} died, and the job with it. {tail_of(self._space.run_dir, 'agent-0.log', 'master.log')}"
-            )
-
-    def _death_of_node(self, node: GuardianProcess, report: ExitReport) -> str:
-        name = self._configs[node.node_rank].node_name
-        tail = tail_of(self._space.run_dir, f"agent-{node.node_rank}.log")
-        if report.agent_code is None:
-            return f"the guardian of node {name} (pid {node.pid}) died, and the node's processes with it. {tail}"
-        how = f"exited with code {report.agent_code}"
-        if report.agent_code < 0:
-            how = f"was killed by {signal.Signals(-report.agent_code).name}"
-        return f"the agent of node {name} {how}, and the node's processes ended with it. {tail}"
-
-    # Stopping
+        return True
 
     def _is_cut_short(self) -> bool:
-        if self._interrupt.count > 1 and not self._killed:
-            self._killed = True
-            self._watch.kill_agents()
-            return True
-        return self._stop_sent_at is not None and time.monotonic() - self._stop_sent_at > STOP_LIMIT_S
+        late = self._stop_sent_at is not None and time.monotonic() - self._stop_sent_at > STOP_LIMIT_S
+        return late or self._interrupt.count > 1
 
-    def _send_stop(self, master: MemberHandle) -> None:
-        if self._interrupt.count and self._stop_sent_at is None:
-            self._stop_sent_at = time.monotonic()
-            master.notify("stop", self._interrupt.reason, STOP_GRACE_S)
+    def _wait(self, seconds: float) -> None:
+        """Wait, but only until something happens.
+
+        Raises:
+            _Broken: guardian, agent or master died; which one is found out when all is over.
+        """
+        watched = [self._interrupt.fileno(), *self._watch.fds(), *(node.fileno() for node in self._nodes)]
+        select.select(watched, [], [], seconds)
+        self._interrupt.clear()
+        if self._watch.dead() or not all(node.running() for node in self._nodes):
+            raise _Broken("")
+
+    # End
 
     def _end_nodes(self) -> tuple[ExitReport, ...]:
         """Let every node end, and make sure of it."""
@@ -243,20 +229,24 @@ class Session:
         self._watch.await_end(NODE_END_S)
         return tuple(reports)
 
-    def _outcome(self, reports: tuple[ExitReport, ...]) -> JobResult:
+    def _outcome(self, reports: tuple[ExitReport, ...], broken: str | None) -> JobResult:
         self._logs.finish()
         for report in reports:
             for item in report.leftovers:
                 level = logging.DEBUG if item.removed else logging.WARNING
                 logger.log(level, "node %s left %s: %s", report.node_rank, item.kind, item.what)
         status, run_dir = self.status, self._space.run_dir
+        if broken is not None:
+            cause = broken or self._watch.cause_of_death(self._configs, reports, self._nodes, run_dir)
+            failure = FailureInfo(cause, at=time.time())
+            status = replace(status, stage="failed", failures=(failure, *status.failures))
+        elif status.stage not in ENDED:
+            status = replace(status, stage="stopped")
+        self.status = replace(status, records=())
         picture = self._report(run_dir) if status.stage == "succeeded" else None
-        self._view.finish(status, picture)
-        if self._interrupt.count:
+        self._view.finish(replace(status, records_from=self._records, records=()), picture)
+        if status.stage == "stopped":
             raise KeyboardInterrupt(f"job {self._job_name} was stopped: {self._interrupt.reason}")
-        if status.stage != "succeeded":
+        if status.stage == "failed":
             raise job_failed(self._job_name, status.failures, run_dir)
-        return JobResult(status, run_dir, picture, reports)
-
-
-__all__ = ["Interrupt", "JobFailed", "Session"]
+        return JobResult(self.status, run_dir, picture, reports)

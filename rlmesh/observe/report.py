@@ -11,7 +11,7 @@ from typing import Any
 from rlmesh.job.status import MetricRecord
 from rlmesh.observe.metrics import METRICS_FILE, read_records
 from rlmesh.observe.progress import Curve
-from rlmesh.observe.timeuse import STEP_TIME, TimeUse
+from rlmesh.observe.timeuse import STEP_TIME, TimeUse, calls_to_roles
 
 __all__ = ["REPORT_FILE", "StepTimes", "draw_report", "step_times"]
 
@@ -31,7 +31,7 @@ _BINS = 60
 _SMOOTH_FROM = 8
 """Curves with fewer points are drawn as they are."""
 _END = 5
-"""The ends of a curve are means over so many steps."""
+"""The ends of a long curve are means over so many steps."""
 
 
 class StepTimes:
@@ -87,10 +87,11 @@ def step_times(records: Sequence[MetricRecord]) -> StepTimes | None:
     if not callers:
         return None
     caller = callers[0].caller
+    own = [record for record in records if record.role == caller]
+    timed = [record for record in own if STEP_TIME in record.metrics]
     by_step: dict[int, list[MetricRecord]] = {}
-    for record in records:
-        if record.role == caller and (record.calls or STEP_TIME in record.metrics):
-            by_step.setdefault(record.step, []).append(record)
+    for record in timed or own:
+        by_step.setdefault(record.step, []).append(record)
     rows = [(step, _step_parts(by_step[step])) for step in sorted(by_step)]
     names = [OWN, *(use.role for use in callers[0].roles), RLMESH]
     steps: list[float] = []
@@ -108,7 +109,7 @@ def _step_parts(records: Sequence[MetricRecord]) -> dict[str, float]:
     """One step of a role in seconds by whom it waited for, averaged over the members that reported it."""
     members = len({record.rank for record in records})
     parts: dict[str, float] = {OWN: sum(record.metrics.get(STEP_TIME, 0.0) for record in records)}
-    for call in (call for record in records for call in record.calls):
+    for call in (call for record in records for call in calls_to_roles(record)):
         waited = call.share_s or call.wall_s
         own = min(max(call.overhead_s, 0.0), waited)
         parts[call.role] = parts.get(call.role, 0.0) + waited - own
@@ -154,7 +155,8 @@ def _curve(
         ends = values[0], values[-1]
         axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4, clip_on=False)
     else:
-        ends = _mean(values[:_END]), _mean(values[-_END:])
+        end = min(_END, 1 + len(values) // 10)
+        ends = _mean(values[:end]), _mean(values[-end:])
         axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
         axes.plot(steps, _smooth(values), color=color, linewidth=2)
     axes.set_title(f"{ends[0]:.3g} → {ends[1]:.3g}", loc="right", fontsize=11, color=color, fontweight="bold")

@@ -1,7 +1,9 @@
 """Where the steps' time went: per caller, what it waited for, and how much of that was rlmesh itself.
 
-Every report carries what its sender's remote calls cost since the report before (``CallStats``). Per role
-that was called, all in seconds and averaged over the caller's steps:
+Every report carries what its sender's remote calls cost since the report before (``CallStats``). A role that
+times its steps (metric ``step_time_s``) is judged by those reports alone, so that what it called before its
+first step and between steps is not taken for part of them. Per role that was called, all in seconds and
+averaged over the caller's steps:
 
 * waited: from the call to its result. Calls that run at the same time each count in full, so that the column
   can add up to more than a step; ``share`` divides such time evenly and never does.
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 
 from rlmesh.job.status import CallStats, MetricRecord
 
-__all__ = ["CallerUse", "RoleUse", "TimeUse", "format_time_use"]
+__all__ = ["STEP_TIME", "CallerUse", "RoleUse", "TimeUse", "calls_to_roles", "format_time_use"]
 
 STEP_TIME = "step_time_s"
 """The metric by which a role reports how long its step took."""
@@ -69,38 +71,40 @@ class CallerUse:
 
 
 @dataclass(slots=True)
-class _Caller:
+class _Reports:
+    """Reports of one role: either those with a step time, or the others."""
+
     steps: set[tuple[int, int]] = field(default_factory=set)
     step_s: float = 0.0
-    timed: set[tuple[int, int]] = field(default_factory=set)
     first_at: dict[int, float] = field(default_factory=dict)
     last_at: dict[int, float] = field(default_factory=dict)
     calls: list[CallStats] = field(default_factory=list)
+
+    def add(self, record: MetricRecord) -> None:
+        self.steps.add((record.rank, record.step))
+        self.step_s += record.metrics.get(STEP_TIME, 0.0)
+        self.first_at.setdefault(record.rank, record.at)
+        self.last_at[record.rank] = record.at
+        self.calls = _merged([*self.calls, *calls_to_roles(record)])
 
 
 class TimeUse:
     """Adds up the call statistics of reports."""
 
     def __init__(self, records: Iterable[MetricRecord] = ()) -> None:
-        self._callers: dict[str, _Caller] = {}
+        self._timed: dict[str, _Reports] = {}
+        self._others: dict[str, _Reports] = {}
         for record in records:
             self.add(record)
 
     def add(self, record: MetricRecord) -> None:
-        caller = self._callers.setdefault(record.role, _Caller())
-        step = (record.rank, record.step)
-        caller.steps.add(step)
-        step_s = record.metrics.get(STEP_TIME)
-        if step_s is not None:
-            caller.step_s += step_s
-            caller.timed.add(step)
-        caller.first_at.setdefault(record.rank, record.at)
-        caller.last_at[record.rank] = record.at
-        caller.calls = _merged([*caller.calls, *record.calls])
+        kind = self._timed if STEP_TIME in record.metrics else self._others
+        kind.setdefault(record.role, _Reports()).add(record)
 
     def callers(self) -> tuple[CallerUse, ...]:
         """Roles that called others, the one with the most waiting first."""
-        uses = [_use(name, caller) for name, caller in self._callers.items() if caller.calls]
+        reports = self._others | self._timed
+        uses = [_use(name, own, name in self._timed) for name, own in reports.items() if own.calls]
         return tuple(sorted(uses, key=lambda use: (-sum(r.waited_s for r in use.roles), use.caller)))
 
 
@@ -112,16 +116,21 @@ def format_time_use(uses: Sequence[CallerUse]) -> list[str]:
     return lines
 
 
-def _use(name: str, caller: _Caller) -> CallerUse:
-    steps = len(caller.steps)
-    if caller.timed:
-        step_s = caller.step_s / len(caller.timed)
+def calls_to_roles(record: MetricRecord) -> list[CallStats]:
+    """The report's calls without those to rlmesh's own processes, whose names begin with ``@``."""
+    return [call for call in record.calls if not call.role.startswith("@")]
+
+
+def _use(name: str, reports: _Reports, timed: bool) -> CallerUse:
+    steps = len(reports.steps)
+    if timed:
+        step_s = reports.step_s / steps
     else:
-        # Without the metric: from each member's first report to its last lie all its steps but one.
-        elapsed = sum(caller.last_at[rank] - at for rank, at in caller.first_at.items())
-        step_s = elapsed / max(1, steps - len(caller.first_at))
+        # From each member's first report to its last lie all its steps but one.
+        elapsed = sum(reports.last_at[rank] - at for rank, at in reports.first_at.items())
+        step_s = elapsed / max(1, steps - len(reports.first_at))
     by_role: dict[str, list[CallStats]] = {}
-    for call in caller.calls:
+    for call in reports.calls:
         by_role.setdefault(call.role, []).append(call)
     roles = [_role_use(role, calls, steps) for role, calls in by_role.items()]
     return CallerUse(name, steps, step_s, tuple(sorted(roles, key=lambda r: (-r.waited_s, r.role))))

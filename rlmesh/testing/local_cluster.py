@@ -25,6 +25,7 @@ END_S = 15.0
 
 class LocalCluster:
     """Jobs that are submitted inside its ``with`` block run on its nodes; on exit nothing of them is left.
+    No report is drawn for them.
 
     Args:
         nodes: how many.
@@ -45,7 +46,7 @@ class LocalCluster:
         names = tuple(f"node-{rank}" for rank in range(nodes))
         self.cluster = Cluster(names, devices_per_node)
         self._options = LaunchOptions(
-            view=view, cluster=self.cluster, run_root=run_root, limits=limits or Limits()
+            view=view, cluster=self.cluster, run_root=run_root, report=False, limits=limits or Limits()
         )
         self._stack = ExitStack()
         self._jobs: Ambient | None = None

@@ -25,9 +25,10 @@ DAEMON = """
 import os, sys
 if os.fork() == 0:
     os.setsid()
-    if os.fork() == 0:
-        print(os.getpid(), flush=True)
+    pid = os.fork()
+    if pid == 0:
         {then}
+    print(pid, flush=True)
     os._exit(0)
 os.wait()
 """

@@ -128,6 +128,12 @@ def test_wrong_collocations() -> None:
     )
 
 
+def test_collocating_all_needs_roles_that_use_accelerators() -> None:
+    fails(rl_job().with_collocation_all().build, "needs at least two roles that use accelerators, and there is none")
+    chain = rl_job().device_per_node(2).reward(roles.Actor).resource(cpu=1).with_collocation_all()
+    fails(chain.build, "needs at least two roles that use accelerators, and there is ACTOR")
+
+
 def test_shares_of_collocated_roles_must_fit_one_accelerator() -> None:
     chain = rl_job().resource(accelerator=0.7).rollout(HERE, "Actor").resource(accelerator=0.4)
     fails(chain.with_collocation("ACTOR", "ROLLOUT").build, "add up to 1.1: they share one")

@@ -68,6 +68,13 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     assert sum(values[0] for values in times.parts.values()) == pytest.approx(0.5)
 
 
+def test_what_was_called_before_the_first_step_is_not_drawn() -> None:
+    before = record(0, call("ACTOR", "load_model", wall_s=60.0), call("@master"), heldout_accuracy=0.4)
+    times = step_times([before, *_reports(3)[1:]])
+    assert times is not None and times.steps == [1, 2]
+    assert sum(values[0] for values in times.parts.values()) == pytest.approx(0.5)
+
+
 def test_members_of_a_calling_role_are_averaged() -> None:
     reports = [record(0, call("REWARD"), rank=rank, step_time_s=0.4) for rank in range(4)]
     times = step_times(reports)

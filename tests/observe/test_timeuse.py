@@ -42,6 +42,18 @@ def test_without_the_metric_the_step_time_is_what_lies_between_reports() -> None
     assert trainer.step_s == pytest.approx(1.0)  # samples.record puts one second between steps
 
 
+def test_what_was_called_outside_of_timed_steps_is_not_part_of_them() -> None:
+    before = record(0, call("ACTOR", "load_model", wall_s=60.0), heldout_accuracy=0.4)
+    steps = [record(step, call("ACTOR", wall_s=0.2), step_time_s=0.5) for step in (1, 2)]
+    (trainer,) = TimeUse([before, *steps]).callers()
+    assert trainer.steps == 2 and trainer.roles[0].waited_s == pytest.approx(0.2)
+
+
+def test_calls_to_the_jobs_own_processes_are_left_out() -> None:
+    (trainer,) = TimeUse([record(1, call("@master", "ready"), call("ACTOR"), step_time_s=0.5)]).callers()
+    assert [role.role for role in trainer.roles] == ["ACTOR"]
+
+
 def test_roles_that_call_nobody_are_left_out() -> None:
     assert TimeUse([record(0, role="ACTOR", grad_norm=1.0)]).callers() == ()
     assert format_time_use(()) == []

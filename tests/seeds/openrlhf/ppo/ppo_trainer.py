@@ -57,7 +57,7 @@ class PPOTrainerActor:
         assert torch.equal(log_probs[-1], sequences[-1] - 1)  # the last shard is rank 1's
         for i, sequence in enumerate(sequences):
             assert rewards[i] == float(sequence.sum())
-            assert torch.equal(log_probs[i], sequence - (i > 2))
+            assert torch.equal(log_probs[i], sequence - int(i > 2))
             assert torch.equal(values[i], sequence.float().mean())
             assert torch.equal(ref_log_probs[i], -sequence)
 

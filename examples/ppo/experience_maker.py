@@ -1,0 +1,77 @@
+"""Samples become experience: scores, log-probabilities and values from four roles at once, then GAE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlmesh.rl.advantages import gae
+from rlmesh.rl.kl import kl_estimate, token_rewards
+from rlmesh.rl.masking import masked_mean, masked_whiten
+
+from . import remote_call
+from .common import Batch, Experience, Sample, pad_values
+from .config import PPOConfig
+
+
+@dataclass(frozen=True)
+class MadeExperience:
+    experience: Experience
+    metrics: dict[str, float]
+
+
+def require_version(samples: Sequence[Sample], version: int) -> None:
+    """Refuse samples of weights other than the expected ones.
+
+    Raises:
+        RuntimeError: at least one sample has another version.
+    """
+    found = {s.policy_version for s in samples}
+    if found != {version}:
+        raise RuntimeError(
+            f"samples come from policy versions {sorted(found)}, expected {version} only: "
+            "a rollout engine missed a weight sync"
+        )
+
+
+def make_experience(
+    samples: Sequence[Sample], answers: Sequence[str], config: PPOConfig, pad_token_id: int
+) -> MadeExperience:
+    """Ask reward, actor, critic and reference side by side, and put their answers together."""
+    batch = Batch.of(samples, pad_token_id)
+    reward = remote_call.reward_forward([s.token_ids for s in samples], answers)
+    actor = remote_call.actor_forward(batch)
+    critic = remote_call.critic_forward(batch)
+    reference = remote_call.reference_forward(batch) if config.init_kl_coef != 0 else actor
+    scores = torch.tensor(list(reward))
+    log_probs, values, ref_log_probs = (torch.stack(list(rows)) for rows in (actor, critic, reference))
+
+    mask = batch.action_mask
+    sampled_log_probs = pad_values([s.log_probs for s in samples], mask.shape[1])
+    gap = torch.where(mask, (log_probs - sampled_log_probs).abs(), 0.0).max().item()
+    if gap > config.max_log_prob_gap:
+        raise RuntimeError(
+            f"log-probabilities of actor and rollout engines differ by up to {gap:.3g} "
+            f"(limit {config.max_log_prob_gap}): they do not hold the same weights"
+        )
+    kl = kl_estimate(log_probs, ref_log_probs, mask, "k1")
+    rewards = token_rewards(scores, kl, mask, coefficient=config.init_kl_coef)
+    advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
+    experience = Experience(
+        sequences=batch.sequences,
+        attention_mask=batch.attention_mask,
+        action_mask=mask,
+        log_probs=log_probs,
+        values=values,
+        advantages=masked_whiten(advantages, mask),
+        returns=returns,
+    )
+    metrics = {
+        "reward_mean": scores.mean().item(),
+        "kl": masked_mean(kl, mask).item(),
+        "response_length": mask.sum(1).float().mean().item(),
+        "log_prob_gap": gap,
+    }
+    return MadeExperience(experience, metrics)

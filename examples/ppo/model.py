@@ -1,0 +1,192 @@
+"""A tokenizer of characters and a Qwen2 of 0.34 million parameters, built on the spot: nothing is downloaded.
+
+The model is warmed up by supervised learning until it is right now and then, as a pretrained one would be:
+PPO has nothing to go by while every reward is 0.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+from rlmesh.rl.losses import aggregate, token_log_probs, valid_count
+
+from .common import MAX_LENGTH, SamplingParams, left_pad, right_pad
+from .data import Row
+
+logging.disable_progress_bar()  # logs are files
+
+PAD, END = "<pad>", "<end>"
+VOCABULARY = [PAD, END, *string.ascii_lowercase, *string.digits, *"> +-*=?."]
+PAD_ID, END_ID = VOCABULARY.index(PAD), VOCABULARY.index(END)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of a vocabulary of 46; any other character is an error."""
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(VOCABULARY)}))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
+    return ids
+
+
+def build_model(seed: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(VOCABULARY),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=MAX_LENGTH,
+            tie_word_embeddings=False,
+            pad_token_id=PAD_ID,
+            eos_token_id=END_ID,
+            bos_token_id=None,
+        )
+    )
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions that count real tokens only, so that padding on the left shifts nothing."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+class ValueModel(nn.Module):
+    """A policy's backbone with a head that gives one number per token ``[batch, time, 1]``, 0 at first."""
+
+    def __init__(self, policy: Qwen2ForCausalLM) -> None:
+        super().__init__()
+        self.backbone = policy.model
+        self.head = nn.Linear(policy.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        hidden = self.backbone(input_ids, attention_mask, position_ids, use_cache=False).last_hidden_state
+        values: Tensor = self.head(hidden)
+        return values.clone()  # FSDP2 warns of outputs that are views, as a linear layer's are
+
+
+def response_logits(model: nn.Module, sequences: Tensor, attention_mask: Tensor, width: int) -> Tensor:
+    """Logits ``[batch, width, vocabulary]`` that predict the last ``width`` tokens of ``sequences``."""
+    logits: Tensor = model(
+        input_ids=sequences,
+        attention_mask=attention_mask.long(),
+        position_ids=position_ids(attention_mask),
+        use_cache=False,
+        logits_to_keep=width + 1,
+    ).logits
+    return logits[:, :-1]
+
+
+def response_values(model: nn.Module, sequences: Tensor, attention_mask: Tensor, width: int) -> Tensor:
+    """Values ``[batch, width]`` before each of the last ``width`` tokens of ``sequences``."""
+    values: Tensor = model(sequences, attention_mask.long(), position_ids(attention_mask))
+    return values[:, -width - 1 : -1, 0]
+
+
+@torch.no_grad()
+def sample(
+    model: Qwen2ForCausalLM, prompt_token_ids: Sequence[Sequence[int]], params: SamplingParams
+) -> list[tuple[list[int], list[float]]]:
+    """Continue each prompt; all of them in one batch, with a key-value cache.
+
+    Returns:
+        per prompt: the tokens, up to and with the end token if it came in time, and their log-probabilities
+        under the distribution that was sampled from.
+    """
+    if not prompt_token_ids:
+        return []
+    prompts, attend = left_pad(prompt_token_ids, PAD_ID)
+    greedy = params.temperature == 0
+    torch.manual_seed(params.seed)
+    out = model.generate(
+        prompts,
+        attention_mask=attend.long(),
+        max_new_tokens=params.max_tokens,
+        do_sample=not greedy,
+        **({} if greedy else {"temperature": params.temperature, "top_k": 0, "top_p": 1.0}),
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    tokens = out.sequences[:, prompts.shape[1] :]
+    log_probs = torch.stack(out.scores, 1).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    ends = (tokens == END_ID).long()
+    ended_before = ends.cumsum(1) > ends
+    lengths = (~ended_before).sum(1).tolist()
+    rows = zip(tokens.tolist(), log_probs.tolist(), lengths, strict=True)
+    return [(row[:n], logs[:n]) for row, logs, n in rows]
+
+
+def make_pretrained(path: Path, rows: Sequence[Row], *, seed: int, accuracy: float) -> float:
+    """Build a model, warm it up, and save it with its tokenizer to ``path``.
+
+    Returns:
+        the accuracy of sampled answers that it reached.
+    """
+    tokenizer, model = build_tokenizer(), build_model(seed)
+    reached = warm_up(model, tokenizer, rows, seed=seed, accuracy=accuracy)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return reached
+
+
+def warm_up(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Sequence[Row],
+    *,
+    seed: int,
+    accuracy: float,
+    batch_size: int = 128,
+    max_steps: int = 400,
+) -> float:
+    """Supervised learning until sampled answers are right with the given frequency; see :func:`make_pretrained`.
+
+    Raises:
+        RuntimeError: it was not reached within ``max_steps``.
+    """
+    rng = random.Random(seed)
+
+    def draw(size: int) -> tuple[list[list[int]], list[list[int]]]:
+        drawn = rng.sample(rows, size)
+        answers = encode(tokenizer, [row.answer for row in drawn])
+        return encode(tokenizer, [row.prompt for row in drawn]), [[*answer, END_ID] for answer in answers]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    reached = 0.0
+    for step in range(1, max_steps + 1):
+        prompts, answers = draw(batch_size)
+        prompt, attend = left_pad(prompts, PAD_ID)
+        answer, chosen = right_pad(answers, PAD_ID)
+        tokens, mask = torch.cat([prompt, answer], 1), torch.cat([attend, chosen], 1)
+        log_probs = token_log_probs(response_logits(model, tokens, mask, answer.shape[1]), answer, chosen)
+        optimizer.zero_grad()
+        count = valid_count(chosen, "token-mean")
+        aggregate(-log_probs, chosen, "token-mean", denominator=count).backward()
+        optimizer.step()
+        if step % 5 == 0:
+            prompts, answers = draw(256)
+            params = SamplingParams(max_tokens=max(map(len, answers)), seed=seed + step)
+            drawn = [tokens for tokens, _ in sample(model, prompts, params)]
+            reached = mean(a == b for a, b in zip(drawn, answers, strict=True))
+            if reached >= accuracy:
+                return reached
+    raise RuntimeError(f"the warm-up reached an accuracy of {reached:.2f} in {max_steps} steps, not {accuracy:.2f}")

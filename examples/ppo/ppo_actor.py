@@ -1,0 +1,86 @@
+"""The actor: the policy in training, sharded over its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
+
+from rlmesh import rpc
+from rlmesh.rl.losses import aggregate, entropy, ppo_clip_loss, token_log_probs
+
+from . import remote_call
+from .common import Experience, job_config
+from .model import response_logits
+from .training import ShardedModel
+
+
+class PolicyModelActor:
+    def setup(self) -> None:
+        torch.set_num_threads(1)
+        self.config = job_config()
+        self.experience: Experience | None = None
+        dist.init_process_group("gloo")
+
+    def teardown(self) -> None:
+        dist.destroy_process_group()
+
+    @rpc(remote_call.actor_init)
+    def init(self, model_path: str) -> None:
+        policy = Qwen2ForCausalLM.from_pretrained(model_path)
+        self.policy = ShardedModel(policy, self.config, lr=self.config.actor_lr)
+
+    @rpc(remote_call.actor_forward)
+    @torch.no_grad()
+    def forward(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
+        width = action_mask.shape[1]
+        logits = response_logits(self.policy.model, sequences, attention_mask, width)
+        return token_log_probs(logits, sequences[:, -width:], action_mask, temperature=self.config.temperature)
+
+    @rpc(remote_call.append_experience)
+    def append_experience(self, experience: Experience) -> None:
+        self.experience = experience
+
+    @rpc(remote_call.actor_update)
+    def update(self) -> dict[str, float]:
+        if self.experience is None:
+            raise RuntimeError("actor_update before append_experience: there is nothing to train on")
+        experience, self.experience = self.experience, None
+        return self.policy.update(experience, self._loss)
+
+    def _loss(self, part: Experience, count: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        width, mask = part.action_mask.shape[1], part.action_mask
+        temperature = self.config.temperature
+        logits = response_logits(self.policy.model, part.sequences, part.attention_mask, width)
+        log_probs = token_log_probs(logits, part.sequences[:, -width:], mask, temperature=temperature)
+        terms = ppo_clip_loss(log_probs, part.log_probs, part.advantages, mask, clip_low=self.config.clip)
+
+        def share(per_token: Tensor) -> Tensor:
+            return aggregate(per_token, mask, "token-mean", denominator=count)
+
+        policy_loss, spread = share(terms.loss), share(entropy(logits, mask, temperature=temperature))
+        statistics = {
+            "policy_loss": policy_loss,
+            "entropy": spread,
+            "ratio": share(terms.ratio),
+            "clip_fraction": share(terms.clipped.float()),
+        }
+        return policy_loss - self.config.entropy_coef * spread, statistics
+
+    @rpc(remote_call.broadcast_to_rollout)
+    def broadcast_to_rollout(self, version: int) -> None:
+        weights = self.policy.whole_weights()
+        if dist.get_rank() == 0:
+            remote_call.rollout_weight_sync(version, weights)
+
+    @rpc(remote_call.save_checkpoint)
+    def save_checkpoint(self, directory: str, step: int) -> None:
+        self.policy.save(Path(directory) / "actor.pt", step)
+
+    @rpc(remote_call.end_job)
+    def end_job(self) -> None:
+        self.experience = None

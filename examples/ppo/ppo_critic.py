@@ -1,0 +1,66 @@
+"""The critic: estimates, before each token, what reward is still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
+
+from rlmesh import rpc
+from rlmesh.rl.losses import aggregate, value_clip_loss
+
+from . import remote_call
+from .common import Experience, job_config
+from .model import ValueModel, response_values
+from .training import ShardedModel
+
+
+class CriticModelActor:
+    def setup(self) -> None:
+        torch.set_num_threads(1)
+        self.config = job_config()
+        self.experience: Experience | None = None
+        dist.init_process_group("gloo")
+
+    def teardown(self) -> None:
+        dist.destroy_process_group()
+
+    @rpc(remote_call.critic_init)
+    def init(self, model_path: str) -> None:
+        critic = ValueModel(Qwen2ForCausalLM.from_pretrained(model_path))
+        self.critic = ShardedModel(critic, self.config, lr=self.config.critic_lr)
+
+    @rpc(remote_call.critic_forward)
+    @torch.no_grad()
+    def forward(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
+        return response_values(self.critic.model, sequences, attention_mask, action_mask.shape[1])
+
+    @rpc(remote_call.append_experience)
+    def append_experience(self, experience: Experience) -> None:
+        self.experience = experience
+
+    @rpc(remote_call.critic_update)
+    def update(self) -> dict[str, float]:
+        if self.experience is None:
+            raise RuntimeError("critic_update before append_experience: there is nothing to train on")
+        experience, self.experience = self.experience, None
+        return self.critic.update(experience, self._loss)
+
+    def _loss(self, part: Experience, count: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        mask = part.action_mask
+        values = response_values(self.critic.model, part.sequences, part.attention_mask, mask.shape[1])
+        terms = value_clip_loss(values, part.values, part.returns, mask, clip=self.config.value_clip)
+        loss = aggregate(terms.loss, mask, "token-mean", denominator=count)
+        return loss, {"value_loss": loss}
+
+    @rpc(remote_call.save_checkpoint)
+    def save_checkpoint(self, directory: str, step: int) -> None:
+        self.critic.save(Path(directory) / "critic.pt", step)
+
+    @rpc(remote_call.end_job)
+    def end_job(self) -> None:
+        self.experience = None

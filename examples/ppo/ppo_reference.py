@@ -1,0 +1,37 @@
+"""The reference: the policy as it was before PPO, which the KL penalty holds the actor to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
+
+from rlmesh import rpc
+from rlmesh.rl.losses import token_log_probs
+
+from . import remote_call
+from .common import job_config
+from .model import response_logits
+
+
+class PPOReferenceActor:
+    def setup(self) -> None:
+        torch.set_num_threads(1)
+        self.config = job_config()
+        self.model: Qwen2ForCausalLM | None = None
+
+    @rpc(remote_call.reference_init)
+    def init(self, model_path: str) -> None:
+        self.model = Qwen2ForCausalLM.from_pretrained(model_path).eval()
+
+    @rpc(remote_call.reference_forward)
+    @torch.no_grad()
+    def forward(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
+        assert self.model is not None, "reference_forward before reference_init"
+        width = action_mask.shape[1]
+        logits = response_logits(self.model, sequences, attention_mask, width)
+        return token_log_probs(logits, sequences[:, -width:], action_mask, temperature=self.config.temperature)
+
+    @rpc(remote_call.end_job)
+    def end_job(self) -> None:
+        self.model = None

@@ -1,0 +1,180 @@
+"""All calls between the roles.
+
+Each function is both the name of a remote method and the way to call it: a role binds its method with
+``@rpc(remote_call.reward_forward)``, and anybody calls ``remote_call.reward_forward(…)`` as a plain function.
+Those that start work on other processes return a ``Future`` or ``FutureSequence`` at once, so that several can
+run side by side; waiting is up to whoever needs the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rlmesh import Future, FutureSequence, RLRoleType, RoleGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .common import Batch, Experience, Sample, SamplingParams
+
+
+@lru_cache(maxsize=None)  # noqa: UP033
+def group(role: RLRoleType) -> RoleGroup:
+    """The group of a role."""
+    return RoleGroup(role.name)
+
+
+# Rollout engines
+
+
+def rollout_init(model_path: str) -> Future[list[None]]:
+    return group(RLRoleType.ROLLOUT).call(rollout_init, model_path)
+
+
+def rollout_generate(prompt_token_ids: Sequence[list[int]], params: SamplingParams) -> FutureSequence[Sample]:
+    """One sample per prompt; the prompts are spread over the engines."""
+    return group(RLRoleType.ROLLOUT).call_batch(rollout_generate, len(prompt_token_ids), prompt_token_ids, params)
+
+
+def rollout_weight_sync(version: int, weights: Mapping[str, Tensor]) -> None:
+    """Give all engines these weights; returns when all of them sample with them."""
+    group(RLRoleType.ROLLOUT).call(rollout_weight_sync, version, weights).result()
+
+
+def rollout_wakeup() -> None:
+    group(RLRoleType.ROLLOUT).call(rollout_wakeup).result()
+
+
+def rollout_sleep() -> None:
+    group(RLRoleType.ROLLOUT).call(rollout_sleep).result()
+
+
+@contextmanager
+def rollout_running(enable_sleep: bool) -> Iterator[None]:
+    """The engines hold their weights inside, and with ``enable_sleep`` give the memory back outside."""
+    if enable_sleep:
+        rollout_wakeup()
+    try:
+        yield
+    finally:
+        if enable_sleep:
+            rollout_sleep()
+
+
+# Reward
+
+
+def reward_init(model_path: str) -> Future[list[None]]:
+    return group(RLRoleType.REWARD).call(reward_init, model_path)
+
+
+def reward_forward(token_ids: Sequence[list[int]], answers: Sequence[str]) -> FutureSequence[float]:
+    """One score per response."""
+    return group(RLRoleType.REWARD).call_batch(reward_forward, len(token_ids), token_ids, answers)
+
+
+# Reference policy
+
+
+def reference_init(model_path: str) -> Future[list[None]]:
+    return group(RLRoleType.REFERENCE).call(reference_init, model_path)
+
+
+def reference_forward(batch: Batch) -> FutureSequence[Tensor]:
+    """Log-probabilities of each response's tokens under the reference."""
+    return group(RLRoleType.REFERENCE).call_batch(
+        reference_forward,
+        len(batch.sequences),
+        batch.sequences,
+        batch.attention_mask,
+        batch.action_mask,
+    )
+
+
+# Actor
+
+
+def actor_init(model_path: str) -> Future[list[None]]:
+    return group(RLRoleType.ACTOR).call(actor_init, model_path)
+
+
+def actor_forward(batch: Batch) -> FutureSequence[Tensor]:
+    """Log-probabilities of each response's tokens under the actor; every rank takes its share."""
+    return group(RLRoleType.ACTOR).call_batch(
+        actor_forward,
+        len(batch.sequences),
+        batch.sequences,
+        batch.attention_mask,
+        batch.action_mask,
+    )
+
+
+def actor_update() -> Future[list[dict[str, float]]]:
+    """Train on the experience that was appended; the statistics are the same on every rank."""
+    return group(RLRoleType.ACTOR).call(actor_update)
+
+
+def broadcast_to_rollout(version: int) -> None:
+    """The actor hands its weights to the rollout engines, by :func:`rollout_weight_sync`."""
+    group(RLRoleType.ACTOR).call(broadcast_to_rollout, version).result()
+
+
+# Critic
+
+
+def critic_init(model_path: str) -> Future[list[None]]:
+    return group(RLRoleType.CRITIC).call(critic_init, model_path)
+
+
+def critic_forward(batch: Batch) -> FutureSequence[Tensor]:
+    """Values before each of a response's tokens."""
+    return group(RLRoleType.CRITIC).call_batch(
+        critic_forward,
+        len(batch.sequences),
+        batch.sequences,
+        batch.attention_mask,
+        batch.action_mask,
+    )
+
+
+def critic_update() -> Future[list[dict[str, float]]]:
+    return group(RLRoleType.CRITIC).call(critic_update)
+
+
+# Several roles at once
+
+
+def append_experience(experience: Experience) -> None:
+    """Give the actor and the critic the experience, each rank its share."""
+    futures = [
+        group(role).call(append_experience, experience.split(len(group(role))), _scatter=True)
+        for role in [RLRoleType.ACTOR, RLRoleType.CRITIC]
+    ]
+    for future in futures:
+        future.result()
+
+
+def save_checkpoint(directory: str, step: int) -> None:
+    """The actor and the critic write their state to ``directory``."""
+    futures = [group(role).call(save_checkpoint, directory, step) for role in [RLRoleType.ACTOR, RLRoleType.CRITIC]]
+    for future in futures:
+        future.result()
+
+
+def end_job(with_reference: bool) -> None:
+    """Tell every role that no more calls will come; a job without KL penalty has no reference."""
+    futures = [
+        group(role).call(end_job)
+        for role in [
+            RLRoleType.ROLLOUT,
+            *([RLRoleType.REFERENCE] if with_reference else []),
+            RLRoleType.REWARD,
+            RLRoleType.ACTOR,
+            RLRoleType.CRITIC,
+        ]
+    ]
+    for future in futures:
+        future.result()
