@@ -31,7 +31,7 @@ from rlmesh.runtime.address import AddressBook, member_name, split_name
 from rlmesh.runtime.channel import Channel, make_hello, turn_loops
 from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.future import Future, reject, resolve
-from rlmesh.runtime.timing import GroupTimer, MemberTime
+from rlmesh.runtime.timing import CallGroup, CallLedger, CallRecord, RunQueueMeter
 from rlmesh.runtime.transport import Link
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Refused, Reply, Welcome
@@ -53,25 +53,47 @@ class PendingCall:
     """One call to one peer, from ``call()`` to its answer."""
 
     __slots__ = (
-        "bucket", "call_id", "chain", "deadline", "endpoint", "frames", "future", "incarnation", "method", "name",
-        "peer", "queue", "since", "timer",
+        "bucket", "call_id", "chain", "deadline", "endpoint", "frames", "future", "group", "incarnation", "method",
+        "name", "peer", "queue", "run_queue_ns", "started_ns", "table", "timeout_s",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, method: str, deadline: float, chain: tuple[str, ...], endpoint: str | None, incarnation: int,
-        frames: Frames, queue: bool,
+        self, table: Calls, name: str, method: str, timeout_s: float, chain: tuple[str, ...], endpoint: str | None,
+        incarnation: int, frames: Frames, queue: bool, group: CallGroup | None,
     ) -> None:  # fmt: skip
-        self.name, self.method, self.deadline, self.chain = name, method, deadline, chain
+        self.table, self.name, self.method, self.timeout_s, self.chain = table, name, method, timeout_s, chain
         self.endpoint, self.incarnation, self.frames, self.queue = endpoint, incarnation, frames, queue
-        self.since = time.monotonic()
+        self.group = group
+        self.started_ns = time.perf_counter_ns()
+        self.deadline = time.monotonic() + timeout_s
+        self.run_queue_ns = table.meter.recent_ns(self.started_ns)
         self.call_id = 0
         self.bucket: dict[int, Entry] | None = None
         self.future: Future[Any] | None = None
-        self.timer: GroupTimer | None = None
         self.peer: _Peer | None = None
 
+    def age_s(self) -> float:
+        return (time.perf_counter_ns() - self.started_ns) / 1e9
+
     def describe(self) -> str:
-        return f"{self.name}.{self.method}() for {time.monotonic() - self.since:.1f} s"
+        return f"{self.name}.{self.method}() for {self.age_s():.1f} s"
+
+    def cancel(self) -> None:
+        self.table.cancel(self)
+
+    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
+        self.table.ledger.add_wake(self.name.partition(":")[0], self.method, lag_ns, run_queue_ns)
+
+    def done(self, times: tuple[str, int, int, int] | None) -> None:
+        """Note where its time went: name, executed, queued and run-queue ns of the member; None without answer."""
+        if self.group is not None:
+            times = self.group.member_done(times)
+        if times is None:
+            return
+        now_ns = time.perf_counter_ns()
+        waited_ns = self.table.meter.recent_ns(now_ns) - self.run_queue_ns
+        role = self.name.partition(":")[0]
+        self.table.ledger.add(CallRecord(role, self.method, self.started_ns, now_ns, waited_ns, *times))
 
     def error(self, cls: type[CallError], text: str, executed: Executed) -> CallError:
         role, rank = split_name(self.name)
@@ -95,8 +117,9 @@ class Calls:
 
     def __init__(
         self, name: str, key: bytes, loop: asyncio.AbstractEventLoop, connect: Callable[[str], Link],
-        post: Callable[..., None],
+        post: Callable[..., None], meter: RunQueueMeter,
     ) -> None:  # fmt: skip
+        self.meter, self.ledger = meter, CallLedger()
         self._name, self._key, self._loop, self._connect_link, self._post = name, key, loop, connect, post
         self._lock = allocate_lock()
         self._ids = itertools.count(1)
@@ -122,7 +145,7 @@ class Calls:
         gate: Any = None
         with self._lock:
             if call.future is not None:
-                self._deadlines.add(call)
+                self._deadlines.add(call, call.timeout_s)
             # Calls that take the way over the loop (a connection must be made) must not be overtaken.
             if self._detours or self._closing or self._book_changes(call):
                 self._detours += 1
@@ -177,8 +200,7 @@ class Calls:
         else:
             peer.pending[call.call_id] = call
             call.peer = peer
-        remaining = max(0.0, call.deadline - time.monotonic())
-        header = Call(call.call_id, call.name, call.incarnation, call.method, remaining, flags, call.chain)
+        header = Call(call.call_id, call.name, call.incarnation, call.method, call.timeout_s, flags, call.chain)
         frames, call.frames = call.frames, []
         peer.channel.put(header, frames)
 
@@ -208,6 +230,7 @@ class Calls:
             self._fail(call, self._lost_error(call, self._lost[endpoint], "no"))
             return
         peer = self._peers.get(endpoint) or self._connect(endpoint)
+        call.timeout_s = max(0.0, call.deadline - time.monotonic())
         with self._lock:
             if call.future is not None and (peer.waiting or len(peer.pending) >= WINDOW):
                 call.peer = peer
@@ -273,6 +296,7 @@ class Calls:
             if peer.waiting:
                 self._refill(peer)
                 peer.channel.kick()
+        call.done((call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns))
         value: Any = None
         error: BaseException | None = None
         try:
@@ -285,8 +309,6 @@ class Calls:
             text = f"the answer of {call.name}.{call.method}() cannot be decoded here: {what}"
             error = call.error(CallError, text, "yes")
             error.__cause__ = broken
-        if call.timer is not None:
-            call.timer.member_done(MemberTime(call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns))
         future = call.future
         if future is not None:
             if error is None:
@@ -297,7 +319,9 @@ class Calls:
     def _refill(self, peer: _Peer) -> None:
         """Under the lock: calls that waited for room go out, then threads that waited in line go on."""
         while peer.waiting and len(peer.pending) < WINDOW:
-            self._send(peer, peer.waiting.popleft())
+            call = peer.waiting.popleft()
+            call.timeout_s = max(0.0, call.deadline - time.monotonic())
+            self._send(peer, call)
         while peer.blocked and len(peer.waiting) < WINDOW:
             peer.blocked.popleft().release()
 
@@ -318,8 +342,7 @@ class Calls:
                     peer.channel.put(Cancel(call.call_id), [])
         if peer is not None:
             peer.channel.kick()
-        if call.timer is not None:
-            call.timer.member_done(None)
+        call.done(None)
 
     def _expired(self, entry: Entry) -> None:
         call: PendingCall = entry  # type: ignore[assignment]
@@ -333,9 +356,8 @@ class Calls:
                 peer.channel.send(Cancel(call.call_id), [])
             else:
                 state = f"{WINDOW} calls to it were on their way"
-        waited = time.monotonic() - call.since
         text = (
-            f"{call.name}.{call.method}() gave no answer within its deadline ({waited:.2f} s): {state}. "
+            f"{call.name}.{call.method}() gave no answer within its deadline ({call.age_s():.2f} s): {state}. "
             "Raise it with group.options(timeout_s=…), or look at the member's log and stacks"
         )
         self._fail(call, call.error(CallTimeout, text, executed))
@@ -439,8 +461,7 @@ class Calls:
                     peer.blocked.popleft().release()
             self._parked.pop(call.call_id, None)
             Deadlines.remove(call)
-        if call.timer is not None:
-            call.timer.member_done(None)
+        call.done(None)
         if call.future is not None:
             reject(call.future, error)
         else:

@@ -59,9 +59,9 @@ class Deadlines:
         self._timer = loop.call_later(_IDLE_TICK_S, self._tick)
         self._closed = False
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Entry, timeout_s: float) -> None:
         """From any thread that holds the lock."""
-        wheel = self._fine if entry.deadline - time.monotonic() <= _FINE_UP_TO_S else self._coarse
+        wheel = self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse
         entry.bucket = wheel.bucket(entry.deadline)
         entry.bucket[entry.call_id] = entry
 

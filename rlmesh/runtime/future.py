@@ -10,10 +10,10 @@ import time
 from _thread import allocate_lock
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from rlmesh.errors import CallCancelled, GroupCallError, Unserializable, WouldDeadlock
-from rlmesh.runtime.timing import GroupTimer, own_run_queue_ns
+from rlmesh.runtime.timing import own_run_queue_ns
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,22 @@ def refuse_to_block(what: str) -> None:
         )
 
 
+class Origin(Protocol):
+    """What stands behind a future: the call, or the calls, that will end it."""
+
+    def describe(self) -> str:
+        """Whom it waits for."""
+        ...
+
+    def cancel(self) -> None:
+        """The future was cancelled: end the work."""
+        ...
+
+    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
+        """A thread that waited ran ``lag_ns`` after the answer was there, ``run_queue_ns`` of it without a core."""
+        ...
+
+
 class Future(concurrent.futures.Future[T]):
     """The result of a call that is on its way.
 
@@ -54,35 +70,32 @@ class Future(concurrent.futures.Future[T]):
     its own: each call has a deadline and fails at it. Works with `concurrent.futures.wait` and ``as_completed``.
     """
 
-    # Attributes of the base class (state, result, waiters) are kept; its condition is made only if somebody asks.
-    __slots__ = ("_blocked", "_on_cancel", "_waits_for", "resolved_ns", "timer")
+    # One future is made per call, so it starts as an object of one attribute: the rest are defaults of the class
+    # until they are needed, and the condition of the base class is made only if somebody asks for it.
+    _state = PENDING
+    _result: T | None = None
+    _exception: BaseException | None = None
+    _waiters: list[Any] = []  # noqa: RUF012 (replaced, never changed in place, before anybody can append)
+    _done_callbacks: tuple[Callable[[Any], object], ...] = ()
+    _blocked: tuple[Any, ...] = ()
+    _made_condition: threading.Condition | None = None
+    resolved_ns = 0
 
-    def __init__(
-        self, waits_for: Callable[[], str] | None = None, on_cancel: Callable[[], None] | None = None
-    ) -> None:
-        self._state = PENDING
-        self._result: T | None = None
-        self._exception: BaseException | None = None
-        self._waiters: list[Any] = []
-        self._done_callbacks: list[Callable[[Any], object]] = []
-        self._blocked: list[Any] = []
-        self._waits_for = waits_for
-        self._on_cancel = on_cancel
-        self.timer: GroupTimer | None = None
-        self.resolved_ns = 0
+    def __init__(self, origin: Origin | None = None) -> None:
+        self._origin = origin
 
     # For concurrent.futures.wait and as_completed, which lock a future by its condition.
     @property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
         with _transition:
-            found: threading.Condition | None = self.__dict__.get("_made_condition")
-            if found is None:
-                found = self.__dict__["_made_condition"] = threading.Condition()
-        return found
+            if self._made_condition is None:
+                self._waiters = []
+                self._made_condition = threading.Condition()
+            return self._made_condition
 
     def waiting_for(self) -> str:
         """Whom it waits for: role, rank, method, since when. Empty once it is done."""
-        return "" if self.done() or self._waits_for is None else self._waits_for()
+        return "" if self.done() else self._described()
 
     def done(self) -> bool:
         return self._state is not PENDING
@@ -133,14 +146,14 @@ class Future(concurrent.futures.Future[T]):
         with _transition:
             if self._state is not PENDING:
                 return
-            self._blocked.append(gate)
+            self._blocked = (*self._blocked, gate)
         if not gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             with _transition:
                 if self._state is PENDING:
-                    self._blocked.remove(gate)
+                    self._blocked = tuple(other for other in self._blocked if other is not gate)
                     raise TimeoutError(f"no answer after {timeout} s: still waiting for {self._described()}")
-        if self.timer is not None and self.resolved_ns:
-            self.timer.woke(time.perf_counter_ns() - self.resolved_ns, own_run_queue_ns() - before_ns)
+        if self._origin is not None:
+            self._origin.woke(time.perf_counter_ns() - self.resolved_ns, own_run_queue_ns() - before_ns)
 
     def set_result(self, result: T) -> None:
         if not self._finish(FINISHED, result, None):
@@ -153,9 +166,8 @@ class Future(concurrent.futures.Future[T]):
     def cancel(self) -> bool:
         """Cancel the work: a queued call never starts, a coroutine is cancelled, nested calls too."""
         if self._finish(CANCELLED_AND_NOTIFIED, None, None):
-            hook, self._on_cancel = self._on_cancel, None
-            if hook is not None:
-                hook()
+            if self._origin is not None:
+                self._origin.cancel()
             return True
         return self._state is CANCELLED_AND_NOTIFIED
 
@@ -165,7 +177,7 @@ class Future(concurrent.futures.Future[T]):
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         with _transition:
             if self._state is PENDING:
-                self._done_callbacks.append(fn)
+                self._done_callbacks = (*self._done_callbacks, fn)
                 return
         self._run_callback(fn)
 
@@ -176,9 +188,8 @@ class Future(concurrent.futures.Future[T]):
             self._result, self._exception = result, exception
             self.resolved_ns = time.perf_counter_ns()
             self._state = state
-            blocked, self._blocked = self._blocked, []
-            callbacks, self._done_callbacks = self._done_callbacks, []
-            condition: threading.Condition | None = self.__dict__.get("_made_condition")
+            blocked, callbacks, condition = self._blocked, self._done_callbacks, self._made_condition
+            self._blocked = self._done_callbacks = ()
         for gate in blocked:
             gate.release()
         if condition is not None:
@@ -200,7 +211,7 @@ class Future(concurrent.futures.Future[T]):
         raise Unserializable("a Future cannot be sent to another process: pass its .result()")
 
     def _described(self) -> str:
-        return self._waits_for() if self._waits_for is not None else "a call"
+        return self._origin.describe() if self._origin is not None else "a call"
 
     def __await__(self) -> Generator[Any, None, T]:
         if self._state is PENDING:
@@ -271,38 +282,48 @@ def group_error(failures: dict[int, Exception], results: dict[int, Any]) -> Grou
     return error
 
 
-def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -> Future[list[Any]]:
-    """All results in order, or the first failure as soon as it is there."""
-    since = time.monotonic()
+class _Gathered:
+    """The calls of a group, as the origin of the future that waits for all."""
 
-    def waits_for() -> str:
-        waiting = [f.waiting_for() for f in futures if not f.done()]
-        return f"{len(waiting)} of {len(futures)} members for {time.monotonic() - since:.1f} s: {'; '.join(waiting)}"
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+        self._since = time.monotonic()
 
-    def cancel_all() -> None:
-        for future in futures:
+    def describe(self) -> str:
+        waiting = [future.waiting_for() for future in self._futures if not future.done()]
+        age_s = time.monotonic() - self._since
+        return f"{len(waiting)} of {len(self._futures)} members for {age_s:.1f} s: {'; '.join(waiting)}"
+
+    def cancel(self) -> None:
+        for future in self._futures:
             future.cancel()
 
-    whole: Future[list[Any]] = Future(waits_for, cancel_all)
-    left = len(futures)
-    lock = threading.Lock()
+    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
+        origin = self._futures[0]._origin
+        if origin is not None:
+            origin.woke(lag_ns, run_queue_ns)
 
-    def one_done(future: concurrent.futures.Future[Any]) -> None:
+
+def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -> Future[list[Any]]:
+    """All results in order, or the first failure as soon as it is there."""
+    whole: Future[list[Any]] = Future(_Gathered(futures))
+    left = len(futures)
+
+    def one_done(future: Future[Any]) -> None:
         nonlocal left
         if not return_exceptions and not whole.done():
             error = future.exception()
             if error is not None:
                 reject(whole, error)
-        with lock:
+        with _transition:
             left -= 1
             last = left == 0
         if last and not whole.done():
-            resolve(whole, [_outcome(f) for f in futures] if return_exceptions else [f.result() for f in futures])
+            outcomes = [_outcome(f) for f in futures] if return_exceptions else [f.result() for f in futures]
+            resolve(whole, outcomes)
 
     if not futures:
         whole.set_result([])
-    else:
-        whole.timer = futures[0].timer
     for future in futures:
         future.add_done_callback(one_done)
     return whole

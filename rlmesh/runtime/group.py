@@ -16,6 +16,7 @@ from rlmesh.runtime.runtime import Runtime, default_runtime
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.split import shared as shared
+from rlmesh.runtime.timing import CallGroup
 
 R = TypeVar("R")
 A = TypeVar("A")
@@ -140,10 +141,10 @@ class RoleGroup(Generic[A]):
         if not ranks:
             return []
         caller, remote = self._caller(), method_name(method)
-        timer = caller.timer(self.role, remote, len(ranks))
+        group = CallGroup(len(ranks)) if len(ranks) > 1 else None
         frames = caller.encode_calls(remote, calls)
         return [
-            caller.submit_encoded(member_name(self.role, rank), remote, encoded, self._options, timer=timer)
+            caller.submit_encoded(member_name(self.role, rank), remote, encoded, self._options, group=group)
             for rank, encoded in zip(ranks, frames, strict=True)
         ]
 

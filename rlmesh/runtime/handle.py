@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, overload
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import method_name
-from rlmesh.runtime.timing import GroupTimer
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 R = TypeVar("R")
@@ -17,9 +16,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """``timeout_s``: seconds until a call fails; None is the job's default, at most what the caller has left."""
+    """How calls are made.
+
+    Attributes:
+        timeout_s: seconds until a call fails; None is the job's default, at most what the caller has left.
+        queue: wait for room when a member's window is full; otherwise the call fails with `MailboxFull`.
+    """
 
     timeout_s: float | None = None
+    queue: bool = True
 
     def changed(self, **changes: Any) -> CallOptions:
         if (timeout := changes.get("timeout_s")) is not None and not timeout > 0:
@@ -31,12 +36,9 @@ class Caller(Protocol):
     """What a handle needs of its runtime."""
 
     def submit(
-        self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CallOptions, *,
+        self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions,
         endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
-        timer: GroupTimer | None = None,
     ) -> Future[Any]: ...  # fmt: skip
-
-    def timer(self, name: str, method: str, members: int) -> GroupTimer: ...
 
 
 class MemberHandle:
@@ -60,19 +62,15 @@ class MemberHandle:
         Args:
             method: the function, the method, its stub, or its name.
         """
-        remote = method_name(method)
-        timer = self._caller.timer(self.name, remote, 1)
         return self._caller.submit(
-            self.name, remote, args, kwargs, self._options,
-            endpoint=self.endpoint, incarnation=self.incarnation, timer=timer,
-        )  # fmt: skip
+            self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation
+        )
 
     def notify(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> None:
         """Call a method without waiting for its end or its errors (the member logs them)."""
         self._caller.submit(
-            self.name, method_name(method), args, kwargs, self._options,
-            endpoint=self.endpoint, incarnation=self.incarnation, reply=False,
-        )  # fmt: skip
+            self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation, False
+        )
 
     def options(self, *, timeout_s: float | None = None) -> MemberHandle:
         """The same member with other options for its calls."""

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from rlmesh.errors import UsageError
 
+P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
+R_co = TypeVar("R_co", covariant=True)
 
 _MARK = "__rlmesh_rpc__"
 _exported: dict[str, Callable[..., Any]] = {}
@@ -26,8 +28,36 @@ class RpcMark:
     export: bool = False
 
 
+class _Method(Protocol):
+    """A function whose first parameter is called ``self``: to type checkers, a method that ``@rpc`` decorates."""
+
+    def __call__(this, self: Any, *args: Any, **kwargs: Any) -> Any: ...  # noqa: N805
+
+
+class _ClassMethod(Protocol):
+    def __call__(self, cls: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+
+_M = TypeVar("_M", bound=_Method)
+_C = TypeVar("_C", bound="_ClassMethod | staticmethod[..., Any] | classmethod[Any, ..., Any]")
+
+
+class RpcFunction(Protocol[P, R_co]):
+    """To type checkers, what ``rpc(function)`` gives for a plain function: the function itself, or, where it is a
+    stub, the decorator that names a method after it. Which of the two only the next call can tell."""
+
+    @overload
+    def __call__(self, function: F, /) -> F: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
 @overload
-def rpc(target: F, /) -> F: ...
+def rpc(target: _M, /) -> _M: ...
+@overload
+def rpc(target: _C, /) -> _C: ...
+@overload
+def rpc(target: Callable[P, R_co], /) -> RpcFunction[P, R_co]: ...
 @overload
 def rpc(
     target: str | Callable[..., Any] | None = None, /, *, export: bool = False, concurrent: int = 1

@@ -6,10 +6,8 @@ import asyncio
 import logging
 import secrets
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +23,8 @@ from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.rpc import exported
 from rlmesh.runtime.timing import (
-    CallLedger,
+    CallGroup,
     CallStats,
-    GroupTimer,
     RunQueueMeter,
     own_run_queue_since_last_ns,
     thread_ids_named,
@@ -80,11 +77,10 @@ class Runtime:
         self._loop_ident = 0
         self._posts = Posts(loop)
         self._transports: dict[str, Transport] = {}
-        self._calls = Calls(name, self._key, loop, self._connect, self.post)
+        self._meter = RunQueueMeter()
+        self._calls = Calls(name, self._key, loop, self._connect, self.post, self._meter)
         self._dispatcher = Dispatcher(self, loop)
         self._incoming: dict[Link, Channel] = {}
-        self._ledger = CallLedger()
-        self._meter = RunQueueMeter()
         self._user: LoopThread | None = None
         self._main: Served | None = None
         self._expected: set[str] = set()
@@ -262,15 +258,12 @@ class Runtime:
         return MemberHandle(self, name, endpoint=endpoint, incarnation=number)
 
     def submit(
-        self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CallOptions, *,
+        self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions,
         endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
-        timer: GroupTimer | None = None,
     ) -> Future[Any]:  # fmt: skip
         """Send one call. Its arguments are captured before this returns."""
-        frames = codec.encode((args, dict(kwargs)))
-        return self.submit_encoded(
-            name, method, frames, options, endpoint=endpoint, incarnation=incarnation, reply=reply, timer=timer
-        )
+        frames = codec.encode((args, kwargs))
+        return self.submit_encoded(name, method, frames, options, endpoint, incarnation, reply)
 
     def encode_calls(self, method: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Frames]:
         """Frames per member; members that get the same arguments share them, encoded once."""
@@ -281,19 +274,19 @@ class Runtime:
         return [encoded[id(call)] for call in calls]
 
     def submit_encoded(
-        self, name: str, method: str, frames: Frames, options: CallOptions, *, endpoint: str | None = None,
-        incarnation: int = ANY_INCARNATION, reply: bool = True, timer: GroupTimer | None = None,
+        self, name: str, method: str, frames: Frames, options: CallOptions, endpoint: str | None = None,
+        incarnation: int = ANY_INCARNATION, reply: bool = True, group: CallGroup | None = None,
     ) -> Future[Any]:  # fmt: skip
         context = current_call.get()
-        timeout = options.timeout_s if options.timeout_s is not None else self.default_timeout_s
+        timeout_s = self.default_timeout_s if options.timeout_s is None else options.timeout_s
         chain: tuple[str, ...] = ()
         if context is not None:
             chain = context.chain
-            timeout = max(0.0, min(timeout, context.remaining_s()))
-        deadline = time.monotonic() + timeout
-        call = PendingCall(name, method, deadline, chain, endpoint, incarnation, frames, True)
-        future: Future[Any] = Future(call.describe, partial(self._calls.cancel, call))
-        future.timer = call.timer = timer
+            timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
+        call = PendingCall(
+            self._calls, name, method, timeout_s, chain, endpoint, incarnation, frames, options.queue, group
+        )
+        future: Future[Any] = Future(call)
         if reply:
             call.future = future
             if context is not None:
@@ -301,12 +294,9 @@ class Runtime:
         self._calls.start(call)
         return future
 
-    def timer(self, name: str, method: str, members: int) -> GroupTimer:
-        return GroupTimer(self._ledger, self._meter, name.partition(":")[0], method, members)
-
     def take_call_stats(self) -> tuple[CallStats, ...]:
         """Where the time of this process's calls went since this was called before."""
-        return self._ledger.take()
+        return self._calls.ledger.take()
 
     def pending(self) -> list[str]:
         """Whom this process waits for: one line per call."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class RunQueueMeter:
         except OSError:
             pass  # A kernel without scheduler statistics: the delay then counts as rlmesh's.
 
-    def recent_ns(self) -> int:
-        """`read_ns` at most a millisecond old: many short calls share one look at the kernel's counters."""
-        now = time.perf_counter_ns()
-        if now - self._read_at > _RECENT_NS:
+    def recent_ns(self, now_ns: int) -> int:
+        """`read_ns` at most a millisecond before ``now_ns`` (of `time.perf_counter_ns`): many short calls share
+        one look at the kernel's counters."""
+        if now_ns - self._read_at > _RECENT_NS:
             self._last = self.read_ns()
-            self._read_at = now
+            self._read_at = now_ns
         return self._last
 
     def read_ns(self) -> int:
@@ -91,12 +92,12 @@ _own = _ThreadMeter()
 
 def own_run_queue_ns() -> int:
     """Nanoseconds that the calling thread was runnable without a core, ever."""
-    return _own.meter.recent_ns()
+    return _own.meter.recent_ns(time.perf_counter_ns())
 
 
 def own_run_queue_since_last_ns() -> int:
     """The same since this thread called this function before."""
-    now = _own.meter.recent_ns()
+    now = _own.meter.recent_ns(time.perf_counter_ns())
     last, _own.last_ns = _own.last_ns, now
     return now - last
 
@@ -114,6 +115,44 @@ def thread_ids_named(prefix: str) -> list[int]:
     return found
 
 
+class CallRecord(NamedTuple):
+    """One finished call to one or more members; times in ns of `time.perf_counter_ns`.
+
+    ``executed_ns``, ``queued_ns`` and ``run_queue_ns`` are of the slowest member, which ``member`` names.
+    """
+
+    role: str
+    method: str
+    started_ns: int
+    ended_ns: int
+    caller_run_queue_ns: int
+    member: str
+    executed_ns: int
+    queued_ns: int
+    run_queue_ns: int
+
+
+class CallGroup:
+    """The calls of one group call that are still on their way; together they make one record."""
+
+    __slots__ = ("left", "slowest")
+
+    def __init__(self, members: int) -> None:
+        self.left = members
+        self.slowest: tuple[str, int, int, int] | None = None
+
+    def member_done(self, times: tuple[str, int, int, int] | None) -> tuple[str, int, int, int] | None:
+        """Name, executed, queued and run-queue ns of one member, or None if it failed without an answer.
+
+        Returns:
+            The slowest member's, once the last one is done.
+        """
+        if times is not None and (self.slowest is None or times[1] + times[2] > self.slowest[1] + self.slowest[2]):
+            self.slowest = times
+        self.left -= 1
+        return self.slowest if self.left == 0 else None
+
+
 @dataclass(slots=True)
 class _Sum:
     calls: int = 0
@@ -123,120 +162,95 @@ class _Sum:
     run_queue_ns: int = 0
     overhead_ns: int = 0
     share_ns: float = 0.0
-    slowest: dict[int, int] = field(default_factory=dict)
+    slowest: dict[str, int] = field(default_factory=dict)
+
+
+_FOLD_AT = 20_000
 
 
 class CallLedger:
-    """Sums of call times by role and method, until somebody takes them."""
+    """Finished calls, summed by role and method when somebody takes the sums.
+
+    A finished call costs one tuple; the arithmetic is done when the sums are taken.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._records: list[CallRecord] = []
+        self._wakes: list[tuple[str, str, int, int]] = []
         self._sums: dict[tuple[str, str], _Sum] = {}
-        # A clock that runs at 1/n of real time while n calls are pending: the difference of two readings is a
-        # call's share of the time in which any call was pending.
-        self._pending = 0
-        self._shared_ns = 0.0
-        self._read_at = 0
 
-    def shared_clock(self, change: int) -> float:
-        """Read the shared clock (ns) as a call begins (+1) or ends (-1)."""
-        with self._lock:
-            now = time.perf_counter_ns()
-            if self._pending:
-                self._shared_ns += (now - self._read_at) / self._pending
-            self._read_at = now
-            self._pending += change
-            return self._shared_ns
-
-    def add(self, timer: GroupTimer) -> None:
-        slowest = timer.slowest
-        if slowest is None:
-            return
-        own = timer.caller_run_queue_ns + slowest.run_queue_ns
-        spent = slowest.executed_ns + slowest.queued_ns
-        with self._lock:
-            total = self._sums.setdefault((timer.role, timer.method), _Sum())
-            total.calls += 1
-            total.wall_ns += timer.wall_ns
-            total.method_ns += slowest.executed_ns
-            total.queued_ns += slowest.queued_ns
-            total.run_queue_ns += own
-            total.overhead_ns += max(0, timer.wall_ns - spent - own)
-            total.share_ns += timer.share_ns
-            rank = slowest.name.rpartition(":")[2]
-            number = int(rank) if rank.isdigit() else 0
-            total.slowest[number] = total.slowest.get(number, 0) + 1
+    def add(self, record: CallRecord) -> None:
+        self._records.append(record)
+        if len(self._records) > _FOLD_AT:
+            self._fold()
 
     def add_wake(self, role: str, method: str, lag_ns: int, run_queue_ns: int) -> None:
         """Time from the arrival of an answer until the thread that waited for it ran."""
-        with self._lock:
-            total = self._sums.setdefault((role, method), _Sum())
-            total.wall_ns += lag_ns
-            total.run_queue_ns += run_queue_ns
-            total.overhead_ns += max(0, lag_ns - run_queue_ns)
+        self._wakes.append((role, method, lag_ns, run_queue_ns))
+        if len(self._wakes) > _FOLD_AT:
+            self._fold()
 
     def take(self) -> tuple[CallStats, ...]:
+        self._fold()
         with self._lock:
             sums, self._sums = self._sums, {}
-        return tuple(
-            CallStats(
-                role, method, s.calls, s.wall_ns / 1e9, s.method_ns / 1e9, s.queued_ns / 1e9, s.run_queue_ns / 1e9,
-                s.overhead_ns / 1e9, max(s.slowest, key=s.slowest.__getitem__, default=0), s.share_ns / 1e9,
-            )
-            for (role, method), s in sums.items()
-        )  # fmt: skip
+        return tuple(_stats(role, method, total) for (role, method), total in sums.items() if total.calls)
+
+    def _fold(self) -> None:
+        with self._lock:
+            records, self._records = self._records, []
+            wakes, self._wakes = self._wakes, []
+            for record, share_ns in zip(records, shares_ns(records), strict=True):
+                total = self._sums.setdefault((record.role, record.method), _Sum())
+                wall_ns = record.ended_ns - record.started_ns
+                run_queue_ns = record.caller_run_queue_ns + record.run_queue_ns
+                total.calls += 1
+                total.wall_ns += wall_ns
+                total.method_ns += record.executed_ns
+                total.queued_ns += record.queued_ns
+                total.run_queue_ns += run_queue_ns
+                total.overhead_ns += max(0, wall_ns - record.executed_ns - record.queued_ns - run_queue_ns)
+                total.share_ns += share_ns
+                total.slowest[record.member] = total.slowest.get(record.member, 0) + 1
+            for role, method, lag_ns, run_queue_ns in wakes:
+                total = self._sums.setdefault((role, method), _Sum())
+                total.wall_ns += lag_ns
+                total.run_queue_ns += run_queue_ns
+                total.overhead_ns += max(0, lag_ns - run_queue_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class MemberTime:
-    """Times of one member's reply; ``name`` such as ``ACTOR:1``."""
+def shares_ns(records: Sequence[CallRecord]) -> list[float]:
+    """Each call's share of the time in which any was pending: while n are pending, each gets 1/n of it."""
+    events = sorted(
+        [(record.started_ns, 1, number) for number, record in enumerate(records)]
+        + [(record.ended_ns, -1, number) for number, record in enumerate(records)]
+    )
+    shares = [0.0] * len(records)
+    clock = 0.0  # Runs at 1/n of real time while n calls are pending.
+    pending = 0
+    before_ns = 0
+    for at_ns, change, number in events:
+        if pending:
+            clock += (at_ns - before_ns) / pending
+        before_ns = at_ns
+        pending += change
+        shares[number] = clock - shares[number] if change < 0 else clock
+    return shares
 
-    name: str
-    executed_ns: int
-    queued_ns: int
-    run_queue_ns: int
 
-
-class GroupTimer:
-    """Times one call to one or more members, from ``call()`` to the last answer."""
-
-    __slots__ = (
-        "_ledger",
-        "_left",
-        "_meter",
-        "_run_queue_0",
-        "_share_0",
-        "_started",
-        "caller_run_queue_ns",
-        "method",
-        "role",
-        "share_ns",
-        "slowest",
-        "wall_ns",
-    )  # fmt: skip
-
-    def __init__(self, ledger: CallLedger, meter: RunQueueMeter, role: str, method: str, members: int) -> None:
-        self.role, self.method = role, method
-        self.slowest: MemberTime | None = None
-        self.wall_ns = self.caller_run_queue_ns = 0
-        self._ledger, self._meter, self._left = ledger, meter, members
-        self.share_ns = 0.0
-        self._run_queue_0 = meter.recent_ns()
-        self._share_0 = ledger.shared_clock(+1)
-        self._started = time.perf_counter_ns()
-
-    def member_done(self, member: MemberTime | None) -> None:
-        """On the runtime's loop; None for a member that gave no times because it failed without an answer."""
-        if member is not None:
-            spent = member.executed_ns + member.queued_ns
-            if self.slowest is None or spent > self.slowest.executed_ns + self.slowest.queued_ns:
-                self.slowest = member
-        self._left -= 1
-        if self._left == 0:
-            self.wall_ns = time.perf_counter_ns() - self._started
-            self.caller_run_queue_ns = self._meter.recent_ns() - self._run_queue_0
-            self.share_ns = self._ledger.shared_clock(-1) - self._share_0
-            self._ledger.add(self)
-
-    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
-        self._ledger.add_wake(self.role, self.method, lag_ns, run_queue_ns)
+def _stats(role: str, method: str, total: _Sum) -> CallStats:
+    slowest = max(total.slowest, key=total.slowest.__getitem__, default="")
+    rank = slowest.rpartition(":")[2]
+    return CallStats(
+        role=role,
+        method=method,
+        calls=total.calls,
+        wall_s=total.wall_ns / 1e9,
+        method_s=total.method_ns / 1e9,
+        queued_s=total.queued_ns / 1e9,
+        run_queue_s=total.run_queue_ns / 1e9,
+        overhead_s=total.overhead_ns / 1e9,
+        slowest_rank=int(rank) if rank.isdigit() else 0,
+        share_s=total.share_ns / 1e9,
+    )

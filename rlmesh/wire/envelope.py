@@ -166,5 +166,5 @@ def _parse(entry: object) -> tuple[Header, int]:
         raise MalformedFrame(f"a {cls.__name__} has fields of the wrong number or type")
     if cls is Call and values[-1] and any(type(slot) is not str for slot in values[-1]):
         raise MalformedFrame("a Call's chain holds something other than text")
-    header: Header = cls._make(values)
+    header: Header = tuple.__new__(cls, values)
     return header, count
