@@ -16,6 +16,7 @@ LAUNCHER = ROOT / "launcher" / "rlmesh_launcher"
 
 LAYERS = (
     ("rlmesh.errors",),
+    ("rlmesh.memory",),
     ("rlmesh.wire",),
     ("rlmesh.runtime",),
     ("rlmesh.job",),

@@ -22,7 +22,7 @@ from rlmesh.memory.native import PAGE_BYTES
 
 DIRECTORY = "/dev/shm"
 MAGIC = int.from_bytes(b"rlmeshS1", "little")
-ENTRY = struct.Struct("<4Q")
+ENTRY = struct.Struct("=4Q")
 """Generation, offset, size, unused. Entry 0 has the magic number, the segment's size and two zeros."""
 ENTRY_WORDS = 4
 TABLE_BYTES = 8 * PAGE_BYTES
@@ -31,10 +31,10 @@ PART_ALIGNMENT = 64
 
 
 class Descriptor(NamedTuple):
-    """Where a buffer lies: bytes ``offset`` to ``offset + nbytes`` of a segment, inside its slot ``index``."""
+    """Where a buffer lies: bytes ``offset`` to ``offset + nbytes`` of a segment, inside the slot with that index."""
 
     segment: str
-    index: int
+    slot: int
     generation: int
     offset: int
     nbytes: int
@@ -50,12 +50,12 @@ class Descriptor(NamedTuple):
 
 
 class GiveBack(NamedTuple):
-    """``count`` loans of a slot have ended at the borrower."""
+    """So many loans of a slot have ended at the borrower."""
 
     segment: str
-    index: int
+    slot: int
     generation: int
-    count: int
+    loans: int
 
     @classmethod
     def parse(cls, fields: object) -> GiveBack:

@@ -17,7 +17,6 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from rlmesh.memory.layout import (
     GiveBack,
     segment_prefix,
 )
-from rlmesh.memory.native import PAGE_BYTES, Buffer, Exporter, address_of, copy_to, export, view_of
+from rlmesh.memory.native import PAGE_BYTES, Buffer, address_of, copy_to, export, on_end, owner_of, view_of
 from rlmesh.memory.room import Room, room_in
 from rlmesh.memory.segment import Segment
 
@@ -65,6 +64,10 @@ class _Slot:
     nbytes: int
     frames: int
     loans: dict[Hashable, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.segment.name, self.index
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,10 @@ class SegmentPool:
         self._lock, self._growth = threading.Lock(), threading.Lock()
         self._segments: dict[str, Segment] = {}
         self._slots: dict[tuple[str, int], _Slot] = {}
-        self._frames: dict[int, tuple[_Slot, int, int]] = {}
         self._lingering: set[_Slot] = set()
         # Frames end whenever and wherever the garbage collector says, also while this lock is held by that very
         # thread: their end is only noted, and looked at by whatever is done next.
-        self._ended: deque[tuple[int, _Slot]] = deque()
+        self._ended: deque[_Slot] = deque()
         self._numbers = itertools.count()
         self._generations = itertools.count(secrets.randbits(60) | 1 << 60)
         self._pid = os.getpid()
@@ -127,44 +129,42 @@ class SegmentPool:
             end = _round_up(end + source.nbytes, PART_ALIGNMENT)
         slot = self._make_slot(max(_round_up(end, PAGE_BYTES), PAGE_BYTES), len(sources))
         base = slot.segment.mapping.address + slot.offset
-        exporters: list[Exporter] = []
         try:
-            for source, offset in zip(sources, offsets, strict=True):
-                exporters.append(export(base + offset, source.nbytes))
+            views = [view_of(export(base + at, each.nbytes, slot)) for at, each in zip(offsets, sources, strict=True)]
+            for view, source, at in zip(views, sources, offsets, strict=True):
                 if isinstance(source, memoryview):
-                    copy_to(base + offset, source)
+                    copy_to(base + at, source)
                 else:
-                    source.fill(view_of(exporters[-1]))
+                    source.fill(view)
         except BaseException:
             with self._lock:
                 slot.frames = 0
                 self._settle(slot)
             raise
-        with self._lock:
-            for exporter, offset in zip(exporters, offsets, strict=True):
-                self._frames[id(exporter)] = (slot, slot.offset + offset, len(exporter))
-                weakref.finalize(exporter, self._frame_ended, id(exporter), slot).atexit = False
-        return [view_of(exporter).toreadonly() for exporter in exporters]
+        for view in views:
+            on_end(view.obj, self._frame_ended, slot)  # type: ignore[arg-type]
+        return [view.toreadonly() for view in views]
 
-    def _frame_ended(self, key: int, slot: _Slot) -> None:
+    def _frame_ended(self, slot: _Slot) -> None:
         if not self._closed:
-            self._ended.append((key, slot))
+            self._ended.append(slot)
 
     def _make_slot(self, nbytes: int, frames: int) -> _Slot:
+        if self._pid != os.getpid():
+            raise PoolExhausted("the pool belongs to the process from which this one was forked")
         with self._lock:
             self._look_at_ended()
             slot = self._place(nbytes, frames) or (self._retry_lingering() and self._place(nbytes, frames))
         if slot:
             return slot
-        # Reserving pages takes long (half a second per GiB): not under the lock, which the loop's thread takes too.
+        # Reserving and freeing pages takes long (half a second per GiB), and the loop's thread takes the lock too.
         with self._growth:
             with self._lock:
                 self._look_at_ended()
                 slot = self._place(nbytes, frames)
-                size = 0 if slot else self._size_of_next(nbytes)
             if slot:
                 return slot
-            segment = self._create_segment(size, nbytes)
+            segment = self._create_segment(self._size_of_next(nbytes), nbytes)
             with self._lock:
                 if self._closed:
                     segment.remove()
@@ -176,8 +176,8 @@ class SegmentPool:
 
     def _place(self, nbytes: int, frames: int) -> _Slot | None:
         """A slot in the smallest hole of all segments."""
-        if self._closed or self._pid != os.getpid():
-            raise PoolExhausted("the pool is closed" if self._closed else "the pool belongs to the parent process")
+        if self._closed:
+            raise PoolExhausted("the pool is closed")
         best: tuple[int, Segment] | None = None
         for segment in self._segments.values():
             found = segment.space.best(nbytes) if segment.has_index else None
@@ -191,31 +191,29 @@ class SegmentPool:
         if taken is None:
             return None
         slot = _Slot(segment, taken[0], generation, taken[1], nbytes, frames)
-        self._slots[segment.name, slot.index] = slot
+        self._slots[slot.key] = slot
         return slot
 
     # Growing and shrinking.
 
     def _size_of_next(self, nbytes: int) -> int:
         """Bytes of data of the next segment; removes idle segments if the limit demands it."""
-        if self.limit_bytes is not None and self._total() + TABLE_BYTES + nbytes > self.limit_bytes:
-            self._remove_idle(self._clock())
-            if self._total() + TABLE_BYTES + nbytes > self.limit_bytes:
-                used = sum(slot.nbytes for slot in self._slots.values())
-                raise PoolExhausted(
-                    f"{_mib(nbytes)} do not fit into the pool's limit of {_mib(self.limit_bytes)}: "
-                    f"{_mib(used)} are in use by {len(self._slots)} messages or values that receivers keep"
-                )
+        limit = self.limit_bytes
+        missing = self._total() + TABLE_BYTES + nbytes - limit if limit is not None else 0
+        if limit is not None and missing > 0 and not self._remove_idle_if_enough(missing):
+            stats = self.stats()
+            raise PoolExhausted(
+                f"{_mib(nbytes)} do not fit into the pool's limit of {_mib(limit)}: "
+                f"{_mib(stats.used_bytes)} are in use by {stats.slots} messages or values that receivers keep"
+            )
         step = min(max(self._total() // 4, MIN_SEGMENT_BYTES), MAX_STEP_BYTES)
-        if self.limit_bytes is not None:
-            step = min(step, self.limit_bytes - self._total() - TABLE_BYTES)
+        if limit is not None:
+            step = min(step, limit - self._total() - TABLE_BYTES)
         return max(nbytes, step // PAGE_BYTES * PAGE_BYTES)
 
     def _create_segment(self, size: int, least: int) -> Segment:
         room = self._room(self.directory)
-        if room.bytes < TABLE_BYTES + least:
-            with self._lock:
-                self._remove_idle(self._clock())
+        if (missing := TABLE_BYTES + least - room.bytes) > 0 and self._remove_idle_if_enough(missing):
             room = self._room(self.directory)
         if room.bytes < TABLE_BYTES + size:
             size = least
@@ -228,50 +226,63 @@ class SegmentPool:
             except FileExistsError:
                 continue  # left by an earlier process of the same name
             except OSError as error:
+                if size > least:
+                    size = least
+                    continue
                 raise PoolExhausted(
                     f"{_mib(size)} of shared memory could not be reserved in {self.directory}: {error.strerror}; "
                     f"{room.limited_by}"
                 ) from error
 
-    def _remove_idle(self, idle_before: float) -> int:
-        idle = [s for s in self._segments.values() if s.space.is_empty and s.idle_since <= idle_before]
+    def _remove_idle_if_enough(self, nbytes: int) -> bool:
+        """Make room by removing idle segments, which are warm, so only if that much can be gained."""
+        if sum(s.nbytes for s in list(self._segments.values()) if s.space.is_empty) < nbytes:
+            return False
+        return self._remove_idle(self._clock()) >= nbytes
+
+    def _remove_idle(self, idle_since: float) -> int:
+        """Remove segments that have been empty since then; how many bytes they had."""
+        with self._lock:
+            idle = [s for s in self._segments.values() if s.space.is_empty and s.idle_since <= idle_since]
+            for segment in idle:
+                del self._segments[segment.name]
         for segment in idle:
-            del self._segments[segment.name]
             segment.remove()
         return sum(segment.nbytes for segment in idle)
 
     def trim(self, idle_s: float) -> int:
-        """Give segments back to the system in which nothing was used for so long; how many bytes that were."""
+        """Give segments back to the system in which nothing was used for so long; how many bytes that were.
+
+        Freeing takes 0.2 s per GiB: not on a loop's thread.
+        """
+        if self._closed or self._pid != os.getpid():
+            return 0
         with self._lock:
-            if self._closed or self._pid != os.getpid():
-                return 0
             self._look_at_ended()
             self._retry_lingering()
-            return self._remove_idle(self._clock() - idle_s)
+        return self._remove_idle(self._clock() - idle_s)
 
     # Lending.
 
     def lend(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
         """Count one more loan to a receiver; where the frame lies, or None if it is not a frame of this pool."""
         with self._lock:
-            found = self._frames.get(id(frame.obj)) if frame.nbytes else None
-            if found is None or self._closed:
+            slot = owner_of(frame)
+            if self._closed or not isinstance(slot, _Slot) or self._slots.get(slot.key) is not slot:
                 return None
-            slot, offset, nbytes = found
-            if frame.nbytes != nbytes:
-                offset += address_of(frame) - slot.segment.mapping.address - offset
             slot.loans[receiver] = slot.loans.get(receiver, 0) + 1
+            offset = address_of(frame) - slot.segment.mapping.address
             return Descriptor(slot.segment.name, slot.index, slot.generation, offset, frame.nbytes)
 
     def give_back(self, ended: Iterable[GiveBack], receiver: Hashable) -> None:
         """Loans of a receiver have ended. What is not on loan to it is ignored: it came too late, or twice."""
         with self._lock:
             self._look_at_ended()
-            for segment, index, generation, count in ended:
+            for segment, index, generation, loans in ended:
                 slot = self._slots.get((segment, index))
                 if slot is None or slot.generation != generation or receiver not in slot.loans:
                     continue
-                slot.loans[receiver] -= count
+                slot.loans[receiver] -= loans
                 if slot.loans[receiver] <= 0:
                     del slot.loans[receiver]
                     self._settle(slot)
@@ -289,8 +300,7 @@ class SegmentPool:
 
     def _look_at_ended(self) -> None:
         while self._ended:
-            key, slot = self._ended.popleft()
-            self._frames.pop(key, None)
+            slot = self._ended.popleft()
             slot.frames -= 1
             self._settle(slot)
 
@@ -302,7 +312,7 @@ class SegmentPool:
             self._lingering.add(slot)
             return
         self._lingering.discard(slot)
-        del self._slots[slot.segment.name, slot.index]
+        del self._slots[slot.key]
         if slot.segment.space.is_empty:
             slot.segment.idle_since = self._clock()
 
@@ -313,7 +323,7 @@ class SegmentPool:
         return len(self._lingering) < before
 
     def _total(self) -> int:
-        return sum(segment.nbytes for segment in self._segments.values())
+        return sum(segment.nbytes for segment in list(self._segments.values()))
 
     def stats(self) -> PoolStats:
         with self._lock:
@@ -321,18 +331,25 @@ class SegmentPool:
             used = sum(slot.nbytes for slot in self._slots.values())
             return PoolStats(len(self._segments), self._total(), used, len(self._slots), len(self._lingering))
 
+    def unattached(self) -> int:
+        """How many slots are on loan that, as it seems, no receiver has opened yet."""
+        with self._lock:
+            return sum(bool(s.loans) and not s.segment.is_attached(s.index) for s in self._slots.values())
+
     def close(self) -> None:
         """Unlink all segments. Frames and loans stay readable; their memory goes with the last of them."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if self._closed:
                 return
             self._look_at_ended()
             self._closed = True
-            if self._pid == os.getpid():
-                for segment in self._segments.values():
-                    segment.remove()
-            for table in (self._segments, self._slots, self._frames, self._lingering, self._ended):
+            segments = list(self._segments.values())
+            for table in (self._segments, self._slots, self._lingering, self._ended):
                 table.clear()
+        for segment in segments:
+            segment.remove()
 
 
 def _round_up(value: int, unit: int) -> int:

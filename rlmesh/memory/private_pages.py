@@ -97,7 +97,7 @@ class PrivatePages:
         try:
             os.ftruncate(fd, 3 * PAGE_BYTES)
             mapping = Mapping.private(fd, 0, 3 * PAGE_BYTES)
-            view = view_of(export(mapping.address, mapping.nbytes))
+            view = view_of(export(mapping.address, mapping.nbytes, mapping))
             view[PAGE_BYTES] = view[0] + 1
             return self._copied(mapping.address // PAGE_BYTES, 3) == b"\0\1\0"
         finally:

@@ -8,7 +8,7 @@ import os
 
 from rlmesh.memory.allocator import FreeSpace
 from rlmesh.memory.layout import ENTRY_WORDS, MAGIC, MAX_SLOTS, TABLE_BYTES
-from rlmesh.memory.native import PAGE_BYTES, Mapping, try_lock, unlock
+from rlmesh.memory.native import PAGE_BYTES, Mapping, is_locked_by_others, try_lock, unlock
 
 
 class Segment:
@@ -65,6 +65,10 @@ class Segment:
         self.space.give(offset, nbytes)
         heapq.heappush(self._indexes, index)
         return True
+
+    def is_attached(self, index: int) -> bool:
+        """Has some process a slot open?"""
+        return is_locked_by_others(self._fd, index)
 
     def remove(self) -> None:
         """Unlink the file. Its memory goes when nobody maps it any more; at once if no slot is in use."""

@@ -1,0 +1,382 @@
+"""The receiver's half: views of slots that other processes own.
+
+`Attachments.borrow` gives a memoryview of a slot without a copy: of one private copy-on-write mapping per segment that
+stays mapped, so that a slot that is used again costs no page faults. Whoever writes to the memory gets pages of its
+own; the owner and the other borrowers see nothing of it. When the last array, tensor or view of a slot is gone,
+wherever that happens, `on_ended` is called; `collect` then drops the pages that were written to (`private_pages` has
+the figures), unlocks the slot and says what to give back to whom.
+
+A view that was borrowed can be lent on without a copy if nothing was written to it (`pass_on`, `lend`). The slot then
+counts as borrowed until those loans have ended too, so give-backs always go to whoever lent, never further.
+
+A slot that arrives a second time while views of it live gets a mapping of its own, so that two receivers in one
+process do not see each other's changes either.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from rlmesh.errors import MalformedFrame
+from rlmesh.memory.layout import (
+    DIRECTORY,
+    ENTRY,
+    MAGIC,
+    MAX_SLOTS,
+    TABLE_BYTES,
+    Descriptor,
+    GiveBack,
+    SlotGone,
+    segment_prefix,
+)
+from rlmesh.memory.native import (
+    PAGE_BYTES,
+    Mapping,
+    address_of,
+    export,
+    is_locked_by_others,
+    on_end,
+    owner_of,
+    try_lock,
+    unlock,
+    view_of,
+)
+from rlmesh.memory.private_pages import PrivatePages
+
+
+class _Attached:
+    """One segment of another process, open and mapped. Its descriptor holds the locks: it closes with the last
+    reference, which a view may be that outlives the `Attachments`."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise SlotGone(f"the segment {path} is gone: the process that lent it has ended") from None
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        status = os.fstat(self.fd)
+        magic, nbytes, _, _ = ENTRY.unpack(os.pread(self.fd, ENTRY.size, 0).ljust(ENTRY.size, b"\0"))
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise MalformedFrame(f"{path} is not a segment of this user's")
+        if magic != MAGIC or nbytes != status.st_size:
+            raise MalformedFrame(f"{path} is not a whole segment of this version of rlmesh")
+        self.path, self.nbytes = path, nbytes
+        self.private = Mapping.private(self.fd, 0, nbytes)
+        self.slots: dict[int, _Borrowed] = {}
+        self._clean: Mapping | None = None
+
+    @property
+    def is_removed(self) -> bool:
+        """Did its owner unlink it? It will lend nothing of it any more."""
+        return os.fstat(self.fd).st_nlink == 0
+
+    def clean(self) -> Mapping:
+        """The file's own pages, whatever was written to the private ones; mapped when first needed."""
+        if self._clean is None:
+            self._clean = Mapping.shared(self.fd, 0, self.nbytes, writable=False)
+        return self._clean
+
+
+class _Borrowed:
+    """A slot that this process holds: it has the lock, so the owner leaves it alone."""
+
+    def __init__(self, segment: _Attached, descriptor: Descriptor) -> None:
+        if not 1 <= descriptor.slot <= MAX_SLOTS:
+            raise MalformedFrame(f"{descriptor.segment} has no slot {descriptor.slot}")
+        self.segment, self.index, self.generation = segment, descriptor.slot, descriptor.generation
+        if not try_lock(segment.fd, self.index, exclusive=False):
+            raise SlotGone(f"slot {self.index} of {segment.path} is being used again: its lender has ended")
+        generation, self.offset, self.nbytes, _ = ENTRY.unpack(
+            os.pread(segment.fd, ENTRY.size, self.index * ENTRY.size)
+        )
+        if generation != self.generation:
+            unlock(segment.fd, self.index)
+            raise SlotGone(f"slot {self.index} of {segment.path} holds something else by now: its lender has ended")
+        if self.offset < TABLE_BYTES or self.offset + self.nbytes > segment.nbytes or self.offset % PAGE_BYTES:
+            unlock(segment.fd, self.index)
+            raise MalformedFrame(f"slot {self.index} of {segment.path} lies outside the segment")
+        self.parts = 0
+        self.lenders: dict[Hashable, int] = {}
+        self.loans: dict[Hashable, int] = {}
+        self.given_out: list[tuple[int, int]] = []
+        """Ranges that were handed out of the segment's private mapping: these may have been written to."""
+
+    def covers(self, offset: int, nbytes: int) -> bool:
+        return bool(self.offset <= offset and offset + nbytes <= self.offset + self.nbytes)
+
+    def is_given_out(self, offset: int, nbytes: int) -> bool:
+        return any(offset < end and start < offset + nbytes for start, end in self.given_out)
+
+
+class _Part:
+    """A range of a borrowed slot that somebody can reach. ``mapping`` shows the file from ``base`` on."""
+
+    __slots__ = ("address", "is_clean", "mapping", "nbytes", "offset", "slot")
+
+    def __init__(
+        self, slot: _Borrowed, mapping: Mapping, base: int, offset: int, nbytes: int, *, is_clean: bool = False
+    ) -> None:
+        self.slot, self.mapping, self.offset, self.nbytes = slot, mapping, offset, nbytes
+        self.address = mapping.address + offset - base
+        self.is_clean = is_clean
+
+    def view(self, when_gone: Callable[[_Part], None]) -> memoryview:
+        exporter = export(self.address, self.nbytes, self)
+        on_end(exporter, when_gone, self)
+        return view_of(exporter).toreadonly()
+
+
+def writable(view: memoryview) -> memoryview:
+    """The writable view for a read-only one that `Attachments.borrow` gave; other views as they are.
+
+    What is written through it stays in this process, until the last view of it is gone.
+    """
+    part = owner_of(view)
+    if not isinstance(part, _Part) or part.is_clean:
+        return view
+    start = address_of(view) - part.address
+    return view_of(view.obj)[start : start + view.nbytes]  # type: ignore[arg-type]
+
+
+class Attachments:
+    """What this process has borrowed.
+
+    Args:
+        job_id: only segments of this job are opened.
+        on_ended: called, from any thread and at any moment, when `collect` has something to do; it must do no more
+            than wake up whoever calls that.
+        directory: where the owners make their segments.
+    """
+
+    def __init__(self, job_id: str, *, on_ended: Callable[[], object], directory: str = DIRECTORY) -> None:
+        self._prefix, self._directory, self._on_ended = segment_prefix(job_id), directory, on_ended
+        self._lock = threading.Lock()
+        self._segments: dict[str, _Attached] = {}
+        self._reachable: list[tuple[int, int, _Part]] = []
+        self._ended: deque[_Part] = deque()
+        self._told = self._closed = False
+        self._pid = os.getpid()
+        self._pages = PrivatePages()
+
+    # Borrowing.
+
+    def borrow(self, descriptor: Descriptor, lender: Hashable) -> memoryview:
+        """A read-only view of a buffer that ``lender`` has lent to this process; see `writable`.
+
+        Raises:
+            SlotGone: the slot holds something else by now, since its lender died before this call.
+            MalformedFrame: no such buffer can exist.
+            OSError: the segment cannot be opened or mapped (too many files or mappings).
+        """
+        with self._lock:
+            segment = self._open(descriptor.segment)
+            slot = segment.slots.get(descriptor.slot)
+            if slot is None:
+                slot = segment.slots[descriptor.slot] = _Borrowed(segment, descriptor)
+            elif slot.generation != descriptor.generation:
+                # This process holds the slot as it is, so the descriptor is of before that.
+                raise SlotGone(f"slot {slot.index} of {segment.path} holds something else: its lender has ended")
+            try:
+                if not slot.covers(descriptor.offset, descriptor.nbytes):
+                    raise MalformedFrame(f"{descriptor} is not inside its slot")
+                view = self._make_part(slot, descriptor.offset, descriptor.nbytes)
+            except BaseException:
+                self._release_if_idle(slot, {})
+                raise
+            slot.lenders[lender] = slot.lenders.get(lender, 0) + 1
+            return view
+
+    def _make_part(self, slot: _Borrowed, offset: int, nbytes: int) -> memoryview:
+        if slot.is_given_out(offset, nbytes):
+            base = offset // PAGE_BYTES * PAGE_BYTES
+            mapping = Mapping.private(slot.segment.fd, base, offset + nbytes - base)
+            part = _Part(slot, mapping, base, offset, nbytes)
+        else:
+            slot.given_out.append((offset, offset + nbytes))
+            part = _Part(slot, slot.segment.private, 0, offset, nbytes)
+        slot.parts += 1
+        insort(self._reachable, (part.address, id(part), part))
+        return part.view(self._part_ended)
+
+    def _open(self, name: str) -> _Attached:
+        if self._closed or self._pid != os.getpid():
+            raise SlotGone("this process borrows no shared memory any more")
+        segment = self._segments.get(name)
+        if segment is not None and not segment.is_removed:
+            return segment
+        if not name.startswith(self._prefix) or re.fullmatch(r"[A-Za-z0-9._-]+", name) is None:
+            raise MalformedFrame(f"{name!r:.100} is not a segment of this job")
+        self._forget_removed()
+        segment = self._segments[name] = _Attached(os.path.join(self._directory, name))
+        return segment
+
+    def _forget_removed(self) -> None:
+        for name, segment in list(self._segments.items()):
+            if segment.is_removed and not segment.slots:
+                del self._segments[name]
+
+    # The end of views.
+
+    def _part_ended(self, part: _Part) -> None:
+        # Inside the garbage collector, perhaps of a thread that holds the lock: no more than this.
+        if self._closed:
+            return
+        self._ended.append(part)
+        if not self._told:
+            self._told = True
+            self._on_ended()
+
+    def collect(self) -> dict[Hashable, list[GiveBack]]:
+        """Make the slots free whose last view is gone, and say what to give back: lender → loans.
+
+        Takes up to 10 ms of CPU time per GiB of views that were read through.
+        """
+        give_backs: dict[Hashable, list[GiveBack]] = {}
+        with self._lock:
+            self._told = False
+            while self._ended:
+                part = self._ended.popleft()
+                slot = part.slot
+                slot.parts -= 1
+                if not part.is_clean:
+                    position = bisect_left(self._reachable, (part.address, id(part)))
+                    del self._reachable[position]
+                self._release_if_idle(slot, give_backs)
+        return give_backs
+
+    def _release_if_idle(self, slot: _Borrowed, give_backs: dict[Hashable, list[GiveBack]]) -> None:
+        if slot.parts or slot.loans:
+            return
+        segment = slot.segment
+        base = segment.private.address
+        for begin, end in slot.given_out:
+            # Also of views that were never made writable: torch.from_numpy writes to read-only arrays.
+            for start, length in self._pages.runs(base + begin, end - begin):
+                segment.private.drop_private_pages(start - base, length)
+        unlock(segment.fd, slot.index)
+        if segment.slots.get(slot.index) is slot:
+            del segment.slots[slot.index]
+        name = os.path.basename(segment.path)
+        for lender, loans in slot.lenders.items():
+            give_backs.setdefault(lender, []).append(GiveBack(name, slot.index, slot.generation, loans))
+        if not segment.slots and segment.is_removed and self._segments.get(name) is segment:
+            del self._segments[name]
+
+    # Lending on.
+
+    def pass_on(self, view: memoryview) -> memoryview | None:
+        """If ``view`` shows borrowed memory to which nothing was written, a frame of the same bytes that stays as it
+        is now, whatever is written later; else None. Reads the page table of the range."""
+        if not view.nbytes or not view.c_contiguous or not self._reachable or self._pid != os.getpid():
+            return None
+        address = address_of(view)
+        with self._lock:
+            part = self._part_at(address, view.nbytes)
+            if part is None or self._closed:
+                return None
+        # The view keeps the part alive, so this needs no lock.
+        if self._pages.any(address, view.nbytes):
+            return None
+        with self._lock:
+            slot, offset = part.slot, part.offset + address - part.address
+            slot.parts += 1
+            clean = _Part(slot, slot.segment.clean(), 0, offset, view.nbytes, is_clean=True)
+            return clean.view(self._part_ended)
+
+    def _part_at(self, address: int, nbytes: int) -> _Part | None:
+        position = bisect_right(self._reachable, address, key=lambda entry: entry[0])
+        while position:
+            position -= 1
+            start, _, part = self._reachable[position]
+            if part.nbytes:
+                return part if address + nbytes <= start + part.nbytes else None
+        return None
+
+    def lend(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
+        """Count a loan of a frame that `pass_on` gave; None if it is none of these."""
+        part = owner_of(frame)
+        if not isinstance(part, _Part) or not part.is_clean:
+            return None
+        with self._lock:
+            slot = part.slot
+            if self._closed:
+                return None
+            slot.loans[receiver] = slot.loans.get(receiver, 0) + 1
+            offset = part.offset + address_of(frame) - part.address
+            name = os.path.basename(slot.segment.path)
+            return Descriptor(name, slot.index, slot.generation, offset, frame.nbytes)
+
+    def give_back(self, ended: Iterable[GiveBack], receiver: Hashable) -> dict[Hashable, list[GiveBack]]:
+        """Loans that were lent on have ended; what to give back to this process's own lenders therefore."""
+        give_backs: dict[Hashable, list[GiveBack]] = {}
+        with self._lock:
+            for name, index, generation, loans in ended:
+                segment = self._segments.get(name)
+                slot = segment.slots.get(index) if segment is not None else None
+                if slot is None or slot.generation != generation or receiver not in slot.loans:
+                    continue
+                slot.loans[receiver] -= loans
+                if slot.loans[receiver] <= 0:
+                    del slot.loans[receiver]
+                    self._release_if_idle(slot, give_backs)
+        return give_backs
+
+    def peer_lost(self, peer: Hashable) -> dict[Hashable, list[GiveBack]]:
+        """A peer died or cannot be reached: its loans have ended, and nothing is owed to it. Views stay valid."""
+        give_backs: dict[Hashable, list[GiveBack]] = {}
+        with self._lock:
+            for segment in list(self._segments.values()):
+                for slot in list(segment.slots.values()):
+                    slot.lenders.pop(peer, None)
+                    if slot.loans.pop(peer, 0):
+                        self._release_if_idle(slot, give_backs)
+            self._forget_removed()
+        return give_backs
+
+    def forget_removed(self) -> None:
+        """Unmap segments that their owners have removed; they keep memory otherwise. For a slow timer."""
+        with self._lock:
+            self._forget_removed()
+
+    def unattached(self) -> int:
+        """How many slots are lent on that, as it seems, no receiver has opened yet."""
+        with self._lock:
+            return sum(
+                bool(slot.loans) and not is_locked_by_others(segment.fd, slot.index)
+                for segment in self._segments.values()
+                for slot in segment.slots.values()
+            )
+
+    def close(self) -> None:
+        """Borrow no more. Views that live stay valid, and their slots locked, until they end."""
+        with self._lock:
+            self._closed = True
+            for segment in self._segments.values():
+                segment.slots.clear()
+            self._segments.clear()
+            self._reachable.clear()
+            self._ended.clear()
+            self._pages.close()
+
+    def borrowed(self) -> list[dict[str, Any]]:
+        """Slots that this process holds, for people: segment, slot, bytes, views, loans."""
+        with self._lock:
+            return [
+                {
+                    "segment": os.path.basename(segment.path),
+                    "slot": slot.index,
+                    "nbytes": slot.nbytes,
+                    "views": slot.parts,
+                    "loans": sum(slot.loans.values()),
+                }
+                for segment in self._segments.values()
+                for slot in segment.slots.values()
+            ]
