@@ -25,16 +25,16 @@ from rlmesh.errors import (
     PeerLost,
     RoleNotFound,
     ShuttingDown,
-    VersionMismatch,
+    WireError,
 )
 from rlmesh.runtime.address import AddressBook, member_name, split_name
-from rlmesh.runtime.channel import Channel, make_hello, turn_loops
+from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.timing import CallGroup, CallLedger, CallRecord, RunQueueMeter
 from rlmesh.runtime.transport import Link
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Refused, Reply, Welcome
+from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Reply
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
@@ -116,11 +116,11 @@ class Calls:
     """The pending calls of one runtime."""
 
     def __init__(
-        self, name: str, key: bytes, loop: asyncio.AbstractEventLoop, connect: Callable[[str], Link],
-        post: Callable[..., None], meter: RunQueueMeter,
+        self, loop: asyncio.AbstractEventLoop, connect: Callable[[str], Link],
+        knock: Callable[[Channel, str], None], post: Callable[..., None], meter: RunQueueMeter,
     ) -> None:  # fmt: skip
         self.meter, self.ledger = meter, CallLedger()
-        self._name, self._key, self._loop, self._connect_link, self._post = name, key, loop, connect, post
+        self._loop, self._connect_link, self._knock, self._post = loop, connect, knock, post
         self._lock = allocate_lock()
         self._ids = itertools.count(1)
         self._peers: dict[str, _Peer] = {}
@@ -259,8 +259,7 @@ class Calls:
         channel = Channel(self._connect_link(endpoint), self._post)
         peer = _Peer(endpoint, channel)
         self._by_link[channel.link] = peer
-        channel.send(make_hello(self._key, self._name, endpoint), [])
-        channel.flush()  # In a packet of its own: a stranger's first packet has to be small.
+        self._knock(channel, endpoint)
         peer.opening = self._loop.call_later(CONNECT_TIMEOUT_S, self._not_opened, peer)
         with self._lock:
             self._peers[endpoint] = peer
@@ -271,18 +270,19 @@ class Calls:
         peer = self._by_link.get(link)
         return peer.channel if peer is not None else None
 
-    def on_welcome(self, link: Link, welcome: Welcome) -> None:
+    def on_admitted(self, link: Link) -> None:
+        """The peer and this side have shown each other the job's key."""
         peer = self._by_link.get(link)
         if peer is not None and peer.opening is not None:
             peer.opening.cancel()
             peer.opening = None
-            peer.channel.accept(welcome.name)
 
-    def on_refused(self, link: Link, refused: Refused) -> None:
-        peer = self._by_link.get(link)
+    def on_stranger(self, link: Link, error: WireError) -> None:
+        """Whoever listens there is none of this job; nothing was said to it."""
+        peer = self._by_link.pop(link, None)
         if peer is not None:
-            error = VersionMismatch(f"{peer.endpoint} refused the connection: {refused.reason}")
-            self._drop(peer, lambda call: error)
+            self._forget(peer)
+            self._drop(peer, lambda call: type(error)(f"{call.name}.{call.method}() was not sent: {error}"))
 
     def on_reply(self, link: Link, reply: Reply, frames: Frames) -> None:
         peer = self._by_link.get(link)
@@ -368,7 +368,7 @@ class Calls:
             return
         self._forget(peer)
         if peer.channel.peer_name.startswith("@"):
-            self._drop(peer, lambda call: self._lost_error(call, reason, "maybe"))
+            self._drop(peer, lambda call: self._lost_error(call, reason, _begun(peer)))
             return
         # Its agent knows exit code, signal and last lines, and says so within milliseconds.
         with self._lock:
@@ -378,7 +378,7 @@ class Calls:
 
     def _give_up(self, peer: _Peer, reason: str) -> None:
         self._orphans.pop(peer.endpoint, None)
-        self._drop(peer, lambda call: self._lost_error(call, reason, "maybe"))
+        self._drop(peer, lambda call: self._lost_error(call, reason, _begun(peer)))
 
     def member_lost(self, info: ExitInfo) -> None:
         """The agent's word on the end of a member's process: its calls end now, later ones at once."""
@@ -473,6 +473,11 @@ class Calls:
         assert isinstance(error, PeerLost)
         error.reason = reason
         return error
+
+
+def _begun(peer: _Peer) -> Executed:
+    """Whether calls to it may have begun: none is sent before the greeting is over."""
+    return "maybe" if peer.channel.authenticated else "no"
 
 
 def _on_a_loop() -> bool:

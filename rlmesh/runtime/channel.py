@@ -1,19 +1,16 @@
-"""A link with what the protocol adds: messages of one loop turn in one packet, and the opening handshake."""
+"""A link with what the protocol adds: messages of one loop turn in one packet, none before the greeting is over."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import secrets
 import threading
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 
-from rlmesh.errors import AuthenticationFailed, VersionMismatch
-from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, Link
-from rlmesh.wire.envelope import PROTOCOL_VERSION, Frames, Header, Hello, Message, pack
+from rlmesh.runtime.transport import Link
+from rlmesh.wire.envelope import Frames, Header, Message, pack
+from rlmesh.wire.greeting import Admission, Opening
 
 _PACKET_MESSAGES = 1024
 
@@ -28,11 +25,12 @@ class Channel:
     never by a timer; a plain thread sends at once.
     """
 
-    __slots__ = ("_lock", "_outbox", "_post", "_scheduled", "authenticated", "link", "peer_name")
+    __slots__ = ("_lock", "_outbox", "_post", "_scheduled", "authenticated", "greeting", "link", "peer_name")
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
         self.link = link
         self.authenticated = False
+        self.greeting: Opening | Admission | None = None
         self.peer_name = link.peer
         self._post = post
         self._outbox: deque[Message] = deque()
@@ -40,10 +38,12 @@ class Channel:
         self._lock = allocate_lock()
 
     def accept(self, peer_name: str) -> None:
-        """The peer has shown the job's key."""
-        self.authenticated = True
+        """The peer has shown the job's key: what waited for that goes out."""
+        self.greeting = None
         self.peer_name = peer_name
-        self.link.limit_bytes = PACKET_LIMIT_BYTES
+        self.link.trust()
+        self.authenticated = True
+        self.flush()
 
     def send(self, header: Header, frames: Frames) -> None:
         self.put(header, frames)
@@ -69,6 +69,8 @@ class Channel:
 
     def flush(self) -> None:
         with self._lock:
+            if not self.authenticated:
+                return  # Nothing is said to a stranger; `accept` sends what waits.
             outbox = self._outbox
             while outbox:
                 messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
@@ -77,27 +79,3 @@ class Channel:
     def _flush_turn(self, thread: int) -> None:
         self._scheduled.discard(thread)
         self.flush()
-
-
-def make_hello(key: bytes, name: str, endpoint: str) -> Hello:
-    nonce = secrets.token_bytes(16)
-    return Hello(PROTOCOL_VERSION, name, nonce, _proof(key, name, endpoint, nonce))
-
-
-def check_hello(hello: Hello, key: bytes, endpoint: str) -> None:
-    """Raises:
-    AuthenticationFailed: the peer does not hold the key.
-    VersionMismatch: it does, but speaks another version.
-    """
-    if not hmac.compare_digest(hello.proof, _proof(key, hello.name, endpoint, hello.nonce)):
-        raise AuthenticationFailed(f"{hello.name!r:.60} does not hold the key of this job")
-    if hello.version != PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"{hello.name!r:.60} speaks version {hello.version} of the protocol, this side {PROTOCOL_VERSION}: "
-            "install the same version of rlmesh on all nodes"
-        )
-
-
-def _proof(key: bytes, name: str, endpoint: str, nonce: bytes) -> bytes:
-    text = b"\0".join((nonce, name.encode(), endpoint.encode()))
-    return hashlib.blake2b(text, key=key, digest_size=32).digest()

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import AuthenticationFailed, MalformedFrame, UsageError, VersionMismatch, WireError
+from rlmesh.errors import MalformedFrame, UsageError, WireError
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.calls import Calls, PendingCall
-from rlmesh.runtime.channel import Channel, check_hello, turn_loops
+from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.context import current_call
 from rlmesh.runtime.dispatch import Dispatcher, Served
+from rlmesh.runtime.door import Door
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future, register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.rpc import exported
+from rlmesh.runtime.security import check_key, make_key
 from rlmesh.runtime.timing import (
     CallGroup,
     CallStats,
@@ -35,14 +36,10 @@ from rlmesh.runtime.zmq_transport import ZmqTransport
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import (
     ANY_INCARNATION,
-    PROTOCOL_VERSION,
     Call,
     Cancel,
     Frames,
-    Hello,
-    Refused,
     Reply,
-    Welcome,
     unpack,
 )
 
@@ -70,15 +67,16 @@ class Runtime:
         self.default_timeout_s = DEFAULT_CALL_TIMEOUT_S
         self.exit_hook: Callable[[object], None] | None = None
         """Called with ``SystemExit.code`` when a served method calls ``sys.exit``."""
-        self.rejected_packets = 0
-        self._key = key or secrets.token_bytes(32)
+        self._key = make_key() if key is None else check_key(key)
+        self._door = Door(name, self._key)
+        self.strangers = self._door.strangers
         self._loop, self._embedded = loop, embedded
         self._thread_owner: LoopThread | None = None
         self._loop_ident = 0
         self._posts = Posts(loop)
         self._transports: dict[str, Transport] = {}
         self._meter = RunQueueMeter()
-        self._calls = Calls(name, self._key, loop, self._connect, self.post, self._meter)
+        self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._dispatcher = Dispatcher(self, loop)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
@@ -131,7 +129,7 @@ class Runtime:
         try:
             if bind:
                 address = bind if isinstance(bind, str) else local_address(socket_dir)
-                runtime.endpoint = runtime._transport(address).bind(address)
+                runtime.endpoint = runtime._door.endpoint = runtime._transport(address).bind(address)
         except BaseException:
             runtime._close_transports(0)
             raise
@@ -357,7 +355,11 @@ class Runtime:
         if channel is None:
             channel = self._incoming[link] = Channel(link, self.post)
         try:
-            # Headers are msgpack, which runs no code; payloads are decoded only for authenticated peers.
+            if not channel.authenticated:
+                # Not even the headers of a stranger are decoded.
+                if self._door.greet(channel, frames):
+                    self._calls.on_admitted(link)
+                return
             for header, payload in unpack(frames):
                 self._on_message(channel, link, header, payload, run_queue_ns)
         except WireError as error:
@@ -370,41 +372,22 @@ class Runtime:
         kind = type(header)
         if kind is Reply:
             self._calls.on_reply(link, header, payload)
-        elif kind is Hello:
-            self._on_hello(channel, header)
-        elif kind is Welcome:
-            self._calls.on_welcome(link, header)
-        elif kind is Refused:
-            self._calls.on_refused(link, header)
-        elif not channel.authenticated:
-            raise AuthenticationFailed(f"a {kind.__name__} came before a valid Hello")
         elif kind is Call:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
         elif kind is Cancel:
             self._dispatcher.on_cancel(channel, header.call_id)
 
-    def _on_hello(self, channel: Channel, hello: Hello) -> None:
-        try:
-            check_hello(hello, self._key, self.endpoint or "")
-        except VersionMismatch as error:
-            channel.send(Refused(PROTOCOL_VERSION, str(error)), [])
-            return
-        channel.accept(hello.name)
-        channel.send(Welcome(PROTOCOL_VERSION, self.name), [])
-        channel.flush()  # In a packet of its own: the peer takes large packets only after it.
-
     def _reject(self, channel: Channel, link: Link, error: WireError) -> None:
-        self.rejected_packets += 1
-        log = logger.warning if self.rejected_packets in (1, 10, 100, 1000) else logger.debug
-        log("%s dropped a packet from %s (%d so far): %s", self.name, channel.peer_name, self.rejected_packets, error)
+        """End a connection whose packets cannot be trusted or understood: what waits for its answers fails now."""
+        self._door.turn_away(channel, error)
+        link.close()
         if not channel.authenticated:
-            self._incoming.pop(link, None)
-            link.close()
+            self._calls.on_stranger(link, error)
+        self.on_lost(link, str(error))
 
     def on_rejected(self, link: Link, reason: str) -> None:
         channel = self._calls.channel_of(link) or self._incoming.get(link) or Channel(link, self.post)
         self._reject(channel, link, MalformedFrame(reason))
-        self.on_lost(link, reason)
 
     def on_lost(self, link: Link, reason: str) -> None:
         self._incoming.pop(link, None)

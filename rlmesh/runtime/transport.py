@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from rlmesh.wire.envelope import Frames
+from rlmesh.wire.greeting import LIMIT_BYTES
 
-UNAUTHENTICATED_LIMIT_BYTES = 65_536
+UNAUTHENTICATED_LIMIT_BYTES = LIMIT_BYTES
 """A peer that has not shown the job's key may send no larger packet."""
 PACKET_LIMIT_BYTES = 1 << 40
 
@@ -35,9 +36,6 @@ class Link(Protocol):
     thread_safe: bool
     """Whether `send` may be called from any thread; otherwise on the runtime's loop only."""
 
-    limit_bytes: int
-    """Larger packets from the peer end the connection. The runtime raises it once the peer is authenticated."""
-
     @property
     def peer(self) -> str:
         """The peer's address, for messages."""
@@ -45,6 +43,11 @@ class Link(Protocol):
 
     def send(self, frames: Frames) -> None:
         """Queue one packet; never blocks. Packets of one link arrive in order and whole, or not at all."""
+        ...
+
+    def trust(self) -> None:
+        """The peer has shown the job's key. Until then a packet above `UNAUTHENTICATED_LIMIT_BYTES`, or too long a
+        silence, ends the connection. On the runtime's loop."""
         ...
 
     def close(self) -> None:

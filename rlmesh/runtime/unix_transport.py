@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.transport import UNAUTHENTICATED_LIMIT_BYTES, Link, Receiver
+from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, UNAUTHENTICATED_LIMIT_BYTES, Link, Receiver
 from rlmesh.wire.envelope import Frames
 
 logger = logging.getLogger(__name__)
@@ -176,6 +176,9 @@ class _UnixLink:
                 return
             self._backlog.extend(rest)
         self._transport.post(self._want_write)
+
+    def trust(self) -> None:
+        self.limit_bytes = PACKET_LIMIT_BYTES
 
     def close(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, Link, Receiver
+from rlmesh.runtime.transport import Link, Receiver
 from rlmesh.wire.envelope import Frames
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ class _Dealer:
 
     def __init__(self, transport: ZmqTransport, endpoint: str) -> None:
         self.peer = endpoint
-        self.limit_bytes = PACKET_LIMIT_BYTES
         self._transport = transport
         self._socket = transport.new_socket(zmq.DEALER)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -51,6 +50,9 @@ class _Dealer:
             return
         _send(self._socket, frames)
         self._transport.drain_soon(self._drain)
+
+    def trust(self) -> None:
+        pass
 
     def close(self) -> None:
         if self._closed:
@@ -94,12 +96,14 @@ class _RouterPeer:
 
     def __init__(self, transport: ZmqTransport, routing_id: bytes) -> None:
         self.peer = f"peer {routing_id.hex()}"
-        self.limit_bytes = PACKET_LIMIT_BYTES
         self._transport = transport
         self._routing_id = routing_id
 
     def send(self, frames: Frames) -> None:
         self._transport.send_routed(self, self._routing_id, frames)
+
+    def trust(self) -> None:
+        pass
 
     def close(self) -> None:
         self._transport.drop_routed(self._routing_id)

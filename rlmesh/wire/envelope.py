@@ -26,9 +26,6 @@ ANY_INCARNATION = -1
 
 
 class Kind(IntEnum):
-    HELLO = 1
-    WELCOME = 2
-    REFUSED = 3
     CALL = 4
     REPLY = 5
     CANCEL = 6
@@ -36,29 +33,6 @@ class Kind(IntEnum):
 
 class Flag(IntEnum):
     NO_REPLY = 1
-
-
-class Hello(NamedTuple):
-    """First message of whoever connects; ``proof`` shows that it holds the job's key."""
-
-    version: int
-    name: str
-    nonce: bytes
-    proof: bytes
-
-
-class Welcome(NamedTuple):
-    """Answer to a valid `Hello`."""
-
-    version: int
-    name: str
-
-
-class Refused(NamedTuple):
-    """Answer to a `Hello` of another protocol version. A wrong key gets no answer at all."""
-
-    version: int
-    reason: str
 
 
 class Call(NamedTuple):
@@ -90,21 +64,15 @@ class Cancel(NamedTuple):
     call_id: int
 
 
-Header: TypeAlias = Hello | Welcome | Refused | Call | Reply | Cancel
+Header: TypeAlias = Call | Reply | Cancel
 Message: TypeAlias = tuple[Header, Frames]
 
 _KIND_OF: dict[type[Any], int] = {
-    Hello: int(Kind.HELLO),
-    Welcome: int(Kind.WELCOME),
-    Refused: int(Kind.REFUSED),
     Call: int(Kind.CALL),
     Reply: int(Kind.REPLY),
     Cancel: int(Kind.CANCEL),
 }
 _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
-    Kind.HELLO: (Hello, (int, str, bytes, bytes)),
-    Kind.WELCOME: (Welcome, (int, str)),
-    Kind.REFUSED: (Refused, (int, str)),
     Kind.CALL: (Call, (int, str, int, str, float, int, tuple)),
     Kind.REPLY: (Reply, (int, bool, int, int, int)),
     Kind.CANCEL: (Cancel, (int,)),

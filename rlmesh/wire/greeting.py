@@ -56,7 +56,7 @@ class Greeting(NamedTuple):
     name: str
 
     def pack(self) -> Frames:
-        name = self.name.encode()[:NAME_LIMIT_BYTES]
+        name = self.name.encode()
         return [_LAYOUT.pack(_MAGIC, self.step, self.version, len(name), self.nonce, self.proof) + name]
 
 
@@ -90,6 +90,10 @@ def scope_of(endpoint: str) -> str:
     return os.path.realpath(path) if path.startswith("/") else path
 
 
+def _short(name: str) -> str:
+    return name.encode()[:NAME_LIMIT_BYTES].decode(errors="ignore")
+
+
 class Opening:
     """The caller's side.
 
@@ -101,7 +105,7 @@ class Opening:
 
     def __init__(self, key: bytes, name: str, endpoint: str) -> None:
         self._key, self._endpoint = key, endpoint
-        self.hello = Greeting(Step.HELLO, PROTOCOL_VERSION, secrets.token_bytes(NONCE_BYTES), _NOTHING, name)
+        self.hello = Greeting(Step.HELLO, PROTOCOL_VERSION, secrets.token_bytes(NONCE_BYTES), _NOTHING, _short(name))
 
     def answer(self, challenge: Greeting) -> Greeting:
         """The proof that answers a listener's challenge.
@@ -115,8 +119,8 @@ class Opening:
             raise MalformedFrame("the listener did not answer with a challenge")
         if not hmac.compare_digest(challenge.proof, self._proof(b"listener", challenge)):
             raise AuthenticationFailed(
-                f"whoever listens at {self._endpoint} does not hold the key of this job: the address belongs to another "
-                "job, or the key file does"
+                f"whoever listens at {self._endpoint} does not hold the key of this job: the address belongs to "
+                "another job, or the key file does"
             )
         if challenge.version != PROTOCOL_VERSION:
             raise VersionMismatch(
@@ -146,7 +150,7 @@ class Admission:
         if hello.step != Step.HELLO:
             raise MalformedFrame("a greeting came that does not begin with a hello")
         self._key, self._hello, self._endpoint = key, hello, endpoint
-        blank = Greeting(Step.CHALLENGE, PROTOCOL_VERSION, secrets.token_bytes(NONCE_BYTES), _NOTHING, name)
+        blank = Greeting(Step.CHALLENGE, PROTOCOL_VERSION, secrets.token_bytes(NONCE_BYTES), _NOTHING, _short(name))
         self.challenge = blank._replace(proof=_proof(key, b"listener", hello, blank, endpoint))
 
     def admit(self, proof: Greeting) -> str:
@@ -169,8 +173,8 @@ class Admission:
 
 
 def _proof(key: bytes, side: bytes, hello: Greeting, challenge: Greeting, endpoint: str) -> bytes:
-    texts = [hello.name.encode()[:NAME_LIMIT_BYTES], challenge.name.encode()[:NAME_LIMIT_BYTES], scope_of(endpoint).encode()]
     parts = [hello.nonce, challenge.nonce, struct.pack("<HH", hello.version, challenge.version)]
-    for text in texts:
-        parts += [struct.pack("<I", len(text)), text]
+    for text in (hello.name, challenge.name, scope_of(endpoint)):
+        data = text.encode()
+        parts += [struct.pack("<I", len(data)), data]
     return hashlib.blake2b(b"".join(parts), key=key, digest_size=32, person=b"rlm-" + side).digest()

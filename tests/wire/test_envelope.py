@@ -7,13 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.errors import MalformedFrame
-from rlmesh.wire.envelope import Call, Cancel, Hello, Message, Refused, Reply, Welcome, pack, unpack
+from rlmesh.wire.envelope import Call, Cancel, Message, Reply, pack, unpack
 
 _counts = st.integers(0, 2**40)
 _headers = st.one_of(
-    st.builds(Hello, st.integers(0, 9), st.text(), st.binary(max_size=20), st.binary(max_size=40)),
-    st.builds(Welcome, st.integers(0, 9), st.text()),
-    st.builds(Refused, st.integers(0, 9), st.text()),
     st.builds(
         Call, _counts, st.text(), st.integers(-1, 99), st.text(), st.floats(0, 1e6), st.integers(0, 3),
         st.lists(st.text(), max_size=3).map(tuple),

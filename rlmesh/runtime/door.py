@@ -1,0 +1,105 @@
+"""Who may come in. Greets those who connect, and keeps account of strangers.
+
+Until a peer is admitted nothing of what it sends is read but the fixed layout of a greeting. A stranger gets no
+answer that tells it anything, is counted by what was wrong, and named in the log once per peer and minute.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+from rlmesh.errors import AuthenticationFailed, VersionMismatch, WireError
+from rlmesh.runtime.channel import Channel
+from rlmesh.wire.envelope import Frames
+from rlmesh.wire.greeting import Admission, Opening, parse
+
+logger = logging.getLogger(__name__)
+
+Reason = Literal["no greeting", "wrong key", "other version", "half-open", "other user", "malformed packet"]
+LOG_EVERY_S = 60.0
+_KNOWN_PEERS = 256
+"""More peers than these share one line per minute."""
+
+
+class Strangers:
+    """Counts what was rejected, and logs one line per peer and minute.
+
+    Attributes:
+        counts: how often, by reason.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts: Counter[str] = Counter()
+        self._name, self._clock = name, clock
+        self._silent: dict[str, tuple[float, int]] = {}
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def note(self, peer: str, reason: Reason, detail: str) -> None:
+        self.counts[reason] += 1
+        now = self._clock()
+        if peer not in self._silent and len(self._silent) >= _KNOWN_PEERS:
+            self._silent = {known: entry for known, entry in self._silent.items() if now - entry[0] < LOG_EVERY_S}
+            if len(self._silent) >= _KNOWN_PEERS:
+                peer = "others"
+        logged_at, unsaid = self._silent.get(peer, (-LOG_EVERY_S, 0))
+        if now - logged_at < LOG_EVERY_S:
+            self._silent[peer] = (logged_at, unsaid + 1)
+            return
+        self._silent[peer] = (now, 0)
+        more = f", and {unsaid} times in the last minutes" if unsaid else ""
+        logger.warning(
+            "%s rejected %s (%s%s): %s. Rejected so far: %s", self._name, peer, reason, more, detail, self._sums()
+        )
+
+    def _sums(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common())
+
+
+class Door:
+    """Greets for one runtime. ``endpoint`` is where it listens."""
+
+    def __init__(self, name: str, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self.endpoint = ""
+        self.strangers = Strangers(name, clock)
+        self._name, self._key = name, key
+
+    def knock(self, channel: Channel, endpoint: str) -> None:
+        """Begin the greeting with whoever listens at ``endpoint``."""
+        opening = Opening(self._key, self._name, endpoint)
+        channel.greeting = opening
+        channel.link.send(opening.hello.pack())
+
+    def greet(self, channel: Channel, frames: Frames) -> bool:
+        """Take a packet of a peer that is not admitted yet; True if it is now.
+
+        Raises:
+            WireError: it must not be admitted.
+        """
+        said = parse(frames)
+        greeting = channel.greeting
+        if isinstance(greeting, Opening):
+            channel.link.send(greeting.answer(said).pack())
+            channel.accept(said.name)
+        elif isinstance(greeting, Admission):
+            channel.accept(greeting.admit(said))
+        else:
+            channel.greeting = Admission(self._key, self._name, self.endpoint, said)
+            channel.link.send(channel.greeting.challenge.pack())
+        return channel.authenticated
+
+    def turn_away(self, channel: Channel, error: WireError) -> None:
+        """Count and log a peer that was not admitted, or one whose packet cannot be understood."""
+        if isinstance(error, AuthenticationFailed):
+            reason: Reason = "wrong key"
+        elif isinstance(error, VersionMismatch):
+            reason = "other version"
+        else:
+            reason = "malformed packet" if channel.authenticated else "no greeting"
+        self.strangers.note(channel.peer_name, reason, str(error))
