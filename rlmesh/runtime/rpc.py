@@ -31,15 +31,14 @@ class RpcMark:
 class _Method(Protocol):
     """A function whose first parameter is called ``self``: to type checkers, a method that ``@rpc`` decorates."""
 
-    def __call__(this, self: Any, *args: Any, **kwargs: Any) -> Any: ...  # noqa: N805
+    def __call__(this, self: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class _ClassMethod(Protocol):
     def __call__(self, cls: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
-_M = TypeVar("_M", bound=_Method)
-_C = TypeVar("_C", bound="_ClassMethod | staticmethod[..., Any] | classmethod[Any, ..., Any]")
+_M = TypeVar("_M", bound="_Method | _ClassMethod | staticmethod[..., Any] | classmethod[Any, ..., Any]")
 
 
 class RpcFunction(Protocol[P, R_co]):
@@ -55,13 +54,13 @@ class RpcFunction(Protocol[P, R_co]):
 @overload
 def rpc(target: _M, /) -> _M: ...
 @overload
-def rpc(target: _C, /) -> _C: ...
-@overload
 def rpc(target: Callable[P, R_co], /) -> RpcFunction[P, R_co]: ...
 @overload
-def rpc(
-    target: str | Callable[..., Any] | None = None, /, *, export: bool = False, concurrent: int = 1
-) -> Callable[[F], F]: ...
+def rpc(target: str | None = None, /, *, export: bool = False, concurrent: int = 1) -> Callable[[F], F]: ...
+@overload
+def rpc(target: Callable[..., Any], /, *, concurrent: int, export: bool = False) -> Callable[[F], F]: ...
+@overload
+def rpc(target: Callable[..., Any], /, *, export: bool) -> Callable[[F], F]: ...
 def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1) -> Any:
     """Let other members call a method or a module-level function.
 

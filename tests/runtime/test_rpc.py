@@ -30,7 +30,7 @@ class Forms:
     def empty(self) -> str:
         return "empty"
 
-    @rpc(stub)  # type: ignore[arg-type]
+    @rpc(stub)
     def by_stub(self, x: int) -> int:
         return x * 2
 
@@ -74,7 +74,7 @@ def test_a_local_stub_is_recognized() -> None:
     def local_stub() -> None: ...
 
     class Role:
-        @rpc(local_stub)  # type: ignore[call-arg]
+        @rpc(local_stub)
         def implementation(self) -> int:
             return 1
 
