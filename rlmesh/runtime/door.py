@@ -10,16 +10,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
 
 from rlmesh.errors import AuthenticationFailed, VersionMismatch, WireError
 from rlmesh.runtime.channel import Channel
+from rlmesh.runtime.transport import Rejection
 from rlmesh.wire.envelope import Frames
 from rlmesh.wire.greeting import Admission, Opening, parse
 
 logger = logging.getLogger(__name__)
 
-Reason = Literal["no greeting", "wrong key", "other version", "half-open", "other user", "malformed packet"]
 LOG_EVERY_S = 60.0
 _KNOWN_PEERS = 256
 """More peers than these share one line per minute."""
@@ -41,7 +40,7 @@ class Strangers:
     def total(self) -> int:
         return self.counts.total()
 
-    def note(self, peer: str, reason: Reason, detail: str) -> None:
+    def note(self, peer: str, reason: Rejection, detail: str) -> None:
         self.counts[reason] += 1
         now = self._clock()
         if peer not in self._silent and len(self._silent) >= _KNOWN_PEERS:
@@ -94,10 +93,12 @@ class Door:
             channel.link.send(channel.greeting.challenge.pack())
         return channel.authenticated
 
-    def turn_away(self, channel: Channel, error: WireError) -> None:
+    def turn_away(self, channel: Channel, error: WireError, reason: Rejection | None = None) -> None:
         """Count and log a peer that was not admitted, or one whose packet cannot be understood."""
-        if isinstance(error, AuthenticationFailed):
-            reason: Reason = "wrong key"
+        if reason is not None:
+            pass
+        elif isinstance(error, AuthenticationFailed):
+            reason = "wrong key"
         elif isinstance(error, VersionMismatch):
             reason = "other version"
         else:

@@ -30,7 +30,7 @@ from rlmesh.runtime.timing import (
     own_run_queue_since_last_ns,
     thread_ids_named,
 )
-from rlmesh.runtime.transport import Link, Transport, local_address
+from rlmesh.runtime.transport import Link, Rejection, Transport, local_address
 from rlmesh.runtime.unix_transport import UnixTransport
 from rlmesh.runtime.zmq_transport import ZmqTransport
 from rlmesh.wire import codec
@@ -377,17 +377,20 @@ class Runtime:
         elif kind is Cancel:
             self._dispatcher.on_cancel(channel, header.call_id)
 
-    def _reject(self, channel: Channel, link: Link, error: WireError) -> None:
+    def _reject(self, channel: Channel, link: Link, error: WireError, reason: Rejection | None = None) -> None:
         """End a connection whose packets cannot be trusted or understood: what waits for its answers fails now."""
-        self._door.turn_away(channel, error)
+        self._door.turn_away(channel, error, reason)
         link.close()
         if not channel.authenticated:
             self._calls.on_stranger(link, error)
         self.on_lost(link, str(error))
 
-    def on_rejected(self, link: Link, reason: str) -> None:
+    def on_rejected(self, link: Link, detail: str, reason: Rejection | None = None) -> None:
         channel = self._calls.channel_of(link) or self._incoming.get(link) or Channel(link, self.post)
-        self._reject(channel, link, MalformedFrame(reason))
+        self._reject(channel, link, MalformedFrame(detail), reason)
+
+    def on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
+        self.strangers.note(peer, reason, detail)
 
     def on_lost(self, link: Link, reason: str) -> None:
         self._incoming.pop(link, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rlmesh.wire.envelope import Frames
 from rlmesh.wire.greeting import LIMIT_BYTES
@@ -28,6 +28,12 @@ def local_address(socket_dir: str | Path | None, name: str | None = None) -> str
         return "tcp://127.0.0.1:*"
     scheme = "ipc" if os.environ.get(TRANSPORT_VARIABLE) == "zmq" else "unix"
     return f"{scheme}://{socket_dir}/{name or secrets.token_hex(4)}"
+
+
+Rejection = Literal[
+    "no greeting", "wrong key", "other version", "half-open", "other user", "no room", "malformed packet"
+]
+"""What was wrong with a connection, as it is counted."""
 
 
 class Link(Protocol):
@@ -60,8 +66,13 @@ class Receiver(Protocol):
 
     def on_packet(self, link: Link, frames: Frames) -> None: ...
 
-    def on_rejected(self, link: Link, reason: str) -> None:
-        """The peer sent what is no packet; the connection has been closed."""
+    def on_rejected(self, link: Link, detail: str, reason: Rejection | None = None) -> None:
+        """The peer sent what is no packet (or, with ``reason``, did something else that is not taken); the
+        connection has been closed."""
+        ...
+
+    def on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
+        """A connection was closed before it became a link."""
         ...
 
     def on_lost(self, link: Link, reason: str) -> None:

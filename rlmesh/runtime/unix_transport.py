@@ -1,9 +1,6 @@
-"""Packets over Unix sockets: the transport between processes of one node.
+"""Unix sockets: the transport between processes of one node.
 
-On one node ZeroMQ's own threads cost more than the wire; here the loop reads and any thread writes, so that a
-call or a reply that is ready needs no hand-off before it leaves.
-
-Format of a packet: magic (4 bytes), number of frames (u32), the length of each (u64), the frames. Little-endian.
+On one node ZeroMQ's own threads cost more than the wire.
 """
 
 from __future__ import annotations
@@ -12,246 +9,24 @@ import asyncio
 import errno
 import logging
 import os
-import select
 import socket
 import struct
 import time
-from _thread import allocate_lock
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, UNAUTHENTICATED_LIMIT_BYTES, Link, Receiver
-from rlmesh.wire.envelope import Frames
+from rlmesh.runtime.half_open import HalfOpen
+from rlmesh.runtime.stream import StreamLink
+from rlmesh.runtime.transport import Link, Receiver
 
 logger = logging.getLogger(__name__)
 
 SCHEME = "unix://"
-_MAGIC = b"RLM1"
-_HEAD = struct.Struct("<4sI")
-_BUFFER_BYTES = 1 << 18
-_JOIN_BYTES = 1 << 16
-_MAX_FRAMES = 1 << 20
-_MAX_IOV = 512
-_READS_PER_TURN = 16
-_PATH_LIMIT_BYTES = 107
-_SOCKET_BUFFER_BYTES = 1 << 20
-HALF_OPEN_LIMIT = 128
-"""Accepted connections that have not shown the job's key; above it the oldest is closed."""
-HALF_OPEN_TIMEOUT_S = 10.0
 RETRY_S = 0.02
-
-
-class _Reader:
-    """Cuts the byte stream into packets. Small frames are copied out of one buffer, large ones read in place."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
-        self._start = self._end = 0
-        self._frames: Frames = []
-        self._sizes: list[int] = []
-        self._filled = 0
-
-    def space(self) -> memoryview:
-        """Where the next bytes go."""
-        if self._sizes:
-            return memoryview(self._frames[len(self._frames) - 1])[self._filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._end == _BUFFER_BYTES:
-            left = self._end - self._start
-            self._buffer[:left] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, left
-        return self._view[self._end :]
-
-    def took(self, count: int) -> None:
-        """``count`` bytes were read into `space`."""
-        if self._sizes:
-            self._filled += count
-        else:
-            self._end += count
-
-    def next_packet(self, limit_bytes: int) -> Frames | None:
-        """The next packet if it is whole. One at a time: handling one may raise the limit for the next.
-
-        Raises:
-            ValueError: what came is no packet, or one above the limit.
-        """
-        if self._sizes:
-            return self._fill()
-        if self._end - self._start < _HEAD.size:
-            return None
-        magic, count = _HEAD.unpack_from(self._buffer, self._start)
-        if magic != _MAGIC:
-            raise ValueError(f"the stream holds {magic!r} where a packet should begin")
-        if count > _MAX_FRAMES or count * 8 + _HEAD.size > min(limit_bytes, _BUFFER_BYTES):
-            raise ValueError(f"a packet of {count} frames is more than this side takes")
-        body = self._start + _HEAD.size + 8 * count
-        if self._end < body:
-            return None
-        sizes = struct.unpack_from(f"<{count}Q", self._buffer, self._start + _HEAD.size)
-        total = sum(sizes)
-        if total > limit_bytes:
-            raise ValueError(f"a packet of {total} bytes is above the limit of {limit_bytes}")
-        if body - self._start + total <= _BUFFER_BYTES:
-            if self._end - body < total:
-                return None
-            frames: Frames = []
-            for size in sizes:
-                frames.append(bytes(self._view[body : body + size]))
-                body += size
-            self._start = body
-            return frames
-        return self._begin_large(body, sizes)
-
-    def _begin_large(self, body: int, sizes: tuple[int, ...]) -> Frames | None:
-        self._frames, self._sizes, self._filled = [], list(sizes), 0
-        self._start = body
-        while self._sizes:
-            size = self._sizes[0]
-            frame = bytearray(size)
-            have = min(size, self._end - self._start)
-            frame[:have] = self._view[self._start : self._start + have]
-            self._start += have
-            self._frames.append(frame)
-            if have < size:
-                self._filled = have
-                return None
-            self._sizes.pop(0)
-        frames, self._frames = self._frames, []
-        return frames
-
-    def _fill(self) -> Frames | None:
-        # `space` never reaches beyond the frame that is being filled, so nothing of the next packet was read.
-        while self._filled == self._sizes[0]:
-            self._sizes.pop(0)
-            if not self._sizes:
-                frames, self._frames = self._frames, []
-                return frames
-            self._filled = 0
-            self._frames.append(bytearray(self._sizes[0]))
-        return None
-
-
-class _UnixLink:
-    """One connection, made or accepted."""
-
-    thread_safe = True
-
-    def __init__(self, transport: UnixTransport, peer: str) -> None:
-        self.peer = peer
-        self.limit_bytes = UNAUTHENTICATED_LIMIT_BYTES
-        self.accepted_at = time.monotonic()
-        self._transport = transport
-        self._socket: socket.socket | None = None
-        self._reader = _Reader()
-        self._lock = allocate_lock()
-        self._backlog: deque[memoryview] = deque()
-        self._writing = self._closed = False
-
-    def attach(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
-        with self._lock:
-            self._socket = sock
-            waiting = bool(self._backlog)
-        self._transport.loop.add_reader(sock.fileno(), self._on_readable)
-        if waiting:
-            self._want_write()
-
-    def send(self, frames: Frames) -> None:
-        """From any thread: what the socket does not take at once, the loop sends later."""
-        with self._lock:
-            if self._closed:
-                return
-            parts = _parts(frames)
-            if self._backlog or self._socket is None:
-                self._backlog.extend(parts)
-                return
-            rest = _write(self._socket, parts)
-            if not rest:
-                return
-            self._backlog.extend(rest)
-        self._transport.post(self._want_write)
-
-    def trust(self) -> None:
-        self.limit_bytes = PACKET_LIMIT_BYTES
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._backlog.clear()
-            sock = self._socket
-        self._transport.forget(self)
-        if sock is not None:
-            self._transport.loop.remove_reader(sock.fileno())
-            if self._writing:
-                self._transport.loop.remove_writer(sock.fileno())
-            sock.close()
-
-    def drain_blocking(self, deadline: float) -> None:
-        """Before the end: send what is queued while the peer still takes it."""
-        with self._lock:
-            while self._backlog and self._socket is not None and (left := deadline - time.monotonic()) > 0:
-                if not select.select([], [self._socket], [], left)[1]:
-                    return
-                parts = list(self._backlog)
-                self._backlog.clear()
-                self._backlog.extend(_write(self._socket, parts))
-
-    def _want_write(self) -> None:
-        if not self._closed and not self._writing and self._socket is not None:
-            self._writing = True
-            self._transport.loop.add_writer(self._socket.fileno(), self._on_writable)
-
-    def _on_writable(self) -> None:
-        with self._lock:
-            if self._closed or self._socket is None:
-                return
-            parts = list(self._backlog)
-            self._backlog.clear()
-            self._backlog.extend(_write(self._socket, parts))
-            if not self._backlog:
-                self._writing = False
-                self._transport.loop.remove_writer(self._socket.fileno())
-
-    def _on_readable(self) -> None:
-        receiver, reader, sock = self._transport.receiver, self._reader, self._socket
-        for _ in range(_READS_PER_TURN):
-            if sock is None or self._closed:
-                return
-            space = reader.space()
-            try:
-                count = sock.recv_into(space)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                self._lost(f"the connection broke: {error}")
-                return
-            if count == 0:
-                self._lost("the connection was closed by the peer")
-                return
-            reader.took(count)
-            try:
-                while (packet := reader.next_packet(self.limit_bytes)) is not None:
-                    receiver.on_packet(self, packet)
-                    if self._closed:
-                        return
-            except ValueError as error:
-                self.close()
-                receiver.on_rejected(self, str(error))
-                return
-            if count < len(space):
-                return  # The socket is empty; the loop says when it is not.
-
-    def _lost(self, reason: str) -> None:
-        self.close()
-        self._transport.receiver.on_lost(self, reason)
+ACCEPT_PAUSE_S = 0.1
+_PATH_LIMIT_BYTES = 107
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class UnixTransport:
@@ -261,10 +36,10 @@ class UnixTransport:
         self, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None]
     ) -> None:
         self.receiver, self.loop, self.post = receiver, loop, post
-        self.refused_peers = 0
         self._listener: socket.socket | None = None
         self._path = ""
-        self._links: dict[_UnixLink, None] = {}
+        self._links: dict[StreamLink, None] = {}
+        self._half_open: HalfOpen[StreamLink] = HalfOpen(loop, self._evict)
         self._closed = False
 
     def bind(self, address: str) -> str:
@@ -288,13 +63,14 @@ class UnixTransport:
         return SCHEME + path
 
     def connect(self, endpoint: str) -> Link:
-        link = _UnixLink(self, endpoint)
+        link = StreamLink(self, endpoint)
         self._links[link] = None
         self._try_connect(link, endpoint.removeprefix(SCHEME))
         return link
 
     def close(self, linger_s: float) -> None:
         self._closed = True
+        self._half_open.close()
         deadline = time.monotonic() + linger_s
         for link in list(self._links):
             link.drain_blocking(deadline)
@@ -305,10 +81,16 @@ class UnixTransport:
             self._listener = None
             Path(self._path).unlink(missing_ok=True)
 
-    def forget(self, link: _UnixLink) -> None:
-        self._links.pop(link, None)
+    # For its links.
 
-    def _try_connect(self, link: _UnixLink, path: str) -> None:
+    def trusted(self, link: StreamLink) -> None:
+        self._half_open.discard(link)
+
+    def forget(self, link: StreamLink) -> None:
+        self._links.pop(link, None)
+        self._half_open.discard(link)
+
+    def _try_connect(self, link: StreamLink, path: str) -> None:
         """A member may publish its address before the peer's file system shows it; a full queue passes too. The
         runtime's connect timeout bounds the retries."""
         if self._closed or link not in self._links:
@@ -333,66 +115,31 @@ class UnixTransport:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                logger.warning("cannot accept a connection at %s: %s", self._path, error)
+                self._cannot_accept(error)
                 return
             pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if uid not in (os.getuid(), 0):
-                self.refused_peers += 1
                 sock.close()
+                self.receiver.on_refused(f"user {uid}", "other user", f"pid {pid} of user {uid} connected")
                 continue
-            self._close_half_open()
-            link = _UnixLink(self, f"pid {pid}")
+            link = StreamLink(self, f"pid {pid}")
             self._links[link] = None
             link.attach(sock)
+            self._half_open.add(link)
 
-    def _close_half_open(self) -> None:
-        """Strangers that connect and say nothing must not use up the descriptors."""
-        half_open = [link for link in self._links if link.limit_bytes == UNAUTHENTICATED_LIMIT_BYTES
-                     and link.peer.startswith("pid ")]  # fmt: skip
-        now = time.monotonic()
-        for number, link in enumerate(half_open):
-            too_many = len(half_open) - number > HALF_OPEN_LIMIT
-            if too_many or now - link.accepted_at > HALF_OPEN_TIMEOUT_S:
-                link.close()
-                self.receiver.on_rejected(link, "it connected and did not show the job's key")
+    def _cannot_accept(self, error: OSError) -> None:
+        """Out of descriptors, perhaps by strangers: they make room. Otherwise the loop would call again at once."""
+        assert self._listener is not None
+        if error.errno in _FULL and self._half_open.evict_oldest():
+            return
+        self.receiver.on_refused("somebody", "no room", f"a connection at {self._path} cannot be accepted: {error}")
+        self.loop.remove_reader(self._listener.fileno())
+        self.loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
 
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            self.loop.add_reader(self._listener.fileno(), self._on_connection)
 
-def _parts(frames: Frames) -> list[memoryview]:
-    """The packet's bytes; small ones joined, large ones as they are."""
-    sizes = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
-    head = _HEAD.pack(_MAGIC, len(frames)) + struct.pack(f"<{len(frames)}Q", *sizes)
-    if sum(sizes) <= _JOIN_BYTES:
-        return [memoryview(b"".join((head, *frames)))]
-    parts: list[memoryview] = []
-    small: list[Any] = [head]
-    for frame, size in zip(frames, sizes, strict=True):
-        if size < _JOIN_BYTES:
-            small.append(frame)
-            continue
-        parts.append(memoryview(b"".join(small)))
-        parts.append(memoryview(frame).cast("B"))
-        small = []
-    if small:
-        parts.append(memoryview(b"".join(small)))
-    return parts
-
-
-def _write(sock: socket.socket, parts: list[memoryview]) -> list[memoryview]:
-    """Send until the socket is full; gives what is left. A broken connection is left to the reader to report."""
-    position = 0
-    while position < len(parts):
-        try:
-            if len(parts) - position == 1:
-                sent = sock.send(parts[position], socket.MSG_NOSIGNAL)
-            else:
-                sent = sock.sendmsg(parts[position : position + _MAX_IOV], [], socket.MSG_NOSIGNAL)
-        except (BlockingIOError, InterruptedError):
-            return parts[position:]
-        except OSError:
-            return []
-        while position < len(parts) and sent >= len(parts[position]):
-            sent -= len(parts[position])
-            position += 1
-        if sent:
-            parts[position] = parts[position][sent:]
-    return []
+    def _evict(self, link: StreamLink, detail: str) -> None:
+        link.close()
+        self.receiver.on_rejected(link, detail, "half-open")
