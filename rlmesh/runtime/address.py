@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field
 
-from rlmesh.errors import RoleNotFound
+from rlmesh.errors import RoleNotFound, UsageError
+from rlmesh.runtime.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,12 @@ class MemberAddress:
 
 @dataclass(frozen=True)
 class AddressBook:
-    """All members of a job; a higher ``version`` replaces a lower one."""
+    """All members of a job; a higher ``version`` replaces a lower one. ``meshes`` are the axes of the roles that
+    declared some."""
 
     version: int
     members: tuple[MemberAddress, ...]
+    meshes: tuple[tuple[str, Axes], ...] = ()
     _by_role: dict[str, tuple[MemberAddress, ...]] = field(init=False, repr=False, compare=False, hash=False)
 
     _by_name: dict[str, MemberAddress] = field(init=False, repr=False, compare=False, hash=False)
@@ -58,6 +61,19 @@ class AddressBook:
             known = ", ".join(sorted(self._by_role)) or "none"
             raise RoleNotFound(f"this job has no role {name!r} (its roles: {known}){hint}")
         return found
+
+    def axes(self, role: str) -> Axes:
+        """The axes of a role.
+
+        Raises:
+            RoleNotFound: there is no such role.
+            UsageError: it declared none.
+        """
+        self.role(role)
+        for name, axes in self.meshes:
+            if name == role:
+                return axes
+        raise UsageError(f"{role} has no axes: declare them on the role, for example .mesh(dp=2, tp=4)")
 
     def find_name(self, name: str) -> MemberAddress | None:
         """A member by its name, such as ``ACTOR:1``."""

@@ -14,7 +14,7 @@ import threading
 import time
 from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import (
@@ -28,6 +28,7 @@ from rlmesh.errors import (
     WireError,
 )
 from rlmesh.runtime.address import AddressBook, member_name, split_name
+from rlmesh.runtime.balance import Load, least_busy
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.future import Future, reject, resolve
@@ -109,6 +110,8 @@ class _Peer:
         self.waiting: deque[PendingCall] = deque()
         self.blocked: deque[Any] = deque()
         """Gates of the plain threads that wait for room."""
+        self.queued_ns = 0
+        """How long the call that it answered last had waited there."""
         self.opening: asyncio.TimerHandle | None = None
 
 
@@ -123,6 +126,7 @@ class Calls:
         self._loop, self._connect_link, self._knock, self._post = loop, connect, knock, post
         self._lock = allocate_lock()
         self._ids = itertools.count(1)
+        self._turns = itertools.count()
         self._peers: dict[str, _Peer] = {}
         self._by_link: dict[Link, _Peer] = {}
         self._orphans: dict[str, _Peer] = {}
@@ -296,6 +300,7 @@ class Calls:
             if peer.waiting:
                 self._refill(peer)
                 peer.channel.kick()
+        peer.queued_ns = reply.queued_ns
         call.done((call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns))
         value: Any = None
         error: BaseException | None = None
@@ -401,6 +406,30 @@ class Calls:
             parked, self._parked = self._parked, {}
         for call in parked.values():
             self._route(call)
+
+    def least_busy(self, names: Sequence[str]) -> str:
+        """The member that a call would wait for the shortest, as far as this process knows. From any thread."""
+        with self._lock:
+            peers = [self._find_peer(name) for name in names]
+            loads = [self._load(name, peer) for name, peer in zip(names, peers, strict=True)]
+            chosen = least_busy(loads, next(self._turns))
+            for index, peer in enumerate(peers):
+                if peer is not None and index != chosen:
+                    peer.queued_ns //= 2
+            return names[chosen]
+
+    def _find_peer(self, name: str) -> _Peer | None:
+        member = self._book.find_name(name) if self._book is not None else None
+        return self._peers.get(member.endpoint or "") if member is not None else None
+
+    def _load(self, name: str, peer: _Peer | None) -> Load:
+        member = self._book.find_name(name) if self._book is not None else None
+        if member is None or member.endpoint is None:
+            return Load(True, False, 0, 0)
+        alive = (name, member.incarnation) not in self._dead and member.endpoint not in self._lost
+        if peer is None:
+            return Load(alive, True, 0, 0)
+        return Load(alive, True, len(peer.pending) + len(peer.waiting), peer.queued_ns)
 
     @property
     def book(self) -> AddressBook | None:

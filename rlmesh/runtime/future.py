@@ -319,7 +319,7 @@ def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -
             left -= 1
             last = left == 0
         if last and not whole.done():
-            outcomes = [_outcome(f) for f in futures] if return_exceptions else [f.result() for f in futures]
+            outcomes = GroupOutcomes(map(_outcome, futures)) if return_exceptions else [f.result() for f in futures]
             resolve(whole, outcomes)
 
     if not futures:

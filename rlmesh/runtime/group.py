@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from enum import Enum
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, overload
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.address import member_name
-from rlmesh.runtime.future import Future, gather
-from rlmesh.runtime.handle import CallOptions
+from rlmesh.runtime.future import Future, GroupOutcomes, gather
+from rlmesh.runtime.handle import A, CallOptions, P, R
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
 from rlmesh.runtime.rpc import method_name
 from rlmesh.runtime.runtime import Runtime, default_runtime
@@ -17,9 +17,6 @@ from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.split import shared as shared
 from rlmesh.runtime.timing import CallGroup
-
-R = TypeVar("R")
-A = TypeVar("A")
 
 
 def role_name(role: object) -> str:
@@ -34,10 +31,14 @@ def role_name(role: object) -> str:
 
 
 class RoleGroup(Generic[A]):
-    """All members of a role, or a slice of them.
+    """All members of a role, or some of them.
 
     Usable in any process of the job. Calls go straight to the members' processes. Waits fail fast: the first
     failure of any member raises, as that member's own error.
+
+    ``RoleGroup(Actor)`` and ``RoleGroup[Actor]("ACTOR")`` are typed: type checkers know the results of
+    ``group.call(Actor.forward, x)`` and find wrong methods and arguments. ``group[1:3]``, ``group.along("dp")`` and
+    ``group.options(…)`` are views of the same members.
     """
 
     def __init__(
@@ -60,58 +61,140 @@ class RoleGroup(Generic[A]):
         return len(self.ranks)
 
     @overload
-    def __getitem__(self, index: int) -> MemberHandle: ...
+    def __getitem__(self, index: int) -> MemberHandle[A]: ...
     @overload
     def __getitem__(self, index: slice) -> RoleGroup[A]: ...
-    def __getitem__(self, index: int | slice) -> MemberHandle | RoleGroup[A]:
+    def __getitem__(self, index: int | slice) -> MemberHandle[A] | RoleGroup[A]:
         ranks = self.ranks
         if isinstance(index, slice):
-            return RoleGroup(self.role, runtime=self._runtime, ranks=ranks[index], options=self._options)
+            return self._view(ranks[index])
         try:
             rank = ranks[index]
         except IndexError:
             raise RoleNotFound(f"{self.role} has {len(ranks)} members; there is no member {index}") from None
-        return MemberHandle(self._caller(), member_name(self.role, rank), options=self._options)
+        return self._member(rank)
 
-    def __iter__(self) -> Iterator[MemberHandle]:
+    def __iter__(self) -> Iterator[MemberHandle[A]]:
         return (self[i] for i in range(len(self)))
 
-    def options(self, *, timeout_s: float | None = None) -> RoleGroup[A]:
-        """The same members with other options for their calls."""
-        changed = self._options.changed(timeout_s=timeout_s)
-        return RoleGroup(self.role, runtime=self._runtime, ranks=self._ranks, options=changed)
+    def options(
+        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None
+    ) -> RoleGroup[A]:
+        """The same members with other options for their calls; see `CallOptions`."""
+        changed = self._options.changed(timeout_s=timeout_s, idempotent=idempotent, queue=queue)
+        return self._view(self._ranks, changed)
+
+    def along(self, *axes: str, **at: int) -> RoleGroup[A]:
+        """The members along one or more named axes, by rank: those at coordinate 0 of the other axes.
+
+        For a role with ``.mesh(dp=2, tp=4)``, ``along("dp")`` is ranks 0 and 4, ``along("dp", tp=1)`` ranks 1 and 5.
+
+        Args:
+            axes: names of the axes to go along.
+            at: coordinates on other axes, instead of 0.
+
+        Raises:
+            UsageError: the role has no axes, or none of that name.
+        """
+        known = self.ranks
+        ranks = self._caller().address_book().axes(self.role).along(axes, at)
+        return self._view(tuple(rank for rank in ranks if rank in known))
 
     @overload
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[list[Any]]: ...
-    @overload
-    def call(self, method: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[list[R]]: ...
     def call(
-        self, method: Any, /, *args: Any, _scatter: bool = False, return_exceptions: bool = False, **kwargs: Any
-    ) -> Future[Any]:
+        self, method: Callable[..., Coroutine[Any, Any, Any]] | Callable[..., Any] | str, /, *args: Any,
+        return_exceptions: Literal[True], _scatter: bool = False, **kwargs: Any,
+    ) -> Future[GroupOutcomes]: ...  # fmt: skip
+    @overload
+    def call(
+        self, method: Callable[..., Coroutine[Any, Any, R]], /, *args: Any, _scatter: Literal[True], **kwargs: Any
+    ) -> Future[list[R]]: ...
+    @overload
+    def call(
+        self, method: Callable[..., R], /, *args: Any, _scatter: Literal[True], **kwargs: Any
+    ) -> Future[list[R]]: ...
+    @overload
+    def call(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call(
+        self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call(
+        self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]: ...
+    @overload
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[list[Any]]: ...
+    def call(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call every member; the future gives their results by rank.
 
         Args:
             method: the function, the method, its stub, or its name.
             _scatter: give item i of each list, tuple, array or tensor to member i.
-            return_exceptions: give errors in the places of results instead of raising the first.
+            return_exceptions: give errors in the places of results instead of raising the first; ``.raise_all()`` of
+                the result raises them together.
         """
         ranks = self.ranks
-        calls = scatter_call(len(ranks), args, kwargs) if _scatter else [(args, kwargs)] * len(ranks)
+        scatter, return_exceptions = kwargs.pop("_scatter", False), kwargs.pop("return_exceptions", False)
+        calls = scatter_call(len(ranks), args, kwargs) if scatter else [(args, kwargs)] * len(ranks)
         return gather(self._submit(method, ranks, calls), return_exceptions=return_exceptions)
 
     @overload
-    def call_rank0(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
+    def call_rank0(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
     @overload
-    def call_rank0(self, method: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]: ...
+    def call_rank0(self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def call_rank0(
+        self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def call_rank0(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def call_rank0(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
     def call_rank0(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the first member only."""
         return self[0].call(method, *args, **kwargs)
 
     @overload
-    def call_batch(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]: ...
+    def call_any(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def call_any(self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def call_any(
+        self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def call_any(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def call_any(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
+    def call_any(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call the least busy member: alive, fewest calls of this process on their way, then the shortest queue."""
+        ranks = self.ranks
+        if not ranks:
+            raise RoleNotFound(f"{self!r} has no member to call")
+        names = [member_name(self.role, rank) for rank in ranks]
+        chosen = names.index(self._caller().least_busy(names)) if len(names) > 1 else 0
+        return self._member(ranks[chosen]).call(method, *args, **kwargs)
+
     @overload
     def call_batch(
-        self, method: Callable[..., Any], size: int, /, *args: Any, **kwargs: Any
+        self, method: Callable[..., Coroutine[Any, Any, Sequence[R]]], size: int, /, *args: Any, **kwargs: Any
+    ) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(
+        self, method: Callable[..., Sequence[R]], size: int, /, *args: Any, **kwargs: Any
+    ) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(
+        self, method: Callable[..., Any] | str, size: int, /, *args: Any, **kwargs: Any
     ) -> FutureSequence[Any]: ...
     def call_batch(self, method: Any, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Split a batch over the members, balanced to within one item.
@@ -147,6 +230,12 @@ class RoleGroup(Generic[A]):
             caller.submit_encoded(member_name(self.role, rank), remote, encoded, self._options, group=group)
             for rank, encoded in zip(ranks, frames, strict=True)
         ]
+
+    def _view(self, ranks: tuple[int, ...] | None, options: CallOptions | None = None) -> RoleGroup[A]:
+        return RoleGroup(self.role, runtime=self._runtime, ranks=ranks, options=options or self._options)
+
+    def _member(self, rank: int) -> MemberHandle[A]:
+        return MemberHandle(self._caller(), member_name(self.role, rank), options=self._options)
 
     def _caller(self) -> Runtime:
         return self._runtime or default_runtime()

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import method_name
 from rlmesh.wire.envelope import ANY_INCARNATION
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    A = TypeVar("A", default=Any)
+else:
+    from typing import TypeVar
+
+    A = TypeVar("A")
+
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -20,10 +30,13 @@ class CallOptions:
 
     Attributes:
         timeout_s: seconds until a call fails; None is the job's default, at most what the caller has left.
+        idempotent: the method may run twice: a call that did not run, or may not have run, because the connection
+            or the member was lost is made again within its deadline.
         queue: wait for room when a member's window is full; otherwise the call fails with `MailboxFull`.
     """
 
     timeout_s: float | None = None
+    idempotent: bool = False
     queue: bool = True
 
     def changed(self, **changes: Any) -> CallOptions:
@@ -41,7 +54,7 @@ class Caller(Protocol):
     ) -> Future[Any]: ...  # fmt: skip
 
 
-class MemberHandle:
+class MemberHandle(Generic[A]):
     """One member of a role (``group[i]``), or any served object by its address (``Runtime.peer``)."""
 
     def __init__(
@@ -53,9 +66,17 @@ class MemberHandle:
         self._options = options or CallOptions()
 
     @overload
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
+    def call(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
     @overload
-    def call(self, method: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]: ...
+    def call(self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def call(self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method: ``await`` it or take ``.result()``.
 
@@ -72,12 +93,14 @@ class MemberHandle:
             self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation, False
         )
 
-    def options(self, *, timeout_s: float | None = None) -> MemberHandle:
-        """The same member with other options for its calls."""
+    def options(
+        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None
+    ) -> MemberHandle[A]:
+        """The same member with other options for its calls; see `CallOptions`."""
+        changed = self._options.changed(timeout_s=timeout_s, idempotent=idempotent, queue=queue)
         return MemberHandle(
-            self._caller, self.name, endpoint=self.endpoint, incarnation=self.incarnation,
-            options=self._options.changed(timeout_s=timeout_s),
-        )  # fmt: skip
+            self._caller, self.name, endpoint=self.endpoint, incarnation=self.incarnation, options=changed
+        )
 
     def __repr__(self) -> str:
         return f"<MemberHandle {self.name}{' at ' + self.endpoint if self.endpoint else ''}>"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import MalformedFrame, UsageError, WireError
+from rlmesh.errors import AuthenticationFailed, MalformedFrame, UsageError, WireError
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.calls import Calls, PendingCall
 from rlmesh.runtime.channel import Channel, turn_loops
@@ -22,7 +22,7 @@ from rlmesh.runtime.future import Future, register_loop_thread, unregister_loop_
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.rpc import exported
-from rlmesh.runtime.security import check_key, make_key
+from rlmesh.runtime.security import CurveKeys, check_key, make_key
 from rlmesh.runtime.timing import (
     CallGroup,
     CallStats,
@@ -175,7 +175,7 @@ class Runtime:
             if scheme == "unix":
                 found = UnixTransport(self, self._loop, self.post)
             elif scheme in ("ipc", "tcp"):
-                found = ZmqTransport(self, self._loop)
+                found = ZmqTransport(self, self._loop, CurveKeys(self._key))
                 for thread_id in thread_ids_named("ZMQbg"):
                     self._meter.add(thread_id)
             else:
@@ -292,6 +292,10 @@ class Runtime:
         self._calls.start(call)
         return future
 
+    def least_busy(self, names: Sequence[str]) -> str:
+        """Which of these members has the fewest calls of this process on their way, and the shortest queue."""
+        return self._calls.least_busy(names)
+
     def take_call_stats(self) -> tuple[CallStats, ...]:
         """Where the time of this process's calls went since this was called before."""
         return self._calls.ledger.take()
@@ -387,7 +391,8 @@ class Runtime:
 
     def on_rejected(self, link: Link, detail: str, reason: Rejection | None = None) -> None:
         channel = self._calls.channel_of(link) or self._incoming.get(link) or Channel(link, self.post)
-        self._reject(channel, link, MalformedFrame(detail), reason)
+        error: WireError = AuthenticationFailed(detail) if reason == "wrong key" else MalformedFrame(detail)
+        self._reject(channel, link, error, reason)
 
     def on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
         self.strangers.note(peer, reason, detail)

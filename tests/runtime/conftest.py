@@ -42,8 +42,10 @@ class Mesh:
         book = AddressBook(len(self.addresses), tuple(self.addresses))
         for runtime in self.runtimes:
             runtime.set_address_book(book)
-        # Taking a book is asynchronous; an answered question proves that it has been taken.
-        self.caller.call_soon(lambda: None)
+        self.wait_for_books(book)
+
+    def wait_for_books(self, book: AddressBook) -> None:
+        """Taking a book is asynchronous."""
         _until(lambda: all(runtime._calls.book == book for runtime in self.runtimes))
 
     def close(self) -> None:

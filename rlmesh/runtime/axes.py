@@ -1,0 +1,99 @@
+"""Named axes of a role: which ranks belong together. Pure.
+
+A role with ``dp=2, tp=4`` has eight members, numbered with the last axis running fastest: rank 5 is ``dp=1, tp=1``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from rlmesh.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Names and sizes of a role's axes, slowest first."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Axes:
+        """Raises:
+        UsageError: a size that is no whole number above 0, or no axis at all.
+        """
+        if not sizes:
+            raise UsageError("mesh(): name at least one axis, such as mesh(dp=2, tp=4)")
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise UsageError(f"mesh({name}={size!r}): the size of an axis is a whole number above 0")
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    @property
+    def size(self) -> int:
+        """How many members they describe."""
+        return prod(self.sizes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a member stands on each axis.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise UsageError(f"rank {rank} is outside of {self}, which has {self.size} members")
+        found: list[int] = []
+        for size in reversed(self.sizes):
+            rank, at = divmod(rank, size)
+            found.append(at)
+        return dict(zip(self.names, reversed(found), strict=True))
+
+    def rank(self, at: Mapping[str, int]) -> int:
+        """The member at these coordinates; axes that are not named count as 0.
+
+        Raises:
+            UsageError: an axis or a coordinate that does not exist.
+        """
+        self._check(at)
+        rank = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            rank = rank * size + at.get(name, 0)
+        return rank
+
+    def along(self, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[int, ...]:
+        """Ranks of the members that differ on ``axes`` only, in the order of their ranks.
+
+        Args:
+            axes: the axes to go along, one or more.
+            at: coordinates on the other axes; 0 where none is given.
+
+        Raises:
+            UsageError: an axis or a coordinate that does not exist, or an axis that is in both.
+        """
+        if not axes:
+            raise UsageError(f"along(): name an axis of {self}")
+        self._check({**at, **dict.fromkeys(axes, 0)})
+        if both := sorted(set(axes) & set(at)):
+            raise UsageError(f"along(): {both[0]} is both an axis to go along and a fixed coordinate")
+        ranges = [
+            range(size) if name in axes else (at.get(name, 0),)
+            for name, size in zip(self.names, self.sizes, strict=True)
+        ]
+        return tuple(self.rank(dict(zip(self.names, place, strict=True))) for place in product(*ranges))
+
+    def _check(self, at: Mapping[str, int]) -> None:
+        for name, place in at.items():
+            if name not in self.names:
+                near = difflib.get_close_matches(name, self.names, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise UsageError(f"there is no axis {name!r} in {self}{hint}")
+            size = self.sizes[self.names.index(name)]
+            if not 0 <= place < size:
+                raise UsageError(f"{name}={place} is outside of {self}")
