@@ -15,6 +15,7 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from rlmesh.errors import CallCancelled, CallError, MethodNotFound, StaleIncarnation, WouldDeadlock
@@ -104,8 +105,8 @@ class Served:
 class Incoming:
     """A call that arrived, until its reply left."""
 
-    __slots__ = ("call", "cancelled", "channel", "context", "exit", "frames", "method", "ready_ns", "received_ns",
-                 "run_queue_ns", "started_ns", "task")  # fmt: skip
+    __slots__ = ("call", "cancelled", "channel", "context", "exit", "frames", "key", "method", "ready_ns",
+                 "received_ns", "run_queue_ns", "started_ns", "task")  # fmt: skip
 
     def __init__(self, channel: Channel, call: Call, frames: Frames, method: Method, run_queue_ns: int) -> None:
         self.channel, self.call, self.frames, self.method = channel, call, frames, method
@@ -117,10 +118,7 @@ class Incoming:
         self.task: asyncio.Task[Any] | None = None
         chain = (*call.chain, method.slot) if method.serial else call.chain
         self.context = CallContext(chain, time.monotonic() + call.timeout_s)
-
-    @property
-    def key(self) -> tuple[Any, int]:
-        return (self.channel.link, self.call.call_id)
+        self.key = (channel.link, call.call_id)
 
 
 class Dispatcher:
@@ -151,7 +149,7 @@ class Dispatcher:
     # Loop.
 
     def on_call(self, channel: Channel, call: Call, frames: Frames, run_queue_ns: int) -> None:
-        if call.target in self._early:
+        if self._early and call.target in self._early:
             self._early[call.target].append((channel, call, frames, run_queue_ns))
             return
         try:
@@ -163,7 +161,7 @@ class Dispatcher:
         if not call.flags & Flag.NO_REPLY:
             self._incoming[incoming.key] = incoming
         if not method.is_async and method.serial:
-            method.owner.executor.submit(lambda: self._execute(incoming))
+            method.owner.executor.submit(partial(self._execute, incoming))
         elif self._may_begin(incoming):
             self._begin(incoming)
 
@@ -187,8 +185,8 @@ class Dispatcher:
         if served is None:
             known = ", ".join(self._served) or "nothing"
             raise MethodNotFound(f"this process does not serve {call.target!r}; it serves {known}")
-        role, rank = split_name(served.name)
         if call.incarnation not in (ANY_INCARNATION, served.incarnation):
+            role, rank = split_name(served.name)
             raise StaleIncarnation(
                 f"{call.target}.{call.method}() was meant for incarnation {call.incarnation}; "
                 f"this is incarnation {served.incarnation}", role=role, rank=rank, method=call.method, executed="no",
