@@ -6,8 +6,10 @@ own; the owner and the other borrowers see nothing of it. When the last array, t
 wherever that happens, `on_ended` is called; `collect` then drops the pages that were written to (`private_pages` has
 the figures), unlocks the slot and says what to give back to whom.
 
-A view that was borrowed can be lent on without a copy if nothing was written to it (`pass_on`, `lend`). The slot then
-counts as borrowed until those loans have ended too, so give-backs always go to whoever lent, never further.
+A view that was borrowed can be lent on without a copy if nothing was written to it (`unchanged`, `frame_at`, `lend`).
+The slot then counts as borrowed until those loans have ended too, so give-backs always go to whoever lent, never
+further. What a process gets lent that it holds already, through somebody else, it gives back at once: otherwise two
+that lend a value to and fro would wait for each other.
 
 A slot that arrives a second time while views of it live gets a mapping of its own, so that two receivers in one
 process do not see each other's changes either.
@@ -68,7 +70,7 @@ class _Attached:
             raise MalformedFrame(f"{path} is not a segment of this user's")
         if magic != MAGIC or nbytes != status.st_size:
             raise MalformedFrame(f"{path} is not a whole segment of this version of rlmesh")
-        self.path, self.nbytes = path, nbytes
+        self.path, self.name, self.nbytes = path, os.path.basename(path), nbytes
         self.private = Mapping.private(self.fd, 0, nbytes)
         self.slots: dict[int, _Borrowed] = {}
         self._clean: Mapping | None = None
@@ -104,10 +106,14 @@ class _Borrowed:
             unlock(segment.fd, self.index)
             raise MalformedFrame(f"slot {self.index} of {segment.path} lies outside the segment")
         self.parts = 0
-        self.lenders: dict[Hashable, int] = {}
+        self.lender: Hashable = None
+        self.debt = 0
         self.loans: dict[Hashable, int] = {}
         self.given_out: list[tuple[int, int]] = []
         """Ranges that were handed out of the segment's private mapping: these may have been written to."""
+
+    def give_back(self, loans: int) -> GiveBack:
+        return GiveBack(self.segment.name, self.index, self.generation, loans)
 
     def covers(self, offset: int, nbytes: int) -> bool:
         return bool(self.offset <= offset and offset + nbytes <= self.offset + self.nbytes)
@@ -127,6 +133,10 @@ class _Part:
         self.slot, self.mapping, self.offset, self.nbytes = slot, mapping, offset, nbytes
         self.address = mapping.address + offset - base
         self.is_clean = is_clean
+
+    def descriptor(self, address: int, nbytes: int) -> Descriptor:
+        offset = self.offset + address - self.address
+        return Descriptor(self.slot.segment.name, self.slot.index, self.slot.generation, offset, nbytes)
 
     def view(self, when_gone: Callable[[_Part], None]) -> memoryview:
         exporter = export(self.address, self.nbytes, self)
@@ -162,6 +172,7 @@ class Attachments:
         self._segments: dict[str, _Attached] = {}
         self._reachable: list[tuple[int, int, _Part]] = []
         self._ended: deque[_Part] = deque()
+        self._to_give_back: dict[Hashable, list[GiveBack]] = {}
         self._told = self._closed = False
         self._pid = os.getpid()
         self._pages = PrivatePages()
@@ -179,6 +190,7 @@ class Attachments:
         with self._lock:
             segment = self._open(descriptor.segment)
             slot = segment.slots.get(descriptor.slot)
+            is_new = slot is None
             if slot is None:
                 slot = segment.slots[descriptor.slot] = _Borrowed(segment, descriptor)
             elif slot.generation != descriptor.generation:
@@ -191,7 +203,13 @@ class Attachments:
             except BaseException:
                 self._release_if_idle(slot, {})
                 raise
-            slot.lenders[lender] = slot.lenders.get(lender, 0) + 1
+            if is_new:
+                slot.lender = lender
+            if slot.lender == lender:
+                slot.debt += 1
+            else:
+                self._to_give_back.setdefault(lender, []).append(slot.give_back(1))
+                self._tell()
             return view
 
     def _make_part(self, slot: _Borrowed, offset: int, nbytes: int) -> memoryview:
@@ -230,6 +248,9 @@ class Attachments:
         if self._closed:
             return
         self._ended.append(part)
+        self._tell()
+
+    def _tell(self) -> None:
         if not self._told:
             self._told = True
             self._on_ended()
@@ -239,9 +260,9 @@ class Attachments:
 
         Takes up to 10 ms of CPU time per GiB of views that were read through.
         """
-        give_backs: dict[Hashable, list[GiveBack]] = {}
         with self._lock:
             self._told = False
+            give_backs, self._to_give_back = self._to_give_back, {}
             while self._ended:
                 part = self._ended.popleft()
                 slot = part.slot
@@ -264,32 +285,36 @@ class Attachments:
         unlock(segment.fd, slot.index)
         if segment.slots.get(slot.index) is slot:
             del segment.slots[slot.index]
-        name = os.path.basename(segment.path)
-        for lender, loans in slot.lenders.items():
-            give_backs.setdefault(lender, []).append(GiveBack(name, slot.index, slot.generation, loans))
-        if not segment.slots and segment.is_removed and self._segments.get(name) is segment:
-            del self._segments[name]
+        if slot.debt:
+            give_backs.setdefault(slot.lender, []).append(slot.give_back(slot.debt))
+        if not segment.slots and segment.is_removed and self._segments.get(segment.name) is segment:
+            del self._segments[segment.name]
 
     # Lending on.
 
-    def pass_on(self, view: memoryview) -> memoryview | None:
-        """If ``view`` shows borrowed memory to which nothing was written, a frame of the same bytes that stays as it
-        is now, whatever is written later; else None. Reads the page table of the range."""
+    def unchanged(self, view: memoryview) -> Descriptor | None:
+        """Where borrowed memory is from that nothing was written to; None for other memory. Reads the page table of
+        the range: 10 ms of CPU time per GiB."""
         if not view.nbytes or not view.c_contiguous or not self._reachable or self._pid != os.getpid():
             return None
         address = address_of(view)
         with self._lock:
             part = self._part_at(address, view.nbytes)
-            if part is None or self._closed:
-                return None
         # The view keeps the part alive, so this needs no lock.
-        if self._pages.any(address, view.nbytes):
+        if part is None or self._pages.any(address, view.nbytes):
             return None
+        return part.descriptor(address, view.nbytes)
+
+    def frame_at(self, descriptor: Descriptor) -> memoryview | None:
+        """A frame of bytes of a slot that this process holds, as its owner wrote them, to be lent on."""
         with self._lock:
-            slot, offset = part.slot, part.offset + address - part.address
+            segment = self._segments.get(descriptor.segment)
+            slot = segment.slots.get(descriptor.slot) if segment is not None else None
+            if slot is None or slot.generation != descriptor.generation:
+                return None
             slot.parts += 1
-            clean = _Part(slot, slot.segment.clean(), 0, offset, view.nbytes, is_clean=True)
-            return clean.view(self._part_ended)
+            part = _Part(slot, slot.segment.clean(), 0, descriptor.offset, descriptor.nbytes, is_clean=True)
+            return part.view(self._part_ended)
 
     def _part_at(self, address: int, nbytes: int) -> _Part | None:
         position = bisect_right(self._reachable, address, key=lambda entry: entry[0])
@@ -301,7 +326,7 @@ class Attachments:
         return None
 
     def lend(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
-        """Count a loan of a frame that `pass_on` gave; None if it is none of these."""
+        """Count a loan of a frame that `frame_at` gave; None if it is none of these."""
         part = owner_of(frame)
         if not isinstance(part, _Part) or not part.is_clean:
             return None
@@ -310,9 +335,7 @@ class Attachments:
             if self._closed:
                 return None
             slot.loans[receiver] = slot.loans.get(receiver, 0) + 1
-            offset = part.offset + address_of(frame) - part.address
-            name = os.path.basename(slot.segment.path)
-            return Descriptor(name, slot.index, slot.generation, offset, frame.nbytes)
+            return part.descriptor(address_of(frame), frame.nbytes)
 
     def give_back(self, ended: Iterable[GiveBack], receiver: Hashable) -> dict[Hashable, list[GiveBack]]:
         """Loans that were lent on have ended; what to give back to this process's own lenders therefore."""
@@ -333,9 +356,11 @@ class Attachments:
         """A peer died or cannot be reached: its loans have ended, and nothing is owed to it. Views stay valid."""
         give_backs: dict[Hashable, list[GiveBack]] = {}
         with self._lock:
+            self._to_give_back.pop(peer, None)
             for segment in list(self._segments.values()):
                 for slot in list(segment.slots.values()):
-                    slot.lenders.pop(peer, None)
+                    if slot.lender == peer:
+                        slot.debt = 0
                     if slot.loans.pop(peer, 0):
                         self._release_if_idle(slot, give_backs)
             self._forget_removed()
@@ -362,8 +387,8 @@ class Attachments:
             for segment in self._segments.values():
                 segment.slots.clear()
             self._segments.clear()
-            self._reachable.clear()
-            self._ended.clear()
+            for table in (self._reachable, self._ended, self._to_give_back):
+                table.clear()
             self._pages.close()
 
     def borrowed(self) -> list[dict[str, Any]]:
@@ -371,7 +396,7 @@ class Attachments:
         with self._lock:
             return [
                 {
-                    "segment": os.path.basename(segment.path),
+                    "segment": segment.name,
                     "slot": slot.index,
                     "nbytes": slot.nbytes,
                     "views": slot.parts,

@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from rlmesh.memory.attach import Attachments
 from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, place
 from rlmesh.memory.native import Buffer
-from rlmesh.memory.pool import Filler, PoolExhausted, SegmentPool
+from rlmesh.memory.pool import BUFFERS, Filler, PoolExhausted, SegmentPool
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ class MemoryExchange:
         frames: list[Buffer | None] = [None] * len(items)
         shared: list[int] = []
         for i, item in enumerate(items):
-            nbytes = item.nbytes if isinstance(item, Filler) else memoryview(item).nbytes
-            if nbytes < self._min_bytes:
+            source = memoryview(item) if isinstance(item, BUFFERS) else item
+            if source.nbytes < self._min_bytes:
                 frames[i] = _copy(item)
-            elif not isinstance(item, Filler) and (same := self.attachments.pass_on(memoryview(item))) is not None:
+            elif isinstance(source, memoryview) and (same := self._same(source)) is not None:
                 frames[i] = same
-            elif nbytes < ALONE_BYTES:
+            elif source.nbytes < ALONE_BYTES:
                 shared.append(i)
             else:
                 frames[i] = self._put([item])[0]
@@ -86,6 +86,14 @@ class MemoryExchange:
             for i, frame in zip(shared, self._put([items[i] for i in shared]), strict=True):
                 frames[i] = frame
         return [frame for frame in frames if frame is not None]
+
+    def _same(self, source: memoryview) -> memoryview | None:
+        """A frame of the slot that a buffer shows already. Of a slot of one's own the pool counts the loans, so that
+        each give-back is for one of the two halves only."""
+        descriptor = self.attachments.unchanged(source)
+        if descriptor is None:
+            return None
+        return self.pool.frame_at(descriptor) or self.attachments.frame_at(descriptor)
 
     def _put(self, items: Sequence[Buffer | Filler]) -> Sequence[Buffer]:
         try:
@@ -168,8 +176,8 @@ class MemoryExchange:
 
 
 def _copy(item: Buffer | Filler) -> bytes | bytearray:
-    if isinstance(item, Filler):
-        data = bytearray(item.nbytes)
-        item.fill(memoryview(data))
-        return data
-    return bytes(item)
+    if isinstance(item, BUFFERS):
+        return bytes(item)
+    data = bytearray(item.nbytes)
+    item.fill(memoryview(data))
+    return data

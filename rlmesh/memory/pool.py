@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rlmesh.memory.layout import (
     DIRECTORY,
@@ -39,11 +39,13 @@ MAX_STEP_BYTES = 1 << 30
 """A pool grows by a quarter of itself, between these two, or by what is asked for if that is more."""
 
 
+BUFFERS = (bytes, bytearray, memoryview)
+
+
 class PoolExhausted(Exception):
     """The pool cannot take these bytes now; the text says why. Send them another way."""
 
 
-@runtime_checkable
 class Filler(Protocol):
     """Something that is not one contiguous buffer but can write itself into one: a tensor with strides."""
 
@@ -122,7 +124,7 @@ class SegmentPool:
         Raises:
             PoolExhausted: there is no room, by the pool's own limit or the system's; nothing was taken.
         """
-        sources = [item if isinstance(item, Filler) else memoryview(item) for item in items]
+        sources = [memoryview(item) if isinstance(item, BUFFERS) else item for item in items]
         offsets, end = [], 0
         for source in sources:
             offsets.append(end)
@@ -144,6 +146,17 @@ class SegmentPool:
         for view in views:
             on_end(view.obj, self._frame_ended, slot)  # type: ignore[arg-type]
         return [view.toreadonly() for view in views]
+
+    def frame_at(self, descriptor: Descriptor) -> memoryview | None:
+        """One more frame of a slot of this pool that is in use; None if it is none."""
+        with self._lock:
+            slot = self._slots.get((descriptor.segment, descriptor.slot))
+            if slot is None or slot.generation != descriptor.generation or slot in self._lingering:
+                return None
+            slot.frames += 1
+        view = view_of(export(slot.segment.mapping.address + descriptor.offset, descriptor.nbytes, slot))
+        on_end(view.obj, self._frame_ended, slot)  # type: ignore[arg-type]
+        return view.toreadonly()
 
     def _frame_ended(self, slot: _Slot) -> None:
         if not self._closed:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack
+from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, segment_prefix
 
 ANSWER_WITHIN_S = 30.0
 
@@ -29,6 +29,7 @@ class Commands:
 
     def __init__(self, job_id: str, owner: str, directory: str) -> None:
         self.exchange = MemoryExchange(job_id, owner, wake=lambda: None, directory=directory)
+        self.own = segment_prefix(job_id, owner)
         self.views: dict[str, memoryview] = {}
         self.frames: dict[str, Any] = {}
 
@@ -50,11 +51,12 @@ class Commands:
 
     def pass_on(self, name: str, receiver: Hashable) -> Descriptor | None:
         """Lend a view on; the frame is kept until `sent`. None: it would be copied."""
-        frame = self.exchange.attachments.pass_on(self.views[name])
-        if frame is None:
+        frame = self.exchange.capture([self.views[name]])[0]
+        descriptor = self.exchange.lend(frame, receiver)
+        if descriptor is None or descriptor.segment.startswith(self.own):
             return None
         self.frames[name] = frame
-        return self.exchange.lend(frame, receiver)
+        return descriptor
 
     def put(self, name: str, data: bytes, receiver: Hashable) -> Descriptor | None:
         """A buffer of this process's own pool, lent."""
@@ -75,7 +77,7 @@ class Commands:
         while True:
             for descriptor in descriptors:
                 view = self.exchange.borrow([descriptor], lender)[0]
-                self.exchange.attachments.pass_on(view)
+                self.exchange.capture([view])
                 writable(view)[:100] = b"x" * 100
                 del view
                 self.exchange.take_give_backs()
