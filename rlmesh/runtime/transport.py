@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rlmesh.errors import UsageError
 from rlmesh.wire.envelope import Frames
 from rlmesh.wire.greeting import LIMIT_BYTES
 
@@ -28,6 +30,24 @@ def local_address(socket_dir: str | Path | None, name: str | None = None) -> str
         return "tcp://127.0.0.1:*"
     scheme = "ipc" if os.environ.get(TRANSPORT_VARIABLE) == "zmq" else "unix"
     return f"{scheme}://{socket_dir}/{name or secrets.token_hex(4)}"
+
+
+def check_private_directory(path: str) -> None:
+    """Nobody else may put a socket where a job's processes look for each other's.
+
+    Raises:
+        UsageError: the directory of the socket ``path`` is open to others, or not there.
+    """
+    directory = os.path.dirname(path) or "."
+    try:
+        found = os.stat(directory)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {path!r}: {error.strerror}") from None
+    if found.st_mode & 0o077 or found.st_uid not in (os.getuid(), 0):
+        raise UsageError(
+            f"cannot listen at {path!r}: its directory has mode {stat.S_IMODE(found.st_mode):04o} and owner "
+            f"{found.st_uid}; sockets of a job belong in a directory that only you can enter (chmod 700 {directory})"
+        )
 
 
 Rejection = Literal[

@@ -18,7 +18,7 @@ from pathlib import Path
 from rlmesh.errors import UsageError
 from rlmesh.runtime.half_open import HalfOpen
 from rlmesh.runtime.stream import StreamLink
-from rlmesh.runtime.transport import Link, Receiver
+from rlmesh.runtime.transport import Link, Receiver, check_private_directory
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class UnixTransport:
                 f"the socket path {path!r} has {len(os.fsencode(path))} bytes, the system allows {_PATH_LIMIT_BYTES}: "
                 "set TMPDIR or XDG_RUNTIME_DIR to a shorter directory"
             )
+        check_private_directory(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(path)

@@ -1,4 +1,4 @@
-"""Packets over ZeroMQ: a ROUTER that listens, a DEALER per peer that was connected to.
+"""Packets over ZeroMQ: a ROUTER that listens, a DEALER per peer that was connected to, all under CURVE.
 
 The sockets are driven by their descriptors, without pyzmq's asyncio wrapper, which costs most of the latency.
 A descriptor is edge-triggered: whenever it fires, and after each send, the socket is drained until it would
@@ -16,14 +16,24 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.transport import Link, Receiver
+from rlmesh.runtime.half_open import TIMEOUT_S
+from rlmesh.runtime.security import CurveKeys
+from rlmesh.runtime.transport import Link, Receiver, Rejection, check_private_directory
+from rlmesh.runtime.zmq_listener import ListenerWatch
 from rlmesh.wire.envelope import Frames
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_LIMIT = 512
 """Packets taken in one turn before other work of the loop gets its turn."""
+_LAST_DRAINS = 64
 _SMALL_FRAME_BYTES = 65536
+_REFUSALS = 3
+"""So many failed greetings in a row are no accident of a listener that is just ending."""
+_DEALER_EVENTS = (
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)  # fmt: skip
 
 
 class _Dealer:
@@ -34,9 +44,10 @@ class _Dealer:
     def __init__(self, transport: ZmqTransport, endpoint: str) -> None:
         self.peer = endpoint
         self._transport = transport
-        self._socket = transport.new_socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._closed = False
+        self._socket = transport.new_socket(zmq.DEALER, endpoint)
+        self._monitor = self._socket.get_monitor_socket(_DEALER_EVENTS)
+        self._closed = self._connected = False
+        self._refusals = 0
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -52,7 +63,7 @@ class _Dealer:
         self._transport.drain_soon(self._drain)
 
     def trust(self) -> None:
-        pass
+        """CURVE has bounded and checked what came before."""
 
     def close(self) -> None:
         if self._closed:
@@ -69,24 +80,39 @@ class _Dealer:
         for _ in range(_DRAIN_LIMIT):
             if self._closed:
                 return
-            frames = _receive(self._socket)
-            if frames is None:
+            parts = _receive(self._socket)
+            if parts is None:
                 return
-            self._transport.receiver.on_packet(self, frames)
+            self._transport.receiver.on_packet(self, _frames(parts))
         self._transport.drain_soon(self._drain)
 
     def _drain_monitor(self) -> None:
         while not self._closed:
             try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
             except zmq.Again:
                 return
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+            elif event != zmq.EVENT_DISCONNECTED:
+                self._refused()
+            elif self._connected:
                 # What the peer sent before it went must be seen before its loss is.
                 self._drain()
                 if not self._closed:
                     self.close()
                     self._transport.receiver.on_lost(self, "the connection was closed by the peer")
+
+    def _refused(self) -> None:
+        """ZeroMQ tries again by itself, which helps where the listener was only about to end."""
+        self._refusals += 1
+        if self._refusals == _REFUSALS:
+            self.close()
+            detail = (
+                f"whoever listens at {self.peer} refuses the encrypted greeting: it does not hold the key of this job, "
+                "or is no process of rlmesh"
+            )
+            self._transport.receiver.on_rejected(self, detail, "wrong key")
 
 
 class _RouterPeer:
@@ -94,32 +120,33 @@ class _RouterPeer:
 
     thread_safe = False
 
-    def __init__(self, transport: ZmqTransport, routing_id: bytes) -> None:
-        self.peer = f"peer {routing_id.hex()}"
+    def __init__(self, transport: ZmqTransport, routing_id: bytes, descriptor: int, peer: str) -> None:
+        self.peer, self.descriptor, self.routing_id = peer, descriptor, routing_id
         self._transport = transport
-        self._routing_id = routing_id
 
     def send(self, frames: Frames) -> None:
-        self._transport.send_routed(self, self._routing_id, frames)
+        self._transport.send_routed(self, frames)
 
     def trust(self) -> None:
-        pass
+        self._transport.admit(self)
 
     def close(self) -> None:
-        self._transport.drop_routed(self._routing_id)
+        self._transport.end(self)
 
 
 class ZmqTransport:
     """One context per runtime. Create and use it on the runtime's loop."""
 
-    def __init__(self, receiver: Receiver, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, receiver: Receiver, loop: asyncio.AbstractEventLoop, keys: CurveKeys) -> None:
         self.receiver = receiver
         self.linger_ms = 0
-        self._loop = loop
+        self._loop, self._keys = loop, keys
         self._context = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 4096)
         self._router: zmq.Socket[bytes] | None = None
+        self._watch: ListenerWatch | None = None
         self._routed: dict[bytes, _RouterPeer] = {}
+        self._by_descriptor: dict[int, _RouterPeer] = {}
         self._dealers: set[_Dealer] = set()
         self._drains: dict[Any, None] = {}
         self._socket_file: str | None = None
@@ -127,15 +154,21 @@ class ZmqTransport:
     def bind(self, address: str) -> str:
         if self._router is not None:
             raise UsageError(f"this runtime listens already, at {self._router.getsockopt_string(zmq.LAST_ENDPOINT)}")
-        router = self.new_socket(zmq.ROUTER)
+        if address.startswith("ipc://"):
+            check_private_directory(address.removeprefix("ipc://"))
+        router = self.new_socket(zmq.ROUTER, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._watch = ListenerWatch(router, self._loop, self._on_refused, self._on_left)
         try:
             router.bind(address)
         except zmq.ZMQError as error:
+            self._watch.close()
+            self._watch = None
             router.close(0)
             raise UsageError(f"cannot listen at {address!r}: {error} (a socket path holds at most 107 bytes)") from None
         self._router = router
         self.watch(router, self._drain_router)
+        self.watch(self._watch.monitor, self._watch.drain)
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if endpoint.startswith("ipc://"):
             self._socket_file = endpoint.removeprefix("ipc://")
@@ -150,11 +183,16 @@ class ZmqTransport:
         self.linger_ms = int(linger_s * 1000)
         for dealer in list(self._dealers):
             dealer.close()
+        if self._watch is not None:
+            self.unwatch(self._watch.monitor)
+            self._watch.close()
+            self._watch = None
         if self._router is not None:
             self.unwatch(self._router)
             self._router.close(self.linger_ms)
             self._router = None
         self._routed.clear()
+        self._by_descriptor.clear()
         self._context.term()  # Waits for what lingers, so at most linger_s.
         if self._socket_file is not None:
             # ZeroMQ leaves the file of an ipc endpoint behind when its context ends with the socket.
@@ -162,13 +200,22 @@ class ZmqTransport:
 
     # For the links of this module.
 
-    def new_socket(self, kind: int) -> zmq.Socket[bytes]:
+    def new_socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         # Back-pressure is the runtime's business (windows per peer), so ZeroMQ must never drop or block.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(TIMEOUT_S * 1000))
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        listener_public, listener_secret = self._keys.listener
+        if kind == zmq.ROUTER:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = listener_public, listener_secret
+        else:
+            socket.curve_serverkey = listener_public
+            socket.curve_publickey, socket.curve_secretkey = self._keys.caller
         return socket
 
     def watch(self, socket: zmq.Socket[bytes], drain: Any) -> None:
@@ -191,35 +238,75 @@ class ZmqTransport:
     def forget(self, dealer: _Dealer) -> None:
         self._dealers.discard(dealer)
 
-    def send_routed(self, link: _RouterPeer, routing_id: bytes, frames: Frames) -> None:
-        if self._router is None or routing_id not in self._routed:
+    def send_routed(self, link: _RouterPeer, frames: Frames) -> None:
+        if self._router is None or self._routed.get(link.routing_id) is not link:
             return
         try:
-            _send(self._router, [routing_id, *frames])
+            _send(self._router, [link.routing_id, *frames])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            del self._routed[routing_id]
-            self.receiver.on_lost(link, "the peer is no longer connected")
+            self._lost(link)
             return
         self.drain_soon(self._drain_router)
 
-    def drop_routed(self, routing_id: bytes) -> None:
-        self._routed.pop(routing_id, None)
+    def admit(self, link: _RouterPeer) -> None:
+        if self._watch is not None:
+            self._watch.admit(link.descriptor)
+
+    def end(self, link: _RouterPeer) -> None:
+        """Close the connection of a peer."""
+        if self._drop(link) and self._watch is not None:
+            self._watch.end(link.descriptor)
+
+    def _drop(self, link: _RouterPeer) -> bool:
+        if self._routed.get(link.routing_id) is not link:
+            return False
+        del self._routed[link.routing_id]
+        if self._by_descriptor.get(link.descriptor) is link:
+            del self._by_descriptor[link.descriptor]
+        return True
+
+    def _lost(self, link: _RouterPeer) -> None:
+        if self._drop(link):
+            self.receiver.on_lost(link, "the connection was closed by the peer")
+
+    def _on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
+        self.receiver.on_refused(peer, reason, detail)
+
+    def _on_left(self, descriptor: int) -> None:
+        link = self._by_descriptor.get(descriptor)
+        if link is None:
+            return
+        for _ in range(_LAST_DRAINS):  # What it sent before it went comes first.
+            if not self._take(_DRAIN_LIMIT):
+                break
+        self._lost(link)
 
     def _drain_router(self) -> None:
-        for _ in range(_DRAIN_LIMIT):
-            if self._router is None:
-                return
-            frames = _receive(self._router)
-            if frames is None:
-                return
-            routing_id = bytes(frames[0])
+        if self._take(_DRAIN_LIMIT):
+            self.drain_soon(self._drain_router)
+
+    def _take(self, limit: int) -> bool:
+        """Take up to ``limit`` packets; True if there may be more."""
+        for _ in range(limit):
+            parts = _receive(self._router) if self._router is not None else None
+            if parts is None:
+                return False
+            routing_id = parts[0].bytes
             link = self._routed.get(routing_id)
             if link is None:
-                link = self._routed[routing_id] = _RouterPeer(self, routing_id)
-            self.receiver.on_packet(link, frames[1:])
-        self.drain_soon(self._drain_router)
+                link = self._new_peer(routing_id, parts)
+            self.receiver.on_packet(link, _frames(parts[1:]))
+        return True
+
+    def _new_peer(self, routing_id: bytes, parts: list[zmq.Frame]) -> _RouterPeer:
+        assert self._watch is not None
+        self._watch.drain()  # The connection was told of before its first packet came.
+        descriptor = int(parts[-1].get(zmq.SRCFD))
+        link = _RouterPeer(self, routing_id, descriptor, self._watch.peer_of(descriptor))
+        self._routed[routing_id] = self._by_descriptor[descriptor] = link
+        return link
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:
@@ -234,9 +321,12 @@ def _send(socket: zmq.Socket[bytes], frames: Frames) -> None:
         socket.send(frame, flags, copy=len(frame) < _SMALL_FRAME_BYTES)
 
 
-def _receive(socket: zmq.Socket[bytes]) -> Frames | None:
+def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
     try:
-        parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
+
+
+def _frames(parts: list[zmq.Frame]) -> Frames:
     return [part.buffer if len(part) >= _SMALL_FRAME_BYTES else part.bytes for part in parts]
