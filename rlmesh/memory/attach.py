@@ -227,13 +227,19 @@ class Attachments:
     def _open(self, name: str) -> _Attached:
         if self._closed or self._pid != os.getpid():
             raise SlotGone("this process borrows no shared memory any more")
-        segment = self._segments.get(name)
-        if segment is not None and not segment.is_removed:
-            return segment
+        known = self._segments.get(name)
+        if known is not None and not known.is_removed:
+            return known
         if not name.startswith(self._prefix) or re.fullmatch(r"[A-Za-z0-9._-]+", name) is None:
             raise MalformedFrame(f"{name!r:.100} is not a segment of this job")
+        try:
+            segment = _Attached(os.path.join(self._directory, name))
+        except SlotGone:
+            if known is None:
+                raise
+            return known  # its owner has ended; what it lent before is still there
+        self._segments[name] = segment
         self._forget_removed()
-        segment = self._segments[name] = _Attached(os.path.join(self._directory, name))
         return segment
 
     def _forget_removed(self) -> None:

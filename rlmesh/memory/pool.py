@@ -278,7 +278,8 @@ class SegmentPool:
     # Lending.
 
     def lend(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
-        """Count one more loan to a receiver; where the frame lies, or None if it is not a frame of this pool."""
+        """Count one more loan to a receiver, which must not be lost already; where the frame lies, or None if it is
+        not a frame of this pool."""
         with self._lock:
             slot = owner_of(frame)
             if self._closed or not isinstance(slot, _Slot) or self._slots.get(slot.key) is not slot:

@@ -28,6 +28,7 @@ last view is gone, and only of what was handed out writable; MADV_DONTNEED only 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 from rlmesh.memory.native import PAGE_BYTES, Mapping, export, view_of
@@ -42,6 +43,7 @@ class PrivatePages:
     """Looks at the calling process's page table; where it may not, every page counts as written to."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._fd = -1
         self._pid = 0
         self._works: bool | None = None
@@ -79,16 +81,19 @@ class PrivatePages:
                 begin = copied.find(1, end)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
 
     def _copied(self, page: int, count: int) -> bytes:
-        if self._fd < 0 or self._pid != os.getpid():
-            # A descriptor that came through a fork shows the page table of the parent.
-            self.close()
-            self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            self._pid = os.getpid()
+        with self._lock:
+            if self._fd < 0 or self._pid != os.getpid():
+                # A descriptor that came through a fork shows the page table of the parent.
+                if self._fd >= 0:
+                    os.close(self._fd)
+                self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+                self._pid = os.getpid()
         entries = os.pread(self._fd, count * 8, page * 8)
         return entries[7::8].translate(_COPIED)
 

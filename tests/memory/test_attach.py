@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,15 +171,19 @@ def test_a_slot_that_holds_something_else_is_gone(pool: SegmentPool, attachments
     assert pool.stats().lingering_slots == 1, "the refused descriptor did not unlock the slot"
 
 
-def test_a_removed_segment_is_gone_and_forgotten(pool: SegmentPool, attachments: Attachments) -> None:
-    descriptor = send(pool, b"a" * SIZE)
+def test_what_a_removed_segment_lent_is_still_there(pool: SegmentPool, attachments: Attachments, job_id: str) -> None:
+    descriptor, never_opened = send(pool, b"a" * SIZE), send(pool, b"b" * SIZE)
     view = attachments.borrow(descriptor, "L")
     pool.close()
+    late = attachments.borrow(never_opened, "L")
     assert view == b"a" * SIZE
+    assert late == b"b" * SIZE
+    other = Attachments(job_id, on_ended=lambda: None)
     with pytest.raises(SlotGone, match="is gone"):
-        attachments.borrow(descriptor, "L")
+        other.borrow(descriptor, "L")
+    other.close()
     assert _is_open(descriptor.segment)
-    del view
+    del view, late
     attachments.collect()
     assert not _is_open(descriptor.segment)
 
@@ -259,6 +264,36 @@ def test_descriptors_that_cannot_be_are_malformed(pool: SegmentPool, attachments
     finally:
         path.unlink(missing_ok=True)
     assert attachments.borrow(good, "L") == b"a" * SIZE
+
+
+def test_many_threads_send_change_pass_on_and_drop(pool: SegmentPool, attachments: Attachments) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for i in range(80):
+                data = bytes([number, i]) * (3000 + 411 * i)
+                view = attachments.borrow(send(pool, data), "L")
+                assert view == data
+                if i % 3 == 0:
+                    writable(view)[:4] = b"____"
+                    assert attachments.unchanged(view) is None
+                else:
+                    assert pass_on(attachments, view) == data
+                del view
+                settle(pool, attachments)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    settle(pool, attachments)
+    assert pool.stats().slots == 0
+    assert attachments.borrowed() == []
 
 
 def test_a_view_that_ends_while_the_collector_runs_does_not_block(pool: SegmentPool, attachments: Attachments) -> None:
