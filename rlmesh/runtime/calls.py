@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from _thread import allocate_lock
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +30,12 @@ from rlmesh.runtime.address import AddressBook, member_name, split_name
 from rlmesh.runtime.balance import Load, least_busy
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.deadlines import Deadlines, Entry
-from rlmesh.runtime.future import Future, reject, resolve
-from rlmesh.runtime.timing import CallGroup, CallLedger, CallRecord, RunQueueMeter
+from rlmesh.runtime.future import reject, resolve
+from rlmesh.runtime.pending import Peer, PendingCall
+from rlmesh.runtime.timing import CallLedger, RunQueueMeter
 from rlmesh.runtime.transport import Link
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Reply
+from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Frames, Item, Reply
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
@@ -50,71 +50,6 @@ WINDOW = 1024
 calls is blocked; a loop is never blocked, its calls wait."""
 
 
-class PendingCall:
-    """One call to one peer, from ``call()`` to its answer."""
-
-    __slots__ = (
-        "bucket", "call_id", "chain", "deadline", "endpoint", "frames", "future", "group", "incarnation", "method",
-        "name", "peer", "queue", "run_queue_ns", "started_ns", "table", "timeout_s",
-    )  # fmt: skip
-
-    def __init__(
-        self, table: Calls, name: str, method: str, timeout_s: float, chain: tuple[str, ...], endpoint: str | None,
-        incarnation: int, frames: Frames, queue: bool, group: CallGroup | None,
-    ) -> None:  # fmt: skip
-        self.table, self.name, self.method, self.timeout_s, self.chain = table, name, method, timeout_s, chain
-        self.endpoint, self.incarnation, self.frames, self.queue = endpoint, incarnation, frames, queue
-        self.group = group
-        self.started_ns = time.perf_counter_ns()
-        self.deadline = time.monotonic() + timeout_s
-        self.run_queue_ns = table.meter.recent_ns(self.started_ns)
-        self.call_id = 0
-        self.bucket: dict[int, Entry] | None = None
-        self.future: Future[Any] | None = None
-        self.peer: _Peer | None = None
-
-    def age_s(self) -> float:
-        return (time.perf_counter_ns() - self.started_ns) / 1e9
-
-    def describe(self) -> str:
-        return f"{self.name}.{self.method}() for {self.age_s():.1f} s"
-
-    def cancel(self) -> None:
-        self.table.cancel(self)
-
-    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
-        self.table.ledger.add_wake(self.name.partition(":")[0], self.method, lag_ns, run_queue_ns)
-
-    def done(self, times: tuple[str, int, int, int] | None) -> None:
-        """Note where its time went: name, executed, queued and run-queue ns of the member; None without answer."""
-        if self.group is not None:
-            times = self.group.member_done(times)
-        if times is None:
-            return
-        now_ns = time.perf_counter_ns()
-        waited_ns = self.table.meter.recent_ns(now_ns) - self.run_queue_ns
-        role = self.name.partition(":")[0]
-        self.table.ledger.add(CallRecord(role, self.method, self.started_ns, now_ns, waited_ns, *times))
-
-    def error(self, cls: type[CallError], text: str, executed: Executed) -> CallError:
-        role, rank = split_name(self.name)
-        return cls(text, role=role, rank=rank, method=self.method, call_id=self.call_id, executed=executed)
-
-
-class _Peer:
-    """A connection to one endpoint and the calls that wait for it."""
-
-    def __init__(self, endpoint: str, channel: Channel) -> None:
-        self.endpoint, self.channel = endpoint, channel
-        self.pending: dict[int, PendingCall] = {}
-        self.waiting: deque[PendingCall] = deque()
-        self.blocked: deque[Any] = deque()
-        """Gates of the plain threads that wait for room."""
-        self.queued_ns = 0
-        """How long the call that it answered last had waited there."""
-        self.opening: asyncio.TimerHandle | None = None
-
-
 class Calls:
     """The pending calls of one runtime."""
 
@@ -127,9 +62,9 @@ class Calls:
         self._lock = allocate_lock()
         self._ids = itertools.count(1)
         self._turns = itertools.count()
-        self._peers: dict[str, _Peer] = {}
-        self._by_link: dict[Link, _Peer] = {}
-        self._orphans: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
+        self._by_link: dict[Link, Peer] = {}
+        self._orphans: dict[str, Peer] = {}
         self._parked: dict[int, PendingCall] = {}
         self._detours = 0
         self._lost: dict[str, str] = {}
@@ -187,7 +122,7 @@ class Calls:
         call.endpoint, call.incarnation = member.endpoint, member.incarnation
         return False
 
-    def _wait_in_line(self, peer: _Peer, call: PendingCall) -> Any:
+    def _wait_in_line(self, peer: Peer, call: PendingCall) -> Any:
         call.peer = peer
         peer.waiting.append(call)
         if len(peer.waiting) <= WINDOW or threading.get_ident() in turn_loops or _on_a_loop():
@@ -197,14 +132,11 @@ class Calls:
         peer.blocked.append(gate)
         return gate
 
-    def _send(self, peer: _Peer, call: PendingCall) -> None:
-        flags = 0
-        if call.future is None:
-            flags = int(Flag.NO_REPLY)
-        else:
+    def _send(self, peer: Peer, call: PendingCall) -> None:
+        if call.future is not None:
             peer.pending[call.call_id] = call
             call.peer = peer
-        header = Call(call.call_id, call.name, call.incarnation, call.method, call.timeout_s, flags, call.chain)
+        header = Call(call.call_id, call.name, call.incarnation, call.method, call.timeout_s, call.flags, call.chain)
         frames, call.frames = call.frames, []
         peer.channel.put(header, frames)
 
@@ -259,9 +191,9 @@ class Calls:
         call.incarnation = member.incarnation
         return member.endpoint
 
-    def _connect(self, endpoint: str) -> _Peer:
+    def _connect(self, endpoint: str) -> Peer:
         channel = Channel(self._connect_link(endpoint), self._post)
-        peer = _Peer(endpoint, channel)
+        peer = Peer(endpoint, channel)
         self._by_link[channel.link] = peer
         self._knock(channel, endpoint)
         peer.opening = self._loop.call_later(CONNECT_TIMEOUT_S, self._not_opened, peer)
@@ -321,7 +253,13 @@ class Calls:
             else:
                 reject(future, error)
 
-    def _refill(self, peer: _Peer) -> None:
+    def on_item(self, link: Link, item: Item, frames: Frames) -> None:
+        peer = self._by_link.get(link)
+        call = peer.pending.get(item.call_id) if peer is not None else None
+        if call is not None and call.source is not None:
+            call.source.on_item(item.number, frames)
+
+    def _refill(self, peer: Peer) -> None:
         """Under the lock: calls that waited for room go out, then threads that waited in line go on."""
         while peer.waiting and len(peer.pending) < WINDOW:
             call = peer.waiting.popleft()
@@ -381,7 +319,7 @@ class Calls:
             self._orphans[peer.endpoint] = peer
         self._loop.call_later(LOSS_GRACE_S, self._give_up, peer, reason)
 
-    def _give_up(self, peer: _Peer, reason: str) -> None:
+    def _give_up(self, peer: Peer, reason: str) -> None:
         self._orphans.pop(peer.endpoint, None)
         self._drop(peer, lambda call: self._lost_error(call, reason, _begun(peer)))
 
@@ -418,11 +356,11 @@ class Calls:
                     peer.queued_ns //= 2
             return names[chosen]
 
-    def _find_peer(self, name: str) -> _Peer | None:
+    def _find_peer(self, name: str) -> Peer | None:
         member = self._book.find_name(name) if self._book is not None else None
         return self._peers.get(member.endpoint or "") if member is not None else None
 
-    def _load(self, name: str, peer: _Peer | None) -> Load:
+    def _load(self, name: str, peer: Peer | None) -> Load:
         member = self._book.find_name(name) if self._book is not None else None
         if member is None or member.endpoint is None:
             return Load(True, False, 0, 0)
@@ -455,7 +393,7 @@ class Calls:
             peer.channel.flush()
         self._deadlines.close()
 
-    def _not_opened(self, peer: _Peer) -> None:
+    def _not_opened(self, peer: Peer) -> None:
         peer.opening = None
         reason = f"nobody answered at {peer.endpoint} within {CONNECT_TIMEOUT_S:.0f} s"
         self._by_link.pop(peer.channel.link, None)
@@ -463,7 +401,7 @@ class Calls:
         peer.channel.link.close()
         self._drop(peer, lambda call: self._lost_error(call, reason, "no"))
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, peer: Peer) -> None:
         if peer.opening is not None:
             peer.opening.cancel()
             peer.opening = None
@@ -471,11 +409,11 @@ class Calls:
             if self._peers.get(peer.endpoint) is peer:
                 del self._peers[peer.endpoint]
 
-    def _calls_of(self, peer: _Peer) -> list[PendingCall]:
+    def _calls_of(self, peer: Peer) -> list[PendingCall]:
         with self._lock:
             return [*peer.pending.values(), *peer.waiting]
 
-    def _drop(self, peer: _Peer, error_of: Callable[[PendingCall], BaseException]) -> None:
+    def _drop(self, peer: Peer, error_of: Callable[[PendingCall], BaseException]) -> None:
         for call in self._calls_of(peer):
             self._fail(call, error_of(call))
 
@@ -504,7 +442,7 @@ class Calls:
         return error
 
 
-def _begun(peer: _Peer) -> Executed:
+def _begun(peer: Peer) -> Executed:
     """Whether calls to it may have begun: none is sent before the greeting is over."""
     return "maybe" if peer.channel.authenticated else "no"
 

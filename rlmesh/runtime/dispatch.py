@@ -13,7 +13,7 @@ import logging
 import time
 from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -24,13 +24,16 @@ from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext, current_call
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future
+from rlmesh.runtime.outflow import Outflow, refuse_call
 from rlmesh.runtime.rpc import exported_functions, mark_of
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, Call, Flag, Frames, Reply
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Call, Credit, Flag, Frames, Reply
 
 logger = logging.getLogger(__name__)
+
+_NO_REPLY, _STREAM = int(Flag.NO_REPLY), int(Flag.STREAM)
 
 
 class Host(Protocol):
@@ -52,7 +55,10 @@ class Method:
         mark = mark_of(function)
         self.owner, self.name, self.function = owner, name, function
         self.concurrent = mark.concurrent if mark is not None else 1
-        self.is_async = inspect.iscoroutinefunction(function)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        self.generator = function
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            self.function = refuse_call(owner.name, name, is_async=self.is_async)
         self.serial = self.concurrent == 1
         # Serial `def` methods share the member's one thread, so they share a slot.
         self.slot = f"{owner.name}.{name}" if self.is_async else f"{owner.name}!{owner.incarnation}"
@@ -105,7 +111,7 @@ class Served:
 class Incoming:
     """A call that arrived, until its reply left."""
 
-    __slots__ = ("call", "cancelled", "channel", "context", "exit", "frames", "key", "method", "ready_ns",
+    __slots__ = ("call", "cancelled", "channel", "context", "exit", "frames", "key", "method", "outflow", "ready_ns",
                  "received_ns", "run_queue_ns", "started_ns", "task")  # fmt: skip
 
     def __init__(self, channel: Channel, call: Call, frames: Frames, method: Method, run_queue_ns: int) -> None:
@@ -116,9 +122,25 @@ class Incoming:
         self.exit: SystemExit | None = None
         self.cancelled = False
         self.task: asyncio.Task[Any] | None = None
+        self.outflow: Outflow | None = None
         chain = (*call.chain, method.slot) if method.serial else call.chain
         self.context = CallContext(chain, time.monotonic() + call.timeout_s)
         self.key = (channel.link, call.call_id)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Decode them; once."""
+        call = self.call
+        try:
+            args, kwargs = codec.decode(self.frames)
+        except Exception as error:
+            role, rank = split_name(call.target)
+            raise CallError(
+                f"the arguments of {call.target}.{call.method}() cannot be decoded by {call.target}: "
+                f"{type(error).__name__}: {error}. Is the same code importable there?",
+                role=role, rank=rank, method=call.method, executed="no",
+            ) from error  # fmt: skip
+        self.frames = []
+        return args, kwargs
 
 
 class Dispatcher:
@@ -158,12 +180,27 @@ class Dispatcher:
             self._refuse(channel, call, error)
             return
         incoming = Incoming(channel, call, frames, method, run_queue_ns)
-        if not call.flags & Flag.NO_REPLY:
+        if not call.flags & _NO_REPLY:
             self._incoming[incoming.key] = incoming
-        if not method.is_async and method.serial:
+        if call.flags & _STREAM:
+            incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
+            if (not method.is_async and method.serial) or self._may_begin(incoming):
+                self.begin(incoming)
+        elif not method.is_async and method.serial:
             method.owner.executor.submit(partial(self._execute, incoming))
         elif self._may_begin(incoming):
-            self._begin(incoming)
+            self.begin(incoming)
+
+    def on_credit(self, channel: Channel, credit: Credit) -> None:
+        incoming = self._incoming.get((channel.link, credit.call_id))
+        if incoming is not None and incoming.outflow is not None:
+            incoming.outflow.on_credit(credit.items)
+
+    def on_lost(self, channel: Channel) -> None:
+        """A caller is gone, or its connection is: end what it asked for."""
+        for link, call_id in list(self._incoming):
+            if link is channel.link:
+                self.on_cancel(channel, call_id)
 
     def on_cancel(self, channel: Channel, call_id: int) -> None:
         for name, calls in self._early.items():
@@ -173,6 +210,8 @@ class Dispatcher:
             return
         incoming.cancelled = True
         incoming.context.cancel()
+        if incoming.outflow is not None:
+            incoming.outflow.cancel()
         if incoming.task is not None:
             incoming.task.get_loop().call_soon_threadsafe(incoming.task.cancel)
         else:
@@ -200,12 +239,17 @@ class Dispatcher:
             )
         return method
 
-    def _begin(self, incoming: Incoming) -> None:
+    def begin(self, incoming: Incoming) -> None:
+        """Run a call that has its place, or a stream that has new credit. From any thread."""
         method = incoming.method
         if not method.is_async:
-            method.pool().submit(self._execute, incoming)
+            run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
+            if method.serial:
+                method.owner.executor.submit(run)
+            else:
+                method.pool().submit(run)
         elif method.owner.inline:
-            incoming.task = self._loop.create_task(self._run_async(incoming))
+            incoming.task = self._loop.create_task(self._coroutine(incoming))
         else:
             self._host.post_to_user(self._begin_on_user_loop, incoming)
 
@@ -233,15 +277,15 @@ class Dispatcher:
                     following = method.queue.popleft()
         if following is not None:
             following.ready_ns = ended_ns
-            self._begin(following)
-        if incoming.cancelled or incoming.call.flags & Flag.NO_REPLY:
+            self.begin(following)
+        if incoming.cancelled or incoming.call.flags & _NO_REPLY:
             return
         queued = incoming.ready_ns - incoming.received_ns
         reply = Reply(incoming.call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
         incoming.channel.send(reply, frames)
 
     def _refuse(self, channel: Channel, call: Call, error: Exception) -> None:
-        if call.flags & Flag.NO_REPLY:
+        if call.flags & _NO_REPLY:
             logger.warning("a notification was refused: %s", error)
             return
         frames = codec.encode(failure.record(error, executed="no"))
@@ -250,23 +294,26 @@ class Dispatcher:
     # The user's loop.
 
     def _begin_on_user_loop(self, incoming: Incoming) -> None:
-        incoming.task = asyncio.get_running_loop().create_task(self._run_async(incoming))
+        incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
         if incoming.cancelled:
             incoming.task.cancel()
+
+    def _coroutine(self, incoming: Incoming) -> Coroutine[Any, Any, None]:
+        return self._run_async(incoming) if incoming.outflow is None else incoming.outflow.run_async()
 
     async def _run_async(self, incoming: Incoming) -> None:
         incoming.run_queue_ns += own_run_queue_since_last_ns()
         incoming.started_ns = time.perf_counter_ns()
         current_call.set(incoming.context)
         try:
-            args, kwargs = _arguments(incoming)
+            args, kwargs = incoming.arguments()
             value = await incoming.method.function(*args, **kwargs)
             ok, frames = True, codec.encode(value)
         except BaseException as error:
-            ok, frames = False, self._failed(incoming, error)
+            ok, frames = False, self.failed(incoming, error)
         ended_ns = time.perf_counter_ns()
         own_run_queue_since_last_ns()
-        self._finish(incoming, ok, frames, ended_ns)
+        self.finish(incoming, ok, frames, ended_ns)
 
     # The member's thread.
 
@@ -281,49 +328,37 @@ class Dispatcher:
         incoming.ready_ns = max(incoming.ready_ns, served.free_since_ns)
         token = current_call.set(incoming.context)
         try:
-            args, kwargs = _arguments(incoming)
+            args, kwargs = incoming.arguments()
             value = incoming.method.function(*args, **kwargs)
             if isinstance(value, Future | FutureSequence):
                 value = value.result()
             ok, frames = True, codec.encode(value)
         except BaseException as error:
-            ok, frames = False, self._failed(incoming, error)
+            ok, frames = False, self.failed(incoming, error)
         finally:
             current_call.reset(token)
         ended_ns = time.perf_counter_ns()
         if incoming.method.serial:
             served.free_since_ns = ended_ns
         own_run_queue_since_last_ns()
-        self._finish(incoming, ok, frames, ended_ns)
+        self.finish(incoming, ok, frames, ended_ns)
 
-    def _finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
+    def finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
         self._ended(incoming, ok, frames, ended_ns)
         if incoming.exit is not None:
             # After the reply: the caller shall learn that the method called sys.exit, not only that it died.
             self._host.system_exit(incoming.exit.code)
 
-    def _failed(self, incoming: Incoming, error: BaseException) -> Frames:
+    def failed(self, incoming: Incoming, error: BaseException) -> Frames:
         call = incoming.call
-        if isinstance(error, asyncio.CancelledError) and incoming.cancelled:
-            error = CallCancelled(f"{call.target}.{call.method}() was cancelled", method=call.method)
+        if isinstance(error, asyncio.CancelledError):
+            role, rank = split_name(call.target)
+            by = "" if incoming.cancelled else ": its process is ending, or its own code cancelled it"
+            text = f"{call.target}.{call.method}() was cancelled{by}"
+            error = CallCancelled(text, role=role, rank=rank, method=call.method, executed="yes")
         record = failure.record(error)
-        if call.flags & Flag.NO_REPLY:
+        if call.flags & _NO_REPLY:
             logger.error("notification %s.%s() failed:\n%s", call.target, call.method, record.traceback)
         if isinstance(error, SystemExit):
             incoming.exit = error
         return codec.encode(record)
-
-
-def _arguments(incoming: Incoming) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    call = incoming.call
-    try:
-        args, kwargs = codec.decode(incoming.frames)
-    except Exception as error:
-        role, rank = split_name(call.target)
-        raise CallError(
-            f"the arguments of {call.target}.{call.method}() cannot be decoded by {call.target}: "
-            f"{type(error).__name__}: {error}. Is the same code importable there?",
-            role=role, rank=rank, method=call.method, executed="no",
-        ) from error  # fmt: skip
-    incoming.frames = []
-    return args, kwargs

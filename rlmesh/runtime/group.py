@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from enum import Enum
 from typing import Any, Concatenate, Generic, Literal, overload
 
@@ -16,7 +16,9 @@ from rlmesh.runtime.runtime import Runtime, default_runtime
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.split import shared as shared
+from rlmesh.runtime.streams import Stream
 from rlmesh.runtime.timing import CallGroup
+from rlmesh.wire.envelope import ANY_INCARNATION
 
 
 def role_name(role: object) -> str:
@@ -78,10 +80,11 @@ class RoleGroup(Generic[A]):
         return (self[i] for i in range(len(self)))
 
     def options(
-        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None
-    ) -> RoleGroup[A]:
+        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
+        window: int | None = None,
+    ) -> RoleGroup[A]:  # fmt: skip
         """The same members with other options for their calls; see `CallOptions`."""
-        changed = self._options.changed(timeout_s=timeout_s, idempotent=idempotent, queue=queue)
+        changed = self._options.changed(timeout_s=timeout_s, idempotent=idempotent, queue=queue, window=window)
         return self._view(self._ranks, changed)
 
     def along(self, *axes: str, **at: int) -> RoleGroup[A]:
@@ -212,6 +215,25 @@ class RoleGroup(Generic[A]):
         calls = split_call(size, len(ranks), args, kwargs)
         futures = self._submit(method, ranks[: len(calls)], calls)
         return FutureSequence(futures, balanced_sizes(size, len(ranks))[: len(calls)], method_name(method))
+
+    @overload
+    def stream(
+        self, method: Callable[Concatenate[A, P], AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[R]: ...
+    @overload
+    def stream(
+        self, method: Callable[Concatenate[A, P], Iterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[R]: ...
+    @overload
+    def stream(self, method: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
+    @overload
+    def stream(self, method: Callable[P, Iterator[R]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
+    @overload
+    def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Stream[Any]: ...
+    def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> Stream[Any]:
+        """Call a generator method of every member; items come as they arrive, with ``for`` or ``async for``."""
+        targets = [(member_name(self.role, rank), None, ANY_INCARNATION) for rank in self.ranks]
+        return self._caller().stream(targets, method_name(method), args, kwargs, self._options)
 
     def notify(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> None:
         """Call every member without waiting for ends or errors (the members log them)."""

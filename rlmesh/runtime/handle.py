@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import method_name
+from rlmesh.runtime.streams import Stream
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+MAX_WINDOW = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class CallOptions:
     """How calls are made.
@@ -33,15 +37,19 @@ class CallOptions:
         idempotent: the method may run twice: a call that did not run, or may not have run, because the connection
             or the member was lost is made again within its deadline.
         queue: wait for room when a member's window is full; otherwise the call fails with `MailboxFull`.
+        window: how many items of a stream a member may be ahead of its consumer.
     """
 
     timeout_s: float | None = None
     idempotent: bool = False
     queue: bool = True
+    window: int = 16
 
     def changed(self, **changes: Any) -> CallOptions:
         if (timeout := changes.get("timeout_s")) is not None and not timeout > 0:
             raise UsageError(f"options(timeout_s={timeout!r}): it is a number of seconds above 0")
+        if (window := changes.get("window")) is not None and not 1 <= window <= MAX_WINDOW:
+            raise UsageError(f"options(window={window!r}): it is a number of items, 1 to {MAX_WINDOW}")
         return replace(self, **{key: value for key, value in changes.items() if value is not None})
 
 
@@ -52,6 +60,11 @@ class Caller(Protocol):
         self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions,
         endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
     ) -> Future[Any]: ...  # fmt: skip
+
+    def stream(
+        self, targets: Sequence[tuple[str, str | None, int]], method: str, args: tuple[Any, ...],
+        kwargs: dict[str, Any], options: CallOptions,
+    ) -> Stream[Any]: ...  # fmt: skip
 
 
 class MemberHandle(Generic[A]):
@@ -93,11 +106,31 @@ class MemberHandle(Generic[A]):
             self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation, False
         )
 
+    @overload
+    def stream(
+        self, method: Callable[Concatenate[A, P], AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[R]: ...
+    @overload
+    def stream(
+        self, method: Callable[Concatenate[A, P], Iterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[R]: ...
+    @overload
+    def stream(self, method: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
+    @overload
+    def stream(self, method: Callable[P, Iterator[R]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
+    @overload
+    def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Stream[Any]: ...
+    def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> Stream[Any]:
+        """Call a generator method and take its items with ``for`` or ``async for``."""
+        target = (self.name, self.endpoint, self.incarnation)
+        return self._caller.stream([target], method_name(method), args, kwargs, self._options)
+
     def options(
-        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None
-    ) -> MemberHandle[A]:
+        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
+        window: int | None = None,
+    ) -> MemberHandle[A]:  # fmt: skip
         """The same member with other options for its calls; see `CallOptions`."""
-        changed = self._options.changed(timeout_s=timeout_s, idempotent=idempotent, queue=queue)
+        changed = self._options.changed(timeout_s=timeout_s, idempotent=idempotent, queue=queue, window=window)
         return MemberHandle(
             self._caller, self.name, endpoint=self.endpoint, incarnation=self.incarnation, options=changed
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import AuthenticationFailed, MalformedFrame, UsageError, WireError
 from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.calls import Calls, PendingCall
+from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.context import current_call
 from rlmesh.runtime.dispatch import Dispatcher, Served
@@ -21,8 +21,10 @@ from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future, register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.loops import LoopThread, Posts
+from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.rpc import exported
 from rlmesh.runtime.security import CurveKeys, check_key, make_key
+from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.runtime.timing import (
     CallGroup,
     CallStats,
@@ -36,9 +38,13 @@ from rlmesh.runtime.zmq_transport import ZmqTransport
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import (
     ANY_INCARNATION,
+    WINDOW_SHIFT,
     Call,
     Cancel,
+    Credit,
+    Flag,
     Frames,
+    Item,
     Reply,
     unpack,
 )
@@ -274,9 +280,10 @@ class Runtime:
     def submit_encoded(
         self, name: str, method: str, frames: Frames, options: CallOptions, endpoint: str | None = None,
         incarnation: int = ANY_INCARNATION, reply: bool = True, group: CallGroup | None = None,
+        inbox: Inbox | None = None,
     ) -> Future[Any]:  # fmt: skip
         context = current_call.get()
-        timeout_s = self.default_timeout_s if options.timeout_s is None else options.timeout_s
+        timeout_s = float(self.default_timeout_s if options.timeout_s is None else options.timeout_s)
         chain: tuple[str, ...] = ()
         if context is not None:
             chain = context.chain
@@ -289,8 +296,24 @@ class Runtime:
             call.future = future
             if context is not None:
                 context.add_child(future)
+            if inbox is not None:
+                call.flags = Flag.STREAM | inbox.window << WINDOW_SHIFT
+                call.source = inbox.add(call)
+        else:
+            call.flags = int(Flag.NO_REPLY)
         self._calls.start(call)
         return future
+
+    def stream(
+        self, targets: Sequence[tuple[str, str | None, int]], method: str, args: tuple[Any, ...],
+        kwargs: dict[str, Any], options: CallOptions,
+    ) -> Stream[Any]:  # fmt: skip
+        """Ask members, each by name, endpoint (or None) and incarnation, for the items of a generator method."""
+        frames = codec.encode((args, kwargs))
+        inbox = Inbox(options.window)
+        for name, endpoint, incarnation in targets:
+            self.submit_encoded(name, method, frames, options, endpoint, incarnation, inbox=inbox)
+        return Stream(inbox, self.post)
 
     def least_busy(self, names: Sequence[str]) -> str:
         """Which of these members has the fewest calls of this process on their way, and the shortest queue."""
@@ -380,6 +403,10 @@ class Runtime:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
         elif kind is Cancel:
             self._dispatcher.on_cancel(channel, header.call_id)
+        elif kind is Item:
+            self._calls.on_item(link, header, payload)
+        elif kind is Credit:
+            self._dispatcher.on_credit(channel, header)
 
     def _reject(self, channel: Channel, link: Link, error: WireError, reason: Rejection | None = None) -> None:
         """End a connection whose packets cannot be trusted or understood: what waits for its answers fails now."""
@@ -398,7 +425,9 @@ class Runtime:
         self.strangers.note(peer, reason, detail)
 
     def on_lost(self, link: Link, reason: str) -> None:
-        self._incoming.pop(link, None)
+        channel = self._incoming.pop(link, None)
+        if channel is not None:
+            self._dispatcher.on_lost(channel)
         self._calls.on_lost(link, reason)
 
 

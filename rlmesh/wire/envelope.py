@@ -29,10 +29,18 @@ class Kind(IntEnum):
     CALL = 4
     REPLY = 5
     CANCEL = 6
+    ITEM = 7
+    CREDIT = 8
 
 
 class Flag(IntEnum):
+    """What ``Call.flags`` may hold. The rest of a stream's flags is its window: ``STREAM | window << WINDOW_SHIFT``."""
+
     NO_REPLY = 1
+    STREAM = 2
+
+
+WINDOW_SHIFT = 8
 
 
 class Call(NamedTuple):
@@ -64,18 +72,36 @@ class Cancel(NamedTuple):
     call_id: int
 
 
-Header: TypeAlias = Call | Reply | Cancel
+class Item(NamedTuple):
+    """One item of the stream that the call asked for, from 0 on; a `Reply` with their number ends the stream."""
+
+    call_id: int
+    number: int
+
+
+class Credit(NamedTuple):
+    """The consumer of a stream took items: as many more may be sent."""
+
+    call_id: int
+    items: int
+
+
+Header: TypeAlias = Call | Reply | Cancel | Item | Credit
 Message: TypeAlias = tuple[Header, Frames]
 
 _KIND_OF: dict[type[Any], int] = {
     Call: int(Kind.CALL),
     Reply: int(Kind.REPLY),
     Cancel: int(Kind.CANCEL),
+    Item: int(Kind.ITEM),
+    Credit: int(Kind.CREDIT),
 }
 _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.CALL: (Call, (int, str, int, str, float, int, tuple)),
     Kind.REPLY: (Reply, (int, bool, int, int, int)),
     Kind.CANCEL: (Cancel, (int,)),
+    Kind.ITEM: (Item, (int, int)),
+    Kind.CREDIT: (Credit, (int, int)),
 }
 
 

@@ -1,0 +1,88 @@
+"""Calls that have no answer yet, and the connections that they wait for. Plain records; `Calls` acts on them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from rlmesh.errors import CallError, Executed
+from rlmesh.runtime.address import split_name
+from rlmesh.runtime.channel import Channel
+from rlmesh.runtime.deadlines import Entry
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.timing import CallGroup, CallRecord
+from rlmesh.wire.envelope import Frames
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.calls import Calls
+    from rlmesh.runtime.streams import Source
+
+
+class PendingCall:
+    """One call to one peer, from ``call()`` to its answer."""
+
+    __slots__ = (
+        "bucket", "call_id", "chain", "deadline", "endpoint", "flags", "frames", "future", "group", "incarnation",
+        "method", "name", "peer", "queue", "run_queue_ns", "source", "started_ns", "table", "timeout_s",
+    )  # fmt: skip
+
+    def __init__(
+        self, table: Calls, name: str, method: str, timeout_s: float, chain: tuple[str, ...], endpoint: str | None,
+        incarnation: int, frames: Frames, queue: bool, group: CallGroup | None,
+    ) -> None:  # fmt: skip
+        self.table, self.name, self.method, self.timeout_s, self.chain = table, name, method, timeout_s, chain
+        self.endpoint, self.incarnation, self.frames, self.queue = endpoint, incarnation, frames, queue
+        self.group = group
+        self.started_ns = time.perf_counter_ns()
+        self.deadline = time.monotonic() + timeout_s
+        self.run_queue_ns = table.meter.recent_ns(self.started_ns)
+        self.call_id = 0
+        self.bucket: dict[int, Entry] | None = None
+        self.flags = 0
+        self.future: Future[Any] | None = None
+        self.peer: Peer | None = None
+        self.source: Source | None = None
+        """Where the items of a stream go."""
+
+    def age_s(self) -> float:
+        return (time.perf_counter_ns() - self.started_ns) / 1e9
+
+    def describe(self) -> str:
+        return f"{self.name}.{self.method}() for {self.age_s():.1f} s"
+
+    def cancel(self) -> None:
+        self.table.cancel(self)
+
+    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
+        self.table.ledger.add_wake(self.name.partition(":")[0], self.method, lag_ns, run_queue_ns)
+
+    def done(self, times: tuple[str, int, int, int] | None) -> None:
+        """Note where its time went: name, executed, queued and run-queue ns of the member; None without answer."""
+        if self.group is not None:
+            times = self.group.member_done(times)
+        if times is None:
+            return
+        now_ns = time.perf_counter_ns()
+        waited_ns = self.table.meter.recent_ns(now_ns) - self.run_queue_ns
+        role = self.name.partition(":")[0]
+        self.table.ledger.add(CallRecord(role, self.method, self.started_ns, now_ns, waited_ns, *times))
+
+    def error(self, cls: type[CallError], text: str, executed: Executed) -> CallError:
+        role, rank = split_name(self.name)
+        return cls(text, role=role, rank=rank, method=self.method, call_id=self.call_id, executed=executed)
+
+
+class Peer:
+    """A connection to one endpoint and the calls that wait for it."""
+
+    def __init__(self, endpoint: str, channel: Channel) -> None:
+        self.endpoint, self.channel = endpoint, channel
+        self.pending: dict[int, PendingCall] = {}
+        self.waiting: deque[PendingCall] = deque()
+        self.blocked: deque[Any] = deque()
+        """Gates of the plain threads that wait for room."""
+        self.queued_ns = 0
+        """How long the call that it answered last had waited there."""
+        self.opening: asyncio.TimerHandle | None = None
