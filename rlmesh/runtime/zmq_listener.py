@@ -77,12 +77,15 @@ class ListenerWatch:
         connection = self._connections.pop(descriptor, None)
         if connection is None:
             return
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as found:
+        found = _duplicate(descriptor)
+        if found is None:
+            return
+        with found:
+            try:
                 if _identity(found) == connection.identity:
                     found.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # It is gone already.
+            except OSError:
+                pass  # It is gone already.
 
     def close(self) -> None:
         self._half_open.close()
@@ -106,12 +109,7 @@ class ListenerWatch:
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as found:
-                connection = _Connection(_peer_text(found), _identity(found))
-                user = _user(found)
-        except OSError:
-            return  # It is gone already.
+        connection, user = _look_at(descriptor)
         self._connections[descriptor] = connection
         if user not in (None, os.getuid(), 0):
             self.end(descriptor)
@@ -142,6 +140,31 @@ class ListenerWatch:
         self.end(descriptor)
         self._refused(peer, "half-open", detail)
         self._left(descriptor)
+
+
+def _duplicate(descriptor: int) -> socket.socket | None:
+    """The socket behind a descriptor; None if there is none (any more)."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
+
+
+def _look_at(descriptor: int) -> tuple[_Connection, int | None]:
+    """A connection and its user, as far as it is still there to be looked at."""
+    found = _duplicate(descriptor)
+    if found is not None:
+        with found:
+            try:
+                return _Connection(_peer_text(found), _identity(found)), _user(found)
+            except OSError:
+                pass
+    return _Connection("somebody who left at once", ()), None
 
 
 def _identity(connection: socket.socket) -> tuple[Any, ...]:

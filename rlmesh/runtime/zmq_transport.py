@@ -207,6 +207,7 @@ class ZmqTransport:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.BACKLOG, 1024)
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(TIMEOUT_S * 1000))
         socket.setsockopt(zmq.IPV6, int("[" in address))
         listener_public, listener_secret = self._keys.listener

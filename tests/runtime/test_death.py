@@ -1,11 +1,9 @@
-"""Members that die, and peers that do not belong to the job. Real processes, real signals."""
+"""Members that die. Real processes, real signals."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,21 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
-from rlmesh.errors import AuthenticationFailed, PeerLost, RemoteError
+from rlmesh.errors import PeerLost, RemoteError
 from rlmesh.job.status import ExitInfo
 from rlmesh.runtime import calls
 from rlmesh.runtime.address import MemberAddress
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.runtime import Runtime
 from tests.runtime.conftest import KEY, Mesh
 
 SERVER = """
 import os, sys, time, threading
-from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.runtime import Runtime
 
 class Victim:
     @rpc
@@ -110,49 +103,3 @@ def test_sys_exit_in_a_method_is_answered_and_ends_the_process(mesh: Mesh, victi
     with pytest.raises(RemoteError, match="SystemExit: 3"):
         RoleGroup("V", runtime=mesh.caller)[0].call("leave", 3).result(5)
     assert victim.wait(10) == 3
-
-
-def say_as_a_stranger(endpoint: str, packets: list[bytes]) -> None:
-    scheme, _, path = endpoint.partition("://")
-    if scheme == "unix":
-        for packet in packets:
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(path)
-                try:
-                    stranger.sendall(packet)
-                    stranger.recv(1)
-                except OSError:
-                    pass  # It was thrown out before it had said all.
-        return
-    with zmq.Context() as context:
-        for packet in packets:
-            dealer = context.socket(zmq.DEALER)
-            dealer.connect(endpoint)
-            dealer.send(packet)
-            dealer.close(1000)
-
-
-def test_code_from_strangers_is_never_decoded(mesh: Mesh, until: Callable[..., None], tmp_path: Path) -> None:
-    class Served:
-        @rpc
-        def echo(self, x: int) -> int:
-            return x
-
-    group = mesh.serve("A", Served())
-    runtime = mesh.runtimes[-1]
-    marker = tmp_path / "pwned"
-
-    class Evil:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.system, (f"touch {marker}",)
-
-    packets = [pickle.dumps(Evil()), os.urandom(1_000_000), b"\0" * 100]
-    say_as_a_stranger(runtime.endpoint or "", packets)
-    until(lambda: runtime.strangers.total == 3)
-
-    with Runtime.start(name="imposter", key=b"another key of the right length!", bind=False) as imposter:
-        future = imposter.peer("A:0", runtime.endpoint or "").options(timeout_s=0.5).call("echo", Evil())
-        with pytest.raises(AuthenticationFailed, match="does not hold the key"):
-            future.result()
-    assert not marker.exists()
-    assert group[0].call("echo", 1).result() == 1
