@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rlmesh.runtime.transport import Link
-from rlmesh.wire.envelope import Frames, Header, Message, pack
+from rlmesh.wire.envelope import Frames, Header, Lend, Message, pack
 from rlmesh.wire.greeting import Admission, Opening
 
 _PACKET_MESSAGES = 1024
@@ -25,12 +25,14 @@ class Channel:
     never by a timer; a plain thread sends at once.
     """
 
-    __slots__ = ("_lock", "_outbox", "_post", "_scheduled", "authenticated", "greeting", "link", "peer_name")
+    __slots__ = ("_lock", "_outbox", "_post", "_scheduled", "authenticated", "greeting", "lend", "link", "peer_name")
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
         self.link = link
         self.authenticated = False
         self.greeting: Opening | Admission | None = None
+        self.lend: Lend | None = None
+        """Set once the peer is known to share this process's memory."""
         self.peer_name = link.peer
         self._post = post
         self._outbox: deque[Message] = deque()
@@ -74,7 +76,7 @@ class Channel:
             outbox = self._outbox
             while outbox:
                 messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
-                self.link.send(pack(messages))
+                self.link.send(pack(messages, self.lend))
 
     def _flush_turn(self, thread: int) -> None:
         self._scheduled.discard(thread)

@@ -13,7 +13,7 @@ import logging
 import time
 from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from rlmesh.runtime.rpc import exported_functions, mark_of
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Call, Credit, Flag, Frames, Reply
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,10 @@ _NO_REPLY, _STREAM = int(Flag.NO_REPLY), int(Flag.STREAM)
 
 class Host(Protocol):
     """What dispatch needs of its runtime."""
+
+    def capture(self, buffers: Sequence[memoryview]) -> Sequence[Buffer]:
+        """Frames of large buffers that no longer change."""
+        ...
 
     def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
         """Run ``fn`` on the loop that runs ``async def`` methods of members."""
@@ -308,7 +312,7 @@ class Dispatcher:
         try:
             args, kwargs = incoming.arguments()
             value = await incoming.method.function(*args, **kwargs)
-            ok, frames = True, codec.encode(value)
+            ok, frames = True, codec.encode(value, self._host.capture)
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
         ended_ns = time.perf_counter_ns()
@@ -332,7 +336,7 @@ class Dispatcher:
             value = incoming.method.function(*args, **kwargs)
             if isinstance(value, Future | FutureSequence):
                 value = value.result()
-            ok, frames = True, codec.encode(value)
+            ok, frames = True, codec.encode(value, self._host.capture)
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
         finally:

@@ -119,8 +119,6 @@ class Future(concurrent.futures.Future[T]):
         """
         if self._state is PENDING:
             self._block(timeout)
-        if self._state is CANCELLED_AND_NOTIFIED:
-            raise CallCancelled(f"the call was cancelled: {self._described()}")
         error = self._exception
         if error is not None:
             try:
@@ -133,13 +131,12 @@ class Future(concurrent.futures.Future[T]):
         """Block until the answer is there; its error, or None."""
         if self._state is PENDING:
             self._block(timeout)
-        if self._state is CANCELLED_AND_NOTIFIED:
-            return CallCancelled(f"the call was cancelled: {self._described()}")
         return self._exception
 
     def _block(self, timeout: float | None) -> None:
         """Wait until it is done; note how long this thread took to wake once the answer was there."""
         refuse_to_block(self.waiting_for() or "a future")
+        origin = self._origin
         before_ns = own_run_queue_ns()
         gate = allocate_lock()
         gate.acquire()
@@ -152,8 +149,8 @@ class Future(concurrent.futures.Future[T]):
                 if self._state is PENDING:
                     self._blocked = tuple(other for other in self._blocked if other is not gate)
                     raise TimeoutError(f"no answer after {timeout} s: still waiting for {self._described()}")
-        if self._origin is not None:
-            self._origin.woke(time.perf_counter_ns() - self.resolved_ns, own_run_queue_ns() - before_ns)
+        if origin is not None:
+            origin.woke(time.perf_counter_ns() - self.resolved_ns, own_run_queue_ns() - before_ns)
 
     def set_result(self, result: T) -> None:
         if not self._finish(FINISHED, result, None):
@@ -165,9 +162,11 @@ class Future(concurrent.futures.Future[T]):
 
     def cancel(self) -> bool:
         """Cancel the work: a queued call never starts, a coroutine is cancelled, nested calls too."""
-        if self._finish(CANCELLED_AND_NOTIFIED, None, None):
-            if self._origin is not None:
-                self._origin.cancel()
+        origin = self._origin
+        error = CallCancelled(f"the call was cancelled: {self._described()}")
+        if self._finish(CANCELLED_AND_NOTIFIED, None, error):
+            if origin is not None:
+                origin.cancel()
             return True
         return self._state is CANCELLED_AND_NOTIFIED
 
@@ -190,6 +189,9 @@ class Future(concurrent.futures.Future[T]):
             self._state = state
             blocked, callbacks, condition = self._blocked, self._done_callbacks, self._made_condition
             self._blocked = self._done_callbacks = ()
+            # The call knows its future: without the way back the result is freed by its last user, not by the
+            # garbage collector some time later, and so is the shared memory that it may lie in.
+            self._origin = None
         for gate in blocked:
             gate.release()
         if condition is not None:
@@ -287,6 +289,7 @@ class _Gathered:
 
     def __init__(self, futures: Sequence[Future[Any]]) -> None:
         self._futures = futures
+        self._first = futures[0]._origin if futures else None
         self._since = time.monotonic()
 
     def describe(self) -> str:
@@ -299,9 +302,8 @@ class _Gathered:
             future.cancel()
 
     def woke(self, lag_ns: int, run_queue_ns: int) -> None:
-        origin = self._futures[0]._origin
-        if origin is not None:
-            origin.woke(lag_ns, run_queue_ns)
+        if self._first is not None:
+            self._first.woke(lag_ns, run_queue_ns)
 
 
 def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -> Future[list[Any]]:

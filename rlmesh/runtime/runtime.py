@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from rlmesh.runtime.door import Door
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future, register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.handle import CallOptions, MemberHandle
+from rlmesh.runtime.lending import Lending
 from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.rpc import exported
@@ -39,13 +41,16 @@ from rlmesh.wire import codec
 from rlmesh.wire.envelope import (
     ANY_INCARNATION,
     WINDOW_SHIFT,
+    Buffer,
     Call,
     Cancel,
     Credit,
     Flag,
     Frames,
+    GiveBacks,
     Item,
     Reply,
+    Shares,
     unpack,
 )
 
@@ -67,7 +72,9 @@ class Runtime:
 
     endpoint: str | None
 
-    def __init__(self, name: str, key: bytes | None, loop: asyncio.AbstractEventLoop, *, embedded: bool) -> None:
+    def __init__(
+        self, name: str, key: bytes | None, loop: asyncio.AbstractEventLoop, job_id: str | None, *, embedded: bool
+    ) -> None:
         self.name = name
         self.endpoint = None
         self.default_timeout_s = DEFAULT_CALL_TIMEOUT_S
@@ -82,6 +89,7 @@ class Runtime:
         self._posts = Posts(loop)
         self._transports: dict[str, Transport] = {}
         self._meter = RunQueueMeter()
+        self._lending = Lending(name, self._key, job_id, self.post)
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._dispatcher = Dispatcher(self, loop)
         self._incoming: dict[Link, Channel] = {}
@@ -95,7 +103,7 @@ class Runtime:
     @classmethod
     def start(
         cls, *, name: str = "client", key: bytes | None = None, socket_dir: str | Path | None = None,
-        bind: bool | str = True,
+        bind: bool | str = True, job_id: str | None = None,
     ) -> Runtime:  # fmt: skip
         """A runtime with its own loop on its own thread; close it with `close` or a ``with`` block.
 
@@ -104,10 +112,11 @@ class Runtime:
             key: the job's secret; None makes one, so that only this process's own peers know it.
             socket_dir: private directory (mode 0700) for the socket; None listens on loopback TCP.
             bind: False for a pure caller; text for an address of your choice.
+            job_id: the job's; in the names of shared memory, by which its guardian finds what was left.
         """
         thread = LoopThread(f"rlmesh-io-{name}")
         try:
-            runtime: Runtime = thread.run(lambda: cls._make(name, key, socket_dir, bind, thread))
+            runtime: Runtime = thread.run(lambda: cls._make(name, key, socket_dir, bind, job_id, thread))
         except BaseException:
             thread.stop()
             raise
@@ -117,10 +126,10 @@ class Runtime:
     @asynccontextmanager
     async def open(
         cls, *, name: str = "client", key: bytes | None = None, socket_dir: str | Path | None = None,
-        bind: bool | str = True,
+        bind: bool | str = True, job_id: str | None = None,
     ) -> AsyncIterator[Runtime]:  # fmt: skip
         """A runtime on the running loop: no thread, no signal handler. Arguments as `start`."""
-        runtime = cls._make(name, key, socket_dir, bind, None)
+        runtime = cls._make(name, key, socket_dir, bind, job_id, None)
         try:
             yield runtime
         finally:
@@ -129,9 +138,10 @@ class Runtime:
 
     @classmethod
     def _make(
-        cls, name: str, key: bytes | None, socket_dir: str | Path | None, bind: bool | str, thread: LoopThread | None
-    ) -> Runtime:
-        runtime = cls(name, key, asyncio.get_running_loop(), embedded=thread is None)
+        cls, name: str, key: bytes | None, socket_dir: str | Path | None, bind: bool | str, job_id: str | None,
+        thread: LoopThread | None,
+    ) -> Runtime:  # fmt: skip
+        runtime = cls(name, key, asyncio.get_running_loop(), job_id, embedded=thread is None)
         try:
             if bind:
                 address = bind if isinstance(bind, str) else local_address(socket_dir)
@@ -173,6 +183,7 @@ class Runtime:
             channel.flush()
         self._calls.close()
         self._close_transports(_LINGER_S)
+        self._lending.close()
 
     def _transport(self, address: str) -> Transport:
         scheme = address.partition("://")[0]
@@ -266,7 +277,7 @@ class Runtime:
         endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
     ) -> Future[Any]:  # fmt: skip
         """Send one call. Its arguments are captured before this returns."""
-        frames = codec.encode((args, kwargs))
+        frames = codec.encode((args, kwargs), self.capture)
         return self.submit_encoded(name, method, frames, options, endpoint, incarnation, reply)
 
     def encode_calls(self, method: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Frames]:
@@ -274,7 +285,7 @@ class Runtime:
         encoded: dict[int, Frames] = {}
         for call in calls:
             if id(call) not in encoded:
-                encoded[id(call)] = codec.encode(call)
+                encoded[id(call)] = codec.encode(call, self.capture)
         return [encoded[id(call)] for call in calls]
 
     def submit_encoded(
@@ -309,11 +320,15 @@ class Runtime:
         kwargs: dict[str, Any], options: CallOptions,
     ) -> Stream[Any]:  # fmt: skip
         """Ask members, each by name, endpoint (or None) and incarnation, for the items of a generator method."""
-        frames = codec.encode((args, kwargs))
+        frames = codec.encode((args, kwargs), self.capture)
         inbox = Inbox(options.window)
         for name, endpoint, incarnation in targets:
             self.submit_encoded(name, method, frames, options, endpoint, incarnation, inbox=inbox)
         return Stream(inbox, self.post)
+
+    def capture(self, buffers: Sequence[memoryview]) -> Sequence[Buffer]:
+        """Frames of large buffers that no longer change: in shared memory where there is room."""
+        return self._lending.capture(buffers)
 
     def least_busy(self, names: Sequence[str]) -> str:
         """Which of these members has the fewest calls of this process on their way, and the shortest queue."""
@@ -386,8 +401,9 @@ class Runtime:
                 # Not even the headers of a stranger are decoded.
                 if self._door.greet(channel, frames):
                     self._calls.on_admitted(link)
+                    self._lending.announce(channel)
                 return
-            for header, payload in unpack(frames):
+            for header, payload in unpack(frames, partial(self._lending.borrow, channel=channel)):
                 self._on_message(channel, link, header, payload, run_queue_ns)
         except WireError as error:
             self._reject(channel, link, error)
@@ -403,6 +419,10 @@ class Runtime:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
         elif kind is Cancel:
             self._dispatcher.on_cancel(channel, header.call_id)
+        elif kind is Shares:
+            self._lending.on_shares(channel, header)
+        elif kind is GiveBacks:
+            self._lending.on_give_backs(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
         elif kind is Credit:
@@ -425,8 +445,12 @@ class Runtime:
         self.strangers.note(peer, reason, detail)
 
     def on_lost(self, link: Link, reason: str) -> None:
+        called = self._calls.channel_of(link)
+        if called is not None:
+            self._lending.lost(called)
         channel = self._incoming.pop(link, None)
         if channel is not None:
+            self._lending.lost(channel)
             self._dispatcher.on_lost(channel)
         self._calls.on_lost(link, reason)
 

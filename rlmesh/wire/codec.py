@@ -16,8 +16,9 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
 
@@ -26,6 +27,8 @@ from rlmesh.wire.envelope import Buffer, Frames
 
 if TYPE_CHECKING:
     import torch
+
+Capture: TypeAlias = Callable[[Sequence[memoryview]], Sequence[Buffer]]
 
 INLINE_LIMIT_BYTES = 4096
 """Smaller buffers stay inside the pickle: a frame of their own would cost more than the copy."""
@@ -88,19 +91,22 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def encode(value: Any) -> Frames:
+def encode(value: Any, capture: Capture | None = None) -> Frames:
     """Serialize a value.
+
+    Args:
+        capture: makes frames of the large buffers, in their order, that no longer change; None copies each.
 
     Raises:
         Unserializable: naming the type that cannot travel.
     """
-    frames: Frames = [b""]
+    large: list[memoryview] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes < INLINE_LIMIT_BYTES:
             return True
-        frames.append(bytes(raw))
+        large.append(raw)
         return False
 
     out = io.BytesIO()
@@ -108,17 +114,19 @@ def encode(value: Any) -> Frames:
         _Pickler(out, protocol=5, buffer_callback=keep).dump(value)
     except Exception as first:
         # A local class or a closure deep inside an object that pickle reaches by name: cloudpickle takes those.
-        del frames[1:]
+        large.clear()
         try:
-            frames[0] = cloudpickle.dumps(value, protocol=5, buffer_callback=keep)
+            whole = cloudpickle.dumps(value, protocol=5, buffer_callback=keep)
         except Exception:
             raise Unserializable(
                 f"{_describe(value)} cannot be sent to another process: {type(first).__name__}: {first}. "
                 "Send plain data (numbers, text, lists, dicts, arrays, tensors, dataclasses) instead"
             ) from first
-        return frames
-    frames[0] = out.getvalue()
-    return frames
+    else:
+        whole = out.getvalue()
+    if not large:
+        return [whole]
+    return [whole, *(capture(large) if capture is not None else map(bytes, large))]
 
 
 def decode(frames: Frames) -> Any:

@@ -9,7 +9,7 @@ Pure: bytes in, values out. Everything that does not fit raises `MalformedFrame`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,6 +31,11 @@ class Kind(IntEnum):
     CANCEL = 6
     ITEM = 7
     CREDIT = 8
+    SHARES = 9
+    GIVE_BACKS = 10
+    KEEP = 11
+    KEPT = 12
+    RELEASE = 13
 
 
 class Flag(IntEnum):
@@ -38,6 +43,8 @@ class Flag(IntEnum):
 
     NO_REPLY = 1
     STREAM = 2
+    PASSED = 4
+    KEEP = 8
 
 
 WINDOW_SHIFT = 8
@@ -86,8 +93,56 @@ class Credit(NamedTuple):
     items: int
 
 
-Header: TypeAlias = Call | Reply | Cancel | Item | Credit
+class Keep(NamedTuple):
+    """The result of a call, unless it is small, shall stay at the callee until it is fetched. Before a call was sent,
+    ``Flag.KEEP`` says so."""
+
+    call_id: int
+
+
+class Kept(NamedTuple):
+    """Instead of a `Reply`: the result stays at the callee under ``token``; times as in `Reply`."""
+
+    call_id: int
+    token: int
+    nbytes: int
+    executed_ns: int
+    queued_ns: int
+    run_queue_ns: int
+
+
+class Release(NamedTuple):
+    """A kept result is no longer needed."""
+
+    token: int
+
+
+class Shares(NamedTuple):
+    """Where the sender's shared memory lies: a peer with the same ``place`` can open it."""
+
+    place: str
+
+
+class GiveBacks(NamedTuple):
+    """Loans that have ended: for each slot its segment, number, generation, and how many."""
+
+    items: tuple[tuple[str, int, int, int], ...]
+
+
+class Loan(NamedTuple):
+    """In the place of a frame: where in shared memory it lies."""
+
+    segment: str
+    slot: int
+    generation: int
+    offset: int
+    nbytes: int
+
+
+Header: TypeAlias = Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Shares | GiveBacks
 Message: TypeAlias = tuple[Header, Frames]
+Lend: TypeAlias = Callable[[memoryview], Loan | None]
+Borrow: TypeAlias = Callable[[list[Buffer | Loan]], Frames]
 
 _KIND_OF: dict[type[Any], int] = {
     Call: int(Kind.CALL),
@@ -95,6 +150,11 @@ _KIND_OF: dict[type[Any], int] = {
     Cancel: int(Kind.CANCEL),
     Item: int(Kind.ITEM),
     Credit: int(Kind.CREDIT),
+    Keep: int(Kind.KEEP),
+    Kept: int(Kind.KEPT),
+    Release: int(Kind.RELEASE),
+    Shares: int(Kind.SHARES),
+    GiveBacks: int(Kind.GIVE_BACKS),
 }
 _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.CALL: (Call, (int, str, int, str, float, int, tuple)),
@@ -102,22 +162,43 @@ _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.CANCEL: (Cancel, (int,)),
     Kind.ITEM: (Item, (int, int)),
     Kind.CREDIT: (Credit, (int, int)),
+    Kind.KEEP: (Keep, (int,)),
+    Kind.KEPT: (Kept, (int, int, int, int, int, int)),
+    Kind.RELEASE: (Release, (int,)),
+    Kind.SHARES: (Shares, (str,)),
+    Kind.GIVE_BACKS: (GiveBacks, (tuple,)),
 }
 
 
-def pack(messages: Sequence[Message]) -> Frames:
-    """Join messages into the frames of one packet."""
-    headers = []
+_LOAN_TYPES = (int, str, int, int, int, int)
+
+
+def pack(messages: Sequence[Message], lend: Lend | None = None) -> Frames:
+    """Join messages into the frames of one packet; frames that ``lend`` takes are only named."""
+    headers: list[tuple[Any, ...]] = []
     frames: Frames = [b""]
     for header, payload in messages:
-        headers.append((_KIND_OF[type(header)], len(payload), header))
+        loans = []
+        if lend is not None and len(payload) > 1:
+            kept: Frames = []
+            for position, frame in enumerate(payload):
+                loan = lend(frame) if type(frame) is memoryview else None
+                if loan is None:
+                    kept.append(frame)
+                else:
+                    loans.append((position, *loan))
+            payload = kept
         frames += payload
+        if loans:
+            headers.append((_KIND_OF[type(header)], len(payload), header, loans))
+        else:
+            headers.append((_KIND_OF[type(header)], len(payload), header))
     frames[0] = msgpack.packb(headers)
     return frames
 
 
-def unpack(frames: Sequence[Buffer]) -> list[Message]:
-    """Split a packet into its messages.
+def unpack(frames: Sequence[Buffer], borrow: Borrow | None = None) -> list[Message]:
+    """Split a packet into its messages; ``borrow`` fetches what was lent.
 
     Raises:
         MalformedFrame: if anything is truncated, of the wrong type, or left over.
@@ -139,17 +220,33 @@ def unpack(frames: Sequence[Buffer]) -> list[Message]:
             raise MalformedFrame(
                 f"a {type(header).__name__} claims {count} payload frames, but only {len(frames) - used} are left"
             )
-        messages.append((header, list(frames[used:end])))
+        payload = list(frames[used:end])
         used = end
+        if len(entry) == 4:
+            if borrow is None:
+                raise MalformedFrame(f"a {type(header).__name__} lends shared memory to a peer that shares none")
+            payload = borrow(_with_loans(payload, entry[3]))
+        messages.append((header, payload))
     if used != len(frames):
         raise MalformedFrame(f"{len(frames) - used} frames belong to no message")
     return messages
 
 
+def _with_loans(payload: Frames, loans: object) -> list[Buffer | Loan]:
+    whole: list[Buffer | Loan] = list(payload)
+    if type(loans) is not tuple:
+        raise MalformedFrame("a header's loans are not a list")
+    for loan in loans:
+        if type(loan) is not tuple or tuple(map(type, loan)) != _LOAN_TYPES or not 0 <= loan[0] <= len(whole):
+            raise MalformedFrame("a loan is not a position, a segment and four numbers")
+        whole.insert(loan[0], Loan(*loan[1:]))
+    return whole
+
+
 def _parse(entry: object) -> tuple[Header, int]:
-    if type(entry) is not tuple or len(entry) != 3:
-        raise MalformedFrame("a header is not a list of kind, frame count and fields")
-    kind, count, values = entry
+    if type(entry) is not tuple or not 3 <= len(entry) <= 4:
+        raise MalformedFrame("a header is not a list of kind, frame count, fields and perhaps loans")
+    kind, count, values = entry[:3]
     shape = _SHAPES.get(kind) if type(kind) is int else None
     if shape is None:
         raise MalformedFrame(f"unknown kind of message: {kind!r:.40}")
