@@ -36,10 +36,11 @@ _DOING: dict[MemberState, str] = {
     "finished": "after run()",
     "stopping": "during teardown()",
 }
+# Of code that a ready member runs only run() is reported; it may have failed before the news that it began.
 _PHASE: dict[MemberState, str] = {
     "starting": "could not be built",
     "bound": "could not be set up",
-    "ready": "failed",
+    "ready": "failed in run()",
     "running": "failed in run()",
     "finished": "failed",
     "stopping": "failed in teardown()",
