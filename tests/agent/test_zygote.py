@@ -167,6 +167,8 @@ SOURCES = {
     "unread.py": "import some_installed_package\n",
     "losses.py": "from rlmesh.rl.losses import ppo_loss\n",
     "broken.py": "import (\n",
+    "inside.py": "class Role:\n    def setup(self):\n        import torch\n",
+    "tracked.py": "class Role:\n    def run(self):\n        import some_installed_package\n",
     "main.py": "import light\nif __name__ == '__main__':\n    import torch\n",
 }  # fmt: skip
 
@@ -174,7 +176,8 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("module", "needed"),
     [("light", False), ("direct", True), ("through", True), ("numbers_only", False), ("unread", True),
-     ("broken", False), ("nowhere", True), ("losses", True), ("__main__", True), ("script", False)],
+     ("broken", False), ("nowhere", True), ("losses", True), ("__main__", False), ("script", False),
+     ("inside", True), ("tracked", False)],
 )  # fmt: skip
 def test_a_role_that_imports_something_of_the_list_needs_it(tmp_path: Path, module: str, needed: bool) -> None:
     for name, source in SOURCES.items():
