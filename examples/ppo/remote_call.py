@@ -8,9 +8,8 @@ run side by side; waiting is up to whoever needs the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from rlmesh import Future, FutureSequence, RLRoleType, RoleGroup
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from .common import Batch, Experience, Sample, SamplingParams
 
 
-@lru_cache(maxsize=None)  # noqa: UP033
+@cache
 def group(role: RLRoleType) -> RoleGroup:
     """The group of a role."""
     return RoleGroup(role.name)
@@ -42,26 +41,6 @@ def rollout_generate(prompt_token_ids: Sequence[list[int]], params: SamplingPara
 def rollout_weight_sync(version: int, weights: Mapping[str, Tensor]) -> None:
     """Give all engines these weights; returns when all of them sample with them."""
     group(RLRoleType.ROLLOUT).call(rollout_weight_sync, version, weights).result()
-
-
-def rollout_wakeup() -> None:
-    group(RLRoleType.ROLLOUT).call(rollout_wakeup).result()
-
-
-def rollout_sleep() -> None:
-    group(RLRoleType.ROLLOUT).call(rollout_sleep).result()
-
-
-@contextmanager
-def rollout_running(enable_sleep: bool) -> Iterator[None]:
-    """The engines hold their weights inside, and with ``enable_sleep`` give the memory back outside."""
-    if enable_sleep:
-        rollout_wakeup()
-    try:
-        yield
-    finally:
-        if enable_sleep:
-            rollout_sleep()
 
 
 # Reward
