@@ -41,6 +41,7 @@ REGISTER_WAIT_S = 60.0
 REPORT_WAIT_S = 10.0
 LAST_GRACE_S = 1.5
 """Grace of the members when nobody says how long they have: the guardian is gone, or the master is."""
+MASTER_WAIT_S = 0.5
 SERVICE_GRACE_S = 0.3
 FLUSH_S = 0.05
 
@@ -66,6 +67,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._table = ProcessTable(self._on_exit)
         self._master_child = self._table.adopt("master", started.master.pid) if started.master else None
+        self._lifeline = started.master.lifeline if started.master else None
         self._spawner = Spawner(config, self._table, started.env, started.zygotes)
         self._members: dict[Child, WorkerSpec] = {}
         self._ports: list[socket.socket] = []
@@ -205,8 +207,7 @@ class Agent:
         self._loop.remove_reader(0)
         logger.info("node %s ends: %s", self._config.node_name, over.why)
         report = await self._end_members(over.grace_s)
-        if self._master_child is not None and self._master_child in self._table:
-            await self._stop([self._master_child], SERVICE_GRACE_S)
+        await self._end_master()
         await self._settle()
         os.write(1, json.dumps(asdict(report)).encode() + b"\n")
         return over.code
@@ -247,6 +248,15 @@ class Agent:
         survivors = [child for child in self._members if child in self._table]
         stuck = tuple(Leftover("process", f"pid {child.pid} ({child.name})", False) for child in survivors)
         return ExitReport(self._config.node_rank, self._table.started, (*self._leftovers, *stuck))
+
+    async def _end_master(self) -> None:
+        """It may be about to end by itself, and have files to close."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        if self._master_child is not None and self._master_child in self._table:
+            await asyncio.wait([self._master_child.ended], timeout=MASTER_WAIT_S)
+            await self._stop([self._master_child], SERVICE_GRACE_S)
 
     async def _settle(self) -> None:
         """Let reports that are under way arrive, but not for long."""

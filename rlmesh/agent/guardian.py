@@ -95,6 +95,8 @@ class Guardian:
         try:
             self._start_agent()
             self._watch()
+        except (OSError, KeyError) as error:
+            self.why = f"the agent could not be started: {type(error).__name__}: {error}"
         finally:
             code = self._finish()
         return code
