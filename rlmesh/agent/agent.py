@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -182,8 +181,8 @@ class Agent:
             logger.error("the master was not told that %s:%d %s: %s", info.role, info.rank, info.describe(), error)
 
     async def _end_orphans(self, left_by: str) -> None:
-        for process in await self._table.end_orphans(left_by):
-            self._leftovers.append(Leftover("process", f"{process} left by {left_by}", not _runs(process)))
+        for process, owner in (await self._table.end_orphans(left_by)).items():
+            self._leftovers.append(Leftover("process", f"{process} left by {owner}", not _runs(process)))
 
     async def _stop(self, children: list[Child], grace_s: float) -> None:
         ends = await asyncio.gather(*(self._table.stop(child, grace_s) for child in children), return_exceptions=True)
@@ -209,7 +208,8 @@ class Agent:
         report = await self._end_members(over.grace_s)
         await self._end_master()
         await self._settle()
-        os.write(1, json.dumps(asdict(report)).encode() + b"\n")
+        with suppress(BrokenPipeError):  # the guardian was killed
+            os.write(1, json.dumps(asdict(report)).encode() + b"\n")
         return over.code
 
     async def _register(self) -> None:
@@ -311,4 +311,4 @@ def _clean_up_for_the_guardian(config: AgentConfig) -> None:
     """The guardian was killed: its other duties are the agent's now."""
     ownership.remove_shared_memory(config.job_id, config.node_rank)
     ownership.remove_folder(config.socket_dir, ownership.hold_folder(config.socket_dir))
-    sys.stderr.flush()
+    ownership.remove_job_file(config.job_path, config.socket_dir)

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlmesh.agent import ownership
 from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
 from rlmesh.agent.process import become_member, open_log
@@ -44,14 +45,11 @@ from rlmesh.runtime.runtime import Runtime, set_default_runtime
 if TYPE_CHECKING:
     from rlmesh.agent.zygote import Request
 
-__all__ = ["MEMBER_MARK", "exec_main", "forked_main", "reseed"]
+__all__ = ["exec_main", "forked_main", "reseed"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-MEMBER_MARK = "RLMESH_MEMBER"
-"""Environment variable of a worker and of what it starts: ``ROLE:rank:incarnation``."""
 
 MASTER_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 5.0
@@ -90,7 +88,7 @@ def _use_null_input() -> None:
 def _become(spec: WorkerSpec, agent: int) -> int:
     if not become_member(agent, _comm(spec)):
         return 1
-    os.environ[MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
+    os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
     _flush_c_output_by_line()
     extend_path(spec.import_roots)

@@ -155,7 +155,7 @@ async def test_a_daemon_of_a_dead_member_is_ended_and_reported(node: Node) -> No
     await node.exited()
     assert wait_gone([daemon], 3.0) == []
     report = await node.agent.call("shutdown", 1.0)
-    assert [f"pid {daemon} (sleep) left by ACTOR:0"] == [item.what for item in report.leftovers]
+    assert [f"pid {daemon} (sleep) left by ACTOR:0:0"] == [item.what for item in report.leftovers]
     assert report.clean
 
 
