@@ -37,9 +37,7 @@ DEFAULT_NAME = "job"
 ANSWER_MARGIN_S = 15.0
 
 
-def run_job(
-    config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
-) -> JobResult:
+def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> JobResult:
     """Run a job, whose description was checked, on the calling thread and wait for its end.
 
     On the main thread Ctrl-C stops the job: once with grace, twice at once; either way all its processes are
@@ -72,9 +70,7 @@ class Driver:
         JobSpecError, PlacementError: before anything was started.
     """
 
-    def __init__(
-        self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
-    ) -> None:
+    def __init__(self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> None:
         _refuse_inside_worker()
         self._config = config
         self._options = effective(options)

@@ -26,7 +26,7 @@ class Limits:
 
     Attributes:
         agents_s: from the master's start until every agent has registered.
-        start_s: from a member's spawn until its endpoint is bound.
+        start_s: from a member's spawn until its endpoint is bound: its imports are in it.
         setup_s: from then until its ``setup()`` returned.
         teardown_s: for ``teardown()`` at the end of the job, for the drivers and then for the others.
         settle_s: how long a failure that may only follow from another one waits for that other one.
@@ -35,7 +35,7 @@ class Limits:
     """
 
     agents_s: float = 30.0
-    start_s: float = 60.0
+    start_s: float = 120.0
     setup_s: float = 1800.0
     teardown_s: float = 60.0
     settle_s: float = 0.3

@@ -54,7 +54,7 @@ class PrimeMaster:
     def __init__(
         self, config: AgentConfig, spec: JobSpec, runtime: Runtime, *, clock: Callable[[], float] = time.time
     ) -> None:
-        scheduler = Scheduler(spec, Site(config.key_hex, config.socket_dir, config.master_endpoint))
+        scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
         self.manager = JobManager(spec, scheduler, clock(), last_lines)
         self._clock = clock
         self._executor = Executor(runtime, self.manager, scheduler, self.post)

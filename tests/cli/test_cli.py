@@ -77,9 +77,7 @@ def test_missing_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no script nowhere.py" in capsys.readouterr().err
 
 
-def test_script_runs_as_main_with_its_arguments_and_folder(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_runs_as_main_with_its_arguments_and_folder(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (script.parent / "beside.py").write_text("here = 'beside'\n")
     script.write_text("import sys, beside\nprint(__name__, sys.argv[1:], beside.here)\n")
     argv, path = list(sys.argv), list(sys.path)

@@ -278,6 +278,21 @@ def test_teardown_that_hangs_is_ended_and_the_job_still_succeeds() -> None:
     assert "A:0: teardown() took longer than 15 s" in bench.manager.context.note
 
 
+def test_run_of_others_that_goes_on_is_ended_after_the_grace() -> None:
+    bench = Bench(job(role("TRAINER"), role("A", 2)), has_run=("TRAINER", "A"))
+    bench.running()
+    bench.finish("A:1")
+    bench.finish("TRAINER:0")
+    bench.exit("TRAINER:0")
+    assert bench.took(ev.AskToStop)[0].members == (("A", 0),)
+    bench.exit("A:1")
+    bench.tick(5.0)
+    assert bench.took(ev.StopMembers)[0].members == (("A", 0),)
+    bench.exit("A:0", None, 15)
+    assert bench.stage == "succeeded"
+    assert bench.manager.context.note == "A:0: run() did not stop; ended by a signal"
+
+
 def test_end_that_is_never_reported_does_not_hold_the_job() -> None:
     bench = Bench(job(role("TRAINER"), role("A")))
     bench.running()
