@@ -41,7 +41,8 @@ __all__ = ["Spawner", "Started", "import_time_changes"]
 logger = logging.getLogger(__name__)
 
 READY_WAIT_S = 20.0
-PRELOAD_WAIT_S = 120.0
+PRELOAD_WAIT_S = 90.0
+"""Longer, and the worker is forked from the bare zygote and imports for itself; less than masters wait for it."""
 FORK_WAIT_S = 20.0
 
 Way = Literal["preloaded", "bare", "exec"]

@@ -2,7 +2,7 @@
 
 ::
 
-    bind → import and build the entry → register → setup() → serve → member_ready
+    bind → register → import and build the entry → setup() → serve → member_ready
          → [begin_run → run() → run_finished] → teardown() → exit 0
 
 Calls that come before ``setup()`` has returned wait for it. The main thread runs setup, the member's ``def``
@@ -199,12 +199,14 @@ class Member:
         return 0
 
     def _work(self) -> None:
+        assert self._runtime.endpoint is not None
+        self._tell("register_member", MemberHello(*self._who, os.getpid(), self._runtime.endpoint))
         loaded = self._attempt("the import of its entry point failed", self._load)
         if loaded.build is not None:
             self._object = self._attempt("its __init__() failed", loaded.build)
         run = loaded.run or getattr(self._object, "run", None)
         self._orders.has_run = run is not None
-        self._register()
+        self._await_book()
         self._attempt("setup() failed", lambda: self._hook("setup"))
         self._runtime.serve(self.name, self._object, incarnation=self.spec.incarnation, functions=loaded.functions)
         self._tell("member_ready")
@@ -237,9 +239,8 @@ class Member:
             run_dir=Path(spec.run_dir),
         )
 
-    def _register(self) -> None:
-        assert self._runtime.endpoint is not None
-        self._tell("register_member", MemberHello(*self._who, os.getpid(), self._runtime.endpoint))
+    def _await_book(self) -> None:
+        """So that ``setup()`` may already name other roles."""
         if not self._orders.book_arrived.wait(BOOK_WAIT_S):
             logger.warning("%s: the master sent no address book within %g s", self.name, BOOK_WAIT_S)
 

@@ -83,10 +83,11 @@ ERRORS = {
 async def test_what_user_code_raises_is_told_and_logged(node: Node) -> None:
     names = {role: f"ACTOR:{rank}" for rank, role in enumerate(ERRORS)}
     await node.spawn(*(node.spec(role, name) for role, name in names.items()))
-    await node.bound(names["FailsInSetup"])
+    for name in names.values():
+        await node.bound(name)
     for role, order in (("FailsInRun", "begin_run"), ("FailsInTeardown", "teardown")):
-        hello = await node.bound(names[role])
         await node.master.heard("ready", names[role])
+        hello = (await node.master.heard("bound", names[role]))[2]
         await node.control(hello).call(order)
     for role, error in ERRORS.items():
         _, _, raised, text = await node.master.heard("failed", names[role])
