@@ -181,6 +181,8 @@ class JobManager:
     # Failure
 
     def _member_failed(self, member: Member, error: str, traceback: str, from_call: bool, now: float) -> None:
+        if member.ended_by_us:
+            return  # its calls failed, or it was interrupted, because the job is ending
         message = f"{member.name} (pid {member.pid}) {_PHASE.get(member.state, 'failed')}: {error}"
         info = FailureInfo(message, *member.id, at=now, remote_traceback=traceback)
         member.enter("failed", now)

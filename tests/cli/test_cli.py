@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from rlmesh.cli.launch import VIEWS
 from rlmesh.cli.main import build_parser, main
 from rlmesh.master.options import effective
+from rlmesh.observe.live import ViewMode
 
 HELP = """\
 usage: rlmesh [-h] COMMAND ...
@@ -57,6 +60,10 @@ def test_help_is_pinned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         main(["launch", "--help"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == LAUNCH_HELP
+
+
+def test_all_views_can_be_chosen() -> None:
+    assert get_args(ViewMode) == VIEWS
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,7 @@ def test_what_follows_from_our_own_stop_is_no_failure() -> None:
     bench.exit("TRAINER:0", 1)
     bench.exit_all()
     assert [failure.role for failure in bench.manager.status().failures] == ["ROLLOUT"]
+    assert bench.state("TRAINER:0") == "exited"
 
 
 def test_failure_in_setup_names_the_phase() -> None:
