@@ -20,7 +20,7 @@ from typing import Any
 
 from rlmesh.agent import ownership
 from rlmesh.agent.boot import Boot
-from rlmesh.agent.logs import last_lines
+from rlmesh.agent.logs import LAST_LINES, last_lines
 from rlmesh.agent.node import node_info
 from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import AGENT, MASTER, AgentConfig, ExitReport, Leftover, WorkerSpec
@@ -43,6 +43,10 @@ LAST_GRACE_S = 1.5
 MASTER_WAIT_S = 0.5
 SERVICE_GRACE_S = 0.3
 FLUSH_S = 0.05
+
+CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
+CRASH_LINES = 60
+"""After these signals the log ends with the stacks of all threads; what matters stands at their head."""
 
 MemberKey = tuple[str, int, int]
 """Role, rank, incarnation."""
@@ -167,7 +171,7 @@ class Agent:
             node_rank=self._config.node_rank,
             hostname=os.uname().nodename,
             log_path=spec.log_path,
-            last_log_lines=last_lines(spec.log_path),
+            last_log_lines=last_lines(spec.log_path, CRASH_LINES if ended.signal in CRASHES else LAST_LINES),
             peak_rss_bytes=ended.peak_rss_bytes,
         )
         self._do(self._report(info))

@@ -152,8 +152,10 @@ async def test_one_sigterm_is_enough_and_a_hanging_end_is_bounded(node: Node) ->
 async def test_a_daemon_of_a_dead_member_is_ended_and_reported(node: Node) -> None:
     member = await node.start("Echo")
     daemon = await member.call("daemon")
-    os.kill((await member.call("facts"))["pid"], signal.SIGKILL)
-    await node.exited()
+    os.kill((await member.call("facts"))["pid"], signal.SIGSEGV)
+    exit = await node.exited()
+    assert exit.signal == signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in "\n".join(exit.last_log_lines)
     assert wait_gone([daemon], 3.0) == []
     report = await node.agent.call("shutdown", 1.0)
     assert [f"pid {daemon} (sleep) left by ACTOR:0:0"] == [item.what for item in report.leftovers]
