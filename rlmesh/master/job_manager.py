@@ -38,7 +38,7 @@ _DOING: dict[MemberState, str] = {
 }
 # Of code that a ready member runs only run() is reported; it may have failed before the news that it began.
 _PHASE: dict[MemberState, str] = {
-    "starting": "could not be built",
+    "starting": "could not start",
     "bound": "could not be set up",
     "ready": "failed in run()",
     "running": "failed in run()",

@@ -26,8 +26,8 @@ class Limits:
 
     Attributes:
         agents_s: from the master's start until every agent has registered.
-        start_s: from a member's spawn until its endpoint is bound: its imports are in it.
-        setup_s: from then until its ``setup()`` returned.
+        start_s: from a member's spawn until its endpoint is bound; what the zygote imports ahead is in it.
+        setup_s: from then until its ``setup()`` returned: its imports and its construction are in it.
         teardown_s: for ``teardown()`` at the end of the job, for the drivers and then for the others.
         settle_s: how long a failure that may only follow from another one waits for that other one.
         fail_grace_s: between the request to end and SIGKILL when a job failed.
