@@ -39,7 +39,7 @@ class Limits:
     setup_s: float = 1800.0
     teardown_s: float = 60.0
     settle_s: float = 0.3
-    fail_grace_s: float = 1.0
+    fail_grace_s: float = 0.7
     exit_s: float = 5.0
 
 
