@@ -41,6 +41,7 @@ from rlmesh.errors import RLMeshError
 from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
 from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
+from rlmesh.wire.failure import format_error
 
 if TYPE_CHECKING:
     from rlmesh.agent.zygote import Request
@@ -278,7 +279,7 @@ class Member:
         try:
             return work()
         except Exception as error:
-            text = traceback.format_exc()
+            text = format_error(error)
             print_error(f"{self.name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)
             try:
