@@ -18,15 +18,18 @@ class CallContext:
         chain: serial slots held by this call and by the calls that led to it.
         deadline: `time.monotonic` time at which the caller gives up.
         children: futures of the calls made while serving; cancelled with this one.
+        over: the method has returned. Tasks and callbacks that it left behind still see this context, and act
+            for themselves from then on.
     """
 
-    __slots__ = ("cancelled", "chain", "children", "deadline")
+    __slots__ = ("cancelled", "chain", "children", "deadline", "over")
 
     def __init__(self, chain: tuple[str, ...], deadline: float) -> None:
         self.chain = chain
         self.deadline = deadline
         self.children: WeakSet[Future[Any]] = WeakSet()
         self.cancelled = False
+        self.over = False
 
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -39,3 +42,9 @@ class CallContext:
 
 
 current_call: ContextVar[CallContext | None] = ContextVar("rlmesh_current_call", default=None)
+
+
+def served_call() -> CallContext | None:
+    """The call on whose behalf the current thread or task acts, if there is one that has not been answered."""
+    context = current_call.get()
+    return None if context is None or context.over else context

@@ -19,7 +19,7 @@ from rlmesh.errors import AuthenticationFailed, UsageError, VersionMismatch, Wir
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.calls import Calls, PendingCall
 from rlmesh.runtime.channel import Channel, check_hello
-from rlmesh.runtime.context import current_call
+from rlmesh.runtime.context import served_call
 from rlmesh.runtime.dispatch import Dispatcher, Served
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future, register_loop_thread, unregister_loop_thread
@@ -264,7 +264,7 @@ class Runtime:
         self, name: str, method: str, frames: Frames, options: CallOptions, *, endpoint: str | None = None,
         incarnation: int = ANY_INCARNATION, reply: bool = True, timer: GroupTimer | None = None,
     ) -> Future[Any]:  # fmt: skip
-        context = current_call.get()
+        context = served_call()
         timeout = options.timeout_s if options.timeout_s is not None else self.default_timeout_s
         chain: tuple[str, ...] = ()
         if context is not None:
