@@ -2,7 +2,8 @@
 
 Processes are found by a marker in their environment as well as by their parent, so that a daemon that was
 forked twice or outlived its parent counts too. Sockets are found because the session's runtime directory is
-its own; segments of shared memory have no owner, so those that another session's processes map are not ours.
+its own; segments of shared memory have no owner, so they are laid to a test only while nobody outside of the
+session has any.
 """
 
 from __future__ import annotations
@@ -36,12 +37,8 @@ class Leak:
     text: str
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """All that the session holds at one moment."""
-
-    things: frozenset[tuple[str, object]]
-    taken_at: float
+Snapshot = frozenset[tuple[str, object]]
+"""Kinds and keys of all that the session holds at one moment."""
 
 
 class LeakCheck:
@@ -59,22 +56,25 @@ class LeakCheck:
         self._runtime_dir = runtime_dir
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(frozenset((leak.kind, leak.key) for leak in self._everything()), time.time())
+        return frozenset((leak.kind, leak.key) for leak in self._everything())
 
     def since(self, before: Snapshot, kinds: frozenset[str] = KINDS) -> list[Leak]:
         """What of ``kinds`` came after ``before`` and does not go away within the grace."""
         deadline = time.monotonic() + self.grace_s
         pause_s = 0.005
+        others_seen = False
         while True:
             leaks = [
                 leak
                 for leak in self._everything()
-                if leak.kind in kinds and (leak.kind, leak.key) not in before.things
+                if leak.kind in kinds and (leak.kind, leak.key) not in before
             ]
             if not leaks:
                 return []
+            if any(leak.kind == "segment" for leak in leaks):
+                others_seen = others_seen or self._others_have_segments()
             if time.monotonic() >= deadline:
-                return [leak for leak in leaks if leak.kind != "segment" or self._is_ours(leak, before)]
+                return [leak for leak in leaks if not (leak.kind == "segment" and others_seen)]
             gc.collect()  # a cycle may hold a socket or a file that nobody can reach any more
             time.sleep(pause_s)
             pause_s = min(0.1, pause_s * 2)
@@ -104,14 +104,11 @@ class LeakCheck:
             *entries("segment", SHM, "rlmesh-"),
         ]
 
-    def _is_ours(self, segment: Leak, before: Snapshot) -> bool:
-        path = SHM / str(segment.key)
-        try:
-            if path.stat().st_ctime < before.taken_at - 1:
-                return False
-        except FileNotFoundError:
-            return False
-        return not any(_maps(pid, str(path)) and not _is_marked(pid, self._session) for pid in _pids())
+    def _others_have_segments(self) -> bool:
+        own = os.getpid()
+        return any(
+            pid != own and _holds_segments(pid) and not _is_marked(pid, self._session) for pid in _pids()
+        )
 
 
 def threads() -> list[Leak]:
@@ -261,8 +258,19 @@ def _command(pid: int) -> str:
     return " ".join(b" ".join(words).decode(errors="replace").split())[:200]
 
 
-def _maps(pid: int, path: str) -> bool:
+def _holds_segments(pid: int) -> bool:
+    """Does the process map a segment of rlmesh's, or have one open?"""
+    mark = f"{SHM}/rlmesh-"
     try:
-        return path in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        if mark in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+            return True
+        files = os.listdir(f"/proc/{pid}/fd")
     except OSError:
         return False
+    for name in files:
+        try:
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith(mark):
+                return True
+        except OSError:
+            continue
+    return False

@@ -16,7 +16,7 @@ class PPOConfig:
 
     seed: int = _setting(0, "decides data, weights and draws")
     steps: int = _setting(150, "steps of PPO")
-    data_dir: str = _setting("", "folder of train.parquet and validation.parquet; if empty, they are made")
+    data_dir: str = _setting("", "folder of the parquet files, made if missing; empty: in the run's folder")
     warmup_accuracy: float = _setting(0.25, "how often the policy is right before PPO starts")
 
     batch_size: int = _setting(512, "prompts per step")
@@ -42,7 +42,6 @@ class PPOConfig:
 
     max_log_prob_gap: float = _setting(0.05, "largest difference between actor and engines before the job stops")
     save_every: int = _setting(50, "steps between two checkpoints")
-    enable_sleep: bool = _setting(False, "let the engines sleep between generations")
 
     def lr_share(self, step: int) -> float:
         """The learning rate after ``step`` steps, as a share of its peak: up, then down in a straight line."""

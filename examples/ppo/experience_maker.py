@@ -71,7 +71,7 @@ def make_experience(
     metrics = {
         "reward_mean": scores.mean().item(),
         "kl": masked_mean(kl, mask).item(),
-        "response_length": mask.sum(1).float().mean().item(),
         "log_prob_gap": gap,
+        "response_length": mask.sum(1).float().mean().item(),
     }
     return MadeExperience(experience, metrics)

@@ -10,7 +10,6 @@ import argparse
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
@@ -46,10 +45,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     training = parser.add_argument_group("training")
     for field in fields(PPOConfig):
-        kind: dict[str, Any] = {"type": type(field.default)}
-        if isinstance(field.default, bool):
-            kind = {"action": argparse.BooleanOptionalAction}
-        training.add_argument(f"--{field.name}", default=field.default, help=field.metadata["help"], **kind)
+        kind, help = type(field.default), field.metadata["help"]
+        training.add_argument(f"--{field.name}", type=kind, default=field.default, help=help)
     return parser.parse_args(argv)
 
 

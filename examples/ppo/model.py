@@ -86,20 +86,22 @@ class ValueModel(nn.Module):
 
 def response_logits(model: nn.Module, sequences: Tensor, attention_mask: Tensor, width: int) -> Tensor:
     """Logits ``[batch, width, vocabulary]`` that predict the last ``width`` tokens of ``sequences``."""
+    attend = attention_mask[:, :-1]  # the last token predicts nothing that we have
     logits: Tensor = model(
-        input_ids=sequences,
-        attention_mask=attention_mask.long(),
-        position_ids=position_ids(attention_mask),
+        input_ids=sequences[:, :-1],
+        attention_mask=attend.long(),
+        position_ids=position_ids(attend),
         use_cache=False,
-        logits_to_keep=width + 1,
+        logits_to_keep=width,
     ).logits
-    return logits[:, :-1]
+    return logits
 
 
 def response_values(model: nn.Module, sequences: Tensor, attention_mask: Tensor, width: int) -> Tensor:
     """Values ``[batch, width]`` before each of the last ``width`` tokens of ``sequences``."""
-    values: Tensor = model(sequences, attention_mask.long(), position_ids(attention_mask))
-    return values[:, -width - 1 : -1, 0]
+    attend = attention_mask[:, :-1]
+    values: Tensor = model(sequences[:, :-1], attend.long(), position_ids(attend))
+    return values[:, -width:, 0]
 
 
 @torch.no_grad()

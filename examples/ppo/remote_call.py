@@ -8,10 +8,9 @@ run side by side; waiting is up to whoever needs the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from rlmesh import Future, FutureSequence, RLRoleType, RoleGroup
 
@@ -21,10 +20,18 @@ if TYPE_CHECKING:
     from .common import Batch, Experience, Sample, SamplingParams
 
 
-@lru_cache(maxsize=None)  # noqa: UP033
+@cache
 def group(role: RLRoleType) -> RoleGroup:
     """The group of a role."""
     return RoleGroup(role.name)
+
+
+def _forward(role: RLRoleType, function: Callable[..., Any], batch: Batch) -> FutureSequence[Tensor]:
+    """A batch call with the rows of ``batch``: one row of results for each."""
+    rows, ranks = len(batch.sequences), len(group(role))
+    if rows < ranks:  # a batch call leaves out members without items, but a forward pass of FSDP needs all ranks
+        raise ValueError(f"{rows} rows are too few for the {ranks} ranks of {role.name}")
+    return group(role).call_batch(function, rows, batch.sequences, batch.attention_mask, batch.action_mask)
 
 
 # Rollout engines
@@ -42,26 +49,6 @@ def rollout_generate(prompt_token_ids: Sequence[list[int]], params: SamplingPara
 def rollout_weight_sync(version: int, weights: Mapping[str, Tensor]) -> None:
     """Give all engines these weights; returns when all of them sample with them."""
     group(RLRoleType.ROLLOUT).call(rollout_weight_sync, version, weights).result()
-
-
-def rollout_wakeup() -> None:
-    group(RLRoleType.ROLLOUT).call(rollout_wakeup).result()
-
-
-def rollout_sleep() -> None:
-    group(RLRoleType.ROLLOUT).call(rollout_sleep).result()
-
-
-@contextmanager
-def rollout_running(enable_sleep: bool) -> Iterator[None]:
-    """The engines hold their weights inside, and with ``enable_sleep`` give the memory back outside."""
-    if enable_sleep:
-        rollout_wakeup()
-    try:
-        yield
-    finally:
-        if enable_sleep:
-            rollout_sleep()
 
 
 # Reward
@@ -85,13 +72,7 @@ def reference_init(model_path: str) -> Future[list[None]]:
 
 def reference_forward(batch: Batch) -> FutureSequence[Tensor]:
     """Log-probabilities of each response's tokens under the reference."""
-    return group(RLRoleType.REFERENCE).call_batch(
-        reference_forward,
-        len(batch.sequences),
-        batch.sequences,
-        batch.attention_mask,
-        batch.action_mask,
-    )
+    return _forward(RLRoleType.REFERENCE, reference_forward, batch)
 
 
 # Actor
@@ -103,13 +84,7 @@ def actor_init(model_path: str) -> Future[list[None]]:
 
 def actor_forward(batch: Batch) -> FutureSequence[Tensor]:
     """Log-probabilities of each response's tokens under the actor; every rank takes its share."""
-    return group(RLRoleType.ACTOR).call_batch(
-        actor_forward,
-        len(batch.sequences),
-        batch.sequences,
-        batch.attention_mask,
-        batch.action_mask,
-    )
+    return _forward(RLRoleType.ACTOR, actor_forward, batch)
 
 
 def actor_update() -> Future[list[dict[str, float]]]:
@@ -131,13 +106,7 @@ def critic_init(model_path: str) -> Future[list[None]]:
 
 def critic_forward(batch: Batch) -> FutureSequence[Tensor]:
     """Values before each of a response's tokens."""
-    return group(RLRoleType.CRITIC).call_batch(
-        critic_forward,
-        len(batch.sequences),
-        batch.sequences,
-        batch.attention_mask,
-        batch.action_mask,
-    )
+    return _forward(RLRoleType.CRITIC, critic_forward, batch)
 
 
 def critic_update() -> Future[list[dict[str, float]]]:

@@ -48,7 +48,7 @@ class PPOTrainer:
             remote_call.broadcast_to_rollout(self.version)
             step_time_s = time.perf_counter() - started
 
-            metrics = {**made.metrics, **actor, "value_loss": critic["value_loss"], "step_time_s": step_time_s}
+            metrics = {**made.metrics, "step_time_s": step_time_s, "value_loss": critic["value_loss"], **actor}
             if step == 1:
                 metrics["heldout_accuracy"] = heldout  # of the policy that drew this step's samples
             if step % config.eval_every == 0 or step == config.steps:
@@ -62,8 +62,7 @@ class PPOTrainer:
     def generate(self, rows: list[Row], temperature: float, seed: int = 0) -> list[Sample]:
         prompts = encode(self.tokenizer, [row.prompt for row in rows])
         params = SamplingParams(self.config.max_new_tokens, temperature, seed)
-        with remote_call.rollout_running(self.config.enable_sleep):
-            samples = list(remote_call.rollout_generate(prompts, params))
+        samples = list(remote_call.rollout_generate(prompts, params))
         require_version(samples, self.version)
         return samples
 

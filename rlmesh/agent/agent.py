@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from typing import Any
 
 from rlmesh.agent import ownership
 from rlmesh.agent.boot import Boot
-from rlmesh.agent.logs import last_lines
+from rlmesh.agent.logs import LAST_LINES, last_lines
 from rlmesh.agent.node import node_info
 from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import AGENT, MASTER, AgentConfig, ExitReport, Leftover, WorkerSpec
@@ -41,8 +40,13 @@ REGISTER_WAIT_S = 60.0
 REPORT_WAIT_S = 10.0
 LAST_GRACE_S = 1.5
 """Grace of the members when nobody says how long they have: the guardian is gone, or the master is."""
+MASTER_WAIT_S = 0.5
 SERVICE_GRACE_S = 0.3
 FLUSH_S = 0.05
+
+CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
+CRASH_LINES = 60
+"""After these signals the log ends with the stacks of all threads; what matters stands at their head."""
 
 MemberKey = tuple[str, int, int]
 """Role, rank, incarnation."""
@@ -66,6 +70,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._table = ProcessTable(self._on_exit)
         self._master_child = self._table.adopt("master", started.master.pid) if started.master else None
+        self._lifeline = started.master.lifeline if started.master else None
         self._spawner = Spawner(config, self._table, started.env, started.zygotes)
         self._members: dict[Child, WorkerSpec] = {}
         self._ports: list[socket.socket] = []
@@ -166,7 +171,7 @@ class Agent:
             node_rank=self._config.node_rank,
             hostname=os.uname().nodename,
             log_path=spec.log_path,
-            last_log_lines=last_lines(spec.log_path),
+            last_log_lines=last_lines(spec.log_path, CRASH_LINES if ended.signal in CRASHES else LAST_LINES),
             peak_rss_bytes=ended.peak_rss_bytes,
         )
         self._do(self._report(info))
@@ -180,8 +185,8 @@ class Agent:
             logger.error("the master was not told that %s:%d %s: %s", info.role, info.rank, info.describe(), error)
 
     async def _end_orphans(self, left_by: str) -> None:
-        for process in await self._table.end_orphans(left_by):
-            self._leftovers.append(Leftover("process", f"{process} left by {left_by}", not _runs(process)))
+        for process, owner in (await self._table.end_orphans(left_by)).items():
+            self._leftovers.append(Leftover("process", f"{process} left by {owner}", not _runs(process)))
 
     async def _stop(self, children: list[Child], grace_s: float) -> None:
         ends = await asyncio.gather(*(self._table.stop(child, grace_s) for child in children), return_exceptions=True)
@@ -205,10 +210,10 @@ class Agent:
         self._loop.remove_reader(0)
         logger.info("node %s ends: %s", self._config.node_name, over.why)
         report = await self._end_members(over.grace_s)
-        if self._master_child is not None and self._master_child in self._table:
-            await self._stop([self._master_child], SERVICE_GRACE_S)
+        await self._end_master()
         await self._settle()
-        os.write(1, json.dumps(asdict(report)).encode() + b"\n")
+        with suppress(BrokenPipeError):  # the guardian was killed
+            os.write(1, json.dumps(asdict(report)).encode() + b"\n")
         return over.code
 
     async def _register(self) -> None:
@@ -247,6 +252,15 @@ class Agent:
         survivors = [child for child in self._members if child in self._table]
         stuck = tuple(Leftover("process", f"pid {child.pid} ({child.name})", False) for child in survivors)
         return ExitReport(self._config.node_rank, self._table.started, (*self._leftovers, *stuck))
+
+    async def _end_master(self) -> None:
+        """It may be about to end by itself, and have files to close."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        if self._master_child is not None and self._master_child in self._table:
+            await asyncio.wait([self._master_child.ended], timeout=MASTER_WAIT_S)
+            await self._stop([self._master_child], SERVICE_GRACE_S)
 
     async def _settle(self) -> None:
         """Let reports that are under way arrive, but not for long."""
@@ -301,4 +315,4 @@ def _clean_up_for_the_guardian(config: AgentConfig) -> None:
     """The guardian was killed: its other duties are the agent's now."""
     ownership.remove_shared_memory(config.job_id, config.node_rank)
     ownership.remove_folder(config.socket_dir, ownership.hold_folder(config.socket_dir))
-    sys.stderr.flush()
+    ownership.remove_job_file(config.job_path, config.socket_dir)

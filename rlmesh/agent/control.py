@@ -102,8 +102,7 @@ class Orders:
             raise Terminated
         self.ask_to_stop("SIGTERM")
         self._runtime.call_soon(self._remind)
-        if self.phase == "serving":
-            self.give("end", now=True)
+        self.give("end", now=True)  # while run() runs: what comes when it returns
 
     def _remind(self) -> None:
         asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, _interrupt_main)

@@ -95,6 +95,8 @@ class Guardian:
         try:
             self._start_agent()
             self._watch()
+        except (OSError, KeyError) as error:
+            self.why = f"the agent could not be started: {type(error).__name__}: {error}"
         finally:
             code = self._finish()
         return code
@@ -228,25 +230,12 @@ class Guardian:
         socket_dir = str(self.config.get("socket_dir", ""))
         if socket_dir and not ownership.remove_folder(socket_dir, self._folder):
             left.append({"kind": "socket", "what": socket_dir, "removed": False})
-        self._remove_job_file(socket_dir)
+        ownership.remove_job_file(str(self.config.get("job_path", "")), socket_dir)
         self._write_report(left)
         code = self._agent_code()
         if code is None:
             return 1
         return code if code >= 0 else 128 - code
-
-    def _remove_job_file(self, socket_dir: str) -> None:
-        """The job file and the folder that it shares with the nodes' socket folders: the driver's to remove, but
-        it may be gone. The folder goes with the last node."""
-        path = str(self.config.get("job_path", ""))
-        folder = os.path.dirname(path)
-        if not path or not socket_dir or os.path.dirname(socket_dir) != folder:
-            return
-        for remove, what in ((os.unlink, path), (os.rmdir, folder)):
-            try:
-                remove(what)
-            except OSError:
-                pass  # not there, or other nodes are
 
     def _agent_code(self) -> int | None:
         status = self.statuses.get(self.agent)

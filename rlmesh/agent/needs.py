@@ -12,6 +12,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -32,11 +33,21 @@ HEAVY_PARTS = ("rl", "envs", "weights")
 MAX_FILES = 300
 
 
-def needs_preload(entry: Entry, main_path: str, roots: Sequence[str], preload: Sequence[str]) -> bool:
-    """Whether importing the entry point imports something of the preload list.
+@dataclass(frozen=True, slots=True)
+class Import:
+    """``from module import attribute``; ``at_top``: it runs when the module is imported."""
 
-    Installed packages that are not on the list count as needing it: they are not read. Local modules are those
-    below ``roots``, next to the entry script, or on ``PYTHONPATH``.
+    module: str
+    attribute: str
+    at_top: bool
+
+
+def needs_preload(entry: Entry, main_path: str, roots: Sequence[str], preload: Sequence[str]) -> bool:
+    """Whether the entry point's module, or a local module that it imports, imports something of the list.
+
+    Imports inside functions count too, since ``setup()`` is where models are loaded. Installed packages are not
+    read: one that is imported at the top of a module counts as needing the list. Local modules are those below
+    ``roots``, next to the entry script, or on ``PYTHONPATH``.
     """
     listed = {item.partition(":")[0].partition(".")[0] for item in preload}
     wanted = listed - QUICK or listed
@@ -54,21 +65,22 @@ def needs_preload(entry: Entry, main_path: str, roots: Sequence[str], preload: S
         if file in seen:
             continue
         seen.add(file)
-        for name, attribute in _imports(file):
-            absolute = absolute_name(name, module, file)
-            verdict = _judge(absolute, attribute, wanted, folders)
-            if verdict is True:
+        for found in _imports(file):
+            absolute = absolute_name(found.module, module, file)
+            local = _follow(absolute, found, wanted, folders)
+            if local is None:
                 logger.debug("%s imports %s: its workers wait for the preload", file, absolute)
                 return True
-            pending.extend(verdict or ())
+            pending.extend(local)
     return False
 
 
-def _judge(module: str, attribute: str, wanted: set[str], folders: Sequence[Path]) -> bool | list[tuple[str, Path]]:
-    """True: needed. A list: local modules that the import executes."""
+def _follow(module: str, found: Import, wanted: set[str], folders: Sequence[Path]) -> list[tuple[str, Path]] | None:
+    """The local modules that an import executes; None if it needs the preload."""
+    attribute = found.attribute
     top, _, rest = module.partition(".")
     if top in wanted:
-        return True
+        return None
     if top == "rlmesh":
         if (rest.partition(".")[0] or attribute) not in HEAVY_PARTS:
             return []
@@ -76,7 +88,8 @@ def _judge(module: str, attribute: str, wanted: set[str], folders: Sequence[Path
     elif top in sys.stdlib_module_names or top in QUICK or not top:
         return []
     local = [*_files(module, folders), *_files(f"{module}.{attribute}", folders)]
-    return local or not _is_namespace(top, folders)
+    unknown = not local and found.at_top and not _is_namespace(top, folders)
+    return None if unknown else local
 
 
 def _entry_file(entry: Entry, main_path: str) -> Path | None:
@@ -115,7 +128,7 @@ def _is_namespace(top: str, folders: Sequence[Path]) -> bool:
     return any((folder / top).is_dir() for folder in folders)
 
 
-def _imports(file: Path) -> Sequence[tuple[str, str]]:
+def _imports(file: Path) -> Sequence[Import]:
     try:
         status = file.stat()
         return _read(file, status.st_mtime_ns)
@@ -124,15 +137,30 @@ def _imports(file: Path) -> Sequence[tuple[str, str]]:
 
 
 @lru_cache(maxsize=1024)
-def _read(file: Path, _mtime_ns: int) -> Sequence[tuple[str, str]]:
-    return tuple(_statements(ast.parse(file.read_bytes(), filename=str(file))))
+def _read(file: Path, _mtime_ns: int) -> Sequence[Import]:
+    tree = ast.parse(file.read_bytes(), filename=str(file))
+    at_top = {id(node) for node in top_level(tree, type_checking=False)}
+    return tuple(_found(tree, at_top))
 
 
-def _statements(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in top_level(tree, type_checking=False):
+def _found(tree: ast.Module, at_top: set[int]) -> Iterator[Import]:
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, ""
+                yield Import(alias.name, "", id(node) in at_top)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                yield "." * node.level + (node.module or ""), alias.name
+                yield Import("." * node.level + (node.module or ""), alias.name, id(node) in at_top)
+        elif isinstance(node, ast.If) and _runs_elsewhere(node.test):
+            pending.extend(node.orelse)
+        else:
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def _runs_elsewhere(test: ast.expr) -> bool:
+    """Whether it is ``TYPE_CHECKING`` or ``__name__ == "__main__"``, which are false in a worker."""
+    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(test) if isinstance(node, ast.Attribute)}
+    return bool(names & {"TYPE_CHECKING", "__name__"})

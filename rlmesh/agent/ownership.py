@@ -25,6 +25,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 NODE_MARK = "RLMESH_NODE"
 """Environment variable of every process of a node: ``<job_id>/<node_rank>``."""
+MEMBER_MARK = "RLMESH_MEMBER"
+"""Environment variable of a worker and of what it starts: ``ROLE:rank:incarnation``."""
 
 
 def prctl(option: int, value: int | bytes) -> None:
@@ -176,21 +178,25 @@ def _kill_and_wait(processes: list[Process], deadline: float) -> set[Process]:
     return immune
 
 
+def read_mark(pid: int, name: str) -> str:
+    """A variable of the environment that a process had at its exec; empty if it had none or may not be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return ""
+    prefix = f"{name}=".encode()
+    return next((item[len(prefix) :].decode("utf-8", "replace") for item in variables if item.startswith(prefix)), "")
+
+
 def marked(mark: str) -> list[Process]:
-    """Running processes whose environment at their exec held the node's mark."""
-    wanted = f"{NODE_MARK}={mark}".encode()
+    """Running processes, but for this one, whose environment holds the node's mark."""
     found = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{entry}/environ", "rb") as file:
-                ours = wanted in file.read().split(b"\0")
-        except OSError:
-            continue
-        process = read_process(int(entry)) if ours else None
-        if process is not None and process.running:
-            found.append(process)
+        if entry.isdigit() and int(entry) != os.getpid() and read_mark(int(entry), NODE_MARK) == mark:
+            process = read_process(int(entry))
+            if process is not None and process.running:
+                found.append(process)
     return found
 
 
@@ -251,3 +257,18 @@ def remove_folder(path: str, held: int | None) -> bool:
         except OSError:
             pass
     return not os.path.lexists(path)
+
+
+def remove_job_file(path: str, socket_dir: str) -> None:
+    """Remove the job file and the folder that it shares with the nodes' socket folders.
+
+    That is the driver's to do, but it may be gone. The folder goes with the last node.
+    """
+    folder = os.path.dirname(path)
+    if not path or not socket_dir or os.path.dirname(socket_dir) != folder:
+        return
+    for remove, what in ((os.unlink, path), (os.rmdir, folder)):
+        try:
+            remove(what)
+        except OSError:
+            pass  # not there, or other nodes are

@@ -41,7 +41,8 @@ __all__ = ["Spawner", "Started", "import_time_changes"]
 logger = logging.getLogger(__name__)
 
 READY_WAIT_S = 20.0
-PRELOAD_WAIT_S = 120.0
+PRELOAD_WAIT_S = 90.0
+"""Longer, and the worker is forked from the bare zygote and imports for itself; less than masters wait for it."""
 FORK_WAIT_S = 20.0
 
 Way = Literal["preloaded", "bare", "exec"]
@@ -51,9 +52,9 @@ AT_START = ("GLIBC_TUNABLES", "LANG", "LANGUAGE", "LC_", "LD_", "MALLOC_", "PYTH
 """What the loader and the interpreter read when a program starts. A name that ends in ``_`` is a prefix."""
 
 AT_IMPORT = (
-    "ACCELERATE_", "ATEN_", "BLIS_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GOMP_", "GOTO_", "HF_", "HIP_", "HOME",
-    "HUGGINGFACE_", "KMP_", "MKL_", "NUMBA_", "NUMEXPR_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_",
-    "TOKENIZERS_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "USE_", "XDG_",
+    "ACCELERATE_", "ARROW_", "ATEN_", "BLIS_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GOMP_", "GOTO_", "HF_", "HIP_",
+    "HOME", "HUGGINGFACE_", "JE_", "KMP_", "MKL_", "NUMBA_", "NUMEXPR_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_",
+    "PYTORCH_", "TOKENIZERS_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "USE_", "XDG_",
 )  # fmt: skip
 """What libraries of the preload list read when they are imported."""
 

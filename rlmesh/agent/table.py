@@ -141,13 +141,13 @@ class ProcessTable:
         self.signal(child, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.shield(child.ended), 5.0)
 
-    async def end_orphans(self, left_by: str) -> list[Process]:
-        """End what dead children left behind, by SIGTERM and then SIGKILL; returns it.
+    async def end_orphans(self, left_by: str) -> dict[Process, str]:
+        """End what dead children left behind, by SIGTERM and then SIGKILL; returns it, with whose it was.
 
-        ``left_by`` names, for the log, who has just died.
+        ``left_by`` is who has just died; the mark in a process's environment knows better if there is one.
         """
         async with self._sweeping:
-            found: dict[Process, None] = {}
+            found: dict[Process, str] = {}
             deadline = time.monotonic() + ORPHAN_WAIT_S
             number, patience_s = signal.SIGTERM, ORPHAN_GRACE_S
             while True:
@@ -155,17 +155,18 @@ class ProcessTable:
                 orphans = self._orphans()
                 if not orphans:
                     break
-                if not found:
-                    logger.warning("%s left %d processes behind, which are ended: %s", left_by, len(orphans), orphans)
-                found.update(dict.fromkeys(orphans))
+                for process in orphans:
+                    if process not in found:
+                        found[process] = ownership.read_mark(process.pid, ownership.MEMBER_MARK) or left_by
+                        logger.warning("%s left %s behind, which is ended", found[process], process)
                 if time.monotonic() > deadline:
-                    logger.error("left behind by %s and not to be ended: %s", left_by, orphans)
+                    logger.error("not to be ended: %s", orphans)
                     break
                 for process in orphans:
                     ownership.send_signal(process, number)
                 await wait_processes(orphans, patience_s)
                 number = signal.SIGKILL
-            return list(found)
+            return found
 
     def _orphans(self) -> list[Process]:
         """Running processes below children that nobody knows; the dead ones among these children are reaped."""

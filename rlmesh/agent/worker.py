@@ -2,7 +2,7 @@
 
 ::
 
-    bind → import and build the entry → register → setup() → serve → member_ready
+    bind → register → import and build the entry → setup() → serve → member_ready
          → [begin_run → run() → run_finished] → teardown() → exit 0
 
 Calls that come before ``setup()`` has returned wait for it. The main thread runs setup, the member's ``def``
@@ -32,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlmesh.agent import ownership
 from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
 from rlmesh.agent.process import become_member, open_log
@@ -40,18 +41,16 @@ from rlmesh.errors import RLMeshError
 from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
 from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
+from rlmesh.wire.failure import format_error
 
 if TYPE_CHECKING:
     from rlmesh.agent.zygote import Request
 
-__all__ = ["MEMBER_MARK", "exec_main", "forked_main", "reseed"]
+__all__ = ["exec_main", "forked_main", "reseed"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-MEMBER_MARK = "RLMESH_MEMBER"
-"""Environment variable of a worker and of what it starts: ``ROLE:rank:incarnation``."""
 
 MASTER_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 5.0
@@ -90,7 +89,7 @@ def _use_null_input() -> None:
 def _become(spec: WorkerSpec, agent: int) -> int:
     if not become_member(agent, _comm(spec)):
         return 1
-    os.environ[MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
+    os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
     _flush_c_output_by_line()
     extend_path(spec.import_roots)
@@ -201,12 +200,14 @@ class Member:
         return 0
 
     def _work(self) -> None:
+        assert self._runtime.endpoint is not None
+        self._tell("register_member", MemberHello(*self._who, os.getpid(), self._runtime.endpoint))
         loaded = self._attempt("the import of its entry point failed", self._load)
         if loaded.build is not None:
             self._object = self._attempt("its __init__() failed", loaded.build)
         run = loaded.run or getattr(self._object, "run", None)
         self._orders.has_run = run is not None
-        self._register()
+        self._await_book()
         self._attempt("setup() failed", lambda: self._hook("setup"))
         self._runtime.serve(self.name, self._object, incarnation=self.spec.incarnation, functions=loaded.functions)
         self._tell("member_ready")
@@ -239,9 +240,8 @@ class Member:
             run_dir=Path(spec.run_dir),
         )
 
-    def _register(self) -> None:
-        assert self._runtime.endpoint is not None
-        self._tell("register_member", MemberHello(*self._who, os.getpid(), self._runtime.endpoint))
+    def _await_book(self) -> None:
+        """So that ``setup()`` may already name other roles."""
         if not self._orders.book_arrived.wait(BOOK_WAIT_S):
             logger.warning("%s: the master sent no address book within %g s", self.name, BOOK_WAIT_S)
 
@@ -279,7 +279,7 @@ class Member:
         try:
             return work()
         except Exception as error:
-            text = traceback.format_exc()
+            text = format_error(error)
             print_error(f"{self.name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)
             try:

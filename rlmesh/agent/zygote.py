@@ -50,8 +50,13 @@ BASE = ("rlmesh.agent.worker", "rlmesh.job.rl_builder")
 REPARENT_WAIT_S = 10.0
 _LENGTH = struct.Struct(">I")
 
-_QUIET_IMPORTS = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""With these a library that asks for GPUs while it is imported learns that there are none, without CUDA."""
+_QUIET_IMPORTS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+"""With these a library that asks for GPUs while it is imported learns that there are none, without CUDA; and the
+allocator that comes with pyarrow starts no thread."""
 
 
 class ForkRefused(Exception):

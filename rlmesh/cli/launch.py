@@ -11,13 +11,13 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rlmesh.errors import JobFailed, RLMeshError
 from rlmesh.master.options import LaunchOptions, ambient
-from rlmesh.observe.live import ViewMode
 
 DESCRIPTION = "Run a script that submits a job. What stands after -- is for the script."
+VIEWS = ("auto", "live", "plain", "none")
 RESTART_POLICIES = ("never",)
 
 
@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("job", metavar="JOB.py", help="the script; it calls submit() on a job")
     parser.add_argument(
         "--view",
-        choices=get_args(ViewMode),
+        choices=VIEWS,
         help="how progress is shown: live on a terminal, plain lines elsewhere (auto, the default), or not at all",
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of logs, metrics and report")

@@ -31,6 +31,7 @@ class Member:
     step: int | None = None
     last_beat_at: float | None = None
     has_run: bool | None = None
+    in_run: bool = False
     spawned: bool = False
     asked_to_end: bool = False
     ended_by_us: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from rlmesh.job.status import FailureInfo
 from rlmesh.master.causes import Weight
@@ -19,6 +20,7 @@ class Deadlines:
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits
         self.agents_at: float | None = now + limits.agents_s
+        self.runs_at: float | None = None
         self.teardown_at: float | None = None
         self.exits_at: float | None = None
 
@@ -59,8 +61,10 @@ class Deadlines:
             return self._limits.setup_s, "finish setup()"
         return None, ""
 
-    def teardown_is_over(self, now: float) -> bool:
-        return self.teardown_at is not None and now >= self.teardown_at
-
-    def exits_are_over(self, now: float) -> bool:
-        return self.exits_at is not None and now >= self.exits_at
+    def take(self, which: Literal["runs_at", "teardown_at", "exits_at"], now: float) -> bool:
+        """Whether a moment has come; it is told once, until it is set again."""
+        at: float | None = getattr(self, which)
+        if at is None or now < at:
+            return False
+        setattr(self, which, None)
+        return True

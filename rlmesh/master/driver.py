@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rlmesh.errors import LaunchError, UsageError
 from rlmesh.job.config import DLConfig
@@ -25,9 +26,10 @@ from rlmesh.master.outcome import JobResult, describe_failure
 from rlmesh.master.session import STOP_GRACE_S, Interrupt, Session
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
-from rlmesh.observe.live import make_view
-from rlmesh.observe.report import draw_report
 from rlmesh.placement.planner import make_plan
+
+if TYPE_CHECKING:
+    from rlmesh.observe.live import JobView
 
 __all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure", "run_job"]
 
@@ -35,9 +37,7 @@ DEFAULT_NAME = "job"
 ANSWER_MARGIN_S = 15.0
 
 
-def run_job(
-    config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
-) -> JobResult:
+def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> JobResult:
     """Run a job, whose description was checked, on the calling thread and wait for its end.
 
     On the main thread Ctrl-C stops the job: once with grace, twice at once; either way all its processes are
@@ -70,9 +70,7 @@ class Driver:
         JobSpecError, PlacementError: before anything was started.
     """
 
-    def __init__(
-        self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None
-    ) -> None:
+    def __init__(self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> None:
         _refuse_inside_worker()
         self._config = config
         self._options = effective(options)
@@ -129,11 +127,24 @@ class Driver:
             raise
         self._session = Session(
             self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
-            make_view(options.view or "auto"), self._interrupt,
-            first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S,
-            report=_no_report if options.report is False else draw_report,
+            self._interrupt, make_view=self._make_view, first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S,
+            report=self._draw_report,
         )  # fmt: skip
         return self._session
+
+    # What is slow to import is imported when it is used, so that the nodes start without waiting for it.
+
+    def _make_view(self) -> JobView:
+        from rlmesh.observe.live import make_view
+
+        return make_view(self._options.view or "auto")
+
+    def _draw_report(self, run_dir: Path) -> Path | None:
+        if self._options.report is False:
+            return None
+        from rlmesh.observe.report import draw_report
+
+        return draw_report(run_dir)
 
     @contextmanager
     def stopping_on_ctrl_c(self) -> Iterator[None]:
@@ -150,10 +161,6 @@ class Driver:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-
-
-def _no_report(run_dir: Path) -> Path | None:
-    return None
 
 
 def _refuse_inside_worker() -> None:

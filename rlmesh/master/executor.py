@@ -116,7 +116,8 @@ class Executor:
             for member in members
         )
         try:
-            pids = await self.agent(node_rank).call("spawn", specs)
+            agent = self.agent(node_rank).options(timeout_s=context.spec.limits.start_s)
+            pids = await agent.call("spawn", specs)
         except Exception as error:
             names = ", ".join(f"{role}:{rank}" for role, rank in members)
             self._post(ev.ActionFailed(node_rank, f"starting {names}", _text(error)))

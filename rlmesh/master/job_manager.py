@@ -36,10 +36,11 @@ _DOING: dict[MemberState, str] = {
     "finished": "after run()",
     "stopping": "during teardown()",
 }
+# Of code that a ready member runs only run() is reported; it may have failed before the news that it began.
 _PHASE: dict[MemberState, str] = {
-    "starting": "could not be built",
+    "starting": "could not start",
     "bound": "could not be set up",
-    "ready": "failed",
+    "ready": "failed in run()",
     "running": "failed in run()",
     "finished": "failed",
     "stopping": "failed in teardown()",
@@ -134,9 +135,10 @@ class JobManager:
             case ev.RunBegan(has_run=has_run):
                 member.has_run = has_run
                 if has_run and member.state == "ready":
+                    member.in_run = True
                     member.enter("running", now)
             case ev.RunFinished():
-                member.has_run = True
+                member.has_run, member.in_run = True, False
                 if member.state in ("ready", "running"):
                     member.enter("finished", now)
             case ev.MemberFailed(error=error, traceback=traceback, from_call=from_call):
@@ -178,9 +180,9 @@ class JobManager:
 
     # Failure
 
-    def _member_failed(
-        self, member: Member, error: str, traceback: str, from_call: bool, now: float
-    ) -> None:
+    def _member_failed(self, member: Member, error: str, traceback: str, from_call: bool, now: float) -> None:
+        if member.ended_by_us:
+            return  # its calls failed, or it was interrupted, because the job is ending
         message = f"{member.name} (pid {member.pid}) {_PHASE.get(member.state, 'failed')}: {error}"
         info = FailureInfo(message, *member.id, at=now, remote_traceback=traceback)
         member.enter("failed", now)
@@ -249,7 +251,6 @@ class JobManager:
             of_node.setdefault(member.placement.node_rank, []).append(member.id)
         for node_rank, ids in of_node.items():
             self._actions.append(ev.StopMembers(node_rank, tuple(ids), grace_s))
-        self._deadlines.teardown_at = None
         self._deadlines.exits_at = now + grace_s + self._limits.exit_s
 
     def _advance(self, now: float) -> None:
@@ -300,6 +301,7 @@ class JobManager:
     def _teardown(self, members: Sequence[Member], now: float) -> None:
         if busy := tuple(member.id for member in members if member.state == "running"):
             self._actions.append(ev.AskToStop(busy, "the roles that drive the job are done"))
+            self._deadlines.runs_at = now + self._spec.grace_s
         for member in members:
             member.enter("stopping", now)
             member.asked_to_end = True
@@ -325,18 +327,23 @@ class JobManager:
                 self._fail(weight, info, now)
             if self.context.stage == "starting":
                 self.context.note = self._deadlines.waiting_for(self.context, now) or self.context.note
-        if self._deadlines.teardown_is_over(now):
-            late = [member for member in self._living() if member.asked_to_end]
-            names = ", ".join(member.name for member in late)
+        if self._deadlines.take("runs_at", now):
+            self._end_late([member for member in self._living() if member.in_run], "run() did not stop", now)
+        if self._deadlines.take("teardown_at", now):
             limit = f"{self._limits.teardown_s:g} s"
-            self.context.note = f"{names}: teardown() took longer than {limit}; ended without it"
-            self._stop_members(late, self._limits.fail_grace_s, now)
-        if self._deadlines.exits_are_over(now):
+            late = [member for member in self._living() if member.asked_to_end]
+            self._end_late(late, f"teardown() took longer than {limit}", now)
+        if self._deadlines.take("exits_at", now):
             for member in self._living():
                 if member.ended_by_us:
                     member.exit = ExitInfo(*member.id, member.incarnation, member.pid, None, None, now)
                     member.enter("failed", now)
                     self.context.note = f"{member.name} (pid {member.pid}): its end was never reported"
+
+    def _end_late(self, members: Sequence[Member], why: str, now: float) -> None:
+        if members:
+            self.context.note = f"{', '.join(member.name for member in members)}: {why}; ended by a signal"
+            self._stop_members(members, self._spec.grace_s, now)
 
     def _reported(self, record: MetricRecord, now: float) -> None:
         self.context.add_record(record)

@@ -26,8 +26,8 @@ class Limits:
 
     Attributes:
         agents_s: from the master's start until every agent has registered.
-        start_s: from a member's spawn until its endpoint is bound.
-        setup_s: from then until its ``setup()`` returned.
+        start_s: from a member's spawn until its endpoint is bound; what the zygote imports ahead is in it.
+        setup_s: from then until its ``setup()`` returned: its imports and its construction are in it.
         teardown_s: for ``teardown()`` at the end of the job, for the drivers and then for the others.
         settle_s: how long a failure that may only follow from another one waits for that other one.
         fail_grace_s: between the request to end and SIGKILL when a job failed.
@@ -35,11 +35,11 @@ class Limits:
     """
 
     agents_s: float = 30.0
-    start_s: float = 60.0
+    start_s: float = 120.0
     setup_s: float = 1800.0
     teardown_s: float = 60.0
     settle_s: float = 0.3
-    fail_grace_s: float = 1.0
+    fail_grace_s: float = 0.7
     exit_s: float = 5.0
 
 

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlmesh.master.jobspec import Limits
-from rlmesh.observe.live import ViewMode
+
+if TYPE_CHECKING:
+    from rlmesh.observe.live import ViewMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class PrimeMaster:
     def __init__(
         self, config: AgentConfig, spec: JobSpec, runtime: Runtime, *, clock: Callable[[], float] = time.time
     ) -> None:
-        scheduler = Scheduler(spec, Site(config.key_hex, config.socket_dir, config.master_endpoint))
+        scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
         self.manager = JobManager(spec, scheduler, clock(), last_lines)
         self._clock = clock
         self._executor = Executor(runtime, self.manager, scheduler, self.post)
@@ -175,7 +175,8 @@ class PrimeMaster:
     async def status(self, records_from: int = 0) -> JobStatus:
         """A snapshot; ``extra`` has the numbers of the processes that the driver on this machine watches."""
         here = os.uname().nodename
-        agents = [node.agent_pid for node in self.manager.context.nodes.values() if node.hostname == here]
+        nodes = sorted(self.manager.context.nodes.items())
+        agents = [node.agent_pid for _, node in nodes if node.hostname == here]
         extra = {MASTER_PID: str(os.getpid()), AGENT_PIDS: ",".join(map(str, agents))}
         return replace(self.manager.status(records_from), extra=extra)
 

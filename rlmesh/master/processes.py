@@ -56,17 +56,17 @@ class ProcessWatch:
         for config, report, node in zip(configs, reports, nodes, strict=False):
             tail = tail_of(run_dir, f"agent-{config.node_rank}.log")
             if report.agent_code is None:
-                return f"the guardian of node {config.node_name} (pid {node.pid}) died, and its node with it. {tail}"
+                return f"the guardian of node {config.node_name} (pid {node.pid}) died, and its node with it.\n{tail}"
             if report.agent_code < 0:
                 how = signal.Signals(-report.agent_code).name
-                return f"the agent of node {config.node_name} was killed by {how}, and its node with it. {tail}"
+                return f"the agent of node {config.node_name} was killed by {how}, and its node with it.\n{tail}"
         if (dead := self.dead()).startswith("master"):
-            return f"the {dead} died, and the job with it. {tail_of(run_dir, 'agent-0.log')}"
+            return f"the {dead} died, and the job with it.\n{tail_of(run_dir, 'agent-0.log')}"
         for config, report in zip(configs, reports, strict=False):
             if report.agent_code:
                 tail = tail_of(run_dir, f"agent-{config.node_rank}.log")
-                return f"the agent of node {config.node_name} exited with code {report.agent_code}. {tail}"
-        return f"the job's own processes ended too early. {tail_of(run_dir, 'agent-0.log', 'master.log')}"
+                return f"the agent of node {config.node_name} exited with code {report.agent_code}.\n{tail}"
+        return f"the job's own processes ended too early.\n{tail_of(run_dir, 'agent-0.log', 'master.log')}"
 
     def kill_agents(self) -> None:
         """Kill the agents; their guardians then end all that is left, without grace."""

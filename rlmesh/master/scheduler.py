@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,10 +18,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What belongs to this start of the job, not to its description: its secret and its sockets."""
+    """What belongs to this start of the job, not to its description: its secret and where its master is."""
 
     key_hex: str
-    socket_dir: str
     master_endpoint: str
 
 
@@ -72,7 +72,7 @@ class Scheduler:
             node_name=node.name,
             entry=role.entry,
             master_endpoint=self._site.master_endpoint,
-            socket_dir=self._site.socket_dir,
+            socket_dir=_socket_dir(node),
             run_dir=spec.run_dir,
             log_path=self.log_path(role.name, placement.rank),
             backend=role.backend,
@@ -89,6 +89,11 @@ class Scheduler:
         return next((names for names in self._spec.demand.collocations if role in names), ())
 
 
+def _socket_dir(node: NodeInfo) -> str:
+    """The folder of a node's sockets, which its guardian removes: where its agent listens."""
+    return os.path.dirname(node.agent_endpoint.removeprefix("ipc://"))
+
+
 def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:
     """The members of each node, in the order of the plan."""
     found: dict[int, list[MemberId]] = {}
@@ -97,9 +102,7 @@ def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:
     return {node_rank: tuple(members) for node_rank, members in found.items()}
 
 
-def _torchrun_env(
-    spec: JobSpec, placement: Placement, world_size: int, incarnation: int, port: int
-) -> dict[str, str]:
+def _torchrun_env(spec: JobSpec, placement: Placement, world_size: int, incarnation: int, port: int) -> dict[str, str]:
     """The variables that torchrun sets, so that ``init_process_group()`` works without arguments."""
     values: dict[str, object] = {
         "RANK": placement.rank,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport
 from rlmesh.agent.start import GuardianProcess
@@ -24,9 +25,10 @@ from rlmesh.master.merged_logs import MergedLogs
 from rlmesh.master.outcome import JobResult, job_failed
 from rlmesh.master.processes import ProcessWatch, tail_of
 from rlmesh.master.workspace import Workspace
-from rlmesh.observe.live import JobView
-from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from rlmesh.observe.live import JobView
+    from rlmesh.runtime.handle import MemberHandle
 
 logger = logging.getLogger(__name__)
 
@@ -99,23 +101,22 @@ class Session:
     Args:
         space: folders and key, made for this job; the socket folder is removed at the end.
         configs: one agent's configuration per node.
-        view: shows the job.
+        make_view: makes what shows the job; called once the nodes are starting, since it takes its time.
         interrupt: asks to stop.
         first_answer_s: how long the master may take to come up.
         report: draws the picture of a run that succeeded.
     """
 
     def __init__(
-        self, job_name: str, space: Workspace, configs: Sequence[AgentConfig], view: JobView, interrupt: Interrupt,
-        *, first_answer_s: float, report: Callable[[Path], Path | None],
+        self, job_name: str, space: Workspace, configs: Sequence[AgentConfig], interrupt: Interrupt, *,
+        make_view: Callable[[], JobView], first_answer_s: float, report: Callable[[Path], Path | None],
     ) -> None:  # fmt: skip
         self.status = JobStatus(job_name, space.job_id, "starting", configs[0].submitted_at, str(space.run_dir))
         self._job_name, self._space, self._configs = job_name, space, configs
-        self._view, self._interrupt, self._report = view, interrupt, report
+        self._make_view, self._interrupt, self._report = make_view, interrupt, report
         self._first_answer_s = first_answer_s
         self._nodes: list[GuardianProcess] = []
         self._watch = ProcessWatch()
-        self._logs = MergedLogs(view.output)
         self._records = 0
         self._stop_sent_at: float | None = None
 
@@ -126,22 +127,41 @@ class Session:
             JobFailed: it failed, or one of its own processes died.
             KeyboardInterrupt: it was stopped by ``interrupt``.
         """
-        broken: str | None = None
         try:
+            broken = self._start_nodes()
+            # While the nodes start on other cores: what the driver itself needs is slow to import.
+            self._view = self._make_view()
+            self._logs = MergedLogs(self._view.output)
             try:
-                for config in self._configs:
-                    self._nodes.append(GuardianProcess(config))
-                with Runtime.start(name="driver", key=self._space.key, bind=False) as runtime:
-                    self._follow(runtime.peer(MASTER, self._space.master_endpoint))
-            except (_Broken, LaunchError) as error:
-                broken = str(error)
+                broken = self._drive(broken)
+                return self._outcome(self._end_nodes(), broken)
             finally:
-                reports = self._end_nodes()
-            return self._outcome(reports, broken)
+                self._view.close()
         finally:
-            self._view.close()
+            self._end_nodes()
             self._watch.close()
             self._space.remove_sockets()
+
+    def _start_nodes(self) -> str | None:
+        """Start all nodes; why that failed, else None."""
+        try:
+            for config in self._configs:
+                self._nodes.append(GuardianProcess(config))
+        except LaunchError as error:
+            return str(error)
+        return None
+
+    def _drive(self, broken: str | None) -> str | None:
+        if broken is not None:
+            return broken
+        from rlmesh.runtime.runtime import Runtime
+
+        try:
+            with Runtime.start(name="driver", key=self._space.key, bind=False) as runtime:
+                self._follow(runtime.peer(MASTER, self._space.master_endpoint))
+        except _Broken as error:
+            return str(error)
+        return None
 
     # Following
 
@@ -166,7 +186,7 @@ class Session:
         while not os.path.exists(path) and not self._interrupt.count:
             if time.monotonic() > deadline:
                 where = tail_of(self._space.run_dir, "master.log", "agent-0.log")
-                raise _Broken(f"the master did not start within {self._first_answer_s:g} s. {where}")
+                raise _Broken(f"the master did not start within {self._first_answer_s:g} s.\n{where}")
             self._wait(START_POLL_S)
 
     def _update(self, master: MemberHandle) -> bool:
@@ -215,7 +235,7 @@ class Session:
     # End
 
     def _end_nodes(self) -> tuple[ExitReport, ...]:
-        """Let every node end, and make sure of it."""
+        """Let every node end, and make sure of it. Calling it again changes nothing."""
         for node in self._nodes:
             node.let_go()
         reports = []

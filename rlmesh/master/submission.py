@@ -60,9 +60,7 @@ def slots_asked(demand: JobDemand) -> int:
     """Enough devices for all of a job: whole ones for each slot that takes one, shares rounded up per chunk."""
     chunks = chunks_of(demand)
     whole = sum(s.devices for chunk in chunks for s in chunk.slots if s.share_milli > WHOLE // 2)
-    shares = sum(
-        s.devices * s.share_milli for chunk in chunks for s in chunk.slots if s.share_milli <= WHOLE // 2
-    )
+    shares = sum(s.devices * s.share_milli for chunk in chunks for s in chunk.slots if s.share_milli <= WHOLE // 2)
     return whole + -(-2 * shares // WHOLE)
 
 
@@ -74,8 +72,7 @@ def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
     cpus = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return tuple(
-        NodeInfo(rank, name, os.uname().nodename, "", 0, cpus, memory, slots)
-        for rank, name in enumerate(cluster.names)
+        NodeInfo(rank, name, os.uname().nodename, "", 0, cpus, memory, slots) for rank, name in enumerate(cluster.names)
     )
 
 

@@ -35,14 +35,15 @@ class Workspace:
         Raises:
             LaunchError: a folder cannot be made; says which and why.
         """
-        token = secrets.token_hex(2)
-        folder = run_dir or (run_root or Path("runs")) / f"{job_name}-{time.strftime('%Y%m%d-%H%M%S')}-{token}"
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", job_name)
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        folder = run_dir or (run_root or Path("runs")) / f"{name}-{stamp}"
         folder = Path(os.path.abspath(folder))
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"the run directory {folder} cannot be made: {error}") from error
-        job_id = f"{re.sub(r'[^A-Za-z0-9-]', '-', job_name)[:40]}-{secrets.token_hex(4)}"
+        job_id = f"{name[:40]}-{secrets.token_hex(4)}"
         return cls(job_id, folder, _make_socket_dir(), secrets.token_bytes(32))
 
     @property

@@ -136,8 +136,7 @@ def _groups(demand: JobDemand) -> list[list[RoleDemand]]:
     for names in demand.collocations:
         if missing := [name for name in names if name not in known]:
             raise PlacementError(
-                f"collocation {sorted(names)}: the job has no role {', '.join(missing)}; "
-                f"its roles are {sorted(known)}"
+                f"collocation {sorted(names)}: the job has no role {', '.join(missing)}; its roles are {sorted(known)}"
             )
     of_role = {name: names for names in demand.collocations for name in names}
     groups: list[list[RoleDemand]] = []

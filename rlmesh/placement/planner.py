@@ -138,9 +138,7 @@ def _one_after_the_other(
     return taken
 
 
-def _search(
-    chunks: Sequence[Chunk], order: Sequence[int], states: tuple[NodeState, ...]
-) -> dict[int, Taken] | None:
+def _search(chunks: Sequence[Chunk], order: Sequence[int], states: tuple[NodeState, ...]) -> dict[int, Taken] | None:
     """Depth first with a memory of dead ends, for jobs that fit only in an uneven way."""
     dead: set[tuple[int, tuple[object, ...]]] = set()
     path: list[tuple[tuple[NodeState, ...], list[int], Taken | None]] = [
@@ -184,9 +182,7 @@ def _in_node_order(chunks: Sequence[Chunk], taken: dict[int, Taken]) -> dict[int
     return result
 
 
-def _placements(
-    demand: JobDemand, chunks: Sequence[Chunk], taken: dict[int, Taken]
-) -> tuple[Placement, ...]:
+def _placements(demand: JobDemand, chunks: Sequence[Chunk], taken: dict[int, Taken]) -> tuple[Placement, ...]:
     where: dict[tuple[str, int], tuple[NodeInfo, tuple[DeviceShare, ...], int, int]] = {}
     for index, chunk in enumerate(chunks):
         for slot, devices in zip(chunk.slots, taken[index].devices, strict=True):

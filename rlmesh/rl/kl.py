@@ -85,9 +85,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, coefficient: floa
     penalty = keep(kl, mask, name="kl")
     valid = require_mask(mask, like=kl, name="kl")
     if scores.shape != kl.shape[:1]:
-        raise ValueError(
-            f"scores has shape {tuple(scores.shape)}: expected one per row of kl, ({kl.shape[0]},)"
-        )
+        raise ValueError(f"scores has shape {tuple(scores.shape)}: expected one per row of kl, ({kl.shape[0]},)")
     counted = keep(scores.to(kl.dtype), valid.any(1), name="scores")
     last = valid & (valid.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(last, counted.unsqueeze(1), torch.zeros_like(penalty)) - coefficient * penalty

@@ -74,9 +74,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature
         FloatingPointError: a result in a valid slot is not finite.
     """
     if temperature <= 0:
-        raise ValueError(
-            f"temperature must be > 0, got {temperature}: greedy choices have no log-probability"
-        )
+        raise ValueError(f"temperature must be > 0, got {temperature}: greedy choices have no log-probability")
     valid = require_mask(mask, like=tokens, name="tokens")
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not match tokens {tuple(tokens.shape)}")

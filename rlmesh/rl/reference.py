@@ -103,9 +103,7 @@ def gae(
                 after = 0.0 if last_values is None else gamma * last_values[b]
             deltas.append(rewards[b, t] + after - values[b, t])
         for i, t in enumerate(times):
-            advantages[b, t] = sum(
-                gamma ** (times[j] - t) * lam ** (j - i) * deltas[j] for j in range(i, len(times))
-            )
+            advantages[b, t] = sum(gamma ** (times[j] - t) * lam ** (j - i) * deltas[j] for j in range(i, len(times)))
             returns[b, t] = advantages[b, t] + values[b, t]
     return advantages, returns
 

@@ -17,15 +17,18 @@ class CallContext:
     Attributes:
         chain: serial slots held by this call and by the calls that led to it.
         deadline: `time.monotonic` time at which the caller gives up.
+        over: the method has returned. Tasks and callbacks that it left behind still see this context, and act
+            for themselves from then on.
     """
 
-    __slots__ = ("_children", "cancelled", "chain", "deadline")
+    __slots__ = ("_children", "cancelled", "chain", "deadline", "over")
 
     def __init__(self, chain: tuple[str, ...], deadline: float) -> None:
         self.chain = chain
         self.deadline = deadline
         self._children: WeakSet[Future[Any]] | None = None
         self.cancelled = False
+        self.over = False
 
     def add_child(self, future: Future[Any]) -> None:
         """A call that was made while serving this one."""
@@ -46,3 +49,9 @@ class CallContext:
 
 
 current_call: ContextVar[CallContext | None] = ContextVar("rlmesh_current_call", default=None)
+
+
+def served_call() -> CallContext | None:
+    """The call on whose behalf the current thread or task acts, if there is one that has not been answered."""
+    context = current_call.get()
+    return None if context is None or context.over else context

@@ -348,6 +348,7 @@ class Dispatcher:
         self.finish(incoming, ok, frames, ended_ns)
 
     def finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
+        incoming.context.over = True
         self._ended(incoming, ok, frames, ended_ns)
         if incoming.exit is not None:
             # After the reply: the caller shall learn that the method called sys.exit, not only that it died.

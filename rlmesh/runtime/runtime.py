@@ -15,7 +15,7 @@ from rlmesh.errors import AuthenticationFailed, MalformedFrame, UsageError, Wire
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
-from rlmesh.runtime.context import current_call
+from rlmesh.runtime.context import served_call
 from rlmesh.runtime.dispatch import Dispatcher, Served
 from rlmesh.runtime.door import Door
 from rlmesh.runtime.executors import SerialExecutor
@@ -293,7 +293,7 @@ class Runtime:
         incarnation: int = ANY_INCARNATION, reply: bool = True, group: CallGroup | None = None,
         inbox: Inbox | None = None,
     ) -> Future[Any]:  # fmt: skip
-        context = current_call.get()
+        context = served_call()
         timeout_s = float(self.default_timeout_s if options.timeout_s is None else options.timeout_s)
         chain: tuple[str, ...] = ()
         if context is not None:

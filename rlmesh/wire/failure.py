@@ -48,14 +48,18 @@ def record(error: BaseException, *, executed: Executed = "yes") -> FailureRecord
         message = str(error)
     except Exception as broken:
         message = f"<its __str__ raised {type(broken).__name__}>"
-    try:
-        text = "".join(traceback.format_exception(cls, error, _user_traceback(error)))
-    except Exception:
-        text = f"{cls.__qualname__}: {message}\n"
     return FailureRecord(
-        cls.__module__, cls.__qualname__, message, text, _HOST, os.getpid(), executed, _pickled(error),
+        cls.__module__, cls.__qualname__, message, format_error(error), _HOST, os.getpid(), executed, _pickled(error),
         tuple(_causes(error)),
     )  # fmt: skip
+
+
+def format_error(error: BaseException) -> str:
+    """The traceback as text, beginning with the user's own frame. Never raises."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, _user_traceback(error)))
+    except Exception:
+        return f"{type(error).__qualname__}, whose traceback cannot be formatted\n"
 
 
 def _user_traceback(error: BaseException) -> Any:
@@ -66,8 +70,13 @@ def _user_traceback(error: BaseException) -> Any:
     return tb
 
 
+_MACHINERY = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), part, "") for part in ("agent", "runtime")
+)
+
+
 def _is_own(filename: str) -> bool:
-    return os.sep + "rlmesh" + os.sep + "runtime" + os.sep in filename
+    return os.path.abspath(filename).startswith(_MACHINERY)
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -149,7 +149,7 @@ class Node:
         """Wait until a member is bound and give it a book."""
         _, _, hello = await self.master.heard("bound", name)
         address = MemberAddress(hello.role, hello.rank, hello.incarnation, hello.endpoint, 0, hello.pid)
-        await self.control(hello).call("update_book", AddressBook(1, (address,)))
+        self.control(hello).notify("update_book", AddressBook(1, (address,)))  # it may have failed and ended by now
         found: MemberHello = hello
         return found
 

@@ -83,10 +83,11 @@ ERRORS = {
 async def test_what_user_code_raises_is_told_and_logged(node: Node) -> None:
     names = {role: f"ACTOR:{rank}" for rank, role in enumerate(ERRORS)}
     await node.spawn(*(node.spec(role, name) for role, name in names.items()))
-    await node.bound(names["FailsInSetup"])
+    for name in names.values():
+        await node.bound(name)
     for role, order in (("FailsInRun", "begin_run"), ("FailsInTeardown", "teardown")):
-        hello = await node.bound(names[role])
         await node.master.heard("ready", names[role])
+        hello = (await node.master.heard("bound", names[role]))[2]
         await node.control(hello).call(order)
     for role, error in ERRORS.items():
         _, _, raised, text = await node.master.heard("failed", names[role])
@@ -151,11 +152,13 @@ async def test_one_sigterm_is_enough_and_a_hanging_end_is_bounded(node: Node) ->
 async def test_a_daemon_of_a_dead_member_is_ended_and_reported(node: Node) -> None:
     member = await node.start("Echo")
     daemon = await member.call("daemon")
-    os.kill((await member.call("facts"))["pid"], signal.SIGKILL)
-    await node.exited()
+    os.kill((await member.call("facts"))["pid"], signal.SIGSEGV)
+    exit = await node.exited()
+    assert exit.signal == signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in "\n".join(exit.last_log_lines)
     assert wait_gone([daemon], 3.0) == []
     report = await node.agent.call("shutdown", 1.0)
-    assert [f"pid {daemon} (sleep) left by ACTOR:0"] == [item.what for item in report.leftovers]
+    assert [f"pid {daemon} (sleep) left by ACTOR:0:0"] == [item.what for item in report.leftovers]
     assert report.clean
 
 

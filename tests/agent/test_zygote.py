@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,9 @@ from tests.agent.nodes import Node, open_node
 from tests.agent.roles import OwnError
 
 LIBRARY = """
-import os, time
-time.sleep(float(os.environ.get("SLOW_S", "0")))
+import os
+if gate := os.environ.get("GATE"):
+    open(gate).read()  # as slow as the test likes
 IMPORTED_BY = os.getpid()
 THREADS = os.environ.get("OMP_NUM_THREADS")
 class Model: ...
@@ -57,17 +60,16 @@ def heavy(node: Node, name: str, library: str, **env: str) -> WorkerSpec:
 async def test_who_needs_the_preload_waits_for_it_and_nobody_else(
     tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLOW_S", "1.0")
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    monkeypatch.setenv("GATE", str(gate))
     preload = ("no_such_library", "slowlib:Model", "slowlib:Missing")
     async with open_node(tmp_path, preload=preload) as node:
-        quick, slow = node.spec("Echo", "QUICK:0"), heavy(node, "SLOW:0", library)
-        spawned = node.spawn(slow, quick)
-        import asyncio
-
-        task = asyncio.create_task(spawned)
+        task = asyncio.create_task(node.spawn(heavy(node, "SLOW:0", library), node.spec("Echo", "QUICK:0")))
         await node.bound("QUICK:0")
         await node.master.heard("ready", "QUICK:0")
         assert not task.done()
+        await asyncio.to_thread(gate.write_text, "go on")
         pids = await task
         facts = await node.member(await node.bound("SLOW:0")).call("facts")
         assert facts[0] not in (facts[1], os.getpid())  # imported once, by the zygote
@@ -134,8 +136,6 @@ def test_generators_depend_on_who_asks() -> None:
     state = random.getstate()
     try:
         for rank, incarnation in ((0, 0), (1, 0), (0, 1), (0, 0)):
-            from dataclasses import replace
-
             reseed(replace(spec, rank=rank, incarnation=incarnation))
             draws.append(random.random())
     finally:
@@ -167,6 +167,8 @@ SOURCES = {
     "unread.py": "import some_installed_package\n",
     "losses.py": "from rlmesh.rl.losses import ppo_loss\n",
     "broken.py": "import (\n",
+    "inside.py": "class Role:\n    def setup(self):\n        import torch\n",
+    "tracked.py": "class Role:\n    def run(self):\n        import some_installed_package\n",
     "main.py": "import light\nif __name__ == '__main__':\n    import torch\n",
 }  # fmt: skip
 
@@ -174,7 +176,8 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("module", "needed"),
     [("light", False), ("direct", True), ("through", True), ("numbers_only", False), ("unread", True),
-     ("broken", False), ("nowhere", True), ("losses", True), ("__main__", True), ("script", False)],
+     ("broken", False), ("nowhere", True), ("losses", True), ("__main__", False), ("script", False),
+     ("inside", True), ("tracked", False)],
 )  # fmt: skip
 def test_a_role_that_imports_something_of_the_list_needs_it(tmp_path: Path, module: str, needed: bool) -> None:
     for name, source in SOURCES.items():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from rlmesh.cli.launch import VIEWS
 from rlmesh.cli.main import build_parser, main
 from rlmesh.master.options import effective
+from rlmesh.observe.live import ViewMode
 
 HELP = """\
 usage: rlmesh [-h] COMMAND ...
@@ -59,6 +62,10 @@ def test_help_is_pinned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert capsys.readouterr().out == LAUNCH_HELP
 
 
+def test_all_views_can_be_chosen() -> None:
+    assert get_args(ViewMode) == VIEWS
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out.startswith("rlmesh 0.")
@@ -77,9 +84,7 @@ def test_missing_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no script nowhere.py" in capsys.readouterr().err
 
 
-def test_script_runs_as_main_with_its_arguments_and_folder(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_runs_as_main_with_its_arguments_and_folder(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (script.parent / "beside.py").write_text("here = 'beside'\n")
     script.write_text("import sys, beside\nprint(__name__, sys.argv[1:], beside.here)\n")
     argv, path = list(sys.argv), list(sys.path)

@@ -20,7 +20,7 @@ LIMITS = Limits(agents_s=10, start_s=20, setup_s=30, teardown_s=15, settle_s=0.3
 
 def node(rank: int = 0, devices: int = 4) -> NodeInfo:
     slots = tuple(Device(i, f"v{i}") for i in range(devices))
-    return NodeInfo(rank, f"node-{rank}", "box", f"ipc:///tmp/agent-{rank}", 40 + rank, 4, 2**34, slots)
+    return NodeInfo(rank, f"node-{rank}", "box", f"ipc:///tmp/n{rank}/agent", 40 + rank, 4, 2**34, slots)
 
 
 def job(
@@ -49,7 +49,7 @@ class Bench:
 
     def __init__(self, spec: JobSpec, has_run: Iterable[str] = ("TRAINER",)) -> None:
         self.now = 100.0
-        site = Site("00", "/tmp/s", "ipc:///tmp/s/master")
+        site = Site("00", "ipc:///tmp/s/master")
         self.manager = JobManager(spec, Scheduler(spec, site), self.now, lambda path: (f"end of {path}",))
         self.has_run = set(has_run)
         self.actions: list[ev.Action] = []
@@ -72,7 +72,8 @@ class Bench:
         return [action for action in self.actions if isinstance(action, kind)]
 
     def state(self, name: str) -> str:
-        return self.member(name).state
+        state: str = self.member(name).state
+        return state
 
     def member(self, name: str):  # type: ignore[no-untyped-def]
         role_name, _, rank = name.partition(":")

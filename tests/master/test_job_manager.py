@@ -169,6 +169,7 @@ def test_what_follows_from_our_own_stop_is_no_failure() -> None:
     bench.exit("TRAINER:0", 1)
     bench.exit_all()
     assert [failure.role for failure in bench.manager.status().failures] == ["ROLLOUT"]
+    assert bench.state("TRAINER:0") == "exited"
 
 
 def test_failure_in_setup_names_the_phase() -> None:
@@ -276,6 +277,21 @@ def test_teardown_that_hangs_is_ended_and_the_job_still_succeeds() -> None:
     bench.exit("A:0", None, 9)
     assert bench.stage == "succeeded"
     assert "A:0: teardown() took longer than 15 s" in bench.manager.context.note
+
+
+def test_run_of_others_that_goes_on_is_ended_after_the_grace() -> None:
+    bench = Bench(job(role("TRAINER"), role("A", 2)), has_run=("TRAINER", "A"))
+    bench.running()
+    bench.finish("A:1")
+    bench.finish("TRAINER:0")
+    bench.exit("TRAINER:0")
+    assert bench.took(ev.AskToStop)[0].members == (("A", 0),)
+    bench.exit("A:1")
+    bench.tick(5.0)
+    assert bench.took(ev.StopMembers)[0].members == (("A", 0),)
+    bench.exit("A:0", None, 15)
+    assert bench.stage == "succeeded"
+    assert bench.manager.context.note == "A:0: run() did not stop; ended by a signal"
 
 
 def test_end_that_is_never_reported_does_not_hold_the_job() -> None:

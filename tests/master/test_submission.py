@@ -25,8 +25,8 @@ ENTRY = f"{__name__}.Role"
 
 def ppo(**fields: object) -> DLConfig:
     """The shape of the usual PPO job: shares, whole devices, a group, a trainer that asks for cores."""
-    return DLConfig(
-        workloads={
+    return DLConfig.model_validate({
+        "workloads": {
             "TRAINER": {"backend": "simple", "entry_point": ENTRY, "resource": {"cpu": 4}},
             "ACTOR": {"backend": "elastic", "entry_point": ENTRY, "nnodes": 1, "nproc_per_node": 2,
                       "resource": {"accelerator": 1}},
@@ -35,10 +35,10 @@ def ppo(**fields: object) -> DLConfig:
             "ROLLOUT": {"backend": "simple", "entry_point": ENTRY, "total": 2, "envs": {"A": "role"},
                         "resource": {"accelerator": 1}},
         },
-        device_type="CPU",
-        global_env={"A": "job", "B": "job"},
+        "device_type": "CPU",
+        "global_env": {"A": "job", "B": "job"},
         **fields,
-    )  # type: ignore[arg-type]  # fmt: skip
+    })  # fmt: skip
 
 
 @pytest.fixture
@@ -101,7 +101,8 @@ def test_workspace_is_private_short_and_removed(tmp_path: Path, monkeypatch: pyt
         assert space.socket_dir.stat().st_mode & 0o777 == 0o700
         assert space.job_path.stat().st_mode & 0o777 == 0o600
         assert len(space.master_endpoint) < 100
-        assert space.run_dir.parent.parent == tmp_path
+        assert space.run_dir.parent == tmp_path
+        assert space.run_dir.name.startswith("my-job-1-")
         assert (space.run_dir / "logs").is_dir()
         assert str(long) not in space.master_endpoint
     finally:

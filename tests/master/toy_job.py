@@ -4,12 +4,14 @@ import argparse
 import os
 import sys
 import time
+from typing import Any
 
-from rlmesh import DLJobBuilder, RoleGroup, current_worker, rpc
+from rlmesh import DLJob, DLJobBuilder, RoleGroup, current_worker, rpc
 
 
-def config() -> dict:
-    return current_worker().job_info.user_config
+def config() -> dict[str, Any]:
+    values: dict[str, Any] = current_worker().job_info.user_config
+    return values
 
 
 def fail_here(place: str) -> None:
@@ -51,7 +53,7 @@ class Adder:
 class Trainer:
     def run(self) -> None:
         print(f"pid of TRAINER is {os.getpid()}", flush=True)
-        adders = RoleGroup("ADDER")
+        adders = RoleGroup[Adder]("ADDER")
         if config()["fail"] == "run":
             raise ValueError("no luck in run")
         for step in range(config()["steps"]):
@@ -61,7 +63,7 @@ class Trainer:
         adders.call(Adder.sleep, config()["sleep"]).result()
 
 
-def build(**options: object):
+def build(**options: object) -> DLJob:
     values = {"fail": "", "offset": 1, "steps": 2, "sleep": 0.0, **options}
     builder = DLJobBuilder().config(values).device_type("CPU")
     builder.role("ADDER").train(Adder).nnodes(1).nproc_per_node(2)
@@ -75,4 +77,4 @@ if __name__ == "__main__":
     parser.add_argument("--sleep", type=float, default=0.0)
     job = build(**vars(parser.parse_args()))
     result = job.submit("toy")
-    print("all serving after", round(result.status.all_serving_s, 2), "s")
+    print("all serving after", result.status.all_serving_s, "s")

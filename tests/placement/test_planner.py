@@ -42,7 +42,10 @@ def test_elastic_group_takes_the_same_number_on_each_node() -> None:
     plan = make_plan(JobDemand(roles), [node(0, 4), node(1, 4)])
     assert where(plan, "ACTOR") == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
     assert [(p.group_rank, p.local_rank, p.local_world_size) for p in plan.of("ACTOR")] == [
-        (0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)
+        (0, 0, 2),
+        (0, 1, 2),
+        (1, 0, 2),
+        (1, 1, 2),
     ]
 
 
@@ -56,8 +59,12 @@ def test_job_of_one_member_per_node_and_role_fits_exactly() -> None:
 
 def test_an_uneven_fit_is_found() -> None:
     """One after the other the thirds fill the devices that the halves need."""
-    roles = (RoleDemand("A", 2, accelerator_milli=300), RoleDemand("B", 2, accelerator_milli=700),
-             RoleDemand("C", 2, accelerator_milli=500, per_node=1), RoleDemand("D", 2, accelerator_milli=500))
+    roles = (
+        RoleDemand("A", 2, accelerator_milli=300),
+        RoleDemand("B", 2, accelerator_milli=700),
+        RoleDemand("C", 2, accelerator_milli=500, per_node=1),
+        RoleDemand("D", 2, accelerator_milli=500),
+    )
     make_plan(JobDemand(roles), [node(0, 2), node(1, 2)])
 
 
@@ -90,8 +97,10 @@ def test_shares_beyond_one_device_are_refused() -> None:
 
 
 def test_collocated_members_of_one_rank_are_on_one_device() -> None:
-    roles = (RoleDemand("ACTOR", 4, per_node=2, elastic=True, accelerator_milli=1000),
-             RoleDemand("ROLLOUT", 4, accelerator_milli=1000))
+    roles = (
+        RoleDemand("ACTOR", 4, per_node=2, elastic=True, accelerator_milli=1000),
+        RoleDemand("ROLLOUT", 4, accelerator_milli=1000),
+    )
     plan = make_plan(JobDemand(roles, collocations=(("ACTOR", "ROLLOUT"),)), [node(0, 2), node(1, 2)])
     assert where(plan, "ACTOR") == where(plan, "ROLLOUT")
     assert {s.milli for p in plan.placements for s in p.devices} == {500}

@@ -34,12 +34,8 @@ def test_gae_agrees_with_numpy(batch: Batch, gamma: float, lam: float, cut_off: 
 @given(batches(), unit)
 def test_returns_agree_with_numpy(batch: Batch, gamma: float) -> None:
     rewards = batch.normal(1)
-    got = discounted_returns(
-        torch.tensor(poisoned(rewards, batch.mask)), torch.tensor(batch.mask), gamma=gamma
-    )
-    np.testing.assert_allclose(
-        got, reference.discounted_returns(rewards, batch.mask, gamma=gamma), atol=1e-10
-    )
+    got = discounted_returns(torch.tensor(poisoned(rewards, batch.mask)), torch.tensor(batch.mask), gamma=gamma)
+    np.testing.assert_allclose(got, reference.discounted_returns(rewards, batch.mask, gamma=gamma), atol=1e-10)
 
 
 @given(batches(), unit)
@@ -76,9 +72,7 @@ def test_kl_of_masked_tokens_is_no_part_of_the_return() -> None:
     _, returns = gae(rewards, torch.tensor([[0.3, float("nan"), 9.0, -0.4]]), mask, gamma=0.9, lam=1.0)
     assert returns[0, 0].item() == pytest.approx(-1.729)
     unmasked = token_rewards(torch.zeros(1), kl, torch.ones_like(mask), coefficient=1.0)
-    assert discounted_returns(unmasked, torch.ones_like(mask), gamma=0.9)[0, 0].item() == pytest.approx(
-        -3.439
-    )
+    assert discounted_returns(unmasked, torch.ones_like(mask), gamma=0.9)[0, 0].item() == pytest.approx(-3.439)
 
 
 def test_ended_and_cut_off_rows_differ_by_what_comes_after() -> None:

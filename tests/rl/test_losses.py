@@ -64,9 +64,7 @@ def test_half_precision_logits_are_computed_in_single() -> None:
 
 def test_a_greedy_temperature_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature must be > 0"):
-        token_log_probs(
-            torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), temperature=0
-        )
+        token_log_probs(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), temperature=0)
 
 
 @given(batches(), st.floats(0, 0.9), st.none() | st.floats(0, 2))
@@ -177,8 +175,7 @@ def test_the_loss_does_not_depend_on_the_split(batch: Batch, mode: Aggregation, 
     total.backward()
     parts = torch.tensor(batch.normal(1), requires_grad=True)
     shares = [
-        aggregate(parts[a:b], mask[a:b], mode, denominator=n)
-        for a, b in zip([0, *cuts], [*cuts, rows], strict=True)
+        aggregate(parts[a:b], mask[a:b], mode, denominator=n) for a, b in zip([0, *cuts], [*cuts, rows], strict=True)
     ]
     for share in shares:
         share.backward()
@@ -193,9 +190,7 @@ def test_split_golden_numbers() -> None:
     mask = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool()
     n = valid_count(mask, "token-mean")
     assert aggregate(per_token, mask, "token-mean", denominator=n).item() == 1.75
-    one_by_one = [
-        aggregate(per_token[i : i + 1], mask[i : i + 1], "token-mean", denominator=n) for i in (0, 1)
-    ]
+    one_by_one = [aggregate(per_token[i : i + 1], mask[i : i + 1], "token-mean", denominator=n) for i in (0, 1)]
     assert sum(x.item() for x in one_by_one) == 1.75
     sequences = valid_count(mask, "sequence-mean")
     assert aggregate(per_token, mask, "sequence-mean", denominator=sequences).item() == 2.5

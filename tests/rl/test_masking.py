@@ -64,9 +64,7 @@ def test_a_bad_value_in_a_masked_slot_changes_neither_value_nor_gradient(bad: fl
 def test_a_bad_value_in_a_valid_slot_raises_with_name_place_and_count(bad: float) -> None:
     x = torch.tensor([[1.0, bad], [bad, 0.0]])
     mask = torch.tensor([[True, True], [False, True]])
-    with pytest.raises(
-        FloatingPointError, match=r"rewards holds 1 values .* the first at \[0, 1\]: (nan|inf)"
-    ):
+    with pytest.raises(FloatingPointError, match=r"rewards holds 1 values .* the first at \[0, 1\]: (nan|inf)"):
         keep(x, mask, name="rewards")
 
 

@@ -82,6 +82,19 @@ class Member:
             return "nested call timed out"
         return "it answered"
 
+    @rpc
+    async def leave_a_task(self, delay_s: float) -> None:
+        async def later() -> Any:
+            assert self.group is not None
+            await asyncio.sleep(delay_s)
+            return await self.group[0].call("echo", "later")
+
+        self.task = asyncio.get_running_loop().create_task(later())
+
+    @rpc
+    async def result_of_the_task(self) -> Any:
+        return await self.task
+
     def hidden(self) -> None: ...
 
 
@@ -194,6 +207,15 @@ def test_nested_calls_inherit_the_deadline(mesh: Mesh) -> None:
         pass
     assert inner.cancelled.wait(5), "the nested call outlived its deadline"
     assert time.monotonic() - started < 3
+
+
+def test_what_a_method_leaves_behind_outlives_its_deadline(mesh: Mesh) -> None:
+    inner, outer = Member(), Member()
+    mesh.serve("INNER", inner)
+    group = mesh.serve("OUTER", outer)
+    outer.group = RoleGroup("INNER", runtime=mesh.runtimes[-1])
+    group.options(timeout_s=0.2)[0].call("leave_a_task", 0.4).result()
+    assert group[0].call("result_of_the_task").result(10) == "later"
 
 
 def test_cancelling_reaches_queued_and_running_calls(mesh: Mesh, until: Callable[..., None]) -> None:

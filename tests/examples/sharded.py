@@ -1,0 +1,55 @@
+"""One rank of a sharded model in training; started as a process per rank by test_ppo_sharded.py.
+
+Arguments: a JSON object with rank, ranks, store (a file), micro_batch_size, rows, checkpoint. Prints the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ppo.common import Experience
+from ppo.config import PPOConfig
+from ppo.training import ShardedModel
+from torch import Tensor, nn
+
+from rlmesh.rl.losses import aggregate, value_clip_loss
+
+
+def experience(rows: int) -> Experience:
+    """Rows of 2 + 3 tokens; response lengths differ, and the last row has none."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(3) < (torch.arange(rows) % 4).flip(0).unsqueeze(1)
+    numbers = [torch.randn(rows, 3, generator=generator) for _ in range(4)]
+    poisoned = [torch.where(mask, x, float("nan")) for x in numbers]
+    return Experience(torch.randn(rows, 5, generator=generator), torch.ones(rows, 5), mask, *poisoned)
+
+
+def main() -> None:
+    args = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{args['store']}", rank=args["rank"], world_size=args["ranks"])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    config = PPOConfig(micro_batch_size=args["micro_batch_size"], minibatches=1, ppo_epochs=2, max_grad_norm=0.05)
+    sharded = ShardedModel(model, config, lr=0.01)
+
+    def loss(part: Experience, count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values = sharded.model(part.sequences)
+        terms = value_clip_loss(values, part.values, part.returns, part.action_mask)
+        share = aggregate(terms.loss, part.action_mask, "token-mean", denominator=count)
+        return share, {"loss": share}
+
+    mine = experience(args["rows"]).split(args["ranks"])[args["rank"]]
+    statistics = [sharded.update(mine, loss) for _ in range(2)]
+    sharded.save(Path(args["checkpoint"]), step=2)
+    weights = {name: tensor.tolist() for name, tensor in sharded.whole_weights().items()}
+    print(json.dumps({"statistics": statistics, "weights": weights}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
