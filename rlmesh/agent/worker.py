@@ -163,7 +163,9 @@ class Member:
     def live(self) -> int:
         """All of it; returns the exit code."""
         spec = self.spec
-        runtime = Runtime.start(name=self.name, key=bytes.fromhex(spec.key_hex), socket_dir=spec.socket_dir)
+        runtime = Runtime.start(
+            name=self.name, key=bytes.fromhex(spec.key_hex), socket_dir=spec.socket_dir, job_id=spec.job_id
+        )
         with runtime:
             runtime.default_timeout_s = spec.call_timeout_s
             self._runtime = runtime

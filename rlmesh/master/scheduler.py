@@ -91,7 +91,7 @@ class Scheduler:
 
 def _socket_dir(node: NodeInfo) -> str:
     """The folder of a node's sockets, which its guardian removes: where its agent listens."""
-    return os.path.dirname(node.agent_endpoint.removeprefix("ipc://"))
+    return os.path.dirname(node.agent_endpoint.partition("://")[2])
 
 
 def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:

@@ -181,7 +181,7 @@ class Session:
 
     def _await_master(self) -> None:
         """Until the master listens."""
-        path = self._space.master_endpoint.removeprefix("ipc://")
+        path = self._space.master_endpoint.partition("://")[2]
         deadline = time.monotonic() + self._first_answer_s
         while not os.path.exists(path) and not self._interrupt.count:
             if time.monotonic() > deadline:

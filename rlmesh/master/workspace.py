@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.runtime.transport import local_address
 
 SOCKET_PATH_LIMIT = 90
 """Bytes of a socket folder's path: the system allows 107 for a socket, whose own name needs the rest."""
@@ -48,7 +49,7 @@ class Workspace:
 
     @property
     def master_endpoint(self) -> str:
-        return f"ipc://{self.node_dir(0)}/master"
+        return local_address(self.node_dir(0), "master")
 
     @property
     def job_path(self) -> Path:
