@@ -21,6 +21,8 @@ from tests.runtime.conftest import KEY, Mesh
 
 SERVER = """
 import os, sys, time, threading
+from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.runtime import Runtime
 
 class Victim:
     @rpc

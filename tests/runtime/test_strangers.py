@@ -188,13 +188,13 @@ def test_one_line_per_peer_and_minute(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_socket_in_a_public_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for scheme in ("unix", "ipc"):
-        with pytest.raises(UsageError, match="mode 0755.*chmod 700"):
+        with pytest.raises(UsageError, match=r"mode 0755.*chmod 700"):
             Runtime.start(name="A:0", key=KEY, bind=f"{scheme}://{tmp_path}/a")
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * 33, "text"])
 def test_what_is_no_key_is_refused(key: bytes) -> None:
-    with pytest.raises(UsageError, match="32 random bytes.*rlmesh keygen"):
+    with pytest.raises(UsageError, match=r"32 random bytes.*rlmesh keygen"):
         Runtime.start(name="A:0", key=key, bind=False)
 
 
