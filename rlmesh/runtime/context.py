@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
+
+from rlmesh.runtime import clock
 
 if TYPE_CHECKING:
     from rlmesh.runtime.future import Future
@@ -16,7 +17,7 @@ class CallContext:
 
     Attributes:
         chain: serial slots held by this call and by the calls that led to it.
-        deadline: `time.monotonic` time at which the caller gives up.
+        deadline: `rlmesh.runtime.clock` time at which the caller gives up.
         over: the method has returned. Tasks and callbacks that it left behind still see this context, and act
             for themselves from then on.
     """
@@ -39,7 +40,7 @@ class CallContext:
             future.cancel()
 
     def remaining_s(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - clock.now()
 
     def cancel(self) -> None:
         """Cancel everything that was called on behalf of this call."""

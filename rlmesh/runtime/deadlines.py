@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+from rlmesh.runtime import clock
 
 FINE_S = 0.02
 COARSE_S = 1.0
@@ -26,7 +27,7 @@ class _Wheel:
     def __init__(self, width_s: float) -> None:
         self.width_s = width_s
         self.buckets: dict[int, dict[int, Entry]] = {}
-        self._done = int(time.monotonic() / width_s)
+        self._done = int(clock.now() / width_s)
 
     def bucket(self, deadline: float) -> dict[int, Entry]:
         # At least one interval ahead of the tick, so that nobody adds to a bucket that is being emptied.
@@ -76,7 +77,7 @@ class Deadlines:
         self._timer.cancel()
 
     def _tick(self) -> None:
-        now = time.monotonic()
+        now = clock.now()
         with self._lock:
             entries = self._fine.expired(now) + self._coarse.expired(now)
         for entry in entries:
