@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection
 from socket import socketpair
 from typing import Any
@@ -186,15 +187,13 @@ def main() -> None:
         print(f"{name:<34}" + "".join(f"{rate:10.2f}" for rate in rates), flush=True)
 
     print(f"{'':<34}" + f"{'GB/s':>10}" + ("      per CPU s" if options.cpu else ""))
-    bench = Bench(f"bench{os.getpid()}", 1)
-    for mib in SIZES_MIB:
-        measure(bench, mib << 20, show)
-    bench.close()
-    bench = Bench(f"bench{os.getpid()}", RECEIVERS)
-    source = bytearray(b"x") * (64 << 20)
-    seconds = bench.median(lambda: bench.send("read one", source))
-    show(f"64 MiB to {RECEIVERS} processes, in all", RECEIVERS * len(source), seconds)
-    bench.close()
+    with closing(Bench(f"bench{os.getpid()}", 1)) as one:
+        for mib in SIZES_MIB:
+            measure(one, mib << 20, show)
+    with closing(Bench(f"bench{os.getpid()}", RECEIVERS)) as many:
+        source = bytearray(b"x") * (64 << 20)
+        seconds = many.median(lambda: many.send("read one", source))
+        show(f"64 MiB to {RECEIVERS} processes, in all", RECEIVERS * len(source), seconds)
 
 
 if __name__ == "__main__":

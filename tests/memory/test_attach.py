@@ -279,7 +279,9 @@ def test_many_threads_send_change_pass_on_and_drop(pool: SegmentPool, attachment
                     writable(view)[:4] = b"____"
                     assert attachments.unchanged(view) is None
                 else:
-                    assert pass_on(attachments, view) == data
+                    frame = pass_on(attachments, view)
+                    assert frame is not None and frame == data
+                    del frame
                 del view
                 settle(pool, attachments)
         except BaseException as error:
