@@ -23,9 +23,10 @@ from rlmesh.runtime.future import Future, register_loop_thread, unregister_loop_
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.lending import Lending
 from rlmesh.runtime.loops import LoopThread, Posts
+from rlmesh.runtime.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.rpc import exported
-from rlmesh.runtime.security import CurveKeys, check_key, make_key
+from rlmesh.runtime.security import check_key, make_key
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.runtime.timing import (
     CallGroup,
@@ -35,8 +36,6 @@ from rlmesh.runtime.timing import (
     thread_ids_named,
 )
 from rlmesh.runtime.transport import Link, Rejection, Transport, local_address
-from rlmesh.runtime.unix_transport import UnixTransport
-from rlmesh.runtime.zmq_transport import ZmqTransport
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import (
     ANY_INCARNATION,
@@ -73,8 +72,9 @@ class Runtime:
     endpoint: str | None
 
     def __init__(
-        self, name: str, key: bytes | None, loop: asyncio.AbstractEventLoop, job_id: str | None, *, embedded: bool
-    ) -> None:
+        self, name: str, key: bytes | None, loop: asyncio.AbstractEventLoop, job_id: str | None,
+        network: NetworkOptions | None = None, *, embedded: bool,
+    ) -> None:  # fmt: skip
         self.name = name
         self.endpoint = None
         self.default_timeout_s = DEFAULT_CALL_TIMEOUT_S
@@ -87,6 +87,7 @@ class Runtime:
         self._thread_owner: LoopThread | None = None
         self._loop_ident = 0
         self._posts = Posts(loop)
+        self.network = network or options_of_environment()
         self._transports: dict[str, Transport] = {}
         self._meter = RunQueueMeter()
         self._lending = Lending(name, self._key, job_id, self.post)
@@ -103,7 +104,7 @@ class Runtime:
     @classmethod
     def start(
         cls, *, name: str = "client", key: bytes | None = None, socket_dir: str | Path | None = None,
-        bind: bool | str = True, job_id: str | None = None,
+        bind: bool | str = True, job_id: str | None = None, network: NetworkOptions | None = None,
     ) -> Runtime:  # fmt: skip
         """A runtime with its own loop on its own thread; close it with `close` or a ``with`` block.
 
@@ -113,10 +114,11 @@ class Runtime:
             socket_dir: private directory (mode 0700) for the socket; None listens on loopback TCP.
             bind: False for a pure caller; text for an address of your choice.
             job_id: the job's; in the names of shared memory, by which its guardian finds what was left.
+            network: limits and transports; None takes what the environment says.
         """
         thread = LoopThread(f"rlmesh-io-{name}")
         try:
-            runtime: Runtime = thread.run(lambda: cls._make(name, key, socket_dir, bind, job_id, thread))
+            runtime: Runtime = thread.run(lambda: cls._make(name, key, socket_dir, bind, job_id, network, thread))
         except BaseException:
             thread.stop()
             raise
@@ -126,10 +128,10 @@ class Runtime:
     @asynccontextmanager
     async def open(
         cls, *, name: str = "client", key: bytes | None = None, socket_dir: str | Path | None = None,
-        bind: bool | str = True, job_id: str | None = None,
+        bind: bool | str = True, job_id: str | None = None, network: NetworkOptions | None = None,
     ) -> AsyncIterator[Runtime]:  # fmt: skip
         """A runtime on the running loop: no thread, no signal handler. Arguments as `start`."""
-        runtime = cls._make(name, key, socket_dir, bind, job_id, None)
+        runtime = cls._make(name, key, socket_dir, bind, job_id, network, None)
         try:
             yield runtime
         finally:
@@ -139,9 +141,9 @@ class Runtime:
     @classmethod
     def _make(
         cls, name: str, key: bytes | None, socket_dir: str | Path | None, bind: bool | str, job_id: str | None,
-        thread: LoopThread | None,
+        network: NetworkOptions | None, thread: LoopThread | None,
     ) -> Runtime:  # fmt: skip
-        runtime = cls(name, key, asyncio.get_running_loop(), job_id, embedded=thread is None)
+        runtime = cls(name, key, asyncio.get_running_loop(), job_id, network, embedded=thread is None)
         try:
             if bind:
                 address = bind if isinstance(bind, str) else local_address(socket_dir)
@@ -186,18 +188,12 @@ class Runtime:
         self._lending.close()
 
     def _transport(self, address: str) -> Transport:
-        scheme = address.partition("://")[0]
+        scheme, factory = self.network.factory(address)
         found = self._transports.get(scheme)
         if found is None:
-            if scheme == "unix":
-                found = UnixTransport(self, self._loop, self.post)
-            elif scheme in ("ipc", "tcp"):
-                found = ZmqTransport(self, self._loop, CurveKeys(self._key))
-                for thread_id in thread_ids_named("ZMQbg"):
-                    self._meter.add(thread_id)
-            else:
-                raise UsageError(f"{address!r} is no address: it begins with unix://, ipc:// or tcp://")
-            self._transports[scheme] = found
+            found = self._transports[scheme] = factory(self, self._loop, self.post, self._key)
+            for thread_id in thread_ids_named("ZMQbg"):
+                self._meter.add(thread_id)
         return found
 
     def _connect(self, endpoint: str) -> Link:

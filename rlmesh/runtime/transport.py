@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -112,3 +114,18 @@ class Transport(Protocol):
     def close(self, linger_s: float) -> None:
         """Send what is queued for at most ``linger_s`` seconds, then close everything."""
         ...
+
+
+class TransportFactory(Protocol):
+    """Makes a runtime's transport, on the runtime's loop.
+
+    Args:
+        receiver: takes what arrives.
+        loop: the runtime's.
+        post: runs a function on that loop, from any thread.
+        key: the job's, for a transport that encrypts.
+    """
+
+    def __call__(
+        self, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
+    ) -> Transport: ...
