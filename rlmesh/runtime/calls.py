@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import threading
-import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,16 +25,20 @@ from rlmesh.errors import (
     ShuttingDown,
     WireError,
 )
+from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook, member_name, split_name
 from rlmesh.runtime.balance import Load, least_busy
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.deadlines import Deadlines, Entry
-from rlmesh.runtime.future import reject, resolve
+from rlmesh.runtime.future import Future, reject, resolve
+from rlmesh.runtime.held import HeldCalls
+from rlmesh.runtime.passing import KeptResult
 from rlmesh.runtime.pending import Peer, PendingCall
 from rlmesh.runtime.timing import CallLedger, RunQueueMeter
 from rlmesh.runtime.transport import Link
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Frames, Item, Reply
+from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Item, Keep, Kept, Release, Reply
+from rlmesh.wire.passed import WHOLE, Elsewhere
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
@@ -70,6 +73,9 @@ class Calls:
         self._lost: dict[str, str] = {}
         self._dead: dict[tuple[str, int], ExitInfo] = {}
         self._book: AddressBook | None = None
+        self._held = HeldCalls(post, self._arguments_are_there)
+        self.fetch: Callable[[Elsewhere, float | None], Future[Any]]
+        """Set by the runtime: gets a result from its producer."""
         self._deadlines = Deadlines(loop, self._lock, self._expired)
         self._closing = False
 
@@ -108,7 +114,38 @@ class Calls:
             self._fail(call, call.error(MailboxFull, text, "no"))
         elif gate is not None:
             # The caller is a plain thread and its line is long: it waits, at most until the call's deadline.
-            gate.acquire(timeout=max(0.0, call.deadline - time.monotonic()))
+            gate.acquire(timeout=max(0.0, call.deadline - clock.now()))
+
+    def start_later(self, call: PendingCall) -> None:
+        """Send a call once its passed arguments are there; later ones to the same member do not overtake it."""
+        call.call_id = next(self._ids)
+        with self._lock:
+            if call.future is not None:
+                self._deadlines.add(call, call.timeout_s)
+            self._detours += 1
+        self._post(self._held.add, call)
+
+    def _arguments_are_there(self, call: PendingCall) -> None:
+        """Its turn in the line of held calls has come. On the loop."""
+        passed, call.passed = call.passed, None
+        if passed is not None:
+            with self._lock:
+                self._detours -= 1
+            if call.future is not None and call.future.done():
+                return
+            error = passed.error()
+            if error is None:
+                try:
+                    call.frames, call.kept = passed.payload()
+                except Exception as unusable:
+                    error = unusable
+            if error is not None:
+                self._fail(call, error)
+                return
+            call.flags |= int(Flag.PASSED)
+            if call.future is not None:
+                call.future.on_settled(lambda _: call.no_longer_needs_kept())
+        self._route(call)
 
     def _book_changes(self, call: PendingCall) -> bool:
         """Fill in the endpoint of a member from the address book; True if that needs a closer look."""
@@ -145,7 +182,8 @@ class Calls:
     def _start_on_loop(self, call: PendingCall) -> None:
         with self._lock:
             self._detours -= 1
-        self._route(call)
+        if not (self._held and self._held.takes(call)):
+            self._route(call)
 
     def _route(self, call: PendingCall) -> None:
         if self._closing:
@@ -166,7 +204,7 @@ class Calls:
             self._fail(call, self._lost_error(call, self._lost[endpoint], "no"))
             return
         peer = self._peers.get(endpoint) or self._connect(endpoint)
-        call.timeout_s = max(0.0, call.deadline - time.monotonic())
+        call.timeout_s = max(0.0, call.deadline - clock.now())
         with self._lock:
             if call.future is not None and (peer.waiting or len(peer.pending) >= WINDOW):
                 call.peer = peer
@@ -253,6 +291,44 @@ class Calls:
             else:
                 reject(future, error)
 
+    def keep(self, call: PendingCall) -> None:
+        """Ask the callee to keep the result. From any thread."""
+        peer = call.peer
+        with self._lock:
+            if peer is None or call.call_id not in peer.pending:
+                call.flags |= int(Flag.KEEP)
+                return
+            peer.channel.put(Keep(call.call_id), [])
+        peer.channel.kick()
+
+    def on_kept(self, link: Link, kept: Kept) -> None:
+        """The result of a call stays at its producer."""
+        peer = self._by_link.get(link)
+        if peer is None:
+            return
+        call = self._answered(peer, kept.call_id)
+        if call is None or call.future is None:
+            self._release(peer, kept.token)
+            return
+        call.done((call.name, kept.executed_ns, kept.queued_ns, kept.run_queue_ns))
+        where = Elsewhere(call.name, peer.endpoint, call.incarnation, kept.token, WHOLE, 0, 0)
+        what = f"{call.name}.{call.method}()"
+        call.future.stayed(KeptResult(where, kept.nbytes, what, peer, self._post, self._release, self.fetch))
+
+    def _release(self, peer: Peer, token: int) -> None:
+        peer.channel.send(Release(token), [])
+
+    def _answered(self, peer: Peer, call_id: int) -> PendingCall | None:
+        """Take a call out of the table; None if it was cancelled or is past its deadline."""
+        with self._lock:
+            call = peer.pending.pop(call_id, None)
+            if call is not None:
+                Deadlines.remove(call)
+                if peer.waiting:
+                    self._refill(peer)
+                    peer.channel.kick()
+        return call
+
     def on_item(self, link: Link, item: Item, frames: Frames) -> None:
         peer = self._by_link.get(link)
         call = peer.pending.get(item.call_id) if peer is not None else None
@@ -263,7 +339,7 @@ class Calls:
         """Under the lock: calls that waited for room go out, then threads that waited in line go on."""
         while peer.waiting and len(peer.pending) < WINDOW:
             call = peer.waiting.popleft()
-            call.timeout_s = max(0.0, call.deadline - time.monotonic())
+            call.timeout_s = max(0.0, call.deadline - clock.now())
             self._send(peer, call)
         while peer.blocked and len(peer.waiting) < WINDOW:
             peer.blocked.popleft().release()
@@ -292,6 +368,8 @@ class Calls:
         peer = call.peer
         executed: Executed = "no"
         state = "its member has not published an endpoint yet"
+        if call.passed is not None:
+            state = f"an argument was not there: {call.passed.describe()}"
         if peer is not None:
             if call.call_id in peer.pending:
                 executed = "maybe"
@@ -376,7 +454,7 @@ class Calls:
     def pending(self) -> Iterator[PendingCall]:
         """All calls without an answer. From any thread."""
         with self._lock:
-            found = [*self._parked.values()]
+            found = [*self._parked.values(), *self._held.all()]
             for peer in [*self._peers.values(), *self._orphans.values()]:
                 found += [*peer.pending.values(), *peer.waiting]
         yield from found

@@ -18,26 +18,34 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
-from rlmesh.errors import CallCancelled, CallError, MethodNotFound, StaleIncarnation, WouldDeadlock
+from rlmesh.errors import CallCancelled, CallError, MalformedFrame, MethodNotFound, StaleIncarnation, WouldDeadlock
+from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext, current_call
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future
+from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
 from rlmesh.runtime.outflow import Outflow, refuse_call
+from rlmesh.runtime.passing import Arrivals
 from rlmesh.runtime.rpc import exported_functions, mark_of
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Reply
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Kept, Reply
+from rlmesh.wire.passed import Elsewhere, Part, unpack_passed
 
 logger = logging.getLogger(__name__)
 
-_NO_REPLY, _STREAM = int(Flag.NO_REPLY), int(Flag.STREAM)
+_NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(Flag.PASSED), int(Flag.KEEP)
 
 
 class Host(Protocol):
     """What dispatch needs of its runtime."""
+
+    def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
+        """A result that another process keeps."""
+        ...
 
     def capture(self, buffers: Sequence[memoryview]) -> Sequence[Buffer]:
         """Frames of large buffers that no longer change."""
@@ -115,8 +123,8 @@ class Served:
 class Incoming:
     """A call that arrived, until its reply left."""
 
-    __slots__ = ("call", "cancelled", "channel", "context", "exit", "frames", "key", "method", "outflow", "ready_ns",
-                 "received_ns", "run_queue_ns", "started_ns", "task")  # fmt: skip
+    __slots__ = ("call", "cancelled", "channel", "context", "exit", "frames", "keep", "key", "method", "outflow",
+                 "passed", "ready_ns", "received_ns", "refused", "run_queue_ns", "started_ns", "task")  # fmt: skip
 
     def __init__(self, channel: Channel, call: Call, frames: Frames, method: Method, run_queue_ns: int) -> None:
         self.channel, self.call, self.frames, self.method = channel, call, frames, method
@@ -127,15 +135,23 @@ class Incoming:
         self.cancelled = False
         self.task: asyncio.Task[Any] | None = None
         self.outflow: Outflow | None = None
+        self.passed: Arrivals | None = None
+        self.keep = self.refused = False
         chain = (*call.chain, method.slot) if method.serial else call.chain
-        self.context = CallContext(chain, time.monotonic() + call.timeout_s)
+        self.context = CallContext(chain, clock.now() + call.timeout_s)
         self.key = (channel.link, call.call_id)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Decode them; once."""
         call = self.call
+        self.refused = True
         try:
-            args, kwargs = codec.decode(self.frames)
+            if self.passed is None:
+                args, kwargs = codec.decode(self.frames)
+            else:
+                args, kwargs = self.passed.decode(self.frames)
+        except CallError:
+            raise
         except Exception as error:
             role, rank = split_name(call.target)
             raise CallError(
@@ -144,6 +160,8 @@ class Incoming:
                 role=role, rank=rank, method=call.method, executed="no",
             ) from error  # fmt: skip
         self.frames = []
+        self.passed = None
+        self.refused = False
         return args, kwargs
 
 
@@ -155,6 +173,7 @@ class Dispatcher:
         self._served: dict[str, Served] = {}
         self._incoming: dict[tuple[Any, int], Incoming] = {}
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
+        self.kept = KeptResults(loop)
 
     def expect(self, name: str) -> None:
         """Keep calls to a name that is not served yet until it is."""
@@ -181,19 +200,54 @@ class Dispatcher:
         try:
             method = self._find(call)
         except Exception as error:
-            self._refuse(channel, call, error)
+            if call.method == FETCH:
+                self._answer_fetch(channel, call, frames)
+            else:
+                self._refuse(channel, call, error)
             return
         incoming = Incoming(channel, call, frames, method, run_queue_ns)
+        if not call.flags:
+            self._incoming[incoming.key] = incoming
+        elif not self._prepare(incoming):
+            return
+        if not method.is_async and method.serial:
+            run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
+            method.owner.executor.submit(run)
+        elif self._may_begin(incoming):
+            self.begin(incoming)
+
+    def _prepare(self, incoming: Incoming) -> bool:
+        """What the flags of a call ask for; False if it was refused."""
+        call = incoming.call
+        if call.flags & _PASSED:
+            try:
+                incoming.frames, values = unpack_passed(incoming.frames)
+            except MalformedFrame as error:
+                self._refuse(incoming.channel, call, error)
+                return False
+            incoming.passed = Arrivals(values, call.timeout_s, self._host.fetch)
         if not call.flags & _NO_REPLY:
             self._incoming[incoming.key] = incoming
         if call.flags & _STREAM:
             incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
-            if (not method.is_async and method.serial) or self._may_begin(incoming):
-                self.begin(incoming)
-        elif not method.is_async and method.serial:
-            method.owner.executor.submit(partial(self._execute, incoming))
-        elif self._may_begin(incoming):
-            self.begin(incoming)
+        elif call.flags & _KEEP:
+            self.on_keep(incoming.channel, call.call_id)
+        return True
+
+    def on_keep(self, channel: Channel, call_id: int) -> None:
+        incoming = self._incoming.get((channel.link, call_id))
+        if incoming is not None:
+            incoming.keep = True
+            self.kept.expect()
+
+    def _answer_fetch(self, channel: Channel, call: Call, frames: Frames) -> None:
+        try:
+            ((token, *part), _) = codec.decode(frames)
+            answer = self.kept.fetch(token, Part(*part), self._host.capture)
+        except Exception as error:
+            self._refuse(channel, call, error)
+        else:
+            channel.send(Reply(call.call_id, True, 0, 0, 0), answer)
 
     def on_credit(self, channel: Channel, credit: Credit) -> None:
         incoming = self._incoming.get((channel.link, credit.call_id))
@@ -202,6 +256,7 @@ class Dispatcher:
 
     def on_lost(self, channel: Channel) -> None:
         """A caller is gone, or its connection is: end what it asked for."""
+        self.kept.drop_owner(channel.link)
         for link, call_id in list(self._incoming):
             if link is channel.link:
                 self.on_cancel(channel, call_id)
@@ -216,6 +271,8 @@ class Dispatcher:
         incoming.context.cancel()
         if incoming.outflow is not None:
             incoming.outflow.cancel()
+        if incoming.passed is not None:
+            incoming.passed.cancel()
         if incoming.task is not None:
             incoming.task.get_loop().call_soon_threadsafe(incoming.task.cancel)
         else:
@@ -285,8 +342,18 @@ class Dispatcher:
         if incoming.cancelled or incoming.call.flags & _NO_REPLY:
             return
         queued = incoming.ready_ns - incoming.received_ns
+        if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
+            self._keep(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
+            return
         reply = Reply(incoming.call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
         incoming.channel.send(reply, frames)
+
+    def _keep(self, incoming: Incoming, frames: Frames, nbytes: int, executed_ns: int, queued_ns: int) -> None:
+        call = incoming.call
+        what = f"{call.target}.{call.method}()"
+        token = self.kept.add(incoming.channel.link, frames, what, call.timeout_s)
+        kept = Kept(call.call_id, token, nbytes, executed_ns, queued_ns, incoming.run_queue_ns)
+        incoming.channel.send(kept, [])
 
     def _refuse(self, channel: Channel, call: Call, error: Exception) -> None:
         if call.flags & _NO_REPLY:
@@ -310,6 +377,8 @@ class Dispatcher:
         incoming.started_ns = time.perf_counter_ns()
         current_call.set(incoming.context)
         try:
+            if incoming.passed is not None:
+                await incoming.passed.there()
             args, kwargs = incoming.arguments()
             value = await incoming.method.function(*args, **kwargs)
             ok, frames = True, codec.encode(value, self._host.capture)
@@ -361,7 +430,7 @@ class Dispatcher:
             by = "" if incoming.cancelled else ": its process is ending, or its own code cancelled it"
             text = f"{call.target}.{call.method}() was cancelled{by}"
             error = CallCancelled(text, role=role, rank=rank, method=call.method, executed="yes")
-        record = failure.record(error)
+        record = failure.record(error, executed="no" if incoming.refused else "yes")
         if call.flags & _NO_REPLY:
             logger.error("notification %s.%s() failed:\n%s", call.target, call.method, record.traceback)
         if isinstance(error, SystemExit):

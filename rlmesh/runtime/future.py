@@ -10,9 +10,11 @@ import time
 from _thread import allocate_lock
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from rlmesh.errors import CallCancelled, GroupCallError, Unserializable, WouldDeadlock
+from rlmesh.errors import CallCancelled, GroupCallError, WouldDeadlock
+from rlmesh.runtime import clock
+from rlmesh.runtime.passing import KeptResult, reduce_future
 from rlmesh.runtime.timing import own_run_queue_ns
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,34 @@ class Origin(Protocol):
         """A thread that waited ran ``lag_ns`` after the answer was there, ``run_queue_ns`` of it without a core."""
         ...
 
+    def stay(self) -> None:
+        """The result may stay where it is made until somebody fetches it."""
+        ...
+
+    def want(self) -> None:
+        """Somebody waits for the value here."""
+        ...
+
+    def settled(self) -> bool:
+        """Whether the work is done although the future has no value yet."""
+        ...
+
+    def members(self) -> Sequence[Future[Any]] | None:
+        """The futures whose results together are this one's, as a list; None for a single call."""
+        ...
+
+
+class _Settle:
+    """A callback that needs no value: a result that stays at its producer is as good."""
+
+    __slots__ = ("fn",)
+
+    def __init__(self, fn: Callable[[Any], object]) -> None:
+        self.fn = fn
+
+    def __call__(self, future: Any) -> None:
+        self.fn(future)
+
 
 class Future(concurrent.futures.Future[T]):
     """The result of a call that is on its way.
@@ -79,6 +109,9 @@ class Future(concurrent.futures.Future[T]):
     _done_callbacks: tuple[Callable[[Any], object], ...] = ()
     _blocked: tuple[Any, ...] = ()
     _made_condition: threading.Condition | None = None
+    _wanted = False
+    kept: KeptResult | None = None
+    """Where the result is, if it stayed at its producer since the future was passed on as an argument."""
     resolved_ns = 0
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -87,6 +120,7 @@ class Future(concurrent.futures.Future[T]):
     # For concurrent.futures.wait and as_completed, which lock a future by its condition.
     @property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
+        self._want()
         with _transition:
             if self._made_condition is None:
                 self._waiters = []
@@ -98,7 +132,12 @@ class Future(concurrent.futures.Future[T]):
         return "" if self.done() else self._described()
 
     def done(self) -> bool:
-        return self._state is not PENDING
+        """Whether the call is over. Its value may still have to come from its producer, if the future was passed on
+        as an argument of another call before it was done."""
+        if self._state is not PENDING or self.kept is not None:
+            return True
+        origin = self._origin
+        return origin is not None and origin.settled()
 
     def running(self) -> bool:
         return False
@@ -136,6 +175,7 @@ class Future(concurrent.futures.Future[T]):
     def _block(self, timeout: float | None) -> None:
         """Wait until it is done; note how long this thread took to wake once the answer was there."""
         refuse_to_block(self.waiting_for() or "a future")
+        self._want()
         origin = self._origin
         before_ns = own_run_queue_ns()
         gate = allocate_lock()
@@ -165,7 +205,8 @@ class Future(concurrent.futures.Future[T]):
         origin = self._origin
         error = CallCancelled(f"the call was cancelled: {self._described()}")
         if self._finish(CANCELLED_AND_NOTIFIED, None, error):
-            if origin is not None:
+            kept, self.kept = self.kept, None
+            if kept is None and origin is not None:
                 origin.cancel()
             return True
         return self._state is CANCELLED_AND_NOTIFIED
@@ -174,11 +215,58 @@ class Future(concurrent.futures.Future[T]):
         return self._state is PENDING
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        self._want()
+        self.on_value(fn)
+
+    def on_value(self, fn: Callable[[Future[T]], object]) -> None:
+        """As `add_done_callback`, but a value that stays at its producer is not fetched for it."""
         with _transition:
             if self._state is PENDING:
                 self._done_callbacks = (*self._done_callbacks, fn)
                 return
         self._run_callback(fn)
+
+    def on_settled(self, fn: Callable[[Future[T]], object]) -> None:
+        """Call ``fn`` once the call is over, wherever its value is."""
+        with _transition:
+            if self._state is PENDING and self.kept is None:
+                self._done_callbacks = (*self._done_callbacks, _Settle(fn))
+                return
+        self._run_callback(fn)
+
+    def stay(self) -> None:
+        """Let the value stay at its producer, if it is not on its way already."""
+        origin = self._origin
+        if self._state is PENDING and self.kept is None and origin is not None:
+            origin.stay()
+
+    def stayed(self, kept: KeptResult) -> None:
+        """The value stays at its producer. On the runtime's loop."""
+        with _transition:
+            if self._state is not PENDING:
+                return
+            self.kept = kept
+            settle = [callback for callback in self._done_callbacks if type(callback) is _Settle]
+            self._done_callbacks = tuple(c for c in self._done_callbacks if type(c) is not _Settle)
+        if self._wanted:
+            kept.fetch_for(self)
+        for callback in settle:
+            self._run_callback(callback)
+
+    def _want(self) -> None:
+        """Somebody waits for the value itself."""
+        if self._state is not PENDING:
+            return
+        self._wanted = True
+        kept, origin = self.kept, self._origin
+        if kept is not None:
+            kept.fetch_for(self)
+        elif origin is not None:
+            origin.want()
+
+    def end(self, value: T | None, error: BaseException | None) -> None:
+        """Give it a value or an error, unless it has ended."""
+        self._finish(FINISHED, value, error)
 
     def _finish(self, state: str, result: T | None, exception: BaseException | None) -> bool:
         with _transition:
@@ -209,8 +297,17 @@ class Future(concurrent.futures.Future[T]):
         except Exception:
             logger.exception("a callback of %r raised", self)
 
-    def __reduce__(self) -> NoReturn:
-        raise Unserializable("a Future cannot be sent to another process: pass its .result()")
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_future(self)
+
+    @property
+    def has_value(self) -> bool:
+        """Whether its value is in this process."""
+        return self._state is FINISHED and self._exception is None
+
+    def members(self) -> Sequence[Future[Any]] | None:
+        origin = self._origin
+        return origin.members() if origin is not None else None
 
     def _described(self) -> str:
         return self._origin.describe() if self._origin is not None else "a call"
@@ -287,14 +384,14 @@ def group_error(failures: dict[int, Exception], results: dict[int, Any]) -> Grou
 class _Gathered:
     """The calls of a group, as the origin of the future that waits for all."""
 
-    def __init__(self, futures: Sequence[Future[Any]]) -> None:
-        self._futures = futures
+    def __init__(self, futures: Sequence[Future[Any]], *, plain: bool) -> None:
+        self._futures, self._plain = futures, plain
         self._first = futures[0]._origin if futures else None
-        self._since = time.monotonic()
+        self._since = clock.now()
 
     def describe(self) -> str:
         waiting = [future.waiting_for() for future in self._futures if not future.done()]
-        age_s = time.monotonic() - self._since
+        age_s = clock.now() - self._since
         return f"{len(waiting)} of {len(self._futures)} members for {age_s:.1f} s: {'; '.join(waiting)}"
 
     def cancel(self) -> None:
@@ -305,29 +402,42 @@ class _Gathered:
         if self._first is not None:
             self._first.woke(lag_ns, run_queue_ns)
 
+    def stay(self) -> None:
+        pass  # Its members are passed on, each for itself.
+
+    def want(self) -> None:
+        for future in self._futures:
+            future._want()
+
+    def settled(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def members(self) -> Sequence[Future[Any]] | None:
+        return self._futures if self._plain else None
+
 
 def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -> Future[list[Any]]:
     """All results in order, or the first failure as soon as it is there."""
-    whole: Future[list[Any]] = Future(_Gathered(futures))
+    whole: Future[list[Any]] = Future(_Gathered(futures, plain=not return_exceptions))
     left = len(futures)
 
     def one_done(future: Future[Any]) -> None:
         nonlocal left
-        if not return_exceptions and not whole.done():
+        if not return_exceptions and whole._state is PENDING:
             error = future.exception()
             if error is not None:
                 reject(whole, error)
         with _transition:
             left -= 1
             last = left == 0
-        if last and not whole.done():
+        if last and whole._state is PENDING:
             outcomes = GroupOutcomes(map(_outcome, futures)) if return_exceptions else [f.result() for f in futures]
             resolve(whole, outcomes)
 
     if not futures:
         whole.set_result([])
     for future in futures:
-        future.add_done_callback(one_done)
+        future.on_value(one_done)
     return whole
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlmesh.errors import CallError
+from rlmesh.runtime import clock
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
-from rlmesh.wire.passed import WHOLE, Part
+from rlmesh.wire.passed import WHOLE, Elsewhere, Part
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.future import Future
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ FETCH = "@fetch"
 
 
 class _Kept(NamedTuple):
-    owner: Hashable
+    owner: object
     frames: Frames
     what: str
     until: float
@@ -55,19 +57,19 @@ class KeptResults:
         if self._timer is None and not self._closed:
             self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
 
-    def add(self, owner: Hashable, frames: Frames, what: str, timeout_s: float) -> int:
+    def add(self, owner: object, frames: Frames, what: str, timeout_s: float) -> int:
         """Keep a result for the caller behind ``owner``; gives its token. From any thread."""
         token = next(self._tokens)
-        self._kept[token] = _Kept(owner, frames, what, time.monotonic() + max(KEEP_S, timeout_s))
+        self._kept[token] = _Kept(owner, frames, what, clock.now() + max(KEEP_S, timeout_s))
         return token
 
-    def release(self, owner: Hashable, token: int) -> None:
+    def release(self, owner: object, token: int) -> None:
         """Its caller needs it no longer."""
         kept = self._kept.get(token)
         if kept is not None and kept.owner is owner:
             self._kept.pop(token, None)
 
-    def drop_owner(self, owner: Hashable) -> None:
+    def drop_owner(self, owner: object) -> None:
         """A caller is gone."""
         for token, kept in list(self._kept.items()):
             if kept.owner is owner:
@@ -86,6 +88,19 @@ class KeptResults:
             return kept.frames
         return codec.encode(items_of(codec.decode(kept.frames), part, kept.what), capture)
 
+    def fetch_here(self, elsewhere: Elsewhere, capture: codec.Capture | None) -> Future[Any]:
+        """The value of a result that this process keeps itself."""
+        from rlmesh.runtime.future import Future
+
+        future: Future[Any] = Future()
+        try:
+            frames = self.fetch(elsewhere.token, elsewhere.part, capture)
+            # Copies: what is kept must stay as it is, and the receiver may write to what it gets.
+            future.end(codec.decode([frames[0], *map(bytearray, frames[1:])]), None)
+        except Exception as error:
+            future.end(None, error)
+        return future
+
     def close(self) -> None:
         self._closed = True
         self._kept.clear()
@@ -94,7 +109,7 @@ class KeptResults:
 
     def _sweep(self) -> None:
         self._timer = None
-        now = time.monotonic()
+        now = clock.now()
         for token, kept in list(self._kept.items()):
             if kept.until < now:
                 logger.warning("a result of %s was not fetched in time and is dropped", kept.what)

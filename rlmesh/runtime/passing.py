@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import CallCancelled, CallError
+from rlmesh.errors import CallCancelled, CallError, RemoteError
 from rlmesh.runtime.kept import items_of
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
@@ -64,10 +64,11 @@ class KeptResult:
 
 def not_fetched(error: BaseException, what: str, executed: str) -> BaseException:
     """The error of whoever needed a result that could not be had from its producer."""
-    if isinstance(error, CallError):
+    if isinstance(error, CallError) and not isinstance(error, RemoteError):
         text = f"the result of {what}, which is kept there until it is needed, could not be fetched: {error}"
-        told = type(error)(text, role=error.role, rank=error.rank, method=error.method, call_id=error.call_id)
-        told.executed = executed  # type: ignore[assignment]
+        told = type(error).__new__(type(error), text)
+        told.args = (text,)
+        told.__dict__.update(error.__dict__, executed=executed)
         told.__cause__ = error
         return told
     return error
@@ -101,11 +102,25 @@ def reduce_future(future: Future[Any], part: Part = _THE_WHOLE) -> tuple[Any, ..
             "a Future cannot be stored or sent by itself: pass it as an argument of a call, which takes its value "
             "from its producer, or use its .result()"
         )
+    if future.has_value and future.kept is None:
+        value = future.result()
+        return _itself, (value if part.start == WHOLE else items_of(value, part, "a call"),)
+    members = future.members()
+    if members is not None:
+        return _as_list, tuple(members)
     key = (id(future), part)
     if key not in found:
         found[key] = len(_collecting.futures)
         _collecting.futures.append((future, part))
     return _take, (found[key],)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _as_list(*values: Any) -> list[Any]:
+    return list(values)
 
 
 def _take(index: int) -> Any:
@@ -141,6 +156,7 @@ class PassedArguments:
             self._needs = _collecting.futures
         finally:
             _collecting.found, _collecting.futures = outer
+        self._payload: tuple[Frames, list[KeptResult]] | None = None
         self._left = len(self._needs)
         self._waiting: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -170,12 +186,9 @@ class PassedArguments:
                 return
         fn()
 
-    def _one_settled(self, future: Future[Any]) -> None:
-        count = sum(1 for other, _ in self._needs if other is future)
+    def _one_settled(self, _: Future[Any]) -> None:
         with self._lock:
-            if self._left == 0:
-                return
-            self._left = max(0, self._left - 1) if count == 1 else self._left - 1
+            self._left -= 1
             if self._left:
                 return
             waiting, self._waiting = self._waiting, []
@@ -202,6 +215,8 @@ class PassedArguments:
         Raises:
             Unserializable, CallError: a value that is here cannot be sent, or has not the expected length.
         """
+        if self._payload is not None:
+            return self._payload
         values: list[Value] = []
         kept: list[KeptResult] = []
         for future, part in self._needs:
@@ -213,7 +228,8 @@ class PassedArguments:
                 if part.start != WHOLE:
                     value = items_of(value, part, "a call")
                 values.append(codec.encode(value, self._capture))
-        return pack_passed(self._frames, values), kept
+        self._payload = pack_passed(self._frames, values), kept
+        return self._payload
 
 
 class Arrivals:
@@ -255,6 +271,6 @@ class Arrivals:
             except CallCancelled:
                 raise
             except CallError as error:
-                raise not_fetched(error, f"a call to {name}", "no") from None
+                raise not_fetched(error, f"a method of {name}", "no") from None
         with _resolved(values):
             return codec.decode(frames)

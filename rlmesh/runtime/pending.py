@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import CallError, Executed
+from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.deadlines import Entry
@@ -17,6 +19,7 @@ from rlmesh.wire.envelope import Frames
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calls import Calls
+    from rlmesh.runtime.passing import KeptResult, PassedArguments
     from rlmesh.runtime.streams import Source
 
 
@@ -25,7 +28,8 @@ class PendingCall:
 
     __slots__ = (
         "bucket", "call_id", "chain", "deadline", "endpoint", "flags", "frames", "future", "group", "incarnation",
-        "method", "name", "peer", "queue", "run_queue_ns", "source", "started_ns", "table", "timeout_s",
+        "kept", "method", "name", "passed", "peer", "queue", "run_queue_ns", "source", "started_ns", "table",
+        "timeout_s",
     )  # fmt: skip
 
     def __init__(
@@ -36,7 +40,7 @@ class PendingCall:
         self.endpoint, self.incarnation, self.frames, self.queue = endpoint, incarnation, frames, queue
         self.group = group
         self.started_ns = time.perf_counter_ns()
-        self.deadline = time.monotonic() + timeout_s
+        self.deadline = clock.now() + timeout_s
         self.run_queue_ns = table.meter.recent_ns(self.started_ns)
         self.call_id = 0
         self.bucket: dict[int, Entry] | None = None
@@ -45,15 +49,32 @@ class PendingCall:
         self.peer: Peer | None = None
         self.source: Source | None = None
         """Where the items of a stream go."""
+        self.passed: PassedArguments | None = None
+        """Futures among the arguments, until they are there."""
+        self.kept: Sequence[KeptResult] = ()
+        """Results that producers must keep until this call is over."""
 
     def age_s(self) -> float:
         return (time.perf_counter_ns() - self.started_ns) / 1e9
 
     def describe(self) -> str:
-        return f"{self.name}.{self.method}() for {self.age_s():.1f} s"
+        text = f"{self.name}.{self.method}() for {self.age_s():.1f} s"
+        return text if self.passed is None else f"{text} (waits for an argument, from {self.passed.describe()})"
 
     def cancel(self) -> None:
         self.table.cancel(self)
+
+    def stay(self) -> None:
+        self.table.keep(self)
+
+    def want(self) -> None:
+        pass  # The answer is on its way, or `Future.stayed` asks for it.
+
+    def settled(self) -> bool:
+        return False
+
+    def members(self) -> None:
+        return None
 
     def woke(self, lag_ns: int, run_queue_ns: int) -> None:
         self.table.ledger.add_wake(self.name.partition(":")[0], self.method, lag_ns, run_queue_ns)
@@ -68,6 +89,9 @@ class PendingCall:
         waited_ns = self.table.meter.recent_ns(now_ns) - self.run_queue_ns
         role = self.name.partition(":")[0]
         self.table.ledger.add(CallRecord(role, self.method, self.started_ns, now_ns, waited_ns, *times))
+
+    def no_longer_needs_kept(self) -> None:
+        self.kept = ()
 
     def error(self, cls: type[CallError], text: str, executed: Executed) -> CallError:
         role, rank = split_name(self.name)

@@ -21,9 +21,11 @@ from rlmesh.runtime.door import Door
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future, register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.handle import CallOptions, MemberHandle
+from rlmesh.runtime.kept import FETCH
 from rlmesh.runtime.lending import Lending
 from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.network import NetworkOptions, options_of_environment
+from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.rpc import exported
 from rlmesh.runtime.security import check_key, make_key
@@ -48,10 +50,14 @@ from rlmesh.wire.envelope import (
     Frames,
     GiveBacks,
     Item,
+    Keep,
+    Kept,
+    Release,
     Reply,
     Shares,
     unpack,
 )
+from rlmesh.wire.passed import Elsewhere
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
@@ -92,6 +98,7 @@ class Runtime:
         self._meter = RunQueueMeter()
         self._lending = Lending(name, self._key, job_id, self.post)
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
+        self._calls.fetch = self.fetch
         self._dispatcher = Dispatcher(self, loop)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
@@ -181,6 +188,7 @@ class Runtime:
 
     def _close_on_loop(self) -> None:
         self._posts.run()
+        self._dispatcher.kept.close()
         for channel in self._incoming.values():
             channel.flush()
         self._calls.close()
@@ -273,21 +281,33 @@ class Runtime:
         endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
     ) -> Future[Any]:  # fmt: skip
         """Send one call. Its arguments are captured before this returns."""
-        frames = codec.encode((args, kwargs), self.capture)
-        return self.submit_encoded(name, method, frames, options, endpoint, incarnation, reply)
+        return self.submit_encoded(
+            name, method, self._encode((args, kwargs), keep=reply), options, endpoint, incarnation, reply
+        )
 
-    def encode_calls(self, method: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Frames]:
+    def encode_calls(
+        self, method: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Frames | PassedArguments]:
         """Frames per member; members that get the same arguments share them, encoded once."""
-        encoded: dict[int, Frames] = {}
+        encoded: dict[int, Frames | PassedArguments] = {}
         for call in calls:
             if id(call) not in encoded:
-                encoded[id(call)] = codec.encode(call, self.capture)
+                encoded[id(call)] = self._encode(call)
         return [encoded[id(call)] for call in calls]
 
+    def _encode(self, call: object, *, keep: bool = True) -> Frames | PassedArguments:
+        """Capture arguments; those that hold futures go out when all of them have ended."""
+        try:
+            return codec.encode(call, self.capture)
+        except codec.Deferred:
+            passed = PassedArguments(call, self.capture)
+            passed.gather(keep=keep)
+            return passed
+
     def submit_encoded(
-        self, name: str, method: str, frames: Frames, options: CallOptions, endpoint: str | None = None,
-        incarnation: int = ANY_INCARNATION, reply: bool = True, group: CallGroup | None = None,
-        inbox: Inbox | None = None,
+        self, name: str, method: str, frames: Frames | PassedArguments, options: CallOptions,
+        endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
+        group: CallGroup | None = None, inbox: Inbox | None = None,
     ) -> Future[Any]:  # fmt: skip
         context = served_call()
         timeout_s = float(self.default_timeout_s if options.timeout_s is None else options.timeout_s)
@@ -295,8 +315,10 @@ class Runtime:
         if context is not None:
             chain = context.chain
             timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
+        passed = frames if isinstance(frames, PassedArguments) else None
+        captured = [] if isinstance(frames, PassedArguments) else frames
         call = PendingCall(
-            self._calls, name, method, timeout_s, chain, endpoint, incarnation, frames, options.queue, group
+            self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, options.queue, group
         )
         future: Future[Any] = Future(call)
         if reply:
@@ -308,6 +330,25 @@ class Runtime:
                 call.source = inbox.add(call)
         else:
             call.flags = int(Flag.NO_REPLY)
+        if passed is None:
+            self._calls.start(call)
+        else:
+            call.passed = passed
+            self._calls.start_later(call)
+        return future
+
+    def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
+        """A result that a process keeps; on behalf of no particular call."""
+        if elsewhere.endpoint == self.endpoint:
+            return self._dispatcher.kept.fetch_here(elsewhere, self.capture)
+        limit_s = self.default_timeout_s if timeout_s is None else timeout_s
+        frames = codec.encode(((elsewhere.token, *elsewhere.part), {}))
+        call = PendingCall(
+            self._calls, elsewhere.name, FETCH, float(limit_s), (), elsewhere.endpoint, elsewhere.incarnation, frames,
+            True, None,
+        )  # fmt: skip
+        future: Future[Any] = Future(call)
+        call.future = future
         self._calls.start(call)
         return future
 
@@ -316,7 +357,7 @@ class Runtime:
         kwargs: dict[str, Any], options: CallOptions,
     ) -> Stream[Any]:  # fmt: skip
         """Ask members, each by name, endpoint (or None) and incarnation, for the items of a generator method."""
-        frames = codec.encode((args, kwargs), self.capture)
+        frames = self._encode((args, kwargs))
         inbox = Inbox(options.window)
         for name, endpoint, incarnation in targets:
             self.submit_encoded(name, method, frames, options, endpoint, incarnation, inbox=inbox)
@@ -423,6 +464,12 @@ class Runtime:
             self._calls.on_item(link, header, payload)
         elif kind is Credit:
             self._dispatcher.on_credit(channel, header)
+        elif kind is Keep:
+            self._dispatcher.on_keep(channel, header.call_id)
+        elif kind is Kept:
+            self._calls.on_kept(link, header)
+        elif kind is Release:
+            self._dispatcher.kept.release(link, header.token)
 
     def _reject(self, channel: Channel, link: Link, error: WireError, reason: Rejection | None = None) -> None:
         """End a connection whose packets cannot be trusted or understood: what waits for its answers fails now."""

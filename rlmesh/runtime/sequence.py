@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 from rlmesh.errors import CallError
 from rlmesh.runtime.future import Future, gather
+from rlmesh.runtime.passing import reduce_future
+from rlmesh.wire.passed import Part
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+class PartOfSequence:
+    """Items of a sequence that may not be there yet, to be sent as an argument: the callee gets the items."""
+
+    def __init__(self, touched: list[tuple[Future[Any], Part]], shape: Callable[[list[Any]], Any]) -> None:
+        self._touched, self._shape = touched, shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _join, (self._shape, *(_Shard(future, part) for future, part in self._touched))
+
+
+class _Shard:
+    def __init__(self, future: Future[Any], part: Part) -> None:
+        self._future, self._part = future, part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_future(self._future, self._part)
+
+
+def _join(shape: Callable[[list[Any]], Any], *shards: list[Any]) -> Any:
+    return shape([item for shard in shards for item in shard])
 
 
 class FutureSequence(Sequence[T_co]):
@@ -64,6 +88,27 @@ class FutureSequence(Sequence[T_co]):
                 rank=number, method=self._method, executed="yes",
             )  # fmt: skip
         return items
+
+    def part(self, items: slice) -> PartOfSequence:
+        """Some items, as an argument of another call; waits for nothing."""
+        return PartOfSequence(self._touched(items), list)
+
+    def item(self, index: int) -> PartOfSequence:
+        """One item, as an argument of another call; waits for nothing."""
+        return PartOfSequence(self._touched(slice(index, index + 1)), operator.itemgetter(0))
+
+    def _touched(self, items: slice) -> list[tuple[Future[Any], Part]]:
+        """The shards that a slice with step 1 touches, and which of their items it means."""
+        start, stop, _ = items.indices(len(self))
+        touched = []
+        for shard, first, size in zip(self._shards, self._starts, self._sizes, strict=False):
+            low, high = max(start, first), min(stop, first + size)
+            if low < high:
+                touched.append((shard, Part(low - first, high - first, size)))
+        return touched
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartOfSequence(self._touched(slice(None)), list).__reduce__()
 
     def result(self, timeout: float | None = None) -> list[T_co]:
         """All results; the first failure of any shard raises at once."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.sequence import FutureSequence
 
 T = TypeVar("T")
 
@@ -41,8 +42,6 @@ def is_splittable(value: object) -> bool:
         return bool(value.ndim > 0)
     if torch is not None and isinstance(value, torch.Tensor):
         return bool(value.dim() > 0)
-    from rlmesh.runtime.sequence import FutureSequence
-
     return isinstance(value, FutureSequence)
 
 
@@ -78,6 +77,8 @@ def split_call(
 def _part(value: Any, part: slice) -> Any:
     if isinstance(value, Shared):
         return value.value
+    if isinstance(value, FutureSequence):
+        return value.part(part)  # The members get its items from where they are.
     return value[part] if is_splittable(value) else value
 
 
@@ -98,6 +99,8 @@ def scatter_call(
     def item(value: Any, rank: int) -> Any:
         if isinstance(value, Shared):
             return value.value
+        if isinstance(value, FutureSequence):
+            return value.item(rank)
         return value[rank] if is_splittable(value) else value
 
     return [

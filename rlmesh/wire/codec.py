@@ -36,6 +36,10 @@ INLINE_LIMIT_BYTES = 4096
 _main_importable = False
 
 
+class Deferred(Unserializable):
+    """Raised by what cannot be sent by value, but can be where whoever encodes makes room for it."""
+
+
 def set_main_importable(value: bool) -> None:
     """Say that peers have imported this process's ``__main__`` script, so its names travel by reference."""
     global _main_importable
@@ -112,11 +116,15 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
     out = io.BytesIO()
     try:
         _Pickler(out, protocol=5, buffer_callback=keep).dump(value)
+    except Deferred:
+        raise
     except Exception as first:
         # A local class or a closure deep inside an object that pickle reaches by name: cloudpickle takes those.
         large.clear()
         try:
             whole = cloudpickle.dumps(value, protocol=5, buffer_callback=keep)
+        except Deferred:
+            raise
         except Exception:
             raise Unserializable(
                 f"{_describe(value)} cannot be sent to another process: {type(first).__name__}: {first}. "
