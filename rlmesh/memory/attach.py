@@ -19,141 +19,19 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import threading
-import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from rlmesh.errors import MalformedFrame
-from rlmesh.memory.layout import (
-    DIRECTORY,
-    ENTRY,
-    MAGIC,
-    MAX_SLOTS,
-    TABLE_BYTES,
-    Descriptor,
-    GiveBack,
-    SlotGone,
-    segment_prefix,
-)
-from rlmesh.memory.native import (
-    PAGE_BYTES,
-    Mapping,
-    address_of,
-    export,
-    is_locked_by_others,
-    on_end,
-    owner_of,
-    try_lock,
-    unlock,
-    view_of,
-)
+from rlmesh.memory.borrowed import Attached, Borrowed, Part, writable
+from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, SlotGone, segment_prefix
+from rlmesh.memory.native import PAGE_BYTES, Mapping, address_of, is_locked_by_others, owner_of, unlock
 from rlmesh.memory.private_pages import PrivatePages
 
-
-class _Attached:
-    """One segment of another process, open and mapped. Its descriptor holds the locks: it closes with the last
-    reference, which a view may be that outlives the `Attachments`."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise SlotGone(f"the segment {path} is gone: the process that lent it has ended") from None
-        weakref.finalize(self, os.close, self.fd).atexit = False
-        status = os.fstat(self.fd)
-        magic, nbytes, _, _ = ENTRY.unpack(os.pread(self.fd, ENTRY.size, 0).ljust(ENTRY.size, b"\0"))
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise MalformedFrame(f"{path} is not a segment of this user's")
-        if magic != MAGIC or nbytes != status.st_size:
-            raise MalformedFrame(f"{path} is not a whole segment of this version of rlmesh")
-        self.path, self.name, self.nbytes = path, os.path.basename(path), nbytes
-        self.private = Mapping.private(self.fd, 0, nbytes)
-        self.slots: dict[int, _Borrowed] = {}
-        self._clean: Mapping | None = None
-
-    @property
-    def is_removed(self) -> bool:
-        """Did its owner unlink it? It will lend nothing of it any more."""
-        return os.fstat(self.fd).st_nlink == 0
-
-    def clean(self) -> Mapping:
-        """The file's own pages, whatever was written to the private ones; mapped when first needed."""
-        if self._clean is None:
-            self._clean = Mapping.shared(self.fd, 0, self.nbytes, writable=False)
-        return self._clean
-
-
-class _Borrowed:
-    """A slot that this process holds: it has the lock, so the owner leaves it alone."""
-
-    def __init__(self, segment: _Attached, descriptor: Descriptor) -> None:
-        if not 1 <= descriptor.slot <= MAX_SLOTS:
-            raise MalformedFrame(f"{descriptor.segment} has no slot {descriptor.slot}")
-        self.segment, self.index, self.generation = segment, descriptor.slot, descriptor.generation
-        if not try_lock(segment.fd, self.index, exclusive=False):
-            raise SlotGone(f"slot {self.index} of {segment.path} is being used again: its lender has ended")
-        generation, self.offset, self.nbytes, _ = ENTRY.unpack(
-            os.pread(segment.fd, ENTRY.size, self.index * ENTRY.size)
-        )
-        if generation != self.generation:
-            unlock(segment.fd, self.index)
-            raise SlotGone(f"slot {self.index} of {segment.path} holds something else by now: its lender has ended")
-        if self.offset < TABLE_BYTES or self.offset + self.nbytes > segment.nbytes or self.offset % PAGE_BYTES:
-            unlock(segment.fd, self.index)
-            raise MalformedFrame(f"slot {self.index} of {segment.path} lies outside the segment")
-        self.parts = 0
-        self.lender: Hashable = None
-        self.debt = 0
-        self.loans: dict[Hashable, int] = {}
-        self.given_out: list[tuple[int, int]] = []
-        """Ranges that were handed out of the segment's private mapping: these may have been written to."""
-
-    def give_back(self, loans: int) -> GiveBack:
-        return GiveBack(self.segment.name, self.index, self.generation, loans)
-
-    def covers(self, offset: int, nbytes: int) -> bool:
-        return bool(self.offset <= offset and offset + nbytes <= self.offset + self.nbytes)
-
-    def is_given_out(self, offset: int, nbytes: int) -> bool:
-        return any(offset < end and start < offset + nbytes for start, end in self.given_out)
-
-
-class _Part:
-    """A range of a borrowed slot that somebody can reach. ``mapping`` shows the file from ``base`` on."""
-
-    __slots__ = ("address", "is_clean", "mapping", "nbytes", "offset", "slot")
-
-    def __init__(
-        self, slot: _Borrowed, mapping: Mapping, base: int, offset: int, nbytes: int, *, is_clean: bool = False
-    ) -> None:
-        self.slot, self.mapping, self.offset, self.nbytes = slot, mapping, offset, nbytes
-        self.address = mapping.address + offset - base
-        self.is_clean = is_clean
-
-    def descriptor(self, address: int, nbytes: int) -> Descriptor:
-        offset = self.offset + address - self.address
-        return Descriptor(self.slot.segment.name, self.slot.index, self.slot.generation, offset, nbytes)
-
-    def view(self, when_gone: Callable[[_Part], None]) -> memoryview:
-        exporter = export(self.address, self.nbytes, self)
-        on_end(exporter, when_gone, self)
-        return view_of(exporter).toreadonly()
-
-
-def writable(view: memoryview) -> memoryview:
-    """The writable view for a read-only one that `Attachments.borrow` gave; other views as they are.
-
-    What is written through it stays in this process, until the last view of it is gone.
-    """
-    part = owner_of(view)
-    if not isinstance(part, _Part) or part.is_clean:
-        return view
-    start = address_of(view) - part.address
-    return view_of(view.obj)[start : start + view.nbytes]  # type: ignore[arg-type]
+__all__ = ["Attachments", "writable"]
 
 
 class Attachments:
@@ -169,9 +47,9 @@ class Attachments:
     def __init__(self, job_id: str, *, on_ended: Callable[[], object], directory: str = DIRECTORY) -> None:
         self._prefix, self._directory, self._on_ended = segment_prefix(job_id), directory, on_ended
         self._lock = threading.Lock()
-        self._segments: dict[str, _Attached] = {}
-        self._reachable: list[tuple[int, int, _Part]] = []
-        self._ended: deque[_Part] = deque()
+        self._segments: dict[str, Attached] = {}
+        self._reachable: list[tuple[int, int, Part]] = []
+        self._ended: deque[Part] = deque()
         self._to_give_back: dict[Hashable, list[GiveBack]] = {}
         self._told = self._closed = False
         self._pid = os.getpid()
@@ -192,7 +70,7 @@ class Attachments:
             slot = segment.slots.get(descriptor.slot)
             is_new = slot is None
             if slot is None:
-                slot = segment.slots[descriptor.slot] = _Borrowed(segment, descriptor)
+                slot = segment.slots[descriptor.slot] = Borrowed(segment, descriptor)
             elif slot.generation != descriptor.generation:
                 # This process holds the slot as it is, so the descriptor is of before that.
                 raise SlotGone(f"slot {slot.index} of {segment.path} holds something else: its lender has ended")
@@ -212,19 +90,19 @@ class Attachments:
                 self._tell()
             return view
 
-    def _make_part(self, slot: _Borrowed, offset: int, nbytes: int) -> memoryview:
+    def _make_part(self, slot: Borrowed, offset: int, nbytes: int) -> memoryview:
         if slot.is_given_out(offset, nbytes):
             base = offset // PAGE_BYTES * PAGE_BYTES
             mapping = Mapping.private(slot.segment.fd, base, offset + nbytes - base)
-            part = _Part(slot, mapping, base, offset, nbytes)
+            part = Part(slot, mapping, base, offset, nbytes)
         else:
             slot.given_out.append((offset, offset + nbytes))
-            part = _Part(slot, slot.segment.private, 0, offset, nbytes)
+            part = Part(slot, slot.segment.private, 0, offset, nbytes)
         slot.parts += 1
         insort(self._reachable, (part.address, id(part), part))
         return part.view(self._part_ended)
 
-    def _open(self, name: str) -> _Attached:
+    def _open(self, name: str) -> Attached:
         if self._closed or self._pid != os.getpid():
             raise SlotGone("this process borrows no shared memory any more")
         known = self._segments.get(name)
@@ -233,7 +111,7 @@ class Attachments:
         if not name.startswith(self._prefix) or re.fullmatch(r"[A-Za-z0-9._-]+", name) is None:
             raise MalformedFrame(f"{name!r:.100} is not a segment of this job")
         try:
-            segment = _Attached(os.path.join(self._directory, name))
+            segment = Attached(os.path.join(self._directory, name))
         except SlotGone:
             if known is None:
                 raise
@@ -249,7 +127,7 @@ class Attachments:
 
     # The end of views.
 
-    def _part_ended(self, part: _Part) -> None:
+    def _part_ended(self, part: Part) -> None:
         # Inside the garbage collector, perhaps of a thread that holds the lock: no more than this.
         if self._closed:
             return
@@ -279,7 +157,7 @@ class Attachments:
                 self._release_if_idle(slot, give_backs)
         return give_backs
 
-    def _release_if_idle(self, slot: _Borrowed, give_backs: dict[Hashable, list[GiveBack]]) -> None:
+    def _release_if_idle(self, slot: Borrowed, give_backs: dict[Hashable, list[GiveBack]]) -> None:
         if slot.parts or slot.loans:
             return
         segment = slot.segment
@@ -319,10 +197,10 @@ class Attachments:
             if slot is None or slot.generation != descriptor.generation:
                 return None
             slot.parts += 1
-            part = _Part(slot, slot.segment.clean(), 0, descriptor.offset, descriptor.nbytes, is_clean=True)
+            part = Part(slot, slot.segment.clean(), 0, descriptor.offset, descriptor.nbytes, is_clean=True)
             return part.view(self._part_ended)
 
-    def _part_at(self, address: int, nbytes: int) -> _Part | None:
+    def _part_at(self, address: int, nbytes: int) -> Part | None:
         position = bisect_right(self._reachable, address, key=lambda entry: entry[0])
         while position:
             position -= 1
@@ -334,7 +212,7 @@ class Attachments:
     def lend(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
         """Count a loan of a frame that `frame_at` gave; None if it is none of these."""
         part = owner_of(frame)
-        if not isinstance(part, _Part) or not part.is_clean:
+        if not isinstance(part, Part) or not part.is_clean:
             return None
         with self._lock:
             slot = part.slot

@@ -7,11 +7,13 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.layout import Descriptor, SlotGone, remove_segments
+from rlmesh.memory.native import PAGE_BYTES
 from tests.memory.borrower import Borrower, borrower, digest
 
 SIZE = 3 << 20
@@ -64,6 +66,29 @@ def test_a_hundred_uses_of_one_slot(exchange: MemoryExchange, one: Borrower) -> 
         take_back(exchange, one, "one")
     assert len(places) == 1
     assert exchange.pool.stats().slots == 0
+
+
+def test_a_warm_slot_costs_no_page_faults(exchange: MemoryExchange, one: Borrower) -> None:
+    """At neither end, though the receiver reads every byte: that is what the speed stands on."""
+
+    def faults() -> list[int]:
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (os.getpid(), one.process.pid)]
+        return [int(text.rpartition(")")[2].split()[7]) for text in stats]
+
+    def use() -> None:
+        (descriptor,) = lend(exchange, DATA, "one")
+        one.do("borrow", "x", descriptor, "main")
+        one.do("digest", "x")
+        one.do("drop", "x")
+        take_back(exchange, one, "one")
+
+    for _ in range(3):
+        use()
+    before = faults()
+    for _ in range(20):
+        use()
+    pages = 20 * SIZE // PAGE_BYTES
+    assert all(after - start < pages // 20 for start, after in zip(before, faults(), strict=True))
 
 
 def test_two_receivers_of_one_slot(exchange: MemoryExchange, one: Borrower, two: Borrower) -> None:
