@@ -1,0 +1,154 @@
+"""How calls leave a process: arguments are captured, then a call is made of them and sent, or kept until it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlmesh.errors import UsageError
+from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.context import served_call
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.handle import CallOptions, MemberHandle
+from rlmesh.runtime.kept import FETCH
+from rlmesh.runtime.passing import PassedArguments
+from rlmesh.runtime.pending import PendingCall
+from rlmesh.runtime.streams import Inbox, Stream
+from rlmesh.runtime.timing import CallGroup, CallStats
+from rlmesh.wire import codec
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
+from rlmesh.wire.passed import Elsewhere
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.calls import Calls
+    from rlmesh.runtime.dispatch import Dispatcher
+    from rlmesh.runtime.lending import Lending
+
+
+class Submission:
+    """The caller's half of a `Runtime`."""
+
+    name: str
+    endpoint: str | None
+    default_timeout_s: float
+    post: Callable[..., None]
+    _calls: Calls
+    _dispatcher: Dispatcher
+    _lending: Lending
+
+    def peer(self, name: str, endpoint: str, *, incarnation: int | None = None) -> MemberHandle:
+        """A handle to an object that another process serves, by its address."""
+        number = ANY_INCARNATION if incarnation is None else incarnation
+        return MemberHandle(self, name, endpoint=endpoint, incarnation=number)
+
+    def submit(
+        self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions,
+        endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
+    ) -> Future[Any]:  # fmt: skip
+        """Send one call. Its arguments are captured before this returns."""
+        return self.submit_encoded(
+            name, method, self._encode((args, kwargs), keep=reply), options, endpoint, incarnation, reply
+        )
+
+    def encode_calls(
+        self, method: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Frames | PassedArguments]:
+        """Frames per member; members that get the same arguments share them, encoded once."""
+        encoded: dict[int, Frames | PassedArguments] = {}
+        for call in calls:
+            if id(call) not in encoded:
+                encoded[id(call)] = self._encode(call)
+        return [encoded[id(call)] for call in calls]
+
+    def _encode(self, call: object, *, keep: bool = True) -> Frames | PassedArguments:
+        """Capture arguments; those that hold futures go out when all of them have ended."""
+        try:
+            return codec.encode(call, self.capture)
+        except codec.Deferred:
+            passed = PassedArguments(call, self.capture)
+            passed.gather(keep=keep)
+            return passed
+
+    def submit_encoded(
+        self, name: str, method: str, frames: Frames | PassedArguments, options: CallOptions,
+        endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
+        group: CallGroup | None = None, inbox: Inbox | None = None,
+    ) -> Future[Any]:  # fmt: skip
+        context = served_call()
+        timeout_s = float(self.default_timeout_s if options.timeout_s is None else options.timeout_s)
+        chain: tuple[str, ...] = ()
+        if context is not None:
+            chain = context.chain
+            timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
+        passed = frames if isinstance(frames, PassedArguments) else None
+        captured = [] if isinstance(frames, PassedArguments) else frames
+        call = PendingCall(
+            self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, options.queue, group
+        )
+        future: Future[Any] = Future(call)
+        if reply:
+            call.future = future
+            if context is not None:
+                context.add_child(future)
+            if inbox is not None:
+                call.flags = Flag.STREAM | inbox.window << WINDOW_SHIFT
+                call.source = inbox.add(call)
+        else:
+            call.flags = int(Flag.NO_REPLY)
+        if passed is None:
+            self._calls.start(call)
+        else:
+            call.passed = passed
+            self._calls.start_later(call)
+        return future
+
+    def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
+        """A result that a process keeps; on behalf of no particular call."""
+        if elsewhere.endpoint == self.endpoint:
+            return self._dispatcher.kept.fetch_here(elsewhere, self.capture)
+        limit_s = self.default_timeout_s if timeout_s is None else timeout_s
+        frames = codec.encode(((elsewhere.token, *elsewhere.part), {}))
+        call = PendingCall(
+            self._calls, elsewhere.name, FETCH, float(limit_s), (), elsewhere.endpoint, elsewhere.incarnation, frames,
+            True, None,
+        )  # fmt: skip
+        future: Future[Any] = Future(call)
+        call.future = future
+        self._calls.start(call)
+        return future
+
+    def stream(
+        self, targets: Sequence[tuple[str, str | None, int]], method: str, args: tuple[Any, ...],
+        kwargs: dict[str, Any], options: CallOptions,
+    ) -> Stream[Any]:  # fmt: skip
+        """Ask members, each by name, endpoint (or None) and incarnation, for the items of a generator method."""
+        frames = self._encode((args, kwargs))
+        inbox = Inbox(options.window)
+        for name, endpoint, incarnation in targets:
+            self.submit_encoded(name, method, frames, options, endpoint, incarnation, inbox=inbox)
+        return Stream(inbox, self.post)
+
+    def capture(self, buffers: Sequence[memoryview]) -> Sequence[Buffer]:
+        """Frames of large buffers that no longer change: in shared memory where there is room."""
+        return self._lending.capture(buffers)
+
+    def least_busy(self, names: Sequence[str]) -> str:
+        """Which of these members has the fewest calls of this process on their way, and the shortest queue."""
+        return self._calls.least_busy(names)
+
+    def take_call_stats(self) -> tuple[CallStats, ...]:
+        """Where the time of this process's calls went since this was called before."""
+        return self._calls.ledger.take()
+
+    def pending(self) -> list[str]:
+        """Whom this process waits for: one line per call."""
+        return [call.describe() for call in self._calls.pending()]
+
+    def address_book(self) -> AddressBook:
+        book = self._calls.book
+        if book is None:
+            raise UsageError(
+                f"{self.name} does not know the job's members yet: roles can be called from run(), from methods, and "
+                "from setup() once all members are up"
+            )
+        return book
