@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import (
     CallError,
-    CallTimeout,
     Executed,
     MailboxFull,
     PeerLost,
@@ -33,7 +32,7 @@ from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.held import HeldCalls
 from rlmesh.runtime.passing import KeptResult
-from rlmesh.runtime.pending import Peer, PendingCall
+from rlmesh.runtime.pending import Peer, PendingCall, how_it_ended
 from rlmesh.runtime.timing import CallLedger, RunQueueMeter
 from rlmesh.runtime.transport import Link
 from rlmesh.wire import codec, failure
@@ -127,24 +126,15 @@ class Calls:
 
     def _arguments_are_there(self, call: PendingCall) -> None:
         """Its turn in the line of held calls has come. On the loop."""
-        passed, call.passed = call.passed, None
-        if passed is not None:
+        if call.passed is not None:
             with self._lock:
                 self._detours -= 1
-            if call.future is not None and call.future.done():
-                return
-            error = passed.error()
-            if error is None:
-                try:
-                    call.frames, call.kept = passed.payload()
-                except Exception as unusable:
-                    error = unusable
-            if error is not None:
+            ended = call.future is not None and call.future.done()
+            error = call.take_passed()
+            if error is not None and not ended:
                 self._fail(call, error)
+            if error is not None or ended:
                 return
-            call.flags |= int(Flag.PASSED)
-            if call.future is not None:
-                call.future.on_settled(lambda _: call.no_longer_needs_kept())
         self._route(call)
 
     def _book_changes(self, call: PendingCall) -> bool:
@@ -162,7 +152,7 @@ class Calls:
     def _wait_in_line(self, peer: Peer, call: PendingCall) -> Any:
         call.peer = peer
         peer.waiting.append(call)
-        if len(peer.waiting) <= WINDOW or threading.get_ident() in turn_loops or _on_a_loop():
+        if len(peer.waiting) <= WINDOW or threading.get_ident() in turn_loops or asyncio._get_running_loop():
             return None
         gate = allocate_lock()
         gate.acquire()
@@ -201,7 +191,7 @@ class Calls:
                 self._parked[call.call_id] = call
                 return
         if endpoint in self._lost:
-            self._fail(call, self._lost_error(call, self._lost[endpoint], "no"))
+            self._fail(call, call.lost(self._lost[endpoint], "no"))
             return
         peer = self._peers.get(endpoint) or self._connect(endpoint)
         call.timeout_s = max(0.0, call.deadline - clock.now())
@@ -225,7 +215,7 @@ class Calls:
             raise RoleNotFound(f"{role} has {len(group)} members; there is no {call.name}")
         exit_info = self._dead.get((call.name, member.incarnation))
         if exit_info is not None:
-            raise self._lost_error(call, _reason(exit_info), "no")
+            raise call.lost(how_it_ended(exit_info), "no")
         call.incarnation = member.incarnation
         return member.endpoint
 
@@ -377,11 +367,7 @@ class Calls:
                 peer.channel.send(Cancel(call.call_id), [])
             else:
                 state = f"{WINDOW} calls to it were on their way"
-        text = (
-            f"{call.name}.{call.method}() gave no answer within its deadline ({call.age_s():.2f} s): {state}. "
-            "Raise it with group.options(timeout_s=…), or look at the member's log and stacks"
-        )
-        self._fail(call, call.error(CallTimeout, text, executed))
+        self._fail(call, call.late(state, executed))
 
     def on_lost(self, link: Link, reason: str) -> None:
         peer = self._by_link.pop(link, None)
@@ -389,7 +375,7 @@ class Calls:
             return
         self._forget(peer)
         if peer.channel.peer_name.startswith("@"):
-            self._drop(peer, lambda call: self._lost_error(call, reason, _begun(peer)))
+            self._drop(peer, lambda call: call.lost(reason, _begun(peer)))
             return
         # Its agent knows exit code, signal and last lines, and says so within milliseconds.
         with self._lock:
@@ -399,19 +385,19 @@ class Calls:
 
     def _give_up(self, peer: Peer, reason: str) -> None:
         self._orphans.pop(peer.endpoint, None)
-        self._drop(peer, lambda call: self._lost_error(call, reason, _begun(peer)))
+        self._drop(peer, lambda call: call.lost(reason, _begun(peer)))
 
     def member_lost(self, info: ExitInfo) -> None:
         """The agent's word on the end of a member's process: its calls end now, later ones at once."""
         name = member_name(info.role, info.rank)
         with self._lock:
             self._dead[name, info.incarnation] = info
-        reason = _reason(info)
+        reason = how_it_ended(info)
         for peer in [*self._peers.values(), *self._orphans.values()]:
             for call in self._calls_of(peer):
                 if call.name == name and call.incarnation in (info.incarnation, ANY_INCARNATION):
                     executed: Executed = "maybe" if call.call_id in peer.pending else "no"
-                    self._fail(call, self._lost_error(call, reason, executed))
+                    self._fail(call, call.lost(reason, executed))
 
     def set_book(self, book: AddressBook) -> None:
         """Take a newer address book; calls that waited for an endpoint go out."""
@@ -426,26 +412,20 @@ class Calls:
     def least_busy(self, names: Sequence[str]) -> str:
         """The member that a call would wait for the shortest, as far as this process knows. From any thread."""
         with self._lock:
-            peers = [self._find_peer(name) for name in names]
-            loads = [self._load(name, peer) for name, peer in zip(names, peers, strict=True)]
-            chosen = least_busy(loads, next(self._turns))
-            for index, peer in enumerate(peers):
+            known = [self._load(name) for name in names]
+            chosen = least_busy([load for load, _ in known], next(self._turns))
+            for index, (_, peer) in enumerate(known):
                 if peer is not None and index != chosen:
                     peer.queued_ns //= 2
             return names[chosen]
 
-    def _find_peer(self, name: str) -> Peer | None:
-        member = self._book.find_name(name) if self._book is not None else None
-        return self._peers.get(member.endpoint or "") if member is not None else None
-
-    def _load(self, name: str, peer: Peer | None) -> Load:
+    def _load(self, name: str) -> tuple[Load, Peer | None]:
         member = self._book.find_name(name) if self._book is not None else None
         if member is None or member.endpoint is None:
-            return Load(True, False, 0, 0)
+            return Load(True, False, 0, 0), None
         alive = (name, member.incarnation) not in self._dead and member.endpoint not in self._lost
-        if peer is None:
-            return Load(alive, True, 0, 0)
-        return Load(alive, True, len(peer.pending) + len(peer.waiting), peer.queued_ns)
+        peer = self._peers.get(member.endpoint)
+        return (Load(alive, True, 0, 0), None) if peer is None else (Load(alive, True, *peer.load()), peer)
 
     @property
     def book(self) -> AddressBook | None:
@@ -477,7 +457,7 @@ class Calls:
         self._by_link.pop(peer.channel.link, None)
         self._forget(peer)
         peer.channel.link.close()
-        self._drop(peer, lambda call: self._lost_error(call, reason, "no"))
+        self._drop(peer, lambda call: call.lost(reason, "no"))
 
     def _forget(self, peer: Peer) -> None:
         if peer.opening is not None:
@@ -512,27 +492,7 @@ class Calls:
         else:
             logger.warning("notification %s was not delivered: %s", call.describe(), error)
 
-    def _lost_error(self, call: PendingCall, reason: str, executed: Executed) -> PeerLost:
-        text = f"{call.name} cannot answer {call.method}(): {reason} [asked {call.describe()}]"
-        error = call.error(PeerLost, text, executed)
-        assert isinstance(error, PeerLost)
-        error.reason = reason
-        return error
-
 
 def _begun(peer: Peer) -> Executed:
     """Whether calls to it may have begun: none is sent before the greeting is over."""
     return "maybe" if peer.channel.authenticated else "no"
-
-
-def _on_a_loop() -> bool:
-    return asyncio._get_running_loop() is not None
-
-
-def _reason(info: ExitInfo) -> str:
-    """How a member ended, in one line, with its last words below."""
-    where = f" on {info.hostname}" if info.hostname else ""
-    text = f"{info.role} rank {info.rank} (pid {info.pid}{where}) {info.describe()}"
-    if info.last_log_lines:
-        text += "; its last lines:\n" + "\n".join(f"    {line}" for line in info.last_log_lines)
-    return text

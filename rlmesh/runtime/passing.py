@@ -157,6 +157,7 @@ class PassedArguments:
         finally:
             _collecting.found, _collecting.futures = outer
         self._payload: tuple[Frames, list[KeptResult]] | None = None
+        self._keep = True
         self._left = len(self._needs)
         self._waiting: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -167,6 +168,7 @@ class PassedArguments:
         Args:
             keep: let large results stay where they are; otherwise they come here and travel with the call.
         """
+        self._keep = keep
         for future, _ in self._needs:
             if keep:
                 future.stay()
@@ -220,7 +222,7 @@ class PassedArguments:
         values: list[Value] = []
         kept: list[KeptResult] = []
         for future, part in self._needs:
-            if future.kept is not None:
+            if future.kept is not None and (self._keep or not future.has_value):
                 kept.append(future.kept)
                 values.append(future.kept.elsewhere._replace(**part._asdict()))
             else:

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import CallError, Executed
+from rlmesh.errors import CallError, CallTimeout, Executed, PeerLost
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.deadlines import Entry
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.timing import CallGroup, CallRecord
-from rlmesh.wire.envelope import Frames
+from rlmesh.wire.envelope import Flag, Frames
 
 if TYPE_CHECKING:
+    from rlmesh.job.status import ExitInfo
     from rlmesh.runtime.calls import Calls
     from rlmesh.runtime.passing import KeptResult, PassedArguments
     from rlmesh.runtime.streams import Source
@@ -90,12 +91,44 @@ class PendingCall:
         role = self.name.partition(":")[0]
         self.table.ledger.add(CallRecord(role, self.method, self.started_ns, now_ns, waited_ns, *times))
 
-    def no_longer_needs_kept(self) -> None:
+    def take_passed(self) -> BaseException | None:
+        """Put passed values, or where they are, among the arguments; an error if one of them cannot be had."""
+        passed, self.passed = self.passed, None
+        assert passed is not None
+        error = passed.error()
+        if error is None:
+            try:
+                self.frames, self.kept = passed.payload()
+            except Exception as unusable:
+                error = unusable
+        self.flags |= int(Flag.PASSED)
+        if self.future is not None:
+            self.future.on_settled(self._forget_kept)
+        return error
+
+    def _forget_kept(self, _: object) -> None:
         self.kept = ()
 
     def error(self, cls: type[CallError], text: str, executed: Executed) -> CallError:
         role, rank = split_name(self.name)
         return cls(text, role=role, rank=rank, method=self.method, call_id=self.call_id, executed=executed)
+
+
+    def late(self, state: str, executed: Executed) -> CallError:
+        """The error at its deadline."""
+        text = (
+            f"{self.name}.{self.method}() gave no answer within its deadline ({self.age_s():.2f} s): {state}. "
+            "Raise it with group.options(timeout_s=…), or look at the member's log and stacks"
+        )
+        return self.error(CallTimeout, text, executed)
+
+    def lost(self, reason: str, executed: Executed) -> PeerLost:
+        """The error if whoever must answer is gone."""
+        text = f"{self.name} cannot answer {self.method}(): {reason} [asked {self.describe()}]"
+        error = self.error(PeerLost, text, executed)
+        assert isinstance(error, PeerLost)
+        error.reason = reason
+        return error
 
 
 class Peer:
@@ -110,3 +143,16 @@ class Peer:
         self.queued_ns = 0
         """How long the call that it answered last had waited there."""
         self.opening: asyncio.TimerHandle | None = None
+
+    def load(self) -> tuple[int, int]:
+        """Calls of this process that are on their way there, and how long the last one had queued (ns)."""
+        return len(self.pending) + len(self.waiting), self.queued_ns
+
+
+def how_it_ended(info: ExitInfo) -> str:
+    """How a member ended, in one line, with its last words below."""
+    where = f" on {info.hostname}" if info.hostname else ""
+    text = f"{info.role} rank {info.rank} (pid {info.pid}{where}) {info.describe()}"
+    if info.last_log_lines:
+        text += "; its last lines:\n" + "\n".join(f"    {line}" for line in info.last_log_lines)
+    return text
