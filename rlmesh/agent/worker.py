@@ -164,7 +164,11 @@ class Member:
         """All of it; returns the exit code."""
         spec = self.spec
         runtime = Runtime.start(
-            name=self.name, key=bytes.fromhex(spec.key_hex), socket_dir=spec.socket_dir, job_id=spec.job_id
+            name=self.name,
+            key=bytes.fromhex(spec.key_hex),
+            socket_dir=spec.socket_dir,
+            job_id=spec.job_id,
+            node_rank=spec.node_rank,
         )
         with runtime:
             runtime.default_timeout_s = spec.call_timeout_s

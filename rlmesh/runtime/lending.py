@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlmesh.errors import WireError
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.layout import Descriptor, GiveBack
@@ -22,19 +24,37 @@ if TYPE_CHECKING:
     from rlmesh.runtime.channel import Channel
 
 
+class _Gone:
+    """In the place of a message whose buffers cannot be had: decoding it raises."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return _raise_gone, (self.text,)
+
+
+def _raise_gone(text: str) -> None:
+    raise WireError(f"the shared memory of the message cannot be read: {text}")
+
+
 class Lending:
     """The shared memory of one runtime, as its channels use it.
 
     Args:
         name: the runtime's; part of its segments' names, for people.
+        node_rank: the node's; part of the names, by which each node's guardian knows its own.
         key: the job's secret; without a ``job_id`` segments are named for its hash.
         job_id: the job's, by which its guardian finds segments that were left.
         post: runs a function on the runtime's loop.
     """
 
-    def __init__(self, name: str, key: bytes, job_id: str | None, post: Callable[..., None]) -> None:
+    def __init__(
+        self, name: str, key: bytes, job_id: str | None, node_rank: int, post: Callable[..., None]
+    ) -> None:
         job = job_id or "k" + hashlib.blake2b(key, digest_size=6).hexdigest()
-        owner = f"{re.sub('[^A-Za-z0-9_]', '.', name)}-{os.getpid()}-{id(self) & 0xFFFF:x}"
+        plain = re.sub("[^A-Za-z0-9_]", ".", name)
+        owner = f"n{node_rank}-{plain}-{os.getpid()}-{id(self) & 0xFFFF:x}"
         self._post = post
         self._woken = False
         self.exchange = MemoryExchange(job, owner, wake=self._wake)
@@ -55,13 +75,13 @@ class Lending:
         return Loan(*found) if found is not None else None
 
     def borrow(self, payload: Sequence[Buffer | Loan], channel: Channel) -> Frames:
-        """The frames of a message, with what was lent in its place.
-
-        Raises:
-            WireError, OSError: what was lent is not there; the rest has been given back.
-        """
+        """The frames of a message, with what was lent in its place. If that is not there (its owner died, or it
+        cannot be mapped), decoding the message raises, and so only this message fails."""
         loans = [frame for frame in payload if type(frame) is Loan]
-        views = iter(self.exchange.borrow([Descriptor(*loan) for loan in loans], channel))
+        try:
+            views = iter(self.exchange.borrow([Descriptor(*loan) for loan in loans], channel))
+        except (WireError, OSError) as error:
+            return [pickle.dumps(_Gone(f"{type(error).__name__}: {error}"))]
         return [writable(next(views)) if type(frame) is Loan else frame for frame in payload]  # type: ignore[misc]
 
     def on_give_backs(self, channel: Channel, message: GiveBacks) -> None:
@@ -69,6 +89,10 @@ class Lending:
 
     def lost(self, channel: Channel) -> None:
         self.exchange.peer_lost(channel)
+
+    def trim(self) -> None:
+        """Give memory that nobody used for a while back to the system; may block for 0.2 s per GiB."""
+        self.exchange.trim()
 
     def close(self) -> None:
         self.exchange.close()

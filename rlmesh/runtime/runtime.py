@@ -66,7 +66,7 @@ class Runtime(Submission):
 
     def __init__(
         self, name: str, key: bytes | None, loop: asyncio.AbstractEventLoop, job_id: str | None,
-        network: NetworkOptions | None = None, *, embedded: bool,
+        node_rank: int = 0, network: NetworkOptions | None = None, *, embedded: bool,
     ) -> None:  # fmt: skip
         self.name = name
         self.endpoint = None
@@ -83,7 +83,7 @@ class Runtime(Submission):
         self.network = network or options_of_environment()
         self._transports: dict[str, Transport] = {}
         self._meter = RunQueueMeter()
-        self._lending = Lending(name, self._key, job_id, self.post)
+        self._lending = Lending(name, self._key, job_id, node_rank, self.post)
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._calls.fetch = self.fetch
         self._dispatcher = Dispatcher(self, loop)
@@ -98,7 +98,8 @@ class Runtime(Submission):
     @classmethod
     def start(
         cls, *, name: str = "client", key: bytes | None = None, socket_dir: str | Path | None = None,
-        bind: bool | str = True, job_id: str | None = None, network: NetworkOptions | None = None,
+        bind: bool | str = True, job_id: str | None = None, node_rank: int = 0,
+        network: NetworkOptions | None = None,
     ) -> Runtime:  # fmt: skip
         """A runtime with its own loop on its own thread; close it with `close` or a ``with`` block.
 
@@ -107,12 +108,13 @@ class Runtime(Submission):
             key: the job's secret; None makes one, so that only this process's own peers know it.
             socket_dir: private directory (mode 0700) for the socket; None listens on loopback TCP.
             bind: False for a pure caller; text for an address of your choice.
-            job_id: the job's; in the names of shared memory, by which its guardian finds what was left.
+            job_id, node_rank: in the names of shared memory, by which the node's guardian finds what was left.
             network: limits and transports; None takes what the environment says.
         """
         thread = LoopThread(f"rlmesh-io-{name}")
         try:
-            runtime: Runtime = thread.run(lambda: cls._make(name, key, socket_dir, bind, job_id, network, thread))
+            make = partial(cls._make, name, key, socket_dir, bind, job_id, node_rank, network, thread)
+            runtime: Runtime = thread.run(make)
         except BaseException:
             thread.stop()
             raise
@@ -122,10 +124,11 @@ class Runtime(Submission):
     @asynccontextmanager
     async def open(
         cls, *, name: str = "client", key: bytes | None = None, socket_dir: str | Path | None = None,
-        bind: bool | str = True, job_id: str | None = None, network: NetworkOptions | None = None,
+        bind: bool | str = True, job_id: str | None = None, node_rank: int = 0,
+        network: NetworkOptions | None = None,
     ) -> AsyncIterator[Runtime]:  # fmt: skip
         """A runtime on the running loop: no thread, no signal handler. Arguments as `start`."""
-        runtime = cls._make(name, key, socket_dir, bind, job_id, network, None)
+        runtime = cls._make(name, key, socket_dir, bind, job_id, node_rank, network, None)
         try:
             yield runtime
         finally:
@@ -135,9 +138,9 @@ class Runtime(Submission):
     @classmethod
     def _make(
         cls, name: str, key: bytes | None, socket_dir: str | Path | None, bind: bool | str, job_id: str | None,
-        network: NetworkOptions | None, thread: LoopThread | None,
+        node_rank: int, network: NetworkOptions | None, thread: LoopThread | None,
     ) -> Runtime:  # fmt: skip
-        runtime = cls(name, key, asyncio.get_running_loop(), job_id, network, embedded=thread is None)
+        runtime = cls(name, key, asyncio.get_running_loop(), job_id, node_rank, network, embedded=thread is None)
         try:
             if bind:
                 address = bind if isinstance(bind, str) else local_address(socket_dir)
