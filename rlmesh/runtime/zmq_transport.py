@@ -18,7 +18,13 @@ from zmq.utils.monitor import parse_monitor_message
 from rlmesh.errors import UsageError
 from rlmesh.runtime.half_open import TIMEOUT_S
 from rlmesh.runtime.security import CurveKeys
-from rlmesh.runtime.transport import Link, Receiver, Rejection, check_private_directory
+from rlmesh.runtime.transport import (
+    UNAUTHENTICATED_LIMIT_BYTES,
+    Link,
+    Receiver,
+    Rejection,
+    check_private_directory,
+)
 from rlmesh.runtime.zmq_listener import ListenerWatch
 from rlmesh.wire.envelope import Frames
 
@@ -28,6 +34,7 @@ _DRAIN_LIMIT = 512
 """Packets taken in one turn before other work of the loop gets its turn."""
 _LAST_DRAINS = 64
 _SMALL_FRAME_BYTES = 65536
+_TOO_LARGE = f"a packet above {UNAUTHENTICATED_LIMIT_BYTES} bytes came before the greeting was over"
 _REFUSALS = 3
 """So many failed greetings in a row are no accident of a listener that is just ending."""
 _DEALER_EVENTS = (
@@ -46,7 +53,7 @@ class _Dealer:
         self._transport = transport
         self._socket = transport.new_socket(zmq.DEALER, endpoint)
         self._monitor = self._socket.get_monitor_socket(_DEALER_EVENTS)
-        self._closed = self._connected = False
+        self._closed = self._connected = self._trusted = False
         self._refusals = 0
         try:
             self._socket.connect(endpoint)
@@ -63,7 +70,7 @@ class _Dealer:
         self._transport.drain_soon(self._drain)
 
     def trust(self) -> None:
-        """CURVE has bounded and checked what came before."""
+        self._trusted = True
 
     def close(self) -> None:
         if self._closed:
@@ -83,7 +90,12 @@ class _Dealer:
             parts = _receive(self._socket)
             if parts is None:
                 return
-            self._transport.receiver.on_packet(self, _frames(parts))
+            frames = _frames(parts)
+            if self._trusted or _is_small(frames):
+                self._transport.receiver.on_packet(self, frames)
+            else:
+                self.close()
+                self._transport.receiver.on_rejected(self, _TOO_LARGE)
         self._transport.drain_soon(self._drain)
 
     def _drain_monitor(self) -> None:
@@ -122,12 +134,14 @@ class _RouterPeer:
 
     def __init__(self, transport: ZmqTransport, routing_id: bytes, descriptor: int, peer: str) -> None:
         self.peer, self.descriptor, self.routing_id = peer, descriptor, routing_id
+        self.trusted = False
         self._transport = transport
 
     def send(self, frames: Frames) -> None:
         self._transport.send_routed(self, frames)
 
     def trust(self) -> None:
+        self.trusted = True
         self._transport.admit(self)
 
     def close(self) -> None:
@@ -298,7 +312,12 @@ class ZmqTransport:
             link = self._routed.get(routing_id)
             if link is None:
                 link = self._new_peer(routing_id, parts)
-            self.receiver.on_packet(link, _frames(parts[1:]))
+            frames = _frames(parts[1:])
+            if link.trusted or _is_small(frames):
+                self.receiver.on_packet(link, frames)
+            else:
+                self.end(link)
+                self.receiver.on_rejected(link, _TOO_LARGE)
         return True
 
     def _new_peer(self, routing_id: bytes, parts: list[zmq.Frame]) -> _RouterPeer:
@@ -327,6 +346,10 @@ def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
         return socket.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
+
+
+def _is_small(frames: Frames) -> bool:
+    return sum(len(frame) for frame in frames) <= UNAUTHENTICATED_LIMIT_BYTES
 
 
 def _frames(parts: list[zmq.Frame]) -> Frames:

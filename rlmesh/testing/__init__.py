@@ -1,7 +1,13 @@
-"""Tools for testing jobs: a cluster of virtual nodes on one machine."""
+"""Tools for testing jobs and what is built on the runtime: a cluster of virtual nodes on one machine, a network
+without sockets, faults, and a loop in virtual time."""
 
 from __future__ import annotations
 
+from rlmesh.testing.clock import NothingLeft as NothingLeft
+from rlmesh.testing.clock import VirtualLoop as VirtualLoop
+from rlmesh.testing.faults import FaultPlan as FaultPlan
+from rlmesh.testing.faults import faulty as faulty
 from rlmesh.testing.local_cluster import LocalCluster as LocalCluster
+from rlmesh.testing.loopback import LoopbackNetwork as LoopbackNetwork
 
-__all__ = ["LocalCluster"]
+__all__ = ["FaultPlan", "LocalCluster", "LoopbackNetwork", "NothingLeft", "VirtualLoop", "faulty"]

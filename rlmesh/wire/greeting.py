@@ -147,7 +147,7 @@ class Admission:
     """
 
     def __init__(self, key: bytes, name: str, endpoint: str, hello: Greeting) -> None:
-        if hello.step != Step.HELLO:
+        if hello.step != Step.HELLO or hello.proof != _NOTHING:
             raise MalformedFrame("a greeting came that does not begin with a hello")
         self._key, self._hello, self._endpoint = key, hello, endpoint
         blank = Greeting(Step.CHALLENGE, PROTOCOL_VERSION, secrets.token_bytes(NONCE_BYTES), _NOTHING, _short(name))
@@ -161,7 +161,7 @@ class Admission:
             AuthenticationFailed: the caller does not hold the job's key, or replays what another one said.
             VersionMismatch: it does, but speaks another version; it will find that out by itself.
         """
-        if proof.step != Step.PROOF:
+        if proof.step != Step.PROOF or proof.nonce != _NOTHING or proof.name or proof.version != self._hello.version:
             raise MalformedFrame("a greeting came whose last step is no proof")
         wanted = _proof(self._key, b"caller", self._hello, self.challenge, self._endpoint)
         name = self._hello.name

@@ -1,0 +1,99 @@
+"""A loop whose time does not pass by itself: where it would wait for a timer, it jumps to it.
+
+::
+
+    with VirtualLoop() as loop:
+        loop.run(main())        # minutes of timeouts, in milliseconds
+
+Deadlines of calls follow the loop's time while its ``with`` block lasts. Sockets work, as long as both ends belong
+to this loop: other threads and processes live in real time, and would find that hours pass in a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rlmesh.runtime import clock
+
+T = TypeVar("T")
+
+REAL_LIMIT_S = 5.0
+"""Real seconds that the loop waits for something from outside when it has no timer to jump to."""
+
+
+class NothingLeft(RuntimeError):
+    """The loop waits for something that cannot happen: no timer is set, and nothing came from outside."""
+
+
+class _Selector(selectors.DefaultSelector):
+    """Looks at the sockets without waiting, and moves the time on instead."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if timeout is not None:
+            self.loop.jump(timeout)
+            return super().select(0)
+        ready = super().select(REAL_LIMIT_S)
+        if not ready:
+            names = ", ".join(task.get_name() for task in asyncio.all_tasks(self.loop))
+            raise NothingLeft(
+                f"after {self.loop.time():.3f} virtual seconds the loop waits without a timer, and nothing came within "
+                f"{REAL_LIMIT_S:g} real seconds: {names} would wait for ever"
+            )
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop in virtual time; use it as a context manager.
+
+    Args:
+        start_s: the time that it begins with.
+    """
+
+    def __init__(self, start_s: float = 1000.0) -> None:
+        self._virtual_s = start_s
+        selector = _Selector()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self._virtual_s
+
+    def jump(self, seconds: float) -> None:
+        """Let time pass, without running what is due."""
+        self._virtual_s += seconds
+
+    def advance(self, seconds: float) -> None:
+        """Run everything that happens in the next ``seconds``."""
+        self.run_until_complete(asyncio.sleep(seconds))
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end."""
+        return self.run_until_complete(main)
+
+    def __enter__(self) -> VirtualLoop:
+        self._real_clock = clock.now
+        clock.now = self.time
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            tasks = asyncio.all_tasks(self)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.run_until_complete(self.shutdown_asyncgens())
+        finally:
+            clock.now = self._real_clock
+            self.close()

@@ -1,0 +1,186 @@
+"""Networks that misbehave: packets that are lost, late, doubled or out of order, connections that go silent.
+
+::
+
+    plan = FaultPlan(seed=7, drop=0.01, delay_s=(0.0, 0.2))
+    options = NetworkOptions(transports={"unix": faulty(unix, plan)})
+
+The contract of a transport says that packets of a link arrive in order and whole, or that the link is lost. TCP and
+Unix sockets keep it; a plan breaks it on purpose. What must hold under every plan: each call ends by its deadline,
+with its own right answer or with an error, and the runtime works on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rlmesh.runtime.transport import Link, Receiver, Rejection, Transport, TransportFactory
+from rlmesh.wire.envelope import Frames
+
+REORDER_LIMIT_S = 0.05
+"""A packet that waits to be overtaken goes out after so long if nobody overtakes it."""
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """What happens to packets as they are sent. The same seed and the same packets give the same faults.
+
+    Attributes:
+        seed: of all decisions.
+        drop: share of packets that never arrive.
+        duplicate: share that arrive twice.
+        reorder: share that are overtaken by the next packet of their link.
+        delay_s: between which times each packet is late; their order stays.
+        half_open: share of packets after which their link carries nothing more in that direction, though neither
+            side is told.
+        alter: share of packets one byte of whose headers is another one when they arrive.
+        spare: so many first packets of each link's direction pass unharmed; 2 spare the greeting.
+        done: what happened so far, by kind.
+    """
+
+    seed: int = 0
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    delay_s: tuple[float, float] = (0.0, 0.0)
+    half_open: float = 0.0
+    alter: float = 0.0
+    spare: int = 2
+    done: Counter[str] = field(default_factory=Counter, compare=False)
+
+
+def faulty(factory: TransportFactory, plan: FaultPlan) -> TransportFactory:
+    """A transport that behaves as ``plan`` says, in both directions of the links of its runtime."""
+    numbers = itertools.count()
+
+    def make(
+        receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
+    ) -> Transport:
+        return _FaultyTransport(factory, plan, numbers, receiver, loop, post, key)
+
+    return make
+
+
+class _FaultyLink:
+    """A link whose packets meet the plan before they are sent."""
+
+    def __init__(
+        self, inner: Link, plan: FaultPlan, number: int, loop: asyncio.AbstractEventLoop, post: Callable[..., None]
+    ) -> None:
+        self.inner = inner
+        self.thread_safe = inner.thread_safe
+        self._plan, self._loop, self._post = plan, loop, post
+        self._random = random.Random(f"{plan.seed}/{number}")
+        self._sent = 0
+        self._silent = self._closed = False
+        self._queue: deque[Frames] = deque()
+        self._due_s = 0.0
+        self._overtaken: Frames | None = None
+
+    @property
+    def peer(self) -> str:
+        return self.inner.peer
+
+    def send(self, frames: Frames) -> None:
+        self._sent += 1
+        if self._sent <= self._plan.spare:
+            self.inner.send(frames)
+        else:
+            self._post(self._meet, frames)
+
+    def trust(self) -> None:
+        self.inner.trust()
+
+    def close(self) -> None:
+        self._closed = True
+        self.inner.close()
+
+    # On the loop.
+
+    def _meet(self, frames: Frames) -> None:
+        plan = self._plan
+        lost, twice, late, silent, altered = (self._random.random() for _ in range(5))
+        self._silent = self._silent or silent < plan.half_open
+        if self._silent or lost < plan.drop:
+            plan.done["half-open" if self._silent else "drop"] += 1
+            return
+        if altered < plan.alter:
+            plan.done["alter"] += 1
+            headers = bytearray(frames[0])
+            headers[self._random.randrange(len(headers))] ^= self._random.randrange(1, 256)
+            frames = [bytes(headers), *frames[1:]]
+        if late < plan.reorder and self._overtaken is None:
+            plan.done["reorder"] += 1
+            self._overtaken = frames
+            self._loop.call_later(REORDER_LIMIT_S, self._let_go)
+            return
+        self._schedule(frames)
+        if twice < plan.duplicate:
+            plan.done["duplicate"] += 1
+            self._schedule(frames)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        frames, self._overtaken = self._overtaken, None
+        if frames is not None:
+            self._schedule(frames)
+
+    def _schedule(self, frames: Frames) -> None:
+        wait_s = self._random.uniform(*self._plan.delay_s)
+        if wait_s > 0:
+            self._plan.done["delay"] += 1
+        self._due_s = max(self._due_s, self._loop.time() + wait_s)
+        self._queue.append(frames)
+        self._loop.call_at(self._due_s, self._send_next)
+
+    def _send_next(self) -> None:
+        frames = self._queue.popleft()
+        if not self._closed:
+            self.inner.send(frames)
+
+
+class _FaultyTransport:
+    """Stands between a transport and its runtime."""
+
+    def __init__(
+        self, factory: TransportFactory, plan: FaultPlan, numbers: itertools.count[int], receiver: Receiver,
+        loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes,
+    ) -> None:  # fmt: skip
+        self._inner = factory(self, loop, post, key)
+        self._plan, self._numbers, self._receiver, self._loop, self._post = plan, numbers, receiver, loop, post
+        self._links: dict[Link, _FaultyLink] = {}
+
+    def bind(self, address: str) -> str:
+        return self._inner.bind(address)
+
+    def connect(self, endpoint: str) -> Link:
+        return self._outer(self._inner.connect(endpoint))
+
+    def close(self, linger_s: float) -> None:
+        self._inner.close(linger_s)
+
+    def on_packet(self, link: Link, frames: Frames) -> None:
+        self._receiver.on_packet(self._outer(link), frames)
+
+    def on_rejected(self, link: Link, detail: str, reason: Rejection | None = None) -> None:
+        self._receiver.on_rejected(self._outer(link, keep=False), detail, reason)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        self._receiver.on_lost(self._outer(link, keep=False), reason)
+
+    def on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
+        self._receiver.on_refused(peer, reason, detail)
+
+    def _outer(self, link: Link, *, keep: bool = True) -> _FaultyLink:
+        found = self._links.get(link)
+        if found is None:
+            found = _FaultyLink(link, self._plan, next(self._numbers), self._loop, self._post)
+            self._links[link] = found
+        if not keep:
+            del self._links[link]
+        return found
