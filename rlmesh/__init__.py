@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlmesh.runtime.runtime import Runtime as Runtime
     from rlmesh.runtime.sequence import FutureSequence as FutureSequence
     from rlmesh.runtime.split import shared as shared
+    from rlmesh.runtime.streams import Stream as Stream
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _WHERE = {
     "RoleGroup": "rlmesh.runtime.group",
     "Runtime": "rlmesh.runtime.runtime",
     "SimpleWorkloadDesc": "rlmesh.job.descriptors",
+    "Stream": "rlmesh.runtime.streams",
     "current_worker": "rlmesh.job.workload",
     "rpc": "rlmesh.runtime.rpc",
     "shared": "rlmesh.runtime.split",

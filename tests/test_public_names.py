@@ -32,6 +32,7 @@ PUBLIC = [
     "RoleGroup",
     "Runtime",
     "SimpleWorkloadDesc",
+    "Stream",
     "__version__",
     "current_worker",
     "errors",

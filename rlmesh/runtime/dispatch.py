@@ -170,6 +170,7 @@ class Dispatcher:
 
     def __init__(self, host: Host, loop: asyncio.AbstractEventLoop) -> None:
         self._host, self._loop = host, loop
+        self.capture = host.capture
         self._served: dict[str, Served] = {}
         self._incoming: dict[tuple[Any, int], Incoming] = {}
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}

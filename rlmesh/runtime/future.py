@@ -234,6 +234,13 @@ class Future(concurrent.futures.Future[T]):
                 return
         self._run_callback(fn)
 
+    def as_argument(self) -> T:
+        """This future, where a call takes its value: ``group.call(Actor.forward, future.as_argument())``.
+
+        A future can be passed as it is; type checkers, who see a future in the place of a value, accept this.
+        """
+        return self  # type: ignore[return-value]
+
     def stay(self) -> None:
         """Let the value stay at its producer, if it is not on its way already."""
         origin = self._origin

@@ -150,7 +150,7 @@ class Outflow:
 
     def _send(self, item: Any) -> None:
         incoming = self._incoming
-        frames = codec.encode(item)
+        frames = codec.encode(item, self._dispatcher.capture)
         if not incoming.cancelled:
             incoming.channel.send(Item(incoming.call.call_id, self._sent), frames)
         self._sent += 1
