@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from decimal import ROUND_HALF_EVEN, Decimal
 from enum import Enum
+from math import prod
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, Field, PrivateAttr, field_validator, model_validator
@@ -95,6 +96,8 @@ class BaseWorkloadDesc(Spec):
         resource: what each member needs.
         envs: environment variables of the members; they win over the job's ``global_env``.
         max_restarts: how often a member may be restarted; more than 0 needs a restart policy that restarts.
+        mesh: names and sizes of the axes along which the members are numbered, slowest first; empty if there are
+            none. Without ``total`` the role has as many members as they describe.
         is_driver: whether the job waits for this role's ``run()``; ``None``: by default, which is TRAINER,
             or all roles that have ``run()`` if there is no such role.
     """
@@ -112,6 +115,7 @@ class BaseWorkloadDesc(Spec):
     max_restarts: int = Field(
         default=0, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart")
     )
+    mesh: dict[str, int] = Field(default_factory=dict)
     is_driver: bool | None = None
 
     _resolved: tuple[str, Resolved] | None = PrivateAttr(default=None)
@@ -120,6 +124,26 @@ class BaseWorkloadDesc(Spec):
     @classmethod
     def _entry_as_text(cls, value: object) -> str:
         return entry_text(value)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _total_of_mesh(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(axes := data.get("mesh"), Mapping):
+            return data
+        sized = {"total", "num", "number", "nnodes", "nproc_per_node"}
+        if sized & set(data) or not all(type(size) is int and size > 0 for size in axes.values()):
+            return data
+        return {**data, "total": prod(axes.values())} if axes else data
+
+    @field_validator("mesh")
+    @classmethod
+    def _possible_axes(cls, value: dict[str, int]) -> dict[str, int]:
+        for name, size in value.items():
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} is no name of an axis: letters, digits and _, such as dp")
+            if size < 1:
+                raise ValueError(f"{name}={size}: the size of an axis is a whole number above 0")
+        return value
 
     @field_validator("envs", mode="before")
     @classmethod
@@ -148,7 +172,11 @@ class BaseWorkloadDesc(Spec):
 
     def problems(self) -> list[str]:
         """What cannot work about this role by itself, one sentence each, each starting with the key."""
-        return [f"entry_point: {problem}" for problem in self.resolved.problems]
+        found = [f"entry_point: {problem}" for problem in self.resolved.problems]
+        if self.mesh and prod(self.mesh.values()) != self.total:
+            axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+            found.append(f"mesh: {axes} is {prod(self.mesh.values())} members, but the role has {self.total}")
+        return found
 
 
 class SimpleWorkloadDesc(BaseWorkloadDesc):

@@ -109,6 +109,15 @@ class RoleBuilder(Generic[JobT]):
         self._fields["max_restarts"] = num
         return self
 
+    def mesh(self, **axes: int) -> Self:
+        """Name the axes along which the members are numbered, slowest first, for ``RoleGroup.along``.
+
+        ``mesh(dp=2, tp=4)`` is for eight members: rank 5 is ``dp=1, tp=1``. Without a number of members of its own
+        the role has as many as its axes describe.
+        """
+        self._fields["mesh"] = axes
+        return self
+
     def not_driver(self) -> Self:
         """The job does not wait for this role's ``run()``."""
         self._fields["is_driver"] = False

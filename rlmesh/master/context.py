@@ -9,6 +9,7 @@ from rlmesh.master.jobspec import JobSpec
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.placement.planner import Placement, Plan
 from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.axes import Axes
 
 KEPT_RECORDS = 100_000
 """Metric records that are kept for status(); ``metrics.jsonl`` has all of them."""
@@ -96,6 +97,7 @@ class JobContext:
                 )
                 for member in self.members.values()
             ),
+            tuple((role.name, Axes.of(role.mesh)) for role in self.spec.roles if role.mesh),
         )
 
     def status(self, records_from: int = 0) -> JobStatus:

@@ -45,7 +45,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """One role. ``driver``: the job lasts as long as its ``run()``; None: it does if the role has one."""
+    """One role. ``driver``: the job lasts as long as its ``run()``; None: it does if the role has one. ``mesh``: the
+    sizes of its axes, slowest first."""
 
     name: str
     entry: Entry
@@ -53,6 +54,7 @@ class RoleSpec:
     members: int
     env: Mapping[str, str] = field(default_factory=dict)
     driver: bool | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

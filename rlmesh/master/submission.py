@@ -90,7 +90,7 @@ def job_spec(
         job_name=job_name,
         run_dir=str(space.run_dir),
         roles=tuple(
-            RoleSpec(name, w.entry, w.backend, w.total, config.envs_of(name), w.is_driver)
+            RoleSpec(name, w.entry, w.backend, w.total, config.envs_of(name), w.is_driver, dict(w.mesh))
             for name, w in config.workloads.items()
         ),
         demand=demand,
