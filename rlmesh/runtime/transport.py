@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,8 @@ from rlmesh.wire.greeting import LIMIT_BYTES
 UNAUTHENTICATED_LIMIT_BYTES = LIMIT_BYTES
 """A peer that has not shown the job's key may send no larger packet."""
 PACKET_LIMIT_BYTES = 1 << 40
+
+_PATH_LIMIT_BYTES = 107
 
 TRANSPORT_VARIABLE = "RLMESH_TRANSPORT"
 
@@ -34,12 +38,18 @@ def local_address(socket_dir: str | Path | None, name: str | None = None) -> str
     return f"{scheme}://{socket_dir}/{name or secrets.token_hex(4)}"
 
 
-def check_private_directory(path: str) -> None:
-    """Nobody else may put a socket where a job's processes look for each other's.
+def prepare_socket_path(path: str) -> None:
+    """Make sure that a socket may be bound at ``path``: nobody else may put one where a job's processes look for each
+    other's, and one whose listener has ended is removed.
 
     Raises:
-        UsageError: the directory of the socket ``path`` is open to others, or not there.
+        UsageError: the path is too long, its directory is open to others or not there, or somebody listens there.
     """
+    if len(os.fsencode(path)) > _PATH_LIMIT_BYTES:
+        raise UsageError(
+            f"the socket path {path!r} has {len(os.fsencode(path))} bytes, the system allows {_PATH_LIMIT_BYTES}: "
+            "set TMPDIR or XDG_RUNTIME_DIR to a shorter directory"
+        )
     directory = os.path.dirname(path) or "."
     try:
         found = os.stat(directory)
@@ -50,6 +60,13 @@ def check_private_directory(path: str) -> None:
             f"cannot listen at {path!r}: its directory has mode {stat.S_IMODE(found.st_mode):04o} and owner "
             f"{found.st_uid}; sockets of a job belong in a directory that only you can enter (chmod 700 {directory})"
         )
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        code = probe.connect_ex(path)
+    if code in (0, errno.EAGAIN):
+        raise UsageError(f"cannot listen at {path!r}: somebody listens there already")
+    if code == errno.ECONNREFUSED and stat.S_ISSOCK(os.lstat(path).st_mode):
+        os.unlink(path)
 
 
 Rejection = Literal[

@@ -18,14 +18,13 @@ from pathlib import Path
 from rlmesh.errors import UsageError
 from rlmesh.runtime.half_open import HalfOpen
 from rlmesh.runtime.stream import StreamLink
-from rlmesh.runtime.transport import Link, Receiver, check_private_directory
+from rlmesh.runtime.transport import Link, Receiver, prepare_socket_path
 
 logger = logging.getLogger(__name__)
 
 SCHEME = "unix://"
 RETRY_S = 0.02
 ACCEPT_PAUSE_S = 0.1
-_PATH_LIMIT_BYTES = 107
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -44,12 +43,7 @@ class UnixTransport:
 
     def bind(self, address: str) -> str:
         path = address.removeprefix(SCHEME)
-        if len(os.fsencode(path)) > _PATH_LIMIT_BYTES:
-            raise UsageError(
-                f"the socket path {path!r} has {len(os.fsencode(path))} bytes, the system allows {_PATH_LIMIT_BYTES}: "
-                "set TMPDIR or XDG_RUNTIME_DIR to a shorter directory"
-            )
-        check_private_directory(path)
+        prepare_socket_path(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(path)

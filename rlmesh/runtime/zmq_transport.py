@@ -23,7 +23,7 @@ from rlmesh.runtime.transport import (
     Link,
     Receiver,
     Rejection,
-    check_private_directory,
+    prepare_socket_path,
 )
 from rlmesh.runtime.zmq_listener import ListenerWatch
 from rlmesh.wire.envelope import Frames
@@ -169,7 +169,7 @@ class ZmqTransport:
         if self._router is not None:
             raise UsageError(f"this runtime listens already, at {self._router.getsockopt_string(zmq.LAST_ENDPOINT)}")
         if address.startswith("ipc://"):
-            check_private_directory(address.removeprefix("ipc://"))
+            prepare_socket_path(address.removeprefix("ipc://"))
         router = self.new_socket(zmq.ROUTER, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._watch = ListenerWatch(router, self._loop, self._on_refused, self._on_left)
@@ -179,7 +179,7 @@ class ZmqTransport:
             self._watch.close()
             self._watch = None
             router.close(0)
-            raise UsageError(f"cannot listen at {address!r}: {error} (a socket path holds at most 107 bytes)") from None
+            raise UsageError(f"cannot listen at {address!r}: {error}") from None
         self._router = router
         self.watch(router, self._drain_router)
         self.watch(self._watch.monitor, self._watch.drain)

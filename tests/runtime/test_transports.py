@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
@@ -196,6 +197,17 @@ async def test_one_address_has_one_listener(pair: Pair) -> None:
     await pair.open()
     with pytest.raises(UsageError):
         pair.caller.transport.bind(pair.endpoint)
+
+
+@pytest.mark.parametrize("scheme", ["unix", "ipc"])
+async def test_the_socket_of_a_listener_that_died_is_replaced(scheme: str) -> None:
+    with address_of(scheme) as address:
+        dead = socket.socket(socket.AF_UNIX)
+        dead.bind(address.partition("://")[2])
+        dead.close()
+        pair = Pair(NetworkOptions(), address)
+        await pair.open()
+        pair.close()
 
 
 def test_an_unknown_scheme_is_answered_with_the_known_ones() -> None:
