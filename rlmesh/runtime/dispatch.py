@@ -47,7 +47,7 @@ class Host(Protocol):
         """A result that another process keeps."""
         ...
 
-    def capture(self, buffers: Sequence[memoryview]) -> Sequence[Buffer]:
+    def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
         """Frames of large buffers that no longer change."""
         ...
 

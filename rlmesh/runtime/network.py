@@ -6,9 +6,8 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 
-from rlmesh.errors import UsageError
+from rlmesh.errors import PayloadTooLarge, UsageError
 from rlmesh.runtime.transport import Receiver, Transport, TransportFactory
 
 MAX_PAYLOAD_VARIABLE = "RLMESH_MAX_PAYLOAD_BYTES"
@@ -33,6 +32,16 @@ class NetworkOptions:
     private: bool = False
     transports: Mapping[str, TransportFactory] = field(default_factory=dict)
 
+    def check_payload(self, nbytes: int) -> None:
+        """Raises:
+        PayloadTooLarge: so much may not be sent at once.
+        """
+        if nbytes > self.max_payload_bytes:
+            raise PayloadTooLarge(
+                f"{nbytes:,} bytes are more than may be sent at once, {self.max_payload_bytes:,} bytes: send them in "
+                f"parts, return less, or raise the cap ({MAX_PAYLOAD_VARIABLE}, NetworkOptions.max_payload_bytes)"
+            )
+
     def factory(self, address: str) -> tuple[str, TransportFactory]:
         """Scheme and transport of an address.
 
@@ -47,7 +56,6 @@ class NetworkOptions:
         return scheme, factory
 
 
-@cache
 def options_of_environment() -> NetworkOptions:
     """What the environment says: ``RLMESH_MAX_PAYLOAD_BYTES``, ``RLMESH_PRIVATE_NETWORK=1``.
 

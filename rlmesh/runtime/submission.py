@@ -11,6 +11,7 @@ from rlmesh.runtime.context import served_call
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.kept import FETCH
+from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.streams import Inbox, Stream
@@ -32,6 +33,7 @@ class Submission:
     endpoint: str | None
     default_timeout_s: float
     post: Callable[..., None]
+    network: NetworkOptions
     _calls: Calls
     _dispatcher: Dispatcher
     _lending: Lending
@@ -128,9 +130,14 @@ class Submission:
             self.submit_encoded(name, method, frames, options, endpoint, incarnation, inbox=inbox)
         return Stream(inbox, self.post)
 
-    def capture(self, buffers: Sequence[memoryview]) -> Sequence[Buffer]:
-        """Frames of large buffers that no longer change: in shared memory where there is room."""
-        return self._lending.capture(buffers)
+    def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
+        """Frames of large buffers that no longer change: in shared memory where there is room.
+
+        Raises:
+            PayloadTooLarge: they and the rest of their message are above the cap.
+        """
+        self.network.check_payload(sum(buffer.nbytes for buffer in buffers) + rest_bytes)
+        return self._lending.capture(buffers) if buffers else ()
 
     def least_busy(self, names: Sequence[str]) -> str:
         """Which of these members has the fewest calls of this process on their way, and the shortest queue."""

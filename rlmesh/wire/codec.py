@@ -28,10 +28,13 @@ from rlmesh.wire.envelope import Buffer, Frames
 if TYPE_CHECKING:
     import torch
 
-Capture: TypeAlias = Callable[[Sequence[memoryview]], Sequence[Buffer]]
+Capture: TypeAlias = Callable[[Sequence[memoryview], int], Sequence[Buffer]]
 
 INLINE_LIMIT_BYTES = 4096
 """Smaller buffers stay inside the pickle: a frame of their own would cost more than the copy."""
+
+_MODEST_BYTES = 65536
+"""Nobody caps payloads below."""
 
 _main_importable = False
 
@@ -99,10 +102,12 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
     """Serialize a value.
 
     Args:
-        capture: makes frames of the large buffers, in their order, that no longer change; None copies each.
+        capture: makes frames of the large buffers, in their order, that no longer change; None copies each. It is
+            told how many bytes the rest of the value has, and may refuse it.
 
     Raises:
         Unserializable: naming the type that cannot travel.
+        PayloadTooLarge: ``capture`` refuses so much.
     """
     large: list[memoryview] = []
 
@@ -132,9 +137,9 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
             ) from first
     else:
         whole = out.getvalue()
-    if not large:
+    if not large and len(whole) < _MODEST_BYTES:
         return [whole]
-    return [whole, *(capture(large) if capture is not None else map(bytes, large))]
+    return [whole, *(capture(large, len(whole)) if capture is not None else map(bytes, large))]
 
 
 def decode(frames: Frames) -> Any:
