@@ -91,11 +91,8 @@ class Calls:
             if call.future is not None:
                 self._deadlines.add(call, call.timeout_s)
             # Calls that take the way over the loop (a connection must be made) must not be overtaken.
-            if self._detours or self._closing or self._book_changes(call):
-                self._detours += 1
-                self._post(self._start_on_loop, call)
-                return
-            peer = self._peers.get(call.endpoint or "")
+            detour = self._detours or self._closing or self._book_changes(call)
+            peer = None if detour else self._peers.get(call.endpoint or "")
             if peer is None:
                 self._detours += 1
                 self._post(self._start_on_loop, call)
@@ -375,7 +372,7 @@ class Calls:
             return
         self._forget(peer)
         if peer.channel.peer_name.startswith("@"):
-            self._drop(peer, lambda call: call.lost(reason, _begun(peer)))
+            self._drop(peer, lambda call: call.lost(reason, peer.begun()))
             return
         # Its agent knows exit code, signal and last lines, and says so within milliseconds.
         with self._lock:
@@ -385,7 +382,7 @@ class Calls:
 
     def _give_up(self, peer: Peer, reason: str) -> None:
         self._orphans.pop(peer.endpoint, None)
-        self._drop(peer, lambda call: call.lost(reason, _begun(peer)))
+        self._drop(peer, lambda call: call.lost(reason, peer.begun()))
 
     def member_lost(self, info: ExitInfo) -> None:
         """The agent's word on the end of a member's process: its calls end now, later ones at once."""
@@ -426,6 +423,16 @@ class Calls:
         alive = (name, member.incarnation) not in self._dead and member.endpoint not in self._lost
         peer = self._peers.get(member.endpoint)
         return (Load(alive, True, 0, 0), None) if peer is None else (Load(alive, True, *peer.load()), peer)
+
+    def is_gone(self, name: str, endpoint: str | None) -> bool:
+        """Whether a member's process has ended; otherwise its lost connection is forgotten, so that the next call
+        opens another."""
+        member = self._book.find_name(name) if self._book is not None else None
+        if member is not None and (name, member.incarnation) in self._dead:
+            return True
+        with self._lock:
+            self._lost.pop(endpoint or (member.endpoint if member is not None else None) or "", None)
+        return False
 
     @property
     def book(self) -> AddressBook | None:
@@ -491,8 +498,3 @@ class Calls:
             reject(call.future, error)
         else:
             logger.warning("notification %s was not delivered: %s", call.describe(), error)
-
-
-def _begun(peer: Peer) -> Executed:
-    """Whether calls to it may have begun: none is sent before the greeting is over."""
-    return "maybe" if peer.channel.authenticated else "no"

@@ -144,6 +144,10 @@ class Peer:
         """How long the call that it answered last had waited there."""
         self.opening: asyncio.TimerHandle | None = None
 
+    def begun(self) -> Executed:
+        """Whether calls to it may have begun: none is sent before the greeting is over."""
+        return "maybe" if self.channel.authenticated else "no"
+
     def load(self) -> tuple[int, int]:
         """Calls of this process that are on their way there, and how long the last one had queued (ns)."""
         return len(self.pending) + len(self.waiting), self.queued_ns

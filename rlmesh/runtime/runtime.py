@@ -81,6 +81,7 @@ class Runtime(Submission):
         self._loop_ident = 0
         self._posts = Posts(loop)
         self.network = network or options_of_environment()
+        self._later = loop.call_later
         self._transports: dict[str, Transport] = {}
         self._meter = RunQueueMeter()
         self._lending = Lending(name, self._key, job_id, node_rank, self.post)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.context import served_call
+from rlmesh.runtime.context import CallContext, served_call
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.kept import FETCH
-from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
+from rlmesh.runtime.retry import Retries
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.runtime.timing import CallGroup, CallStats
 from rlmesh.wire import codec
@@ -33,7 +33,7 @@ class Submission:
     endpoint: str | None
     default_timeout_s: float
     post: Callable[..., None]
-    network: NetworkOptions
+    _later: Callable[[float, Callable[[], None]], object]
     _calls: Calls
     _dispatcher: Dispatcher
     _lending: Lending
@@ -82,6 +82,8 @@ class Submission:
         if context is not None:
             chain = context.chain
             timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
+        if options.idempotent and reply and inbox is None:
+            return self._retried(name, method, frames, timeout_s, chain, endpoint, incarnation, options.queue, context)
         passed = frames if isinstance(frames, PassedArguments) else None
         captured = [] if isinstance(frames, PassedArguments) else frames
         call = PendingCall(
@@ -110,14 +112,40 @@ class Submission:
             return self._dispatcher.kept.fetch_here(elsewhere, self.capture)
         limit_s = self.default_timeout_s if timeout_s is None else timeout_s
         frames = codec.encode(((elsewhere.token, *elsewhere.part), {}))
-        call = PendingCall(
-            self._calls, elsewhere.name, FETCH, float(limit_s), (), elsewhere.endpoint, elsewhere.incarnation, frames,
-            True, None,
-        )  # fmt: skip
+        return self._launch(
+            elsewhere.name, FETCH, frames, float(limit_s), (), elsewhere.endpoint, elsewhere.incarnation, True
+        )
+
+    def _launch(
+        self, name: str, method: str, frames: Frames | PassedArguments, timeout_s: float, chain: tuple[str, ...],
+        endpoint: str | None, incarnation: int, queue: bool,
+    ) -> Future[Any]:  # fmt: skip
+        """A call on behalf of no particular call, from any thread."""
+        captured = [] if isinstance(frames, PassedArguments) else frames
+        call = PendingCall(self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, queue, None)
         future: Future[Any] = Future(call)
         call.future = future
-        self._calls.start(call)
+        if isinstance(frames, PassedArguments):
+            call.passed = frames
+            self._calls.start_later(call)
+        else:
+            self._calls.start(call)
         return future
+
+    def _retried(
+        self, name: str, method: str, frames: Frames | PassedArguments, timeout_s: float, chain: tuple[str, ...],
+        endpoint: str | None, incarnation: int, queue: bool, context: CallContext | None,
+    ) -> Future[Any]:  # fmt: skip
+        """A call that is made again where `pause_before_retry` allows it."""
+        retries = Retries(
+            lambda left_s: self._launch(name, method, frames, left_s, chain, endpoint, incarnation, queue),
+            lambda pause_s, fn: self.post(self._later, pause_s, fn),
+            lambda: self._calls.is_gone(name, endpoint),
+            timeout_s,
+        )
+        if context is not None:
+            context.add_child(retries.future)
+        return retries.start()
 
     def stream(
         self, targets: Sequence[tuple[str, str | None, int]], method: str, args: tuple[Any, ...],

@@ -29,7 +29,7 @@ class Mesh:
         self.runtimes.append(runtime)
         return runtime
 
-    def serve(self, role: str, *objects: object) -> RoleGroup[object]:
+    def serve(self, role: str, *objects: object) -> RoleGroup[Any]:
         for rank, obj in enumerate(objects):
             runtime = self.start(member_name(role, rank))
             runtime.serve(member_name(role, rank), obj)
