@@ -84,6 +84,13 @@ def unix(receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[...
     return UnixTransport(receiver, loop, post)
 
 
+def plain(receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
+    """TCP without encryption: for large payloads on a private network only."""
+    from rlmesh.runtime.plain_transport import PlainTransport
+
+    return PlainTransport(receiver, loop, post)
+
+
 def zeromq(receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
     """ZeroMQ with CURVE, over TCP or Unix sockets."""
     from rlmesh.runtime.security import CurveKeys

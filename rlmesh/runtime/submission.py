@@ -11,6 +11,7 @@ from rlmesh.runtime.context import CallContext, served_call
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.kept import FETCH
+from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
@@ -33,6 +34,7 @@ class Submission:
     endpoint: str | None
     default_timeout_s: float
     post: Callable[..., None]
+    network: NetworkOptions
     _later: Callable[[float, Callable[[], None]], object]
     _calls: Calls
     _dispatcher: Dispatcher

@@ -85,7 +85,7 @@ def scope_of(endpoint: str) -> str:
     """What of an address both sides know alike, and so can prove: the socket's real path. A TCP address may look
     different from outside; there the encryption binds both sides."""
     scheme, _, path = endpoint.partition("://")
-    if scheme == "tcp":
+    if scheme in ("tcp", "plain"):
         return scheme
     return os.path.realpath(path) if path.startswith("/") else path
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.loops import Posts
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.network import NetworkOptions, plain
 from rlmesh.runtime.transport import UNAUTHENTICATED_LIMIT_BYTES, Link, Rejection, Transport
 from rlmesh.testing import FaultPlan, LoopbackNetwork, faulty
 from rlmesh.wire.envelope import Frames
@@ -68,7 +68,7 @@ class Pair:
     """A listener and a caller with one link, over which a first packet went."""
 
     def __init__(self, options: NetworkOptions, address: str) -> None:
-        self.address = address
+        self.options, self.address = options, address
         self.listener, self.caller = Side(options, address), Side(options, address)
 
     async def open(self) -> Link:
@@ -85,15 +85,17 @@ class Pair:
         self.listener.transport.close(1)
 
 
-@pytest.fixture(params=["loop", *SCHEMES, "faulty"])
+@pytest.fixture(params=["loop", *SCHEMES, "plain", "faulty"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     """Over each transport, and over one behind a plan without faults."""
     network = LoopbackNetwork()
     transports = dict(network.transports)
-    transports["faulty"] = faulty(transports["loop"], FaultPlan())
+    transports |= {"plain": plain, "faulty": faulty(transports["loop"], FaultPlan())}
     with ExitStack() as stack:
-        known = request.param in SCHEMES
-        address = stack.enter_context(address_of(request.param)) if known else f"{request.param}://a"
+        if request.param in SCHEMES:
+            address = stack.enter_context(address_of(request.param))
+        else:
+            address = "plain://127.0.0.1:0" if request.param == "plain" else f"{request.param}://a"
         made = Pair(NetworkOptions(transports=transports), address)
         try:
             yield made
@@ -125,8 +127,8 @@ async def test_packets_arrive_whole_in_order_and_both_ways(pair: Pair) -> None:
 
 
 async def test_what_is_sent_before_the_listener_is_there_is_kept(pair: Pair) -> None:
-    if pair.address.startswith("tcp"):
-        probe = Side(NetworkOptions(), pair.address)
+    if "127.0.0.1" in pair.address:
+        probe = Side(pair.options, pair.address)
         pair.address = probe.transport.bind(pair.address)
         probe.transport.close(0)
     link = pair.caller.transport.connect(pair.address)
