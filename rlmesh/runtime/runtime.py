@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
@@ -152,6 +154,7 @@ class Runtime(Submission):
         runtime._loop_ident = threading.get_ident()
         if thread is not None:
             runtime._thread_owner = thread
+            _with_threads.add(runtime)
         register_loop_thread(name)
         turn_loops[runtime._loop_ident] = runtime._loop
         runtime._meter.add(threading.get_native_id())
@@ -162,6 +165,7 @@ class Runtime(Submission):
         if self._closed:
             return
         self._closed = True
+        _with_threads.discard(self)
         if default_runtime_or_none() is self:
             set_default_runtime(None)
         for served in self._dispatcher.served():
@@ -368,6 +372,21 @@ class Runtime(Submission):
             self._lending.lost(channel)
             self._dispatcher.on_lost(channel)
         self._calls.on_lost(link, reason)
+
+
+_with_threads: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """A program ends without closing its runtimes: their threads must not run while the interpreter is taken down
+    around them."""
+    for runtime in list(_with_threads):
+        runtime.close()
+
+
+# As concurrent.futures does it: before the handlers of atexit, one of which is pyzmq's, without which the frames that
+# ZeroMQ still holds cannot be freed.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 _default: Runtime | None = None

@@ -1,0 +1,153 @@
+"""A caller that ends, however it ends: what it asked for is ended too, and nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.runtime import Runtime
+from tests.runtime.conftest import KEY, Mesh
+
+CLIENT = """
+import os, sys, time
+from rlmesh.runtime.runtime import Runtime
+
+runtime = Runtime.start(name="client", key=bytes.fromhex(sys.argv[1]), bind=False)
+callee, user = (runtime.peer(name, endpoint) for name, endpoint in (("A:0", sys.argv[2]), ("B:0", sys.argv[3])))
+assert callee.call("echo", 1).result() == 1
+made = callee.call("make", 500_000)
+assert user.call("size", made).result() == 500_000
+stream = callee.stream("items")
+assert next(stream) == 0
+calls = [callee.call("sleep"), callee.call("hold"), callee.call("note"), callee.call("note"), callee.call("nested")]
+big = callee.call("echo", bytes(50_000_000))
+print("ready", flush=True)
+sys.stdin.readline()
+if sys.argv[4] == "exit":
+    os._exit(5)
+if sys.argv[4] == "leave":
+    sys.exit()
+time.sleep(60)
+"""
+
+
+class Member:
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+        self.noted = 0
+        self.holding = threading.Event()
+        self.release = threading.Event()
+        self.inner: Any = None
+
+    @rpc(concurrent=8)
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @rpc(concurrent=8)
+    async def make(self, n: int) -> bytes:
+        await asyncio.sleep(0.2)  # Until its caller has passed the result on.
+        return bytes(n)
+
+    @rpc
+    async def items(self) -> Any:
+        try:
+            for number in range(1_000_000):
+                yield number
+        finally:
+            self.cancelled.append("items")
+
+    @rpc
+    async def sleep(self) -> None:
+        await self.watched("sleep")
+
+    @rpc
+    async def nested(self) -> None:
+        await self.inner.call("deep")
+
+    @rpc
+    def hold(self) -> None:
+        self.holding.set()
+        self.release.wait(20)
+
+    @rpc
+    def note(self) -> None:
+        self.noted += 1
+
+    async def watched(self, name: str) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+
+
+class User:
+    def __init__(self, member: Member) -> None:
+        self.member = member
+
+    @rpc
+    def size(self, data: bytes) -> int:
+        return len(data)
+
+    @rpc
+    async def deep(self) -> None:
+        await self.member.watched("deep")
+
+
+@contextmanager
+def client(mesh: Mesh, how: str) -> Iterator[subprocess.Popen[str]]:
+    endpoints = [address.endpoint or "" for address in mesh.addresses]
+    command = [sys.executable, "-X", "faulthandler", "-c", CLIENT, KEY.hex(), *endpoints, how]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdin is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+        process.stdin.close()
+
+
+def incoming(runtime: Runtime) -> int:
+    return len(runtime._dispatcher._incoming)
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "leave"])
+def test_what_a_client_asked_for_ends_with_it(mesh: Mesh, until: Callable[..., None], how: str) -> None:
+    member = Member()
+    group = mesh.serve("A", member)
+    mesh.serve("B", User(member))
+    callee, user = mesh.runtimes[-2], mesh.runtimes[-1]
+    member.inner = callee.peer("B:0", mesh.addresses[1].endpoint or "")
+    with client(mesh, how) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        assert member.holding.wait(10)
+        until(lambda: incoming(user) == 1 and incoming(callee) >= 6)
+        assert len(callee._dispatcher.kept) == 1
+        if how == "kill":
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert process.wait(10) == {"kill": -9, "exit": 5, "leave": 0}[how]
+    until(lambda: sorted(member.cancelled) == ["deep", "items", "sleep"])
+    until(lambda: incoming(callee) == incoming(user) == 0)
+    until(lambda: len(callee._dispatcher.kept) == 0)
+    until(lambda: len(callee._incoming) == 1)  # The user fetched from it, and lives.
+    assert callee.pending() == []
+    member.release.set()
+    assert group[0].call("echo", 3).result() == 3
+    assert group[0].call("hold").result() is None, "the member's thread is free again"
+    assert member.noted == 0, "calls that were queued must not start"
