@@ -175,6 +175,8 @@ class Dispatcher:
         self._incoming: dict[tuple[Any, int], Incoming] = {}
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
         self.kept = KeptResults(loop)
+        self.ending = False
+        """The process ends: what is cancelled now was not cancelled by its callers."""
 
     def expect(self, name: str) -> None:
         """Keep calls to a name that is not served yet until it is."""
@@ -427,8 +429,10 @@ class Dispatcher:
     def failed(self, incoming: Incoming, error: BaseException) -> Frames:
         call = incoming.call
         if isinstance(error, asyncio.CancelledError):
+            if self.ending:
+                incoming.cancelled = True  # No answer: how the process ended tells the caller more.
             role, rank = split_name(call.target)
-            by = "" if incoming.cancelled else ": its process is ending, or its own code cancelled it"
+            by = "" if incoming.cancelled else " by its own code"
             text = f"{call.target}.{call.method}() was cancelled{by}"
             error = CallCancelled(text, role=role, rank=rank, method=call.method, executed="yes")
         record = failure.record(error, executed="no" if incoming.refused else "yes")

@@ -168,6 +168,7 @@ class Runtime(Submission):
         _with_threads.discard(self)
         if default_runtime_or_none() is self:
             set_default_runtime(None)
+        self._dispatcher.ending = True
         for served in self._dispatcher.served():
             served.close()
         if self._user is not None:

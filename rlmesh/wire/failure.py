@@ -111,6 +111,8 @@ def rebuild(
     """The error that the caller raises for a remote failure."""
     original = _original(failure)
     if isinstance(original, CallError) and not isinstance(original, RemoteError):
+        # It may be of a call that the method itself had made: what counts here is whether this one ran.
+        original.executed = failure.executed
         return original
     error = _instance(original, failure)
     member = f"{role}:{rank}" if rank is not None else str(role)
