@@ -34,6 +34,8 @@ class PPOTrainer:
         config = self.config
         batches = data.batches(self.train, config.batch_size, config.seed)
         heldout = self.validate()
+        # Also closes the account of the calls made so far: they are part of no step.
+        current_worker().report(step=0, heldout_accuracy=heldout, total_steps=config.steps)
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             rows = next(batches)
