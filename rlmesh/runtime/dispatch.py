@@ -140,8 +140,12 @@ class Dispatcher:
             self._early.setdefault(name, [])
 
     def serve(self, served: Served) -> None:
+        """From any thread: calls that arrive from now on find it."""
         self._served[served.name] = served
-        for early in self._early.pop(served.name, ()):
+
+    def release(self, name: str) -> None:
+        """On the loop, after `serve`: calls that came early begin."""
+        for early in self._early.pop(name, ()):
             self.on_call(*early)
 
     def unserve(self, name: str) -> Served | None:

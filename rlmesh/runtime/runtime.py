@@ -205,7 +205,8 @@ class Runtime:
         if name in self._expected:
             self._expected.discard(name)
             served.executor.hold()
-        self._on_loop(self._dispatcher.serve, served)
+        self._dispatcher.serve(served)
+        self._on_loop(self._dispatcher.release, name)
 
     def unserve(self, name: str) -> None:
         """Serve ``name`` no longer; calls that run already end normally."""
