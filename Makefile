@@ -24,6 +24,9 @@ TORCH_READY := $(VENV)/.torch-ready-$(CHOICE)
 DEMO_READY := $(VENV)/.demo-ready-$(CHOICE)
 DEV_READY := $(VENV)/.dev-ready-$(CHOICE)
 
+# Tests that are full of arrays and tensors are not type-checked.
+UNTYPED := ^tests/(rl|examples|seeds)/
+
 .PHONY: help demo test lint types fast slow bench clean
 .DEFAULT_GOAL := help
 
@@ -45,6 +48,7 @@ lint: $(DEV_READY)
 
 types: $(DEV_READY)
 	$(BIN)/mypy
+	MYPYPATH=.:launcher:examples $(BIN)/mypy --explicit-package-bases --exclude '$(UNTYPED)' tests benchmarks examples/hello.py
 
 fast: $(DEV_READY)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)

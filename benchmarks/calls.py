@@ -31,7 +31,7 @@ class Meter:
     """Measures in ``run()`` and leaves the figures in the run directory."""
 
     def run(self) -> None:
-        group = RoleGroup("ECHO")
+        group: RoleGroup[Any] = RoleGroup("ECHO")
         one = group[0]
         items = list(range(ITEMS))
         group.call("echo", 0).result()  # every connection is open

@@ -14,8 +14,13 @@ import pytest
 import pytest_asyncio
 import uvloop
 import zmq
+from hypothesis import settings
 
 from tests.leaks import LASTING, MARKER, LeakCheck
+
+# How long one example takes says more about the machine than about the code.
+settings.register_profile("rlmesh", deadline=None)
+settings.load_profile("rlmesh")
 
 
 def open_what_lasts() -> None:

@@ -74,6 +74,8 @@ async def test_task() -> None:
 
 @pytest.mark.parametrize("kind", LEAKS)
 def test_a_test_that_leaks_fails_and_says_what(leaking_run: str, kind: str) -> None:
+    if kind == "segment" and any(name.startswith("rlmesh-") for name in os.listdir("/dev/shm")):
+        pytest.skip("somebody else on this machine has segments: none is laid to a test")
     section = leaking_run.split(f"ERROR at teardown of test_{kind.replace(' ', '_')} _", 1)
     assert len(section) == 2, leaking_run
     assert LEAKS[kind][1] in section[1].split("ERROR at teardown", 1)[0]

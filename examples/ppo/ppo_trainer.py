@@ -65,14 +65,15 @@ class PPOTrainerActor:
 
 def summarize(config: PPOConfig, history: list[dict[str, float]]) -> dict[str, float]:
     """Both ends of both curves: the reward of sampled answers, and the greedy accuracy on held-out prompts."""
-    rewards = [step["reward_mean"] for step in history]
+    steps = [step for step in history if "reward_mean" in step]
+    rewards = [step["reward_mean"] for step in steps]
     heldout = [step["heldout_accuracy"] for step in history if "heldout_accuracy" in step]
     return {
         "seed": config.seed,
-        "steps": len(history),
+        "steps": len(steps),
         "reward_first": mean(rewards[:ENDS]),
         "reward_last": mean(rewards[-ENDS:]),
         "heldout_first": heldout[0],
         "heldout_last": heldout[-1],
-        "step_time_s": mean(step["step_time_s"] for step in history),
+        "step_time_s": mean(step["step_time_s"] for step in steps),
     }

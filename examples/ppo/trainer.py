@@ -18,7 +18,7 @@ from .model import encode
 
 
 class PPOTrainer:
-    """Drives the other roles through PPO; ``history`` keeps the metrics of every step."""
+    """Drives the other roles through PPO; ``history`` keeps the metrics, from step 0, before training, on."""
 
     def __init__(
         self, config: PPOConfig, tokenizer: PreTrainedTokenizerFast, train: list[Row], validation: list[Row]
@@ -33,7 +33,9 @@ class PPOTrainer:
     def fit(self, checkpoints: Path) -> None:
         config = self.config
         batches = data.batches(self.train, config.batch_size, config.seed)
-        heldout = self.validate()
+        self.history.append({"heldout_accuracy": self.validate()})
+        # Also closes the account of the calls made so far: they are part of no step.
+        current_worker().report(step=0, total_steps=config.steps, **self.history[0])
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             rows = next(batches)
@@ -49,8 +51,6 @@ class PPOTrainer:
             step_time_s = time.perf_counter() - started
 
             metrics = {**made.metrics, "step_time_s": step_time_s, "value_loss": critic["value_loss"], **actor}
-            if step == 1:
-                metrics["heldout_accuracy"] = heldout  # of the policy that drew this step's samples
             if step % config.eval_every == 0 or step == config.steps:
                 metrics["heldout_accuracy"] = self.validate()
             if step % config.save_every == 0 or step == config.steps:

@@ -175,7 +175,9 @@ class LiveView:
         name = f"{member.role}:{member.rank}"
         if member.incarnation:
             name += f" (restart {member.incarnation})"
-        beat = "" if member.last_beat_at is None else f"{max(0.0, self._clock() - member.last_beat_at):.1f} s"
+        beat = ""
+        if member.last_beat_at is not None and member.state not in ("exited", "failed"):
+            beat = f"{max(0.0, self._clock() - member.last_beat_at):.1f} s"
         return [
             Text(name),
             *([Text(str(member.node_rank))] if nodes else []),

@@ -1,6 +1,6 @@
 """One rank of a sharded model in training; started as a process per rank by test_ppo_sharded.py.
 
-Arguments: a JSON object with rank, ranks, store (a file), micro_batch_size, rows, checkpoint. Prints the weights.
+Argument: a JSON object with rank, ranks, rows, micro_batch_sizes and folder. Prints a result per size.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,11 @@ def experience(rows: int) -> Experience:
     return Experience(torch.randn(rows, 5, generator=generator), torch.ones(rows, 5), mask, *poisoned)
 
 
-def main() -> None:
-    args = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{args['store']}", rank=args["rank"], world_size=args["ranks"])
+def train(micro_batch_size: int, rows: int, checkpoint: Path) -> dict[str, Any]:
+    """Two batches of two passes each; the statistics of both, and the weights after them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    config = PPOConfig(micro_batch_size=args["micro_batch_size"], minibatches=1, ppo_epochs=2, max_grad_norm=0.05)
+    config = PPOConfig(micro_batch_size=micro_batch_size, minibatches=1, ppo_epochs=2, max_grad_norm=0.05)
     sharded = ShardedModel(model, config, lr=0.01)
 
     def loss(part: Experience, count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -43,11 +42,20 @@ def main() -> None:
         share = aggregate(terms.loss, part.action_mask, "token-mean", denominator=count)
         return share, {"loss": share}
 
-    mine = experience(args["rows"]).split(args["ranks"])[args["rank"]]
+    mine = experience(rows).split(dist.get_world_size())[dist.get_rank()]
     statistics = [sharded.update(mine, loss) for _ in range(2)]
-    sharded.save(Path(args["checkpoint"]), step=2)
+    sharded.save(checkpoint, step=2)
     weights = {name: tensor.tolist() for name, tensor in sharded.whole_weights().items()}
-    print(json.dumps({"statistics": statistics, "weights": weights}))
+    return {"statistics": statistics, "weights": weights}
+
+
+def main() -> None:
+    args = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    folder = Path(args["folder"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=args["rank"], world_size=args["ranks"])
+    results = [train(size, args["rows"], folder / f"micro-{size}.pt") for size in args["micro_batch_sizes"]]
+    print(json.dumps(results))
     dist.destroy_process_group()
 
 

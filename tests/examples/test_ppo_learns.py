@@ -32,40 +32,52 @@ def processes_that_mention(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_reward_and_heldout_accuracy_rise(seed: int, tmp_path: Path) -> None:
-    root = EXAMPLES.parent
-    run_dir = tmp_path / "run"
-    launch = [sys.executable, "-m", "rlmesh.cli.main", "launch", "--view", "plain", "--run-dir", str(run_dir)]
+def launch(tmp_path: Path, *options: str, timeout: float) -> tuple[str, Path, dict[str, float]]:
+    """Run the job to its end; what it prints, its run directory and its summary."""
+    root, run_dir = EXAMPLES.parent, tmp_path / "run"
+    command = [sys.executable, "-m", "rlmesh.cli.main", "launch", "--view", "plain", "--run-dir", str(run_dir)]
     done = subprocess.run(
-        [*launch, str(EXAMPLES / "ppo" / "main.py"), "--", "--job_name", "learns", "--seed", str(seed)],
+        [*command, str(EXAMPLES / "ppo" / "main.py"), "--", *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root / "launcher")))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=540,
+        timeout=timeout,
     )
-    assert done.returncode == 0, done.stdout
+    print(done.stdout)  # shown when a test fails
+    assert done.returncode == 0
     assert processes_that_mention(str(tmp_path)) == []
-    print(done.stdout)  # shown when what follows fails
+    return done.stdout, run_dir, json.loads((run_dir / "summary.json").read_text())
 
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["seed"] == seed
-    assert summary["reward_first"] <= 0.6 and summary["heldout_first"] <= 0.6, summary
-    assert summary["reward_last"] >= 0.9 and summary["heldout_last"] >= 0.9, summary
-    assert json.dumps(summary) in done.stdout
 
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in steps if line["role"] == "TRAINER"]
-    assert [line["step"] for line in trained] == list(range(1, summary["steps"] + 1))
-    assert all(line["metrics"]["log_prob_gap"] < 1e-3 for line in trained)
-
+def check_run_directory(run_dir: Path, summary: dict[str, float]) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["role"] == "TRAINER"]
+    assert [line["step"] for line in trained] == list(range(int(summary["steps"]) + 1))
+    assert all(line["metrics"]["log_prob_gap"] < 1e-3 for line in trained[1:])
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((run_dir / "tensorboard").glob("**/events.out.tfevents.*"))
     assert sorted(path.stem for path in (run_dir / "logs").glob("*.log") if path.stem in MEMBERS) == MEMBERS
-    last = run_dir / "checkpoints" / f"step-{summary['steps']:06d}"
+    last = run_dir / "checkpoints" / f"step-{int(summary['steps']):06d}"
     for name in ("actor.pt", "critic.pt"):
         assert torch.load(last / name, weights_only=True)["step"] == summary["steps"]
+
+
+def test_two_steps_of_a_small_batch_from_start_to_end(tmp_path: Path) -> None:
+    options = ["--steps", "2", "--batch_size", "33", "--warmup_accuracy", "0", "--micro_batch_size", "10"]
+    output, run_dir, summary = launch(tmp_path, "--job_name", "small", *options, timeout=110)
+    assert json.dumps(summary) in output
+    check_run_directory(run_dir, summary)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_reward_and_heldout_accuracy_rise(seed: int, tmp_path: Path) -> None:
+    output, run_dir, summary = launch(tmp_path, "--job_name", "learns", "--seed", str(seed), timeout=540)
+    assert json.dumps(summary) in output
+    assert summary["seed"] == seed
+    assert summary["reward_first"] <= 0.6 and summary["heldout_first"] <= 0.6, summary
+    assert summary["reward_last"] >= 0.9 and summary["heldout_last"] >= 0.9, summary
+    check_run_directory(run_dir, summary)

@@ -297,8 +297,8 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 def test_the_summary_has_both_ends_of_both_curves() -> None:
     history = [{"reward_mean": i / 10, "step_time_s": 2.0} for i in range(10)]
-    history[0]["heldout_accuracy"], history[9]["heldout_accuracy"] = 0.25, 0.75
-    summary = ppo_trainer.summarize(PPOConfig(seed=7), history)
+    history[9]["heldout_accuracy"] = 0.75
+    summary = ppo_trainer.summarize(PPOConfig(seed=7), [{"heldout_accuracy": 0.25}, *history])
     assert summary == pytest.approx(
         {
             "seed": 7,

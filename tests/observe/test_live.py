@@ -134,6 +134,12 @@ def test_auto_is_plain_without_a_terminal_and_live_with_one(monkeypatch: pytest.
     assert isinstance(make_view("auto", out=Terminal(), err=Terminal()), PlainView)
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def _console(height: int = 40) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=100, height=height, color_system=None)
 
