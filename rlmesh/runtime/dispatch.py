@@ -281,7 +281,7 @@ class Dispatcher:
         if incoming.passed is not None:
             incoming.passed.cancel()
         if incoming.task is not None:
-            incoming.task.get_loop().call_soon_threadsafe(incoming.task.cancel)
+            incoming.task.get_loop().call_soon_threadsafe(_cancel_task, incoming)
         else:
             with incoming.method.lock:
                 if incoming in incoming.method.queue:
@@ -373,13 +373,14 @@ class Dispatcher:
 
     def _begin_on_user_loop(self, incoming: Incoming) -> None:
         incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
-        if incoming.cancelled:
-            incoming.task.cancel()
 
     def _coroutine(self, incoming: Incoming) -> Coroutine[Any, Any, None]:
         return self._run_async(incoming) if incoming.outflow is None else incoming.outflow.run_async()
 
     async def _run_async(self, incoming: Incoming) -> None:
+        if incoming.cancelled:
+            self._ended(incoming, False, [], time.perf_counter_ns())
+            return
         incoming.run_queue_ns += own_run_queue_since_last_ns()
         incoming.started_ns = time.perf_counter_ns()
         current_call.set(incoming.context)
@@ -445,3 +446,10 @@ class Dispatcher:
         if isinstance(error, SystemExit):
             incoming.exit = error
         return codec.encode(record)
+
+
+def _cancel_task(incoming: Incoming) -> None:
+    """On the task's loop. A task that was cancelled before its first step would never run the lines that give its
+    place back; it looks for itself whether it was cancelled."""
+    if incoming.started_ns and incoming.task is not None:
+        incoming.task.cancel()

@@ -101,6 +101,9 @@ class Outflow:
 
     async def run_async(self) -> None:
         incoming = self._incoming
+        if incoming.cancelled:
+            self._dispatcher.finish(incoming, False, [], time.perf_counter_ns())
+            return
         incoming.started_ns = time.perf_counter_ns()
         current_call.set(incoming.context)
         try:

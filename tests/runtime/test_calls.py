@@ -240,6 +240,25 @@ def test_cancelling_reaches_queued_and_running_calls(mesh: Mesh, until: Callable
     assert mesh.caller.pending() == []
 
 
+@pytest.mark.parametrize("method", ["sleep", "echo_async"])
+def test_a_call_that_is_cancelled_before_it_starts_gives_its_place_back(
+    mesh: Mesh, until: Callable[..., None], method: str
+) -> None:
+    handle = mesh.serve("A", Member())[0]
+
+    async def service() -> None:
+        async with Runtime.open(name="service", key=KEY, bind=False) as runtime:
+            own = runtime.peer("A:0", mesh.addresses[0].endpoint or "")
+            assert await own.call("echo", 3) == 3
+            # Calls and cancellations of one turn arrive together.
+            for future in [own.call(method, 1) for _ in range(50)]:
+                future.cancel()
+
+    asyncio.run(service())
+    assert handle.call("sleep", 0).result(5) is None and handle.call("echo_async", 1).result(5) == 1
+    until(lambda: not mesh.runtimes[-1]._dispatcher._incoming)
+
+
 def test_a_call_that_would_wait_for_itself_is_refused(mesh: Mesh) -> None:
     member = Member()
     group = mesh.serve("A", member)
