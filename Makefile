@@ -35,6 +35,7 @@ help:
 	@echo 'make test    lint, types, fast tests (PYTEST_ARGS: arguments for pytest)'
 	@echo 'make slow    tests that take minutes'
 	@echo 'make bench   measure calls and start-up on this machine'
+	@echo 'make bench-peers   the same calls on Ray, xoscar and Monarch (RPC_ARGS: arguments for benchmarks/rpc.py)'
 	@echo 'make lint    ruff only'
 	@echo 'make clean   remove the virtual environment and all caches, not the runs'
 
@@ -48,7 +49,7 @@ lint: $(DEV_READY)
 
 types: $(DEV_READY)
 	$(BIN)/mypy
-	MYPYPATH=.:launcher:examples $(BIN)/mypy --explicit-package-bases --exclude '$(UNTYPED)' tests benchmarks examples/hello.py
+	MYPYPATH=.:launcher:examples:benchmarks $(BIN)/mypy --explicit-package-bases --exclude '$(UNTYPED)' tests benchmarks examples/hello.py
 
 fast: $(DEV_READY)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
@@ -80,3 +81,5 @@ $(DEV_READY): $(DEMO_READY) pyproject.toml
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+include benchmarks/peers.mk

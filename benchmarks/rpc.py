@@ -4,6 +4,9 @@ Each runtime does the work of rpc_work.py in a process of its own, with its defa
 after ``--repeat`` rounds the medians stand in a table beside how many times better rlmesh is than the best of Ray,
 xoscar and Monarch, and than Ray. Times are of calls made one after the other unless the row says otherwise.
 
+"8 members up" is for rlmesh a whole job from submit until all serve, for Ray eight actors of a cluster that runs,
+for xoscar and Monarch their pool or mesh of processes.
+
 The peers are optional: ``make bench-peers`` installs them into ``.venv-peers``; one that is not there is left out
 and said to be. Run it with nothing else running: calls are short, and a busy machine is noise.
 """

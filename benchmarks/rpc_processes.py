@@ -10,14 +10,26 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 END_LIMIT_S = 10.0
 
 
 def own_descendants() -> None:
-    """Make this process the parent of descendants whose own parents end (see prctl(2))."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    """Make this process the parent of descendants whose own parents end, and let it end as for Ctrl-C if it is
+    told to (SIGTERM)."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it ends, however it ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def run_bounded(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rpc_peer import Peer, expect, seconds_of, tensor
+from rpc_processes import end_with_parent
 
 CALLS = 1000
 MEMBERS = 8
@@ -252,6 +253,7 @@ async def _say_figures(keys: tuple[str, ...], work: Awaitable[Figures], rows: se
 
 
 def main() -> None:
+    end_with_parent()
     name, folder, *rows = sys.argv[1:]
     try:
         module = importlib.import_module(f"rpc_{name}")
