@@ -20,7 +20,7 @@ class Batch:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.mask.shape  # type: ignore[return-value]
+        return self.mask.shape
 
     def normal(self, stream: int, *more: int) -> NDArray[np.float64]:
         """Standard normal values ``[batch, time, *more]``; another stream gives others."""

@@ -56,9 +56,11 @@ def test_padding_changes_nothing(batch: Batch, extra: int) -> None:
     def padded(x: np.ndarray, fill: float | bool) -> torch.Tensor:
         return torch.tensor(np.pad(x, [(0, 0), (0, extra)], constant_values=fill))
 
-    settings = {"gamma": 0.9, "lam": 0.95, "last_values": last}
-    plain = gae(torch.tensor(rewards), torch.tensor(values), torch.tensor(batch.mask), **settings)
-    longer = gae(padded(rewards, np.nan), padded(values, np.nan), padded(batch.mask, False), **settings)
+    def advantages(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gae(columns[0], columns[1], columns[2], gamma=0.9, lam=0.95, last_values=last)
+
+    plain = advantages(torch.tensor(rewards), torch.tensor(values), torch.tensor(batch.mask))
+    longer = advantages(padded(rewards, np.nan), padded(values, np.nan), padded(batch.mask, False))
     for a, b in zip(plain, longer, strict=True):
         torch.testing.assert_close(b[:, : a.shape[1]], a)
 

@@ -69,14 +69,12 @@ def test_a_greedy_temperature_is_refused() -> None:
 
 @given(batches(), st.floats(0, 0.9), st.none() | st.floats(0, 2))
 def test_the_policy_loss_agrees_with_numpy(batch: Batch, low: float, high: float | None) -> None:
-    arrays = [batch.normal(i) for i in (1, 2, 3)]
+    new, old, advantages = (batch.normal(i) for i in (1, 2, 3))
+    tensors = [torch.tensor(poisoned(x, batch.mask)) for x in (new, old, advantages)]
     terms = ppo_clip_loss(
-        *(torch.tensor(poisoned(x, batch.mask)) for x in arrays),
-        torch.tensor(batch.mask),
-        clip_low=low,
-        clip_high=high,
+        tensors[0], tensors[1], tensors[2], torch.tensor(batch.mask), clip_low=low, clip_high=high
     )
-    loss, ratio, clipped = reference.ppo_clip_loss(*arrays, batch.mask, clip_low=low, clip_high=high)
+    loss, ratio, clipped = reference.ppo_clip_loss(new, old, advantages, batch.mask, clip_low=low, clip_high=high)
     np.testing.assert_allclose(terms.loss, loss, atol=1e-9)
     np.testing.assert_allclose(terms.ratio, ratio, atol=1e-9)
     np.testing.assert_array_equal(terms.clipped, clipped)
@@ -135,11 +133,10 @@ def test_clip_bounds_are_checked() -> None:
 
 @given(batches(), st.none() | st.floats(0.01, 2))
 def test_the_value_loss_agrees_with_numpy(batch: Batch, clip: float | None) -> None:
-    arrays = [batch.normal(i) for i in (1, 2, 3)]
-    terms = value_clip_loss(
-        *(torch.tensor(poisoned(x, batch.mask)) for x in arrays), torch.tensor(batch.mask), clip=clip
-    )
-    loss, clipped = reference.value_clip_loss(*arrays, batch.mask, clip=clip)
+    new, old, returns = (batch.normal(i) for i in (1, 2, 3))
+    tensors = [torch.tensor(poisoned(x, batch.mask)) for x in (new, old, returns)]
+    terms = value_clip_loss(tensors[0], tensors[1], tensors[2], torch.tensor(batch.mask), clip=clip)
+    loss, clipped = reference.value_clip_loss(new, old, returns, batch.mask, clip=clip)
     np.testing.assert_allclose(terms.loss, loss, atol=1e-9)
     np.testing.assert_array_equal(terms.clipped, clipped)
 
