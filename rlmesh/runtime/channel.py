@@ -7,10 +7,14 @@ import threading
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rlmesh.runtime.transport import Link
 from rlmesh.wire.envelope import Frames, Header, Lend, Message, pack
 from rlmesh.wire.greeting import Admission, Opening
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.lane import Incoming
 
 _PACKET_MESSAGES = 1024
 
@@ -25,7 +29,10 @@ class Channel:
     never by a timer; a plain thread sends at once.
     """
 
-    __slots__ = ("_lock", "_outbox", "_post", "_scheduled", "authenticated", "greeting", "lend", "link", "peer_name")
+    __slots__ = (
+        "_lock", "_outbox", "_post", "_scheduled", "authenticated", "divert", "greeting", "incoming", "lend", "link",
+        "peer_name",
+    )  # fmt: skip
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
         self.link = link
@@ -33,6 +40,10 @@ class Channel:
         self.greeting: Opening | Admission | None = None
         self.lend: Lend | None = None
         """Set once the peer is known to share this process's memory."""
+        self.divert: Callable[[Header, Frames], Header | None] | None = None
+        """Set once the peer takes large payloads another way: takes such a payload, gives what is sent instead."""
+        self.incoming: Incoming | None = None
+        """What of the peer's messages waits for its payload."""
         self.peer_name = link.peer
         self._post = post
         self._outbox: deque[Message] = deque()
@@ -76,7 +87,14 @@ class Channel:
             outbox = self._outbox
             while outbox:
                 messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
+                if self.divert is not None and self.lend is None:
+                    messages = [self._diverted(self.divert, *message) for message in messages]
                 self.link.send(pack(messages, self.lend))
+
+    @staticmethod
+    def _diverted(divert: Callable[[Header, Frames], Header | None], header: Header, frames: Frames) -> Message:
+        other = divert(header, frames)
+        return (header, frames) if other is None else (other, [])
 
     def _flush_turn(self, thread: int) -> None:
         self._scheduled.discard(thread)

@@ -183,6 +183,14 @@ class Dispatcher:
         if name not in self._served:
             self._early.setdefault(name, [])
 
+    def order_of(self, call: Call) -> str | None:
+        """The slot that a call will wait for; calls of one caller for one slot start in the order they were made."""
+        served = self._served.get(call.target)
+        method = served.methods.get(call.method) if served is not None else None
+        if method is None:
+            return call.target  # It will be refused, or waits until its member is served.
+        return method.slot if method.serial else None
+
     def serve(self, served: Served) -> None:
         """From any thread: calls that arrive from now on find it."""
         self._served[served.name] = served

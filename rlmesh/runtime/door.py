@@ -69,9 +69,9 @@ class Door:
         self.strangers = Strangers(name, clock)
         self._name, self._key = name, key
 
-    def knock(self, channel: Channel, endpoint: str) -> None:
-        """Begin the greeting with whoever listens at ``endpoint``."""
-        opening = Opening(self._key, self._name, endpoint)
+    def knock(self, channel: Channel, endpoint: str, name: str | None = None) -> None:
+        """Begin the greeting with whoever listens at ``endpoint``, under this runtime's name or another."""
+        opening = Opening(self._key, name or self._name, endpoint)
         channel.greeting = opening
         channel.link.send(opening.hello.pack())
 

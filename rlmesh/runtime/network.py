@@ -22,6 +22,8 @@ class NetworkOptions:
         max_payload_bytes: arguments or a result above it are refused at the sender (`PayloadTooLarge`).
         bulk_bytes: between nodes, larger payloads take a connection of their own, so that small calls are not stuck
             behind them.
+        bulk_schemes: where that is so.
+        share_memory: large arguments and results pass through shared memory where both sides can reach it.
         private: the operator's word that nobody else can listen on the network between the job's nodes: large
             payloads go unencrypted, which is several times faster. Whoever connects still has to show the key.
         transports: more transports by the scheme of their addresses, or others in place of the usual ones.
@@ -29,6 +31,8 @@ class NetworkOptions:
 
     max_payload_bytes: int = 1 << 36
     bulk_bytes: int = 1 << 20
+    bulk_schemes: frozenset[str] = frozenset({"tcp"})
+    share_memory: bool = True
     private: bool = False
     transports: Mapping[str, TransportFactory] = field(default_factory=dict)
 
@@ -70,7 +74,7 @@ def options_of_environment() -> NetworkOptions:
     if private not in ("", "0", "1"):
         raise UsageError(f"{PRIVATE_VARIABLE}={private!r}: 1 says that the network between the nodes is private, 0 not")
     return NetworkOptions(
-        int(text) if text else options.max_payload_bytes, options.bulk_bytes, private == "1", options.transports
+        max_payload_bytes=int(text) if text else options.max_payload_bytes, private=private == "1"
     )
 
 

@@ -7,7 +7,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import AuthenticationFailed, MalformedFrame, UsageError, WireError
 from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.calls import Calls
+from rlmesh.runtime.calls import CONNECT_TIMEOUT_S, Calls
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.dispatch import Dispatcher, Served
 from rlmesh.runtime.door import Door
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
+from rlmesh.runtime.lanes import Lanes
 from rlmesh.runtime.lending import Lending
 from rlmesh.runtime.loops import LoopThread, Posts
-from rlmesh.runtime.network import NetworkOptions, options_of_environment
+from rlmesh.runtime.network import NetworkOptions, options_of_environment, plain
 from rlmesh.runtime.rpc import exported
 from rlmesh.runtime.security import check_key, make_key
+from rlmesh.runtime.stream import StreamLink
 from rlmesh.runtime.submission import Submission
 from rlmesh.runtime.timing import (
     RunQueueMeter,
@@ -39,6 +41,7 @@ from rlmesh.wire.envelope import (
     Credit,
     Frames,
     GiveBacks,
+    Header,
     Item,
     Keep,
     Kept,
@@ -90,6 +93,7 @@ class Runtime(Submission):
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._calls.fetch = self.fetch
         self._dispatcher = Dispatcher(self, loop)
+        self._lanes = Lanes(self, loop, self.network)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
         self._main: Served | None = None
@@ -315,10 +319,11 @@ class Runtime(Submission):
             if not channel.authenticated:
                 # Not even the headers of a stranger are decoded.
                 if self._door.greet(channel, frames):
-                    self._calls.on_admitted(link)
-                    self._lending.announce(channel)
+                    self._on_admitted(channel, link)
                 return
             for header, payload in unpack(frames, partial(self._lending.borrow, channel=channel)):
+                if channel.incoming is not None and channel.incoming.holds(header, payload):
+                    continue
                 self._on_message(channel, link, header, payload, run_queue_ns)
         except WireError as error:
             self._reject(channel, link, error)
@@ -348,6 +353,51 @@ class Runtime(Submission):
             self._calls.on_kept(link, header)
         elif kind is Release:
             self._dispatcher.kept.release(link, header.token)
+        else:
+            self._lanes.on_message(channel, header, payload)
+
+    def _on_admitted(self, channel: Channel, link: Link) -> None:
+        called = link.peer if self._calls.channel_of(link) is not None else None
+        if self._lanes.admitted(channel, called=called, here=self.endpoint):
+            return
+        self._calls.on_admitted(link)
+        if self.network.share_memory:
+            self._lending.announce(channel)
+
+    # For lanes.
+
+    def deliver(self, channel: Channel, header: Header, payload: Frames) -> None:
+        """Handle a message whose payload took another way."""
+        self._on_message(channel, channel.link, header, payload, 0)
+
+    def order_of(self, call: Call) -> Hashable | None:
+        return self._dispatcher.order_of(call)
+
+    def connect_lane(self, endpoint: str, name: str) -> Channel:
+        link = self._plain().connect(endpoint) if endpoint.startswith("plain://") else self._connect(endpoint)
+        channel = self._incoming[link] = Channel(link, self.post)
+        self._door.knock(channel, endpoint, name)
+        self._loop.call_later(CONNECT_TIMEOUT_S, self._lane_not_opened, channel, endpoint)
+        return channel
+
+    def _lane_not_opened(self, channel: Channel, endpoint: str) -> None:
+        if not channel.authenticated and self._incoming.get(channel.link) is channel:
+            self.end(channel, f"nobody answered at {endpoint} within {CONNECT_TIMEOUT_S:.0f} s")
+
+    def is_plain(self, link: Link) -> bool:
+        return isinstance(link, StreamLink) and link.scheme == "plain://"
+
+    def listen_plain(self, host: str) -> int:
+        return int(self._plain().bind(f"plain://{host}:0").rpartition(":")[2])
+
+    def _plain(self) -> Transport:
+        if "plain" not in self._transports:
+            self._transports["plain"] = plain(self, self._loop, self.post, self._key)
+        return self._transports["plain"]
+
+    def end(self, channel: Channel, reason: str) -> None:
+        channel.link.close()
+        self.on_lost(channel.link, reason)
 
     def _reject(self, channel: Channel, link: Link, error: WireError, reason: Rejection | None = None) -> None:
         """End a connection whose packets cannot be trusted or understood: what waits for its answers fails now."""
@@ -367,13 +417,16 @@ class Runtime(Submission):
 
     def on_lost(self, link: Link, reason: str) -> None:
         called = self._calls.channel_of(link)
-        if called is not None:
-            self._lending.lost(called)
         channel = self._incoming.pop(link, None)
+        for each in (called, channel):
+            if each is not None:
+                self._lending.lost(each)
         if channel is not None:
-            self._lending.lost(channel)
             self._dispatcher.on_lost(channel)
         self._calls.on_lost(link, reason)
+        for each in (called, channel):
+            if each is not None:
+                self._lanes.lost(each)
 
 
 _with_threads: weakref.WeakSet[Runtime] = weakref.WeakSet()

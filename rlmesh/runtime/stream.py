@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rlmesh.runtime.room import room
 from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, UNAUTHENTICATED_LIMIT_BYTES, Receiver
-from rlmesh.wire.envelope import Frames
+from rlmesh.wire.envelope import Buffer, Frames
 
 _MAGIC = b"RLM1"
 _HEAD = struct.Struct("<4sI")
@@ -100,7 +101,7 @@ class PacketReader:
         self._start = body
         while self._sizes:
             size = self._sizes[0]
-            frame = _room(size)
+            frame = memoryview(_room(size))
             have = min(size, self._end - self._start)
             frame[:have] = self._view[self._start : self._start + have]
             self._start += have
@@ -124,16 +125,17 @@ class PacketReader:
         return None
 
 
-def _room(size: int) -> bytearray:
+def _room(size: int) -> Buffer:
     try:
-        return bytearray(size)
-    except (MemoryError, OverflowError):
+        return room(size)
+    except MemoryError:
         raise ValueError(f"this process has no memory for a frame of {size} bytes") from None
 
 
 class LinkOwner(Protocol):
     """What a stream link needs of its transport."""
 
+    scheme: str
     loop: asyncio.AbstractEventLoop
     receiver: Receiver
     post: Callable[..., None]
@@ -147,9 +149,10 @@ class StreamLink:
     """One connection, made or accepted."""
 
     thread_safe = True
+    chunk_bytes: int | None = None
 
     def __init__(self, owner: LinkOwner, peer: str) -> None:
-        self.peer = peer
+        self.peer, self.scheme = peer, owner.scheme
         self._owner = owner
         self._limit_bytes = UNAUTHENTICATED_LIMIT_BYTES
         self._socket: socket.socket | None = None

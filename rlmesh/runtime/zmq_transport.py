@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_LIMIT = 512
 """Packets taken in one turn before other work of the loop gets its turn."""
+_DRAIN_BYTES = 2 << 20
+CHUNK_BYTES = 1 << 19
+"""ZeroMQ's thread encrypts a frame at once, about 1 ms per MiB, in which it serves nobody else."""
 _LAST_DRAINS = 64
 _SMALL_FRAME_BYTES = 65536
 _TOO_LARGE = f"a packet above {UNAUTHENTICATED_LIMIT_BYTES} bytes came before the greeting was over"
@@ -47,6 +50,7 @@ class _Dealer:
     """The link to a peer that this side connected to."""
 
     thread_safe = False
+    chunk_bytes: int | None = CHUNK_BYTES
 
     def __init__(self, transport: ZmqTransport, endpoint: str) -> None:
         self.peer = endpoint
@@ -84,6 +88,7 @@ class _Dealer:
         self._transport.forget(self)
 
     def _drain(self) -> None:
+        room = _DRAIN_BYTES
         for _ in range(_DRAIN_LIMIT):
             if self._closed:
                 return
@@ -91,11 +96,14 @@ class _Dealer:
             if parts is None:
                 return
             frames = _frames(parts)
+            room -= len(frames[-1])
             if self._trusted or _is_small(frames):
                 self._transport.receiver.on_packet(self, frames)
             else:
                 self.close()
                 self._transport.receiver.on_rejected(self, _TOO_LARGE)
+            if room < 0:
+                break
         self._transport.drain_soon(self._drain)
 
     def _drain_monitor(self) -> None:
@@ -131,6 +139,7 @@ class _RouterPeer:
     """The link to a peer that connected to this side."""
 
     thread_safe = False
+    chunk_bytes: int | None = CHUNK_BYTES
 
     def __init__(self, transport: ZmqTransport, routing_id: bytes, descriptor: int, peer: str) -> None:
         self.peer, self.descriptor, self.routing_id = peer, descriptor, routing_id
@@ -157,6 +166,7 @@ class ZmqTransport:
         self._loop, self._keys = loop, keys
         self._context = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 4096)
+        self._context.setsockopt(zmq.IO_THREADS, 2)  # Encryption of large payloads keeps one of them busy.
         self._router: zmq.Socket[bytes] | None = None
         self._watch: ListenerWatch | None = None
         self._routed: dict[bytes, _RouterPeer] = {}
@@ -303,7 +313,8 @@ class ZmqTransport:
             self.drain_soon(self._drain_router)
 
     def _take(self, limit: int) -> bool:
-        """Take up to ``limit`` packets; True if there may be more."""
+        """Take up to ``limit`` packets, or a few large ones; True if there may be more."""
+        room = _DRAIN_BYTES
         for _ in range(limit):
             parts = _receive(self._router) if self._router is not None else None
             if parts is None:
@@ -318,6 +329,9 @@ class ZmqTransport:
             else:
                 self.end(link)
                 self.receiver.on_rejected(link, _TOO_LARGE)
+            room -= len(parts[-1])
+            if room < 0:
+                break
         return True
 
     def _new_peer(self, routing_id: bytes, parts: list[zmq.Frame]) -> _RouterPeer:

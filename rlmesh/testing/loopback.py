@@ -55,6 +55,7 @@ class _LoopbackLink:
     """One end of a connection."""
 
     thread_safe = True
+    chunk_bytes: int | None = None
 
     def __init__(self, transport: _LoopbackTransport, peer: str) -> None:
         self.peer = peer

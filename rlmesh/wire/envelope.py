@@ -36,6 +36,11 @@ class Kind(IntEnum):
     KEEP = 11
     KEPT = 12
     RELEASE = 13
+    LANE_OFFER = 20
+    OPEN_LANE = 21
+    DETACHED = 22
+    BULK = 23
+    PART = 24
 
 
 class Flag(IntEnum):
@@ -139,7 +144,40 @@ class Loan(NamedTuple):
     nbytes: int
 
 
-Header: TypeAlias = Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Shares | GiveBacks
+class LaneOffer(NamedTuple):
+    """Whoever was called takes large payloads over a second connection, at ``port`` (0: at the same address)."""
+
+    token: str
+    port: int
+
+
+class OpenLane(NamedTuple):
+    """Whoever was called has a large payload to send: open the second connection."""
+
+
+class Detached(NamedTuple):
+    """A message of another kind whose payload comes over the second connection, under ``number``."""
+
+    number: int
+    kind: int
+    fields: tuple[Any, ...]
+
+
+class Bulk(NamedTuple):
+    """The payload ``number``: frames of these sizes, here or in the parts that follow."""
+
+    number: int
+    sizes: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """The next bytes of payload ``number``; none has bytes of two frames."""
+
+    number: int
+
+
+LaneHeader: TypeAlias = LaneOffer | OpenLane | Detached | Bulk | Part
+Header: TypeAlias = Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Shares | GiveBacks | LaneHeader
 Message: TypeAlias = tuple[Header, Frames]
 Lend: TypeAlias = Callable[[memoryview], Loan | None]
 Borrow: TypeAlias = Callable[[list[Buffer | Loan]], Frames]
@@ -155,6 +193,11 @@ _KIND_OF: dict[type[Any], int] = {
     Release: int(Kind.RELEASE),
     Shares: int(Kind.SHARES),
     GiveBacks: int(Kind.GIVE_BACKS),
+    LaneOffer: int(Kind.LANE_OFFER),
+    OpenLane: int(Kind.OPEN_LANE),
+    Detached: int(Kind.DETACHED),
+    Bulk: int(Kind.BULK),
+    Part: int(Kind.PART),
 }
 _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.CALL: (Call, (int, str, int, str, float, int, tuple)),
@@ -167,6 +210,11 @@ _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.RELEASE: (Release, (int,)),
     Kind.SHARES: (Shares, (str,)),
     Kind.GIVE_BACKS: (GiveBacks, (tuple,)),
+    Kind.LANE_OFFER: (LaneOffer, (str, int)),
+    Kind.OPEN_LANE: (OpenLane, ()),
+    Kind.DETACHED: (Detached, (int, int, tuple)),
+    Kind.BULK: (Bulk, (int, tuple)),
+    Kind.PART: (Part, (int,)),
 }
 
 
@@ -230,6 +278,23 @@ def unpack(frames: Sequence[Buffer], borrow: Borrow | None = None) -> list[Messa
     if used != len(frames):
         raise MalformedFrame(f"{len(frames) - used} frames belong to no message")
     return messages
+
+
+def detach(header: Header, number: int) -> Detached:
+    """What is sent in the place of a message whose payload goes another way."""
+    return Detached(number, _KIND_OF[type(header)], tuple(header))
+
+
+def reattach(message: Detached) -> Header:
+    """The header of the message.
+
+    Raises:
+        MalformedFrame: it is none that has a payload.
+    """
+    header, _ = _parse((message.kind, 0, message.fields))
+    if type(header) not in (Call, Reply, Item):
+        raise MalformedFrame(f"a {type(header).__name__} came detached, but has no payload")
+    return header
 
 
 def _with_loans(payload: Frames, loans: object) -> list[Buffer | Loan]:

@@ -86,7 +86,7 @@ def scope_of(endpoint: str) -> str:
     different from outside; there the encryption binds both sides."""
     scheme, _, path = endpoint.partition("://")
     if scheme in ("tcp", "plain"):
-        return scheme
+        return "tcp"
     return os.path.realpath(path) if path.startswith("/") else path
 
 
