@@ -124,7 +124,7 @@ def test_small_calls_are_not_stuck_behind_large_ones(tcp: Tcp) -> None:
         thread.join(30)
     waits.sort()
     median_s, p99_s = waits[len(waits) // 2], waits[int(len(waits) * 0.99)]
-    print(f"512 MiB took {took_s:.2f} s; {len(waits)} pings: {median_s:.4f} s, p99 {p99_s:.4f}, worst {waits[-1]:.4f} s")
+    print(f"512 MiB: {took_s:.2f} s; {len(waits)} pings: {median_s:.4f} s, p99 {p99_s:.4f}, worst {waits[-1]:.4f} s")
     # On one connection the worst waits for nearly all of the transfer. Other programs on the machine make p99 noisy.
     assert len(waits) >= 3 and median_s < 0.1 and waits[-1] < took_s / 2
 
