@@ -12,12 +12,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Literal
 
+from rlmesh.agent.protocol import CONTROL
 from rlmesh.job.context import StopRequest
 from rlmesh.job.status import CallStats, ExitInfo, MetricRecord
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.waiting import Serving, Waiting
 
 __all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated", "stacks"]
 
@@ -145,6 +147,12 @@ class Control:
     @rpc
     async def member_lost(self, exit: ExitInfo) -> None:
         self._runtime.member_lost(exit)
+
+    @rpc
+    async def pending(self) -> tuple[tuple[Waiting, ...], tuple[Serving, ...]]:
+        """Whom this member waits for, and what it was asked and has not answered."""
+        own = [call for call in self._runtime.serving() if not call.method.startswith(CONTROL)]
+        return self._runtime.waiting(), tuple(own)
 
     @rpc
     async def stacks(self) -> str:

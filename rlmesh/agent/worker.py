@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlmesh.agent import ownership
 from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
+from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
 from rlmesh.errors import RLMeshError
@@ -173,6 +174,7 @@ class Member:
         with runtime:
             runtime.default_timeout_s = spec.call_timeout_s
             self._runtime = runtime
+            runtime.read_last_lines(self._last_line_of)
             self._master = runtime.peer(MASTER, spec.master_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
             self._orders = Orders(runtime, spec.grace_s)
             runtime.exit_hook = self._orders.exit
@@ -183,6 +185,10 @@ class Member:
             code = self._guarded(self._work)
             self._by_signal = self._orders.terminated and code == 0
         return code
+
+    def _last_line_of(self, role: str, rank: int) -> str:
+        """Of a member's log, where this node sees it."""
+        return next(iter(last_lines(member_log(self.spec.run_dir, role, rank), 1)), "")
 
     def end_by_signal(self) -> None:
         """If it was SIGTERM that ended the member, the process says so by the way it ends."""

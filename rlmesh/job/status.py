@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlmesh.runtime.timing import CallStats as CallStats
+from rlmesh.runtime.waiting import Serving as Serving
+from rlmesh.runtime.waiting import Waiting as Waiting
 
 MemberState = Literal["starting", "bound", "ready", "running", "finished", "stopping", "exited", "failed"]
 """starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;
@@ -74,6 +76,22 @@ class MemberStatus:
     last_beat_at: float | None = None
     log_path: str = ""
     endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberWaits:
+    """Whom one member waits for, and what it was asked and has not answered. ``error`` says why it could not be
+    asked; ``process`` is what its process does."""
+
+    role: str
+    rank: int
+    pid: int
+    state: MemberState
+    step: int | None
+    waits: tuple[Waiting, ...] = ()
+    serves: tuple[Serving, ...] = ()
+    process: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from rlmesh.agent.protocol import AGENT, CONTROL
+from rlmesh.errors import CallError
+from rlmesh.job.status import MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_manager import JobManager
@@ -18,11 +22,13 @@ from rlmesh.master.scheduler import Scheduler
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.waiting import process_state
 
 logger = logging.getLogger(__name__)
 
 AGENT_TIMEOUT_S = 20.0
 BEGIN_TIMEOUT_S = 30.0
+PENDING_TIMEOUT_S = 2.0
 BOOK_DELAY_S = 0.01
 """Books that follow each other this closely are sent once, so that n members cause about n messages, not n²."""
 
@@ -83,6 +89,24 @@ class Executor:
         return self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=AGENT_TIMEOUT_S)
 
     # Agents
+
+    async def ask_pending(self) -> tuple[MemberWaits, ...]:
+        """What each member waits for; one that does not answer within ``PENDING_TIMEOUT_S`` is told as such."""
+        return tuple(await asyncio.gather(*(self._ask_pending(member) for member in self._bound())))
+
+    async def _ask_pending(self, member: Member) -> MemberWaits:
+        known = MemberWaits(*member.id, member.pid, member.state, member.step)
+        control = self._control(member).options(timeout_s=PENDING_TIMEOUT_S)
+        try:
+            waits, serves = await control.call("pending")
+        except CallError as error:
+            return replace(known, process=self._process_of(member), error=_text(error))
+        return replace(known, waits=waits, serves=serves, process=self._process_of(member))
+
+    def _process_of(self, member: Member) -> str:
+        node = self._manager.context.nodes.get(member.placement.node_rank)
+        here = node is not None and node.hostname == os.uname().nodename
+        return process_state(member.pid) if here else ""
 
     def _spawn_task(self, node_rank: int, work: Coroutine[Any, Any, None]) -> None:
         turn = self._turns.setdefault(node_rank, asyncio.Lock())

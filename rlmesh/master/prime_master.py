@@ -21,7 +21,7 @@ from rlmesh.agent.logs import last_lines
 from rlmesh.agent.protocol import MASTER, AgentConfig, MemberHello
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
-from rlmesh.job.status import ExitInfo, JobStatus, MetricRecord
+from rlmesh.job.status import ExitInfo, JobStatus, MemberWaits, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.executor import Executor
 from rlmesh.master.job_manager import JobManager
@@ -179,6 +179,11 @@ class PrimeMaster:
         agents = [node.agent_pid for _, node in nodes if node.hostname == here]
         extra = {MASTER_PID: str(os.getpid()), AGENT_PIDS: ",".join(map(str, agents))}
         return replace(self.manager.status(records_from), extra=extra)
+
+    @rpc(concurrent=4)
+    async def pending(self) -> tuple[MemberWaits, ...]:
+        """Whom each member waits for; asked of the members themselves."""
+        return await self._executor.ask_pending()
 
     @rpc
     async def stop(self, reason: str, grace_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -14,8 +15,11 @@ from pathlib import Path
 
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.runtime.security import write_key_file
 from rlmesh.runtime.transport import local_address
 
+ABOUT_FILE, KEY_FILE = "about.json", "key"
+"""In the socket folder of node 0, which only its owner can enter: what ``rlmesh ps`` needs to find and ask a job."""
 SOCKET_PATH_LIMIT = 90
 """Bytes of a socket folder's path: the system allows 107 for a socket, whose own name needs the rest."""
 
@@ -60,9 +64,19 @@ class Workspace:
         return self.socket_dir / f"n{node_rank}"
 
     def write_job(self, spec: JobSpec, nodes: int) -> None:
-        """Write the job file for the master and make the nodes' socket folders."""
+        """Make the nodes' socket folders; write the job file for the master, and what others need to find the job."""
         for node_rank in range(nodes):
             self.node_dir(node_rank).mkdir(mode=0o700)
+        write_key_file(self.node_dir(0) / KEY_FILE, self.key)
+        about = {
+            "job_id": self.job_id,
+            "job_name": spec.job_name,
+            "run_dir": str(self.run_dir),
+            "master_endpoint": self.master_endpoint,
+            "started_at": spec.submitted_at or time.time(),
+            "driver_pid": os.getpid(),
+        }
+        (self.node_dir(0) / ABOUT_FILE).write_text(json.dumps(about))
         with open(os.open(self.job_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             pickle.dump(spec, file)
 
@@ -70,10 +84,15 @@ class Workspace:
         shutil.rmtree(self.socket_dir, ignore_errors=True)
 
 
+def socket_bases() -> tuple[str, ...]:
+    """Where socket folders may be, in the order in which they are tried."""
+    return tuple(filter(None, (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")))
+
+
 def _make_socket_dir() -> Path:
     tried = []
-    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
-        if not base or len(os.fsencode(base)) + len("/rlm-12345678") > SOCKET_PATH_LIMIT:
+    for base in socket_bases():
+        if len(os.fsencode(base)) + len("/rlm-12345678") > SOCKET_PATH_LIMIT:
             continue
         try:
             return Path(tempfile.mkdtemp(prefix="rlm-", dir=base))

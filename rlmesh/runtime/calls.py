@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 from _thread import allocate_lock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import (
@@ -26,11 +26,11 @@ from rlmesh.errors import (
 )
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook, member_name, split_name
-from rlmesh.runtime.balance import Load, least_busy
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.held import HeldCalls
+from rlmesh.runtime.knowledge import Knowledge
 from rlmesh.runtime.passing import KeptResult
 from rlmesh.runtime.pending import Peer, PendingCall, how_it_ended
 from rlmesh.runtime.timing import CallLedger, RunQueueMeter
@@ -52,26 +52,20 @@ WINDOW = 1024
 calls is blocked; a loop is never blocked, its calls wait."""
 
 
-class Calls:
+class Calls(Knowledge):
     """The pending calls of one runtime."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, connect: Callable[[str], Link],
         knock: Callable[[Channel, str], None], post: Callable[..., None], meter: RunQueueMeter,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.meter, self.ledger = meter, CallLedger()
         self._loop, self._connect_link, self._knock, self._post = loop, connect, knock, post
-        self._lock = allocate_lock()
         self._ids = itertools.count(1)
-        self._turns = itertools.count()
-        self._peers: dict[str, Peer] = {}
         self._by_link: dict[Link, Peer] = {}
-        self._orphans: dict[str, Peer] = {}
         self._parked: dict[int, PendingCall] = {}
         self._detours = 0
-        self._lost: dict[str, str] = {}
-        self._dead: dict[tuple[str, int], ExitInfo] = {}
-        self._book: AddressBook | None = None
         self._held = HeldCalls(post, self._arguments_are_there)
         self.fetch: Callable[[Elsewhere, float | None], Future[Any]]
         """Set by the runtime: gets a result from its producer."""
@@ -405,38 +399,6 @@ class Calls:
             parked, self._parked = self._parked, {}
         for call in parked.values():
             self._route(call)
-
-    def least_busy(self, names: Sequence[str]) -> str:
-        """The member that a call would wait for the shortest, as far as this process knows. From any thread."""
-        with self._lock:
-            known = [self._load(name) for name in names]
-            chosen = least_busy([load for load, _ in known], next(self._turns))
-            for index, (_, peer) in enumerate(known):
-                if peer is not None and index != chosen:
-                    peer.queued_ns //= 2
-            return names[chosen]
-
-    def _load(self, name: str) -> tuple[Load, Peer | None]:
-        member = self._book.find_name(name) if self._book is not None else None
-        if member is None or member.endpoint is None:
-            return Load(True, False, 0, 0), None
-        alive = (name, member.incarnation) not in self._dead and member.endpoint not in self._lost
-        peer = self._peers.get(member.endpoint)
-        return (Load(alive, True, 0, 0), None) if peer is None else (Load(alive, True, *peer.load()), peer)
-
-    def is_gone(self, name: str, endpoint: str | None) -> bool:
-        """Whether a member's process has ended; otherwise its lost connection is forgotten, so that the next call
-        opens another."""
-        member = self._book.find_name(name) if self._book is not None else None
-        if member is not None and (name, member.incarnation) in self._dead:
-            return True
-        with self._lock:
-            self._lost.pop(endpoint or (member.endpoint if member is not None else None) or "", None)
-        return False
-
-    @property
-    def book(self) -> AddressBook | None:
-        return self._book
 
     def pending(self) -> Iterator[PendingCall]:
         """All calls without an answer. From any thread."""

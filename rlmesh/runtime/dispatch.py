@@ -31,6 +31,7 @@ from rlmesh.runtime.passing import Arrivals
 from rlmesh.runtime.rpc import exported_functions, mark_of
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
+from rlmesh.runtime.waiting import Serving
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Kept, Reply
 from rlmesh.wire.passed import Elsewhere, Part, unpack_passed
@@ -268,6 +269,17 @@ class Dispatcher:
         incoming = self._incoming.get((channel.link, credit.call_id))
         if incoming is not None and incoming.outflow is not None:
             incoming.outflow.on_credit(credit.items)
+
+    def serving(self) -> tuple[Serving, ...]:
+        """Calls without a reply. From any thread."""
+        now_ns = time.perf_counter_ns()
+        return tuple(
+            Serving(
+                f"{incoming.call.target}.{incoming.call.method}", (now_ns - incoming.received_ns) / 1e9,
+                incoming.channel.peer_name, incoming.started_ns > 0,
+            )
+            for incoming in list(self._incoming.values())
+        )  # fmt: skip
 
     def on_lost(self, channel: Channel) -> None:
         """A caller is gone, or its connection is: end what it asked for."""

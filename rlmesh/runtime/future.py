@@ -39,12 +39,12 @@ def unregister_loop_thread(ident: int) -> None:
     _loop_threads.pop(ident, None)
 
 
-def refuse_to_block(what: str) -> None:
+def refuse_to_block(what: Callable[[], str]) -> None:
     """Raise `WouldDeadlock` if the current thread is the one that must produce the answer."""
     name = _loop_threads.get(threading.get_ident())
     if name is not None:
         raise WouldDeadlock(
-            f"waiting for {what} would block the loop of runtime {name!r}, which must receive the answer: "
+            f"waiting for {what()} would block the loop of runtime {name!r}, which must receive the answer: "
             "use `await future` here, or wait in another thread"
         )
 
@@ -53,7 +53,11 @@ class Origin(Protocol):
     """What stands behind a future: the call, or the calls, that will end it."""
 
     def describe(self) -> str:
-        """Whom it waits for."""
+        """Whom it waits for, in a few words."""
+        ...
+
+    def explain(self) -> str:
+        """The same, with what is known of whoever must answer."""
         ...
 
     def cancel(self) -> None:
@@ -128,8 +132,10 @@ class Future(concurrent.futures.Future[T]):
             return self._made_condition
 
     def waiting_for(self) -> str:
-        """Whom it waits for: role, rank, method, since when. Empty once it is done."""
-        return "" if self.done() else self._described()
+        """Whom it waits for: role, rank, method, since when, and what is known of that member: its connection, its
+        process, the last line of its log. Empty once it is done."""
+        origin = self._origin
+        return "" if origin is None or self.done() else origin.explain()
 
     def done(self) -> bool:
         """Whether the call is over. Its value may still have to come from its producer, if the future was passed on
@@ -174,7 +180,7 @@ class Future(concurrent.futures.Future[T]):
 
     def _block(self, timeout: float | None) -> None:
         """Wait until it is done; note how long this thread took to wake once the answer was there."""
-        refuse_to_block(self.waiting_for() or "a future")
+        refuse_to_block(self._described)
         self._want()
         origin = self._origin
         before_ns = own_run_queue_ns()
@@ -388,6 +394,10 @@ def group_error(failures: dict[int, Exception], results: dict[int, Any]) -> Grou
     return error
 
 
+_TOLD = 8
+"""So many members of a group are named one by one."""
+
+
 class _Gathered:
     """The calls of a group, as the origin of the future that waits for all."""
 
@@ -397,9 +407,16 @@ class _Gathered:
         self._since = clock.now()
 
     def describe(self) -> str:
-        waiting = [future.waiting_for() for future in self._futures if not future.done()]
+        return self._text([future._described() for future in self._futures if not future.done()])
+
+    def explain(self) -> str:
+        return self._text([future.waiting_for() for future in self._futures if not future.done()])
+
+    def _text(self, waiting: list[str]) -> str:
         age_s = clock.now() - self._since
-        return f"{len(waiting)} of {len(self._futures)} members for {age_s:.1f} s: {'; '.join(waiting)}"
+        more = f"; and {len(waiting) - _TOLD} more" if len(waiting) > _TOLD else ""
+        told = "; ".join(waiting[:_TOLD]) + more
+        return f"{len(waiting)} of {len(self._futures)} members for {age_s:.1f} s: {told}"
 
     def cancel(self) -> None:
         for future in self._futures:

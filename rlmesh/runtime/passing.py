@@ -199,7 +199,7 @@ class PassedArguments:
 
     def describe(self) -> str:
         """Which of them are awaited."""
-        waiting = [future.waiting_for() for future, _ in self._needs if not future.done()]
+        waiting = [future._described() for future, _ in self._needs if not future.done()]
         return "; ".join(filter(None, waiting))
 
     def error(self) -> BaseException | None:

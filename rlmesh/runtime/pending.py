@@ -62,6 +62,9 @@ class PendingCall:
         text = f"{self.name}.{self.method}() for {self.age_s():.1f} s"
         return text if self.passed is None else f"{text} (waits for an argument, from {self.passed.describe()})"
 
+    def explain(self) -> str:
+        return str(self.table.waiting(self))
+
     def cancel(self) -> None:
         self.table.cancel(self)
 

@@ -85,7 +85,12 @@ class Retries:
     # As an origin.
 
     def describe(self) -> str:
-        text = self._current.waiting_for() if self._current is not None else ""
+        return self._text(self._current._described() if self._current is not None else "")
+
+    def explain(self) -> str:
+        return self._text(self._current.waiting_for() if self._current is not None else "")
+
+    def _text(self, text: str) -> str:
         return f"{text} (attempt {self._attempt})" if self._attempt > 1 else text
 
     def cancel(self) -> None:

@@ -147,14 +147,14 @@ class Stream(Generic[T_co]):
     def waiting_for(self) -> str:
         """Whom it waits for, member by member. Empty once it has ended."""
         calls = [source.call for source in self._inbox.sources if source.call.future and not source.call.future.done()]
-        return "" if self._ended else "; ".join(call.describe() for call in calls)
+        return "" if self._ended else "; ".join(call.explain() for call in calls)
 
     def __iter__(self) -> Iterator[T_co]:
         return self
 
     def __next__(self) -> T_co:
         while True:
-            refuse_to_block(self.waiting_for() or "a stream")
+            refuse_to_block(lambda: self.waiting_for() or "a stream")
             gate = allocate_lock()
             gate.acquire()
             found = self._take(gate.release)

@@ -17,6 +17,7 @@ from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.runtime.timing import CallGroup, CallStats
+from rlmesh.runtime.waiting import Serving, Waiting
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
 from rlmesh.wire.passed import Elsewhere
@@ -180,6 +181,20 @@ class Submission:
     def pending(self) -> list[str]:
         """Whom this process waits for: one line per call."""
         return [call.describe() for call in self._calls.pending()]
+
+    def waiting(self) -> tuple[Waiting, ...]:
+        """Whom this process waits for, with what is known of whoever must answer; those that wait longest first."""
+        calls = sorted(self._calls.pending(), key=lambda call: call.started_ns)
+        return tuple(self._calls.waiting(call) for call in calls)
+
+    def serving(self) -> tuple[Serving, ...]:
+        """The calls that this process has not answered."""
+        return self._dispatcher.serving()
+
+    def read_last_lines(self, read: Callable[[str, int], str]) -> None:
+        """Let ``read`` give the last line of a member's log, by role and rank, for messages about members that one
+        waits for."""
+        self._calls.last_line_of = read
 
     def address_book(self) -> AddressBook:
         book = self._calls.book

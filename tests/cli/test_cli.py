@@ -24,6 +24,7 @@ options:
 commands:
   COMMAND
     launch    run a script that submits a job
+    ps        list the jobs that run on this machine
     version   print the versions of rlmesh and Python
 
 Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 130 stopped by

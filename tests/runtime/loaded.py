@@ -118,6 +118,7 @@ def big_payload(runtime: Runtime, server: MemberHandle, pinger: MemberHandle) ->
 
     thread = threading.Thread(target=ping)
     thread.start()
+    equal, took_s = False, 0.0
     try:
         for _ in range(3):
             began = time.monotonic()

@@ -1,0 +1,104 @@
+"""``rlmesh ps [JOB] [--pending]``: the jobs that run here, their members, and whom they wait for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rlmesh.errors import RLMeshError, UsageError
+from rlmesh.job.status import JobStatus, MemberWaits
+from rlmesh.master.discovery import RunningJob, find_job, running_jobs
+
+ASK_TIMEOUT_S = 10.0
+_NO_RECORDS = 1 << 62
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to ``rlmesh``'s subparsers."""
+    parser = commands.add_parser(
+        "ps",
+        help="list the jobs that run on this machine",
+        description="List your jobs whose master runs on this machine, or the members of one of them.",
+    )
+    parser.add_argument("job", metavar="JOB", nargs="?", help="a job's id, name or run directory")
+    parser.add_argument(
+        "--pending", action="store_true", help="whom each member waits for, since when, and what that member does"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """Print what was asked for and return the exit code."""
+    jobs = running_jobs()
+    if options.job is None and not options.pending:
+        if not jobs:
+            print("no job of yours runs on this machine")
+        for job in jobs:
+            print(_headline(job))
+        return 0
+    try:
+        job = find_job(options.job, jobs)
+        print(_headline(job))
+        for line in ask(job, pending=options.pending):
+            print(line)
+    except RLMeshError as error:
+        print(f"rlmesh ps: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
+
+
+def ask(job: RunningJob, *, pending: bool) -> list[str]:
+    """The members of a job as its master sees them, or whom each of them waits for.
+
+    Raises:
+        CallError: the master does not answer.
+    """
+    from rlmesh.agent.protocol import MASTER
+    from rlmesh.runtime.runtime import Runtime
+
+    with Runtime.start(name="ps", key=job.key(), bind=False) as runtime:
+        master = runtime.peer(MASTER, job.master_endpoint).options(timeout_s=ASK_TIMEOUT_S)
+        if pending:
+            return list(pending_lines(master.call("pending").result()))
+        return list(member_lines(master.call("status", _NO_RECORDS).result()))
+
+
+def _headline(job: RunningJob) -> str:
+    return f"{job.job_id}  {job.job_name}  for {_age(time.time() - job.started_at)}  {job.run_dir}"
+
+
+def member_lines(status: JobStatus) -> Iterable[str]:
+    """One line per member."""
+    yield f"  {status.stage}{': ' + status.note if status.note else ''}"
+    for member in status.members:
+        step = f"  step {member.step}" if member.step is not None else ""
+        yield f"  {member.role}:{member.rank}  {member.state}  pid {member.pid}{step}"
+
+
+def pending_lines(members: Iterable[MemberWaits]) -> Iterable[str]:
+    """Each member that waits or is asked for something, with whom and since when; the others in one line."""
+    idle = []
+    for member in members:
+        name = f"{member.role}:{member.rank}"
+        if not (member.waits or member.serves or member.error):
+            idle.append(name)
+            continue
+        step = f"  step {member.step}" if member.step is not None else ""
+        yield f"  {name}  {member.state}{step}  {member.process or f'pid {member.pid}'}"
+        if member.error:
+            yield f"    does not say whom it waits for: {member.error}"
+        for waiting in member.waits:
+            yield f"    waits for {waiting}"
+        for serving in member.serves:
+            yield f"    {serving}"
+    if idle:
+        yield f"  nothing is pending at {', '.join(idle)}"
+
+
+def _age(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,77 @@
+"""The jobs that run on this machine and belong to this user: found by the folders of their sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmesh.errors import UsageError
+from rlmesh.master.workspace import ABOUT_FILE, KEY_FILE, socket_bases
+from rlmesh.runtime.security import load_key_file
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """A job whose master is on this machine. Times are seconds since the epoch."""
+
+    job_id: str
+    job_name: str
+    run_dir: str
+    master_endpoint: str
+    started_at: float
+    driver_pid: int
+    folder: Path
+
+    def key(self) -> bytes:
+        """The job's secret.
+
+        Raises:
+            UsageError: its file is gone, since the job has ended, or others can read it.
+        """
+        return load_key_file(self.folder / KEY_FILE)
+
+
+def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
+    """This user's jobs, oldest first."""
+    found: dict[str, RunningJob] = {}
+    for base in socket_bases() if bases is None else bases:
+        for path in Path(base).glob(f"rlm-*/n0/{ABOUT_FILE}"):
+            job = _read(path)
+            if job is not None:
+                found[job.job_id] = job
+    return sorted(found.values(), key=lambda job: job.started_at)
+
+
+def _read(path: Path) -> RunningJob | None:
+    try:
+        if path.stat().st_uid != os.getuid():
+            return None
+        about: dict[str, Any] = json.loads(path.read_text())
+        return RunningJob(folder=path.parent, **about)
+    except (OSError, ValueError, TypeError):
+        return None  # It ended just now, or is of another version.
+
+
+def find_job(what: str | None, jobs: list[RunningJob] | None = None) -> RunningJob:
+    """A job by its id, its name or its run directory; without any of them the only one.
+
+    Raises:
+        UsageError: there is none, or more than one; names those that run.
+    """
+    running = running_jobs() if jobs is None else jobs
+    if not running:
+        raise UsageError("no job of yours runs on this machine")
+    names = ", ".join(f"{job.job_id} ({job.run_dir})" for job in running)
+    if what is None:
+        matching = running
+    else:
+        folder = os.path.abspath(what)
+        matching = [job for job in running if what in (job.job_id, job.job_name) or folder == job.run_dir]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise UsageError(f"{len(matching)} jobs run here; name one by its id or run directory: {names}")
+    raise UsageError(f"no job {what!r} runs here; running: {names}")
