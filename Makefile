@@ -25,7 +25,7 @@ DEMO_READY := $(VENV)/.demo-ready-$(CHOICE)
 DEV_READY := $(VENV)/.dev-ready-$(CHOICE)
 
 # Tests that are full of arrays and tensors are not type-checked.
-UNTYPED := ^tests/examples/
+UNTYPED := ^tests/(examples|typing/wrong)
 
 .PHONY: help demo test lint types fast slow bench clean
 .DEFAULT_GOAL := help

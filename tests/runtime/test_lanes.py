@@ -86,7 +86,7 @@ def test_large_arguments_and_results_are_what_they_were(tcp: Tcp) -> None:
         streamed = [len(item) for item in tcp.handle.stream("numbers", [size, 10, 2 * MIB, 0, size])]
         assert streamed == [size, 10, 2 * MIB, 0, size]
     ones = np.ones(2 * MIB, np.int8)
-    data = {"a": np.arange(3 * MIB, dtype=np.float32), "b": b"x" * 100, "c": np.zeros(0), "d": [ones]}
+    data: dict[str, Any] = {"a": np.arange(3 * MIB, dtype=np.float32), "b": b"x" * 100, "c": np.zeros(0), "d": [ones]}
     back = tcp.handle.call("echo", data).result()
     assert back.keys() == data.keys() and back["b"] == data["b"]
     assert np.array_equal(back["a"], data["a"]) and np.array_equal(back["d"][0], data["d"][0])

@@ -53,7 +53,7 @@ class Job:
     def call(self, endpoint: str | None = None, timeout_s: float = 10) -> int:
         with Runtime.start(name="caller", key=self.key, bind=False) as caller:
             handle = caller.peer(self.name, endpoint or self.endpoint).options(timeout_s=timeout_s)
-            return handle.call(Member.count).result()  # type: ignore[no-any-return]
+            return handle.call(Member.count).result()
 
 
 class Pings:
