@@ -71,9 +71,7 @@ def test_a_greedy_temperature_is_refused() -> None:
 def test_the_policy_loss_agrees_with_numpy(batch: Batch, low: float, high: float | None) -> None:
     new, old, advantages = (batch.normal(i) for i in (1, 2, 3))
     tensors = [torch.tensor(poisoned(x, batch.mask)) for x in (new, old, advantages)]
-    terms = ppo_clip_loss(
-        tensors[0], tensors[1], tensors[2], torch.tensor(batch.mask), clip_low=low, clip_high=high
-    )
+    terms = ppo_clip_loss(tensors[0], tensors[1], tensors[2], torch.tensor(batch.mask), clip_low=low, clip_high=high)
     loss, ratio, clipped = reference.ppo_clip_loss(new, old, advantages, batch.mask, clip_low=low, clip_high=high)
     np.testing.assert_allclose(terms.loss, loss, atol=1e-9)
     np.testing.assert_allclose(terms.ratio, ratio, atol=1e-9)
