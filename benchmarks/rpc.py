@@ -54,17 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     own_descendants()
     results = Results()
+    code = 0
+    try:
+        _measure_all(peers, rows, results, options)
+    except KeyboardInterrupt:
+        print("interrupted; this is what was measured until then", file=sys.stderr)
+        code = 130
+    print(table(results, peers, rows))
+    if options.json is not None:
+        lines = results.lines(peers, rows)
+        options.json.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return code or (1 if OURS in peers and OURS in results.absent else 0)
+
+
+def _measure_all(peers: Sequence[str], rows: Sequence[Row], results: Results, options: argparse.Namespace) -> None:
     for number in range(options.repeat):
         for peer in peers:
             if peer not in results.absent:
                 print(f"round {number + 1} of {options.repeat}: {peer}", file=sys.stderr, flush=True)
                 python = sys.executable if peer in WITH_OURS else str(options.peers_python)
                 _measure(peer, python, rows, results, options)
-    print(table(results, peers, rows))
-    if options.json is not None:
-        lines = results.lines(peers, rows)
-        options.json.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    return 1 if OURS in peers and OURS in results.absent else 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
