@@ -383,6 +383,11 @@ class Calls(Knowledge):
         name = member_name(info.role, info.rank)
         with self._lock:
             self._dead[name, info.incarnation] = info
+            parked = [call for call in self._parked.values() if call.name == name]
+            for call in parked:
+                del self._parked[call.call_id]
+        for call in parked:
+            self._route(call)  # To the error, or to a newer incarnation.
         reason = how_it_ended(info)
         for peer in [*self._peers.values(), *self._orphans.values()]:
             for call in self._calls_of(peer):
