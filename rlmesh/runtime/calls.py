@@ -22,6 +22,7 @@ from rlmesh.errors import (
     PeerLost,
     RoleNotFound,
     ShuttingDown,
+    UsageError,
     WireError,
 )
 from rlmesh.runtime import clock
@@ -184,7 +185,11 @@ class Calls(Knowledge):
         if endpoint in self._lost:
             self._fail(call, call.lost(self._lost[endpoint], "no"))
             return
-        peer = self._peers.get(endpoint) or self._connect(endpoint)
+        try:
+            peer = self._peers.get(endpoint) or self._connect(endpoint)
+        except UsageError as error:  # The address is none.
+            self._fail(call, error)
+            return
         call.timeout_s = max(0.0, call.deadline - clock.now())
         with self._lock:
             if call.future is not None and (peer.waiting or len(peer.pending) >= WINDOW):

@@ -8,6 +8,7 @@ what it was when the connection came.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -101,7 +102,9 @@ class ListenerWatch:
             if not self._half_open.evict_oldest():
                 self._refused("somebody", "no room", f"a connection cannot be accepted: {os.strerror(value)}")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._why = ("half-open", f"it did not finish the encrypted greeting: {os.strerror(value)}")
+            silent = value in (errno.EAGAIN, errno.ETIMEDOUT)
+            detail = f"it did not finish the encrypted greeting: {os.strerror(value)}"
+            self._why = ("half-open" if silent else "no greeting", detail)
         elif value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             self._why = ("wrong key", "it does not hold the key of this job")
         else:
