@@ -68,6 +68,8 @@ class Waiter:
         out = Path(current_worker().job_info.user_config["out"])
         out.write_text(json.dumps([str(error), error.executed]))
 
+    def run(self) -> None: ...
+
 
 class Trainer:
     def run(self) -> None:
