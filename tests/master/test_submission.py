@@ -82,7 +82,7 @@ def test_specs_carry_environment_and_configuration(space: Workspace) -> None:
     first, second = agent_configs(spec, Cluster(("a", "b"), 4), space, ("torch",), config.global_env)
     assert (first.start_master, second.start_master) == (True, False)
     assert first.socket_dir != second.socket_dir
-    assert first.master_endpoint == second.master_endpoint == f"ipc://{first.socket_dir}/master"
+    assert first.master_endpoint == second.master_endpoint == f"unix://{first.socket_dir}/master"
     assert (second.preload, second.env, second.virtual_devices) == (("torch",), {"A": "job", "B": "job"}, 4)
 
 
