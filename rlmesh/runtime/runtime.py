@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 1800.0
 _LINGER_S = 1.0
+_DRAIN_POLL_S = 0.005
+_EMBEDDED_LINGER_S = 0.1
+"""A service's loop stands still for no longer."""
 
 
 class Runtime(Submission, Reception):
@@ -124,7 +127,7 @@ class Runtime(Submission, Reception):
         try:
             yield runtime
         finally:
-            await asyncio.sleep(0)  # Lets packets of this turn go out.
+            await runtime._drained()
             runtime.close()
 
     @classmethod
@@ -211,13 +214,21 @@ class Runtime(Submission, Reception):
         turn_loops.pop(self._loop_ident, None)
         self._meter.close()
 
+    async def _drained(self) -> None:
+        """Let packets of this turn and what is queued go out, without standing in the loop's way."""
+        await asyncio.sleep(0)
+        for _ in range(int(_LINGER_S / _DRAIN_POLL_S)):
+            if all(transport.idle() for transport in self._transports.values()):
+                break
+            await asyncio.sleep(_DRAIN_POLL_S)
+
     def _close_on_loop(self) -> None:
         self._posts.run()
         self._dispatcher.kept.close()
         for channel in self._incoming.values():
             channel.flush()
         self._calls.close()
-        self._close_transports(_LINGER_S)
+        self._close_transports(_EMBEDDED_LINGER_S if self._embedded else _LINGER_S)
         self._lending.close()
 
     def _transport(self, address: str) -> Transport:

@@ -186,6 +186,10 @@ class StreamLink:
             self._backlog.extend(rest)
         self._owner.post(self._want_write)
 
+    @property
+    def idle(self) -> bool:
+        return not self._backlog
+
     def trust(self) -> None:
         self._limit_bytes = PACKET_LIMIT_BYTES
         self._owner.trusted(self)

@@ -204,6 +204,9 @@ class ZmqTransport:
         self._dealers.add(dealer)
         return dealer
 
+    def idle(self) -> bool:
+        return True  # ZeroMQ does not say what it still has.
+
     def close(self, linger_s: float) -> None:
         self.linger_ms = int(linger_s * 1000)
         for dealer in list(self._dealers):
