@@ -17,7 +17,7 @@ from rlmesh.runtime.stream import PacketReader, StreamLink
 from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, Link, Rejection
 from rlmesh.wire.envelope import Frames
 
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 packets_of = st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=5)
 large_frames = st.one_of(st.binary(max_size=40), st.sampled_from([b"L" * 70_000, b"M" * 300_000]))
