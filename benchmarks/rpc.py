@@ -54,17 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     own_descendants()
     results = Results()
-    for number in range(options.repeat):
-        for peer in peers:
-            if peer not in results.absent:
-                print(f"round {number + 1} of {options.repeat}: {peer}", file=sys.stderr, flush=True)
-                python = sys.executable if peer in WITH_OURS else str(options.peers_python)
-                _measure(peer, python, rows, results, options)
+    code = 0
+    try:
+        _measure_all(peers, rows, results, options)
+    except KeyboardInterrupt:
+        print("interrupted; this is what was measured until then", file=sys.stderr)
+        code = 130
     print(table(results, peers, rows))
     if options.json is not None:
         lines = results.lines(peers, rows)
         options.json.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    return 1 if OURS in peers and OURS in results.absent else 0
+    return code or (1 if OURS in peers and OURS in results.absent else 0)
+
+
+def _measure_all(peers: Sequence[str], rows: Sequence[Row], results: Results, options: argparse.Namespace) -> None:
+    for number in range(options.repeat):
+        for peer in peers:
+            if peer not in results.absent:
+                print(f"round {number + 1} of {options.repeat}: {peer}", file=sys.stderr, flush=True)
+                python = sys.executable if peer in WITH_OURS else str(options.peers_python.absolute())
+                _measure(peer, python, rows, results, options)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -90,11 +99,11 @@ def _measure(peer: str, python: str, rows: Sequence[Row], results: Results, opti
         stack.callback(end_descendants)
         keys = [row.key for row in rows]
         if any(key.startswith("import_") for key in keys):
-            _measure_import(peer, python, results)
+            _measure_import(peer, python, folder, results)
         if all(key.startswith("import_") for key in keys):
             return
         command = [python, str(HERE / "rpc_work.py"), peer, folder, *keys]
-        output, problem = run_bounded(command, _environment(), options.limit, quiet=not options.verbose)
+        output, problem = run_bounded(command, _environment(), folder, options.limit, quiet=not options.verbose)
         _take(peer, output, results)
         if problem:
             _note_missing(peer, keys, problem, results)
@@ -124,10 +133,10 @@ def _note_missing(peer: str, keys: Sequence[str], why: str, results: Results) ->
             results.errors.setdefault((peer, key), why)
 
 
-def _measure_import(peer: str, python: str, results: Results) -> None:
+def _measure_import(peer: str, python: str, folder: str, results: Results) -> None:
     """Time of the import in a new interpreter, the modules that it adds, and how many of the heavy ones."""
     command = [python, "-c", MEASURE_IMPORT.format(module=MODULES[peer])]
-    outputs = [run_bounded(command, _environment(), IMPORT_LIMIT_S, quiet=True) for _ in range(1 + IMPORTS)]
+    outputs = [run_bounded(command, _environment(), folder, IMPORT_LIMIT_S, quiet=True) for _ in range(1 + IMPORTS)]
     try:
         figures = [json.loads(output) for output, _ in outputs[1:]]  # The first one warms the file cache.
     except ValueError:

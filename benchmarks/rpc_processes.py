@@ -33,12 +33,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def run_bounded(
-    command: Sequence[str], environment: Mapping[str, str], limit_s: float, *, quiet: bool
+    command: Sequence[str], environment: Mapping[str, str], folder: str, limit_s: float, *, quiet: bool
 ) -> tuple[str, str]:
-    """Standard output of a program, and what went wrong: empty if nothing did."""
+    """Standard output of a program that runs in ``folder``, and what went wrong: empty if nothing did."""
     log = subprocess.DEVNULL if quiet else None
     with subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
     ) as process:
         problem = ""
         try:

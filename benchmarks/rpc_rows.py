@@ -117,7 +117,7 @@ def table(results: Results, peers: Sequence[str], rows: Sequence[Row]) -> str:
     titles = {row.key: row.title for row in rows}
     for (peer, key), why in results.errors.items():
         if peer in peers and key in titles and results.value(peer, key) is None:
-            text.append(f"{peer}, {titles[key]}: {why}")
+            text.append(f"{peer}, {titles[key]}: {why.partition(chr(10))[0]}")
     return "\n".join(text)
 
 

@@ -13,8 +13,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rlmesh.errors import JobFailed, RLMeshError
+from rlmesh.errors import JobFailed, RLMeshError, UsageError
 from rlmesh.master.options import LaunchOptions, ambient
+from rlmesh.runtime.security import KEY_VARIABLE, find_key
 
 DESCRIPTION = "Run a script that submits a job. What stands after -- is for the script."
 VIEWS = ("auto", "live", "plain", "none")
@@ -39,6 +40,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--restart", choices=RESTART_POLICIES, help="what happens when a member dies (never: the job fails)"
     )
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"the job's key, made by rlmesh keygen (default: the file that {KEY_VARIABLE} names, else a new key)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,7 +55,12 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if not script.is_file():
         print(f"rlmesh launch: there is no script {script} (in {os.getcwd()})", file=sys.stderr)
         return 2
-    launch_options = LaunchOptions(view=options.view, restart=options.restart, run_dir=options.run_dir)
+    try:
+        key = find_key(options.key_file) if options.key_file or os.environ.get(KEY_VARIABLE) else None
+    except UsageError as error:
+        print(f"rlmesh launch: {error}", file=sys.stderr)
+        return 2
+    launch_options = LaunchOptions(view=options.view, restart=options.restart, run_dir=options.run_dir, key=key)
     with ambient(launch_options):
         return run_script(script, rest)
 

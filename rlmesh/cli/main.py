@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rlmesh.cli import launch, ps, version
+from rlmesh.cli import keygen, launch, ps, version
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     launch.add_to(commands)
     ps.add_to(commands)
+    keygen.add_to(commands)
     version.add_to(commands)
     return parser
 

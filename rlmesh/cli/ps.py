@@ -11,6 +11,7 @@ from typing import Any
 from rlmesh.errors import RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, MemberWaits
 from rlmesh.master.discovery import RunningJob, find_job, running_jobs
+from rlmesh.master.workspace import KEY_FILE
 
 ASK_TIMEOUT_S = 10.0
 _NO_RECORDS = 1 << 62
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     try:
         job = find_job(options.job, jobs)
         print(_headline(job))
+        print(f"  {job.master_endpoint}  key file {job.folder / KEY_FILE}")
         for line in ask(job, pending=options.pending):
             print(line)
     except RLMeshError as error:

@@ -112,7 +112,7 @@ class Driver:
     def _make_session(self) -> Session:
         config, options = self._config, self._options
         preload = config.preload_items()
-        space = Workspace.create(self.job_name, options.run_dir, options.run_root)
+        space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         try:
             spec = job_spec(
                 config, self.job_name, self._demand, self._cluster, space, limits=options.limits,

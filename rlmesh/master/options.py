@@ -43,6 +43,8 @@ class LaunchOptions:
     """this machine as one node"""
     report: bool | None = None
     """draw the report"""
+    key: bytes | None = field(default=None, repr=False)
+    """a new one for each job"""
     submitted_at: float | None = None
     """now; seconds since the epoch, when ``submit`` was called"""
     limits: Limits = field(default_factory=Limits)

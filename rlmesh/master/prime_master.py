@@ -24,10 +24,12 @@ from rlmesh.errors import CallError
 from rlmesh.job.status import ExitInfo, JobStatus, MemberWaits, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.executor import Executor
+from rlmesh.master.followers import Followers
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, JobSpec
 from rlmesh.master.scheduler import Scheduler, Site
 from rlmesh.placement.inventory import NodeInfo
+from rlmesh.runtime.joining import JobView
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 
@@ -59,6 +61,7 @@ class PrimeMaster:
         self._clock = clock
         self._executor = Executor(runtime, self.manager, scheduler, self.post)
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._followers = Followers(spec)
         self._writer: MetricsWriter | None = None
         self._goodbye = asyncio.Event()
         self._watched: dict[int, int] = {}
@@ -92,6 +95,7 @@ class PrimeMaster:
         before = self.manager.context.stage
         actions = self.manager.handle(event, self._clock())
         self._executor.perform(actions)
+        self._followers.note(actions)
         if isinstance(event, ev.AgentRegistered):
             self._watch_agent(event.node)
         if (stage := self.manager.context.stage) != before:
@@ -168,6 +172,13 @@ class PrimeMaster:
     @rpc
     async def report(self, record: MetricRecord) -> None:
         self.post(ev.Reported(record))
+
+    # Called by services that joined
+
+    @rpc(concurrent=256)
+    async def follow(self, version: int, exits_seen: int, wait_s: float) -> JobView:
+        """The members' addresses and ends, as soon as there is something newer than what the caller knows."""
+        return await self._followers.changes(version, exits_seen, wait_s)
 
     # Called by the driver
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
-from rlmesh.runtime.security import write_key_file
+from rlmesh.runtime.security import make_key, write_key_file
 from rlmesh.runtime.transport import local_address
 
 ABOUT_FILE, KEY_FILE = "about.json", "key"
@@ -34,7 +34,9 @@ class Workspace:
     key: bytes
 
     @classmethod
-    def create(cls, job_name: str, run_dir: Path | None, run_root: Path | None) -> Workspace:
+    def create(
+        cls, job_name: str, run_dir: Path | None, run_root: Path | None, key: bytes | None = None
+    ) -> Workspace:
         """Make the folders; without ``run_dir`` a new one in ``run_root`` (default ``runs``).
 
         Raises:
@@ -49,7 +51,7 @@ class Workspace:
         except OSError as error:
             raise LaunchError(f"the run directory {folder} cannot be made: {error}") from error
         job_id = f"{name[:40]}-{secrets.token_hex(4)}"
-        return cls(job_id, folder, _make_socket_dir(), secrets.token_bytes(32))
+        return cls(job_id, folder, _make_socket_dir(), key or make_key())
 
     @property
     def master_endpoint(self) -> str:

@@ -22,6 +22,7 @@ from rlmesh.errors import (
     PeerLost,
     RoleNotFound,
     ShuttingDown,
+    UsageError,
     WireError,
 )
 from rlmesh.runtime import clock
@@ -184,7 +185,11 @@ class Calls(Knowledge):
         if endpoint in self._lost:
             self._fail(call, call.lost(self._lost[endpoint], "no"))
             return
-        peer = self._peers.get(endpoint) or self._connect(endpoint)
+        try:
+            peer = self._peers.get(endpoint) or self._connect(endpoint)
+        except UsageError as error:  # The address is none.
+            self._fail(call, error)
+            return
         call.timeout_s = max(0.0, call.deadline - clock.now())
         with self._lock:
             if call.future is not None and (peer.waiting or len(peer.pending) >= WINDOW):
@@ -383,6 +388,11 @@ class Calls(Knowledge):
         name = member_name(info.role, info.rank)
         with self._lock:
             self._dead[name, info.incarnation] = info
+            parked = [call for call in self._parked.values() if call.name == name]
+            for call in parked:
+                del self._parked[call.call_id]
+        for call in parked:
+            self._route(call)  # To the error, or to a newer incarnation.
         reason = how_it_ended(info)
         for peer in [*self._peers.values(), *self._orphans.values()]:
             for call in self._calls_of(peer):

@@ -9,11 +9,11 @@ import threading
 import time
 from _thread import allocate_lock
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED
+from concurrent.futures._base import PENDING as PENDING
 from typing import Any, Protocol, TypeVar
 
-from rlmesh.errors import CallCancelled, GroupCallError, WouldDeadlock
-from rlmesh.runtime import clock
+from rlmesh.errors import CallCancelled, WouldDeadlock
 from rlmesh.runtime.passing import KeptResult, reduce_future
 from rlmesh.runtime.timing import own_run_queue_ns
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _loop_threads: dict[int, str] = {}
 """Idents of the threads whose loop produces answers, with the name of their runtime."""
 
-_transition = allocate_lock()
+transition = allocate_lock()
 """Guards the step from pending to done of every future. Held for a few instructions only, so one is enough;
 a lock and a condition per future would cost more than the rest of a call."""
 
@@ -125,7 +125,7 @@ class Future(concurrent.futures.Future[T]):
     @property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
         self._want()
-        with _transition:
+        with transition:
             if self._made_condition is None:
                 self._waiters = []
                 self._made_condition = threading.Condition()
@@ -186,12 +186,12 @@ class Future(concurrent.futures.Future[T]):
         before_ns = own_run_queue_ns()
         gate = allocate_lock()
         gate.acquire()
-        with _transition:
+        with transition:
             if self._state is not PENDING:
                 return
             self._blocked = (*self._blocked, gate)
         if not gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            with _transition:
+            with transition:
                 if self._state is PENDING:
                     self._blocked = tuple(other for other in self._blocked if other is not gate)
                     raise TimeoutError(f"no answer after {timeout} s: still waiting for {self._described()}")
@@ -226,7 +226,7 @@ class Future(concurrent.futures.Future[T]):
 
     def on_value(self, fn: Callable[[Future[T]], object]) -> None:
         """As `add_done_callback`, but a value that stays at its producer is not fetched for it."""
-        with _transition:
+        with transition:
             if self._state is PENDING:
                 self._done_callbacks = (*self._done_callbacks, fn)
                 return
@@ -234,7 +234,7 @@ class Future(concurrent.futures.Future[T]):
 
     def on_settled(self, fn: Callable[[Future[T]], object]) -> None:
         """Call ``fn`` once the call is over, wherever its value is."""
-        with _transition:
+        with transition:
             if self._state is PENDING and self.kept is None:
                 self._done_callbacks = (*self._done_callbacks, _Settle(fn))
                 return
@@ -255,7 +255,7 @@ class Future(concurrent.futures.Future[T]):
 
     def stayed(self, kept: KeptResult) -> None:
         """The value stays at its producer. On the runtime's loop."""
-        with _transition:
+        with transition:
             if self._state is not PENDING:
                 return
             self.kept = kept
@@ -282,7 +282,7 @@ class Future(concurrent.futures.Future[T]):
         self._finish(FINISHED, value, error)
 
     def _finish(self, state: str, result: T | None, exception: BaseException | None) -> bool:
-        with _transition:
+        with transition:
             if self._state is not PENDING:
                 return False
             self._result, self._exception = result, exception
@@ -372,99 +372,3 @@ def resolve(future: Future[T], value: T) -> None:
 def reject(future: Future[Any], error: BaseException) -> None:
     """Set an error unless the future was cancelled meanwhile."""
     future._finish(FINISHED, None, error)
-
-
-class GroupOutcomes(list[Any]):
-    """Results of all members, errors in their places: what ``return_exceptions=True`` gives."""
-
-    def raise_all(self) -> None:
-        """Raise a `GroupCallError` if any member failed."""
-        failures = {rank: value for rank, value in enumerate(self) if isinstance(value, Exception)}
-        if failures:
-            results = {rank: value for rank, value in enumerate(self) if rank not in failures}
-            raise group_error(failures, results)
-
-
-def group_error(failures: dict[int, Exception], results: dict[int, Any]) -> GroupCallError:
-    error = GroupCallError(
-        f"{len(failures)} of {len(failures) + len(results)} members failed", list(failures.values())
-    )
-    error.failures = failures
-    error.results = results
-    return error
-
-
-_TOLD = 8
-"""So many members of a group are named one by one."""
-
-
-class _Gathered:
-    """The calls of a group, as the origin of the future that waits for all."""
-
-    def __init__(self, futures: Sequence[Future[Any]], *, plain: bool) -> None:
-        self._futures, self._plain = futures, plain
-        self._first = futures[0]._origin if futures else None
-        self._since = clock.now()
-
-    def describe(self) -> str:
-        return self._text([future._described() for future in self._futures if not future.done()])
-
-    def explain(self) -> str:
-        return self._text([future.waiting_for() for future in self._futures if not future.done()])
-
-    def _text(self, waiting: list[str]) -> str:
-        age_s = clock.now() - self._since
-        more = f"; and {len(waiting) - _TOLD} more" if len(waiting) > _TOLD else ""
-        told = "; ".join(waiting[:_TOLD]) + more
-        return f"{len(waiting)} of {len(self._futures)} members for {age_s:.1f} s: {told}"
-
-    def cancel(self) -> None:
-        for future in self._futures:
-            future.cancel()
-
-    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
-        if self._first is not None:
-            self._first.woke(lag_ns, run_queue_ns)
-
-    def stay(self) -> None:
-        pass  # Its members are passed on, each for itself.
-
-    def want(self) -> None:
-        for future in self._futures:
-            future._want()
-
-    def settled(self) -> bool:
-        return all(future.done() for future in self._futures)
-
-    def members(self) -> Sequence[Future[Any]] | None:
-        return self._futures if self._plain else None
-
-
-def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -> Future[list[Any]]:
-    """All results in order, or the first failure as soon as it is there."""
-    whole: Future[list[Any]] = Future(_Gathered(futures, plain=not return_exceptions))
-    left = len(futures)
-
-    def one_done(future: Future[Any]) -> None:
-        nonlocal left
-        if not return_exceptions and whole._state is PENDING:
-            error = future.exception()
-            if error is not None:
-                reject(whole, error)
-        with _transition:
-            left -= 1
-            last = left == 0
-        if last and whole._state is PENDING:
-            outcomes = GroupOutcomes(map(_outcome, futures)) if return_exceptions else [f.result() for f in futures]
-            resolve(whole, outcomes)
-
-    if not futures:
-        whole.set_result([])
-    for future in futures:
-        future.on_value(one_done)
-    return whole
-
-
-def _outcome(future: Future[Any]) -> Any:
-    error = future.exception()
-    return error if error is not None else future.result()

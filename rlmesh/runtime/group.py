@@ -8,7 +8,8 @@ from typing import Any, Concatenate, Generic, Literal, overload
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.address import member_name
-from rlmesh.runtime.future import Future, GroupOutcomes, gather
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.gathering import GroupOutcomes, gather
 from rlmesh.runtime.handle import A, CallOptions, P, R
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
 from rlmesh.runtime.rpc import method_name

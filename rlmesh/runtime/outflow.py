@@ -107,6 +107,8 @@ class Outflow:
         incoming.started_ns = time.perf_counter_ns()
         current_call.set(incoming.context)
         try:
+            if incoming.passed is not None:
+                await incoming.passed.there()
             args, kwargs = incoming.arguments()
             made = incoming.method.generator(*args, **kwargs)
             if asyncio.iscoroutine(made):

@@ -27,7 +27,7 @@ from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.reception import Reception
 from rlmesh.runtime.rpc import exported
-from rlmesh.runtime.security import check_key, make_key
+from rlmesh.runtime.security import check_key, find_key, make_key
 from rlmesh.runtime.submission import Submission
 from rlmesh.runtime.timing import (
     RunQueueMeter,
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 1800.0
 _LINGER_S = 1.0
+_DRAIN_POLL_S = 0.005
+_EMBEDDED_LINGER_S = 0.1
+"""A service's loop stands still for no longer."""
 
 
 class Runtime(Submission, Reception):
@@ -124,8 +127,48 @@ class Runtime(Submission, Reception):
         try:
             yield runtime
         finally:
-            await asyncio.sleep(0)  # Lets packets of this turn go out.
+            await runtime._drained()
             runtime.close()
+
+    @classmethod
+    @asynccontextmanager
+    async def join(
+        cls, address: str, key_file: str | Path | None = None, *, key: bytes | None = None, name: str = "service",
+        socket_dir: str | Path | None = None, bind: bool | str = False, network: NetworkOptions | None = None,
+        timeout_s: float = 10.0,
+    ) -> AsyncIterator[Runtime]:  # fmt: skip
+        """Join a running job from a service of your own, on the running loop, as `open` does::
+
+            async with Runtime.join(address, key_file) as runtime:
+                text = await RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt)
+
+        The job's roles can be called until the block is left; members that restart or end are followed. The job
+        neither waits for the service nor notices its end.
+
+        Args:
+            address: of the job's master, as ``rlmesh ps JOB`` shows it.
+            key_file: the job's key, as ``rlmesh ps JOB`` shows it; else the file that ``RLMESH_KEY_FILE`` names.
+            key: the key itself, in place of a file.
+            name: what members and logs call the service.
+            socket_dir, bind, network: as for `open`; by default the service only calls.
+            timeout_s: how long the job may take to answer.
+
+        Raises:
+            UsageError: the key file cannot be used.
+            AuthenticationFailed: it is another job's.
+            PeerLost: no job answers.
+        """
+        from rlmesh.runtime.joining import Follower, ask
+
+        secret = key or find_key(key_file)
+        async with cls.open(name=name, key=secret, bind=False, network=network) as scout:
+            view = await ask(scout, address, timeout_s)
+        async with cls.open(
+            name=name, key=secret, socket_dir=socket_dir, bind=bind, job_id=view.job_id, network=network
+        ) as runtime:
+            runtime.default_timeout_s = view.call_timeout_s
+            async with Follower(runtime, address, view):
+                yield runtime
 
     @classmethod
     def _make(
@@ -171,13 +214,21 @@ class Runtime(Submission, Reception):
         turn_loops.pop(self._loop_ident, None)
         self._meter.close()
 
+    async def _drained(self) -> None:
+        """Let packets of this turn and what is queued go out, without standing in the loop's way."""
+        await asyncio.sleep(0)
+        for _ in range(int(_LINGER_S / _DRAIN_POLL_S)):
+            if all(transport.idle() for transport in self._transports.values()):
+                break
+            await asyncio.sleep(_DRAIN_POLL_S)
+
     def _close_on_loop(self) -> None:
         self._posts.run()
         self._dispatcher.kept.close()
         for channel in self._incoming.values():
             channel.flush()
         self._calls.close()
-        self._close_transports(_LINGER_S)
+        self._close_transports(_EMBEDDED_LINGER_S if self._embedded else _LINGER_S)
         self._lending.close()
 
     def _transport(self, address: str) -> Transport:

@@ -73,8 +73,8 @@ def load_key_file(path: str | Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UsageError(f"the key file {path} cannot be read: {error.strerror}; {_HOW}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
+    try:
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise UsageError(f"the key file {path} is no regular file; {_HOW}")
         if found.st_mode & 0o077:
@@ -84,7 +84,9 @@ def load_key_file(path: str | Path) -> bytes:
             )
         if found.st_uid not in (os.getuid(), 0):
             raise UsageError(f"the key file {path} belongs to user {found.st_uid}, not to you; {_HOW}")
-        text = file.read(_HEX_CHARS + 16).strip()
+        text = os.read(descriptor, _HEX_CHARS + 16).strip()
+    finally:
+        os.close(descriptor)
     try:
         key = bytes.fromhex(text.decode("ascii")) if len(text) == _HEX_CHARS else b""
     except ValueError:

@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 from rlmesh.errors import CallError
-from rlmesh.runtime.future import Future, gather
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.gathering import gather
 from rlmesh.runtime.passing import reduce_future
 from rlmesh.wire.passed import Part
 

@@ -24,6 +24,7 @@ from rlmesh.wire.envelope import Buffer, Frames
 _MAGIC = b"RLM1"
 _HEAD = struct.Struct("<4sI")
 _BUFFER_BYTES = 1 << 18
+_STRANGERS_BUFFER_BYTES = 1 << 12
 _JOIN_BYTES = 1 << 16
 _MAX_FRAMES = 1 << 20
 _MAX_IOV = 512
@@ -37,12 +38,22 @@ class PacketReader:
     """Cuts the byte stream into packets. Small frames are copied out of one buffer, large ones read in place."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray(_BUFFER_BYTES)
+        # A stranger that only connects must not cost much; `widen` follows.
+        self._buffer = bytearray(_STRANGERS_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._frames: Frames = []
         self._sizes: list[int] = []
         self._filled = 0
+
+    def widen(self) -> None:
+        """Take large packets, and many small ones at once."""
+        if len(self._buffer) < _BUFFER_BYTES:
+            wide = bytearray(_BUFFER_BYTES)
+            left = self._end - self._start
+            wide[:left] = self._view[self._start : self._end]
+            self._buffer, self._view = wide, memoryview(wide)
+            self._start, self._end = 0, left
 
     def space(self) -> memoryview:
         """Where the next bytes go."""
@@ -50,7 +61,7 @@ class PacketReader:
             return memoryview(self._frames[len(self._frames) - 1])[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
-        elif self._end == _BUFFER_BYTES:
+        elif self._end == len(self._buffer):
             left = self._end - self._start
             self._buffer[:left] = self._buffer[self._start : self._end]
             self._start, self._end = 0, left
@@ -76,7 +87,7 @@ class PacketReader:
         magic, count = _HEAD.unpack_from(self._buffer, self._start)
         if magic != _MAGIC:
             raise ValueError(f"the stream holds {magic!r} where a packet should begin")
-        if count > _MAX_FRAMES or count * 8 + _HEAD.size > min(limit_bytes, _BUFFER_BYTES):
+        if count > _MAX_FRAMES or count * 8 + _HEAD.size > min(limit_bytes, len(self._buffer)):
             raise ValueError(f"a packet of {count} frames is more than this side takes")
         body = self._start + _HEAD.size + 8 * count
         if self._end < body:
@@ -85,7 +96,7 @@ class PacketReader:
         total = sum(sizes)
         if total > limit_bytes:
             raise ValueError(f"a packet of {total} bytes is above the limit of {limit_bytes}")
-        if body - self._start + total <= _BUFFER_BYTES:
+        if body - self._start + total <= len(self._buffer):
             if self._end - body < total:
                 return None
             frames: Frames = []
@@ -186,8 +197,13 @@ class StreamLink:
             self._backlog.extend(rest)
         self._owner.post(self._want_write)
 
+    @property
+    def idle(self) -> bool:
+        return not self._backlog
+
     def trust(self) -> None:
         self._limit_bytes = PACKET_LIMIT_BYTES
+        self._reader.widen()
         self._owner.trusted(self)
 
     def close(self) -> None:

@@ -70,6 +70,9 @@ class StreamTransport(ABC):
         self._try_connect(link, endpoint.removeprefix(self.scheme))
         return link
 
+    def idle(self) -> bool:
+        return all(link.idle for link in self._links)
+
     def close(self, linger_s: float) -> None:
         self._closed = True
         self._half_open.close()

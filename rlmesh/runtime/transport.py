@@ -131,6 +131,10 @@ class Transport(Protocol):
         """Start to connect; packets sent before it is established are kept."""
         ...
 
+    def idle(self) -> bool:
+        """Whether all that was sent has left, as far as this side knows."""
+        ...
+
     def close(self, linger_s: float) -> None:
         """Send what is queued for at most ``linger_s`` seconds, then close everything."""
         ...

@@ -8,10 +8,12 @@ what it was when the connection came.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import zmq
@@ -24,6 +26,7 @@ EVENTS = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )  # fmt: skip
+_EVENTS_PER_TURN = 256
 
 
 class _Connection(NamedTuple):
@@ -44,7 +47,7 @@ class ListenerWatch:
         self, listener: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop,
         refused: Callable[[str, Rejection, str], None], left: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self._listener, self._refused, self._left = listener, refused, left
+        self._listener, self._loop, self._refused, self._left = listener, loop, refused, left
         self.monitor = listener.get_monitor_socket(EVENTS)
         self._half_open: HalfOpen[int] = HalfOpen(loop, self._evict)
         self._connections: dict[int, _Connection] = {}
@@ -53,12 +56,15 @@ class ListenerWatch:
 
     def drain(self) -> None:
         """Take in what happened. In its order: a descriptor may have been several connections since."""
-        while not self.monitor.closed:
+        for _ in range(_EVENTS_PER_TURN):
+            if self.monitor.closed:
+                return
             try:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
             self._on_event(event["event"], int(event["value"]))
+        self._loop.call_soon(self.drain)
 
     def peer_of(self, descriptor: int) -> str:
         found = self._connections.get(descriptor)
@@ -77,12 +83,9 @@ class ListenerWatch:
         connection = self._connections.pop(descriptor, None)
         if connection is None:
             return
-        found = _duplicate(descriptor)
-        if found is None:
-            return
-        with found:
+        with _socket_at(descriptor) as found:
             try:
-                if _identity(found) == connection.identity:
+                if found is not None and _identity(found) == connection.identity:
                     found.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # It is gone already.
@@ -101,7 +104,9 @@ class ListenerWatch:
             if not self._half_open.evict_oldest():
                 self._refused("somebody", "no room", f"a connection cannot be accepted: {os.strerror(value)}")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._why = ("half-open", f"it did not finish the encrypted greeting: {os.strerror(value)}")
+            silent = value in (errno.EAGAIN, errno.ETIMEDOUT)
+            detail = f"it did not finish the encrypted greeting: {os.strerror(value)}"
+            self._why = ("half-open" if silent else "no greeting", detail)
         elif value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             self._why = ("wrong key", "it does not hold the key of this job")
         else:
@@ -142,28 +147,37 @@ class ListenerWatch:
         self._left(descriptor)
 
 
-def _duplicate(descriptor: int) -> socket.socket | None:
-    """The socket behind a descriptor; None if there is none (any more)."""
+@contextmanager
+def _socket_at(descriptor: int) -> Iterator[socket.socket | None]:
+    """The socket behind a descriptor, which stays ZeroMQ's; None if there is none (any more)."""
     try:
         copy = os.dup(descriptor)
-    except OSError:
-        return None
+    except OSError as error:
+        # Where no descriptor is left, strangers must be thrown out all the more: by the original.
+        copy = descriptor if error.errno == errno.EMFILE else -1
     try:
-        return socket.socket(fileno=copy)
+        found = socket.socket(fileno=copy) if copy >= 0 else None
     except OSError:
-        os.close(copy)
-        return None
+        found = None
+        if copy not in (-1, descriptor):
+            os.close(copy)
+    try:
+        yield found
+    finally:
+        if found is not None and copy == descriptor:
+            found.detach()
+        elif found is not None:
+            found.close()
 
 
 def _look_at(descriptor: int) -> tuple[_Connection, int | None]:
     """A connection and its user, as far as it is still there to be looked at."""
-    found = _duplicate(descriptor)
-    if found is not None:
-        with found:
-            try:
+    with _socket_at(descriptor) as found:
+        try:
+            if found is not None:
                 return _Connection(_peer_text(found), _identity(found)), _user(found)
-            except OSError:
-                pass
+        except OSError:
+            pass
     return _Connection("somebody who left at once", ()), None
 
 

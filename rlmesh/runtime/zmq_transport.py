@@ -84,7 +84,8 @@ class _Dealer:
         self._transport.unwatch(self._monitor)
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(self._transport.linger_ms)
+        # What waits for a connection that never came would only keep the context from ending.
+        self._socket.close(self._transport.linger_ms if self._connected else 0)
         self._transport.forget(self)
 
     def _drain(self) -> None:
@@ -202,6 +203,9 @@ class ZmqTransport:
         dealer = _Dealer(self, endpoint)
         self._dealers.add(dealer)
         return dealer
+
+    def idle(self) -> bool:
+        return True  # ZeroMQ does not say what it still has.
 
     def close(self, linger_s: float) -> None:
         self.linger_ms = int(linger_s * 1000)

@@ -161,6 +161,9 @@ class _FaultyTransport:
     def connect(self, endpoint: str) -> Link:
         return self._outer(self._inner.connect(endpoint))
 
+    def idle(self) -> bool:
+        return self._inner.idle()
+
     def close(self, linger_s: float) -> None:
         self._inner.close(linger_s)
 

@@ -150,6 +150,9 @@ class _LoopbackTransport:
         self._try_connect(link, endpoint)
         return link
 
+    def idle(self) -> bool:
+        return True
+
     def close(self, linger_s: float) -> None:
         self._closed = True
         self.half_open.close()

@@ -25,6 +25,7 @@ commands:
   COMMAND
     launch    run a script that submits a job
     ps        list the jobs that run on this machine
+    keygen    make a job's key
     version   print the versions of rlmesh and Python
 
 Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 130 stopped by
@@ -46,6 +47,8 @@ options:
                         elsewhere (auto, the default), or not at all
   --run-dir DIR         folder of logs, metrics and report
   --restart {never}     what happens when a member dies (never: the job fails)
+  --key-file FILE       the job's key, made by rlmesh keygen (default: the
+                        file that RLMESH_KEY_FILE names, else a new key)
 """
 
 

@@ -55,6 +55,22 @@ class Victim:
         return time.monotonic() - began
 
 
+class Broken(Victim):
+    def __init__(self) -> None:
+        raise ValueError("it cannot be built")
+
+
+class Waiter:
+    """Calls another role before all members are up."""
+
+    def setup(self) -> None:
+        error = error_of(RoleGroup("BROKEN")[0].call("count"))
+        out = Path(current_worker().job_info.user_config["out"])
+        out.write_text(json.dumps([str(error), error.executed]))
+
+    def run(self) -> None: ...
+
+
 class Trainer:
     def run(self) -> None:
         config = current_worker().job_info.user_config
@@ -72,7 +88,7 @@ class Trainer:
         if how == "segfault":
             calls.append(victim.call("segfault"))
         else:
-            calls.append(victim.call("slow", CALLS, how))
+            calls.append(victim.call("slow", CALLS, "" if how == "kill" else how))
         if how == "kill":
             os.kill(pid, signal.SIGKILL)
         died_at = wait_for_state(pid, "ZX")
@@ -126,11 +142,18 @@ def wait_for_state(pid: int, states: str) -> float:
     while True:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
+        except OSError:
             state = "X"
         if state in states:
             return time.perf_counter()
         time.sleep(0.001)
+
+
+def build_broken(out: Path) -> Any:
+    builder = DLJobBuilder().config({"out": str(out)}).device_type("CPU")
+    builder.role("BROKEN").run(Broken).resource(cpu=0)
+    builder.role("TRAINER").run(Waiter).resource(cpu=0)
+    return builder.build()
 
 
 def build(scenario: str, out: Path, *roles: str, how: str = "") -> Any:

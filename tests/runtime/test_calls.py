@@ -14,7 +14,7 @@ import torch
 
 from rlmesh.errors import CallCancelled, CallTimeout, MethodNotFound, RoleNotFound, UsageError, WouldDeadlock
 from rlmesh.runtime.address import MemberAddress
-from rlmesh.runtime.future import GroupOutcomes
+from rlmesh.runtime.gathering import GroupOutcomes
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime

@@ -88,6 +88,17 @@ def test_a_killed_member_fails_all_its_calls_with_its_last_words(
     assert again.value.executed == "no"
 
 
+def test_a_member_that_dies_before_it_is_up_fails_the_calls_that_wait_for_it(mesh: Mesh) -> None:
+    mesh.publish(MemberAddress("LATE", 0, 0, None), MemberAddress("LATE", 1, 0, None))
+    group: RoleGroup[object] = RoleGroup("LATE", runtime=mesh.caller)
+    future, other = group[0].call("echo", 1), group[1].call("echo", 1)
+    mesh.caller.member_lost(ExitInfo("LATE", 0, 0, 7, 1, None, time.time(), last_log_lines=("ValueError: no luck",)))
+    with pytest.raises(PeerLost, match=r"LATE rank 0 \(pid 7\) exited with code 1.*\n.*no luck") as caught:
+        future.result(5)
+    assert caught.value.executed == "no" and not other.done()
+    assert other.cancel()
+
+
 def test_without_the_agents_word_calls_fail_after_a_short_grace(
     mesh: Mesh, victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,16 @@ def test_pending_calls_end_with_the_member_and_say_how(how: str, said: str, tmp_
     assert said in text and executed == "no" and took_s < 0.1
 
 
+def test_a_member_that_cannot_be_built_fails_the_calls_that_wait_for_it(tmp_path: Path) -> None:
+    out = tmp_path / "seen.json"
+    limits = Limits(fail_grace_s=10.0)
+    with LocalCluster(run_root=tmp_path, limits=limits), pytest.raises(JobFailed, match="it cannot be built"):
+        dying_job.build_broken(out).submit("broken")
+    text, executed = json.loads(out.read_text())
+    assert "BROKEN:0 cannot answer count(): BROKEN rank 0 (pid " in text and "exited with code 1" in text
+    assert "ValueError: it cannot be built" in text and executed in ("no", "maybe")
+
+
 def test_stalls_are_no_deaths(tmp_path: Path) -> None:
     """Twelve seconds without the interpreter's lock, and a stopped process: calls wait, at most until their deadline;
     nobody is declared dead."""

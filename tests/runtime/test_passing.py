@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,15 @@ class User:
     @rpc
     def note(self, what: Any) -> None:
         self.order.append(str(what)[:3])
+
+    @rpc
+    async def parts(self, data: bytes) -> AsyncIterator[int]:
+        for start in range(0, len(data), 250_000):
+            yield len(data[start : start + 250_000])
+
+    @rpc
+    def parts_in_thread(self, data: bytes) -> Iterator[int]:
+        yield len(data)
 
     @rpc
     def seen(self) -> list[str]:
@@ -235,6 +244,15 @@ def test_the_failure_of_a_producer_is_that_of_its_consumers(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"nothing was made \[raised by MAKER:0 in fail\(\)\]"):
         used.result()
     assert user.order == []
+
+
+def test_streams_with_futures(mesh: Mesh) -> None:
+    maker = Maker()
+    makers, users = mesh.serve("MAKER", maker), mesh.serve("USER", User())
+    made = makers[0].call("make", LARGE)
+    parts, whole = users[0].stream("parts", made), users.stream("parts_in_thread", made)
+    maker.go.set()
+    assert list(parts) == [250_000] * 4 and list(whole) == [LARGE]
 
 
 def test_later_calls_to_the_same_member_do_not_overtake(mesh: Mesh) -> None:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 
 from rlmesh.errors import AuthenticationFailed, UsageError
 from rlmesh.runtime import half_open
@@ -201,3 +202,20 @@ def test_what_is_no_key_is_refused(key: bytes) -> None:
 def test_the_default_address_is_on_this_machine_only() -> None:
     with Runtime.start(name="A:0", key=KEY) as runtime:
         assert (runtime.endpoint or "").startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_zeromq_without_encryption_is_refused_in_every_version(
+    scheme: str, stack: ExitStack, until: Callable[..., None]
+) -> None:
+    """A peer of protocol 1 knows no mechanisms, one of protocol 3 names another: neither gets a message across."""
+    job = Job(stack, scheme, KEY)
+    say(job.endpoint, b"\x01\x00" + b"\x06\x00hello")
+    context = stack.enter_context(zmq.Context())
+    dealer = stack.enter_context(context.socket(zmq.DEALER))
+    dealer.linger = 0
+    dealer.connect(job.endpoint)
+    dealer.send(b"hello")
+    until(lambda: job.runtime.strangers.counts["no greeting"] >= 2)
+    assert job.call() == 1
+    assert set(job.runtime.strangers.counts) <= {"no greeting", "half-open"}

@@ -17,7 +17,7 @@ from rlmesh.runtime.stream import PacketReader, StreamLink
 from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, Link, Rejection
 from rlmesh.wire.envelope import Frames
 
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 packets_of = st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=5)
 large_frames = st.one_of(st.binary(max_size=40), st.sampled_from([b"L" * 70_000, b"M" * 300_000]))
@@ -28,9 +28,14 @@ def bytes_of(packets: list[list[bytes]]) -> bytes:
     return b"".join(bytes(part) for packet in packets for part in stream._parts(list(packet)))
 
 
-def read(data: bytes, sizes: list[int], limit: int = PACKET_LIMIT_BYTES) -> list[list[bytes]]:
-    """All packets of a stream that arrives in pieces of the given sizes, in turn."""
+def read(
+    data: bytes, sizes: list[int], limit: int = PACKET_LIMIT_BYTES, widen_after: int = 0
+) -> list[list[bytes]]:
+    """All packets of a stream that arrives in pieces of the given sizes, in turn; the reader is widened after so many
+    packets."""
     reader = PacketReader()
+    if not widen_after:
+        reader.widen()
     found: list[list[bytes]] = []
     at, turn = 0, 0
     while at < len(data):
@@ -42,6 +47,8 @@ def read(data: bytes, sizes: list[int], limit: int = PACKET_LIMIT_BYTES) -> list
         at, turn = at + count, turn + 1
         while (packet := reader.next_packet(limit)) is not None:
             found.append([bytes(frame) for frame in packet])
+            if len(found) == widen_after:
+                reader.widen()
     return found
 
 
@@ -49,6 +56,7 @@ def read(data: bytes, sizes: list[int], limit: int = PACKET_LIMIT_BYTES) -> list
 @given(st.one_of(packets_of, large_packets), st.lists(st.integers(1, 400_000), min_size=1, max_size=4))
 def test_packets_come_back_however_they_are_cut(packets: list[list[bytes]], sizes: list[int]) -> None:
     assert read(bytes_of(packets), sizes) == packets
+    assert read(bytes_of([[b"greeting"], *packets]), sizes, widen_after=1) == [[b"greeting"], *packets]
 
 
 @SLOW
@@ -95,6 +103,7 @@ def test_a_packet_that_nobody_can_take_ends_the_stream(head: bytes, text: str, m
         raise MemoryError
 
     reader = PacketReader()
+    reader.widen()
     monkeypatch.setattr(stream, "room", no_memory)
     reader.space()[: len(head)] = head
     reader.took(len(head))
@@ -152,6 +161,10 @@ def test_a_link_ends_after_any_bytes(noise: bytes, trusted: bool) -> None:
     events = asyncio.run(main())
     assert events[0] == "packet" and events[-1] in ("lost", "rejected")
     assert events.count("lost") + events.count("rejected") == 1
+
+
+def test_a_stranger_costs_little_memory() -> None:
+    assert len(PacketReader().space()) <= 4096
 
 
 async def test_no_thread_keeps_a_connection_for_long() -> None:

@@ -195,6 +195,22 @@ async def test_each_threads_packets_keep_their_order(pair: Pair) -> None:
         assert numbers == list(range(200))
 
 
+async def test_what_a_stopped_peer_does_not_take_holds_nobody_up(pair: Pair) -> None:
+    await pair.open()
+    if pair.listener.scheme not in ("unix", "plain"):
+        pytest.skip("it does not say what has not left")
+    taken = pair.listener.transport._links  # type: ignore[attr-defined]
+    for link in taken:
+        pair.listener.loop.remove_reader(link._socket.fileno())
+    assert pair.caller.transport.idle()
+    pair.link.send([bytes(8 << 20)])
+    await asyncio.sleep(0.05)
+    assert not pair.caller.transport.idle()
+    began = pair.caller.loop.time()
+    pair.caller.transport.close(0.1)
+    assert pair.caller.loop.time() - began < 1
+
+
 async def test_one_address_has_one_listener(pair: Pair) -> None:
     await pair.open()
     with pytest.raises(UsageError):

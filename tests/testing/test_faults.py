@@ -25,7 +25,7 @@ class Member:
         self.seen: list[int] = []
 
     @rpc
-    async def double(self, number: int) -> int:
+    async def double(self, number: int, ballast: bytes) -> int:
         self.seen.append(number)
         return 2 * number
 
@@ -33,7 +33,10 @@ class Member:
 async def pair(stack: AsyncExitStack, plan: FaultPlan, member: object) -> Any:
     """A member and a caller of it, both behind the plan."""
     network = LoopbackNetwork()
-    options = NetworkOptions(transports={"loop": faulty(network.transports["loop"], plan)})
+    options = NetworkOptions(
+        transports={"loop": faulty(network.transports["loop"], plan)}, share_memory=False,
+        bulk_schemes=frozenset({"loop"}), bulk_bytes=5000,
+    )  # fmt: skip
     server = await stack.enter_async_context(Runtime.open(name="A:0", key=KEY, bind="loop://a", network=options))
     server.serve("A:0", member)
     caller = await stack.enter_async_context(Runtime.open(name="caller", key=KEY, bind=False, network=options))
@@ -41,12 +44,13 @@ async def pair(stack: AsyncExitStack, plan: FaultPlan, member: object) -> Any:
 
 
 async def outcomes(plan: FaultPlan, calls: int) -> tuple[list[Any], list[int]]:
+    """Every third call has a payload that takes a connection of its own."""
     member = Member()
     async with AsyncExitStack() as stack:
         handle = await pair(stack, plan, member)
         futures = []
         for number in range(calls):
-            futures.append(handle.call("double", number))
+            futures.append(handle.call("double", number, bytes(10_000 if number % 3 == 2 else 0)))
             await asyncio.sleep(0.01)
         results = await asyncio.gather(*futures, return_exceptions=True)
     return results, member.seen

@@ -1,0 +1,52 @@
+"""Strangers that use up a listener's descriptors are thrown out; members still come in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from rlmesh.runtime.runtime import Runtime
+from tests.runtime.conftest import KEY
+from tests.runtime.strangers import address_of, connect
+
+SERVER = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))
+from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.runtime import Runtime
+
+class Member:
+    @rpc
+    def counts(self): return dict(runtime.strangers.counts)
+
+with Runtime.start(name="A:0", key=bytes.fromhex(sys.argv[1]), bind=sys.argv[2]) as runtime:
+    runtime.serve("A:0", Member())
+    print(runtime.endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+
+# libzmq itself aborts the process when accept() on ipc finds no descriptor (docs/decisions/0010).
+@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+def test_a_listener_out_of_descriptors_takes_members_all_the_same(scheme: str) -> None:
+    with ExitStack() as stack:
+        address = stack.enter_context(address_of(scheme))
+        server = subprocess.Popen(
+            [sys.executable, "-c", SERVER, KEY.hex(), address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        stack.callback(server.wait, 20)
+        assert server.stdin is not None and server.stdout is not None
+        stack.enter_context(server.stdout)
+        stack.enter_context(server.stdin)
+        endpoint = server.stdout.readline().strip()
+        for _ in range(300):
+            stack.enter_context(connect(endpoint))
+        began = time.monotonic()
+        with Runtime.start(name="caller", key=KEY, bind=False) as caller:
+            counts = caller.peer("A:0", endpoint).options(timeout_s=20).call("counts").result()
+        print(f"{time.monotonic() - began:.2f} s, {counts}")
+        assert counts["half-open"] > 100
