@@ -46,6 +46,7 @@ test: lint types fast
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(DEV_READY)
 	$(BIN)/mypy

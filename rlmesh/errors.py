@@ -97,8 +97,10 @@ class JobSpecError(UsageError):
 
     def __init__(self, problems: Sequence[str] | str) -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
-        head = "the job description has 1 problem" if len(self.problems) == 1 else (
-            f"the job description has {len(self.problems)} problems"
+        head = (
+            "the job description has 1 problem"
+            if len(self.problems) == 1
+            else (f"the job description has {len(self.problems)} problems")
         )
         super().__init__(head + ":\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1)))
 

@@ -63,9 +63,7 @@ def session_leak_guard(leak_check: LeakCheck) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def leak_guard(
-    request: pytest.FixtureRequest, leak_check: LeakCheck, session_leak_guard: None
-) -> Iterator[None]:
+def leak_guard(request: pytest.FixtureRequest, leak_check: LeakCheck, session_leak_guard: None) -> Iterator[None]:
     """Fails a test that leaves threads, processes, descriptors, segments, socket directories or tasks."""
     before = leak_check.snapshot()
     yield

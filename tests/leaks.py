@@ -65,11 +65,7 @@ class LeakCheck:
         # Tests leave none, so segments that were there before are somebody else's.
         others_seen = any(kind == "segment" for kind, _ in before)
         while True:
-            leaks = [
-                leak
-                for leak in self._everything()
-                if leak.kind in kinds and (leak.kind, leak.key) not in before
-            ]
+            leaks = [leak for leak in self._everything() if leak.kind in kinds and (leak.kind, leak.key) not in before]
             if not leaks:
                 return []
             if any(leak.kind == "segment" for leak in leaks):
@@ -107,9 +103,7 @@ class LeakCheck:
 
     def _others_have_segments(self) -> bool:
         own = os.getpid()
-        return any(
-            pid != own and _holds_segments(pid) and not _is_marked(pid, self._session) for pid in _pids()
-        )
+        return any(pid != own and _holds_segments(pid) and not _is_marked(pid, self._session) for pid in _pids())
 
 
 def threads() -> list[Leak]:

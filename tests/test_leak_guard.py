@@ -57,8 +57,7 @@ LEAKS = {
 def leaking_run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One nested session with all the leaks, since each costs its grace."""
     body = "\n".join(
-        f"def test_{kind.replace(' ', '_')}() -> None:\n    {statement}\n"
-        for kind, (statement, _) in LEAKS.items()
+        f"def test_{kind.replace(' ', '_')}() -> None:\n    {statement}\n" for kind, (statement, _) in LEAKS.items()
     )
     body += """
 async def test_task() -> None:

@@ -223,9 +223,7 @@ class DLJobBuilder:
                 problems += error.problems
         return valid
 
-    def _collocations(
-        self, workloads: Mapping[str, AnyWorkloadDesc], problems: list[str]
-    ) -> list[tuple[str, ...]]:
+    def _collocations(self, workloads: Mapping[str, AnyWorkloadDesc], problems: list[str]) -> list[tuple[str, ...]]:
         """The sets of roles that share accelerators, with the roles' own spelling."""
         sets = [tuple(map(self._spelled, roles)) for roles in self._together]
         if self._all_but is not None:
@@ -261,7 +259,6 @@ class DLJobBuilder:
     def _report_unused_role(self) -> None:
         if self._role is not None:
             self._problems.append(
-                f"role {self._role}: has no entry point: follow .role({self._role!r}) with .run(...) or "
-                ".train(...)"
+                f"role {self._role}: has no entry point: follow .role({self._role!r}) with .run(...) or .train(...)"
             )
             self._role = None

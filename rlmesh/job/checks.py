@@ -32,16 +32,13 @@ def role_name_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
     return found
 
 
-def member_problems(
-    workload: BaseWorkloadDesc, node_number: int | None, device_per_node: int | None
-) -> list[str]:
+def member_problems(workload: BaseWorkloadDesc, node_number: int | None, device_per_node: int | None) -> list[str]:
     """Whether one role alone exceeds the nodes and devices that the job says it has."""
     found: list[str] = []
     asked = workload.resource.accelerator
     if device_per_node is not None and asked > device_per_node:
         found.append(
-            f"resource.accelerator: a member asks for {asked:g} accelerators, and device_per_node is "
-            f"{device_per_node}"
+            f"resource.accelerator: a member asks for {asked:g} accelerators, and device_per_node is {device_per_node}"
         )
     if node_number is None or workload.per_node is None:
         return found

@@ -67,12 +67,8 @@ class DLConfig(Spec):
     dl_type: Literal["PRE", "SFT", "RL", "MULTIMODAL"] | None = None
     user_config: Any = Field(default_factory=dict)
     workloads: dict[str, WorkloadDesc] = Field(default_factory=dict)
-    global_env: dict[str, str] = Field(
-        default_factory=dict, validation_alias=AliasChoices("global_env", "global_envs")
-    )
-    node_number: int | None = Field(
-        default=None, ge=1, validation_alias=AliasChoices("node_number", "node_num")
-    )
+    global_env: dict[str, str] = Field(default_factory=dict, validation_alias=AliasChoices("global_env", "global_envs"))
+    node_number: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("node_number", "node_num"))
     device_per_node: int | None = Field(default=None, ge=1)
     device_type: Literal["CPU", "GPU"] = Field(
         default="GPU", validation_alias=AliasChoices("device_type", "accelerator_type")
@@ -240,9 +236,7 @@ class DLConfig(Spec):
         self.check()
         return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at)))
 
-    def _launch_options(
-        self, view: View | None, run_dir: str | Path | None, called_at: float
-    ) -> LaunchOptions:
+    def _launch_options(self, view: View | None, run_dir: str | Path | None, called_at: float) -> LaunchOptions:
         from pathlib import Path
 
         from rlmesh.master.driver import LaunchOptions

@@ -67,9 +67,7 @@ class ResourceDesc(Spec):
     @classmethod
     def _possible_share(cls, value: float) -> float:
         if value > 1 and not value.is_integer():
-            raise ValueError(
-                f"{value:g} is neither a share of one accelerator (at most 1) nor a whole number of them"
-            )
+            raise ValueError(f"{value:g} is neither a share of one accelerator (at most 1) nor a whole number of them")
         if value > 0 and _milli(value) == 0:
             raise ValueError(f"{value:g} is less than the smallest share, 0.001")
         return value
@@ -106,15 +104,9 @@ class BaseWorkloadDesc(Spec):
     entry_point: str = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
     total: int = Field(default=1, ge=1, validation_alias=AliasChoices("total", "num", "number"))
     per_node: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("per_node", "per_group"))
-    resource: ResourceDesc = Field(
-        default_factory=ResourceDesc, validation_alias=AliasChoices("resource", "res")
-    )
-    envs: dict[str, str] = Field(
-        default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment")
-    )
-    max_restarts: int = Field(
-        default=0, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart")
-    )
+    resource: ResourceDesc = Field(default_factory=ResourceDesc, validation_alias=AliasChoices("resource", "res"))
+    envs: dict[str, str] = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
+    max_restarts: int = Field(default=0, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart"))
     mesh: dict[str, int] = Field(default_factory=dict)
     is_driver: bool | None = None
 
@@ -216,8 +208,7 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
         for key, value in (("total", nodes * procs), ("per_node", procs)):
             if rest.setdefault(key, value) != value:
                 raise ValueError(
-                    f"{key}={rest[key]} contradicts nnodes={nodes} and nproc_per_node={procs}: "
-                    "give one or the other"
+                    f"{key}={rest[key]} contradicts nnodes={nodes} and nproc_per_node={procs}: give one or the other"
                 )
         return rest
 

@@ -223,9 +223,7 @@ def _argument_problem(callee: Callee, path: Path) -> tuple[str, ...]:
     )
 
 
-def _find(
-    facts: ModuleFacts, module: str, name: str, depth: int = 8
-) -> tuple[Callee | None, ModuleFacts, str]:
+def _find(facts: ModuleFacts, module: str, name: str, depth: int = 8) -> tuple[Callee | None, ModuleFacts, str]:
     """The definition of a name, followed through imports, and the module that holds it.
 
     The definition is ``None`` if reading does not find it.

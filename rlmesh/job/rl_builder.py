@@ -20,53 +20,37 @@ class RLJobBuilder(DLJobBuilder):
     choice. The trainer uses no accelerator unless ``resource`` says so. An actor is required.
     """
 
-    def trainer(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLSimpleRoleBuilder:
+    def trainer(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         """Define the role that drives the job: it ends when the trainer's ``run()`` returns."""
         return self.role(RLRoleType.TRAINER).run(entrypoint, class_name).resource()
 
-    def actor(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLElasticRoleBuilder:
+    def actor(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLElasticRoleBuilder:
         """Define the policy that is trained."""
         return self.role(RLRoleType.ACTOR).train(entrypoint, class_name)
 
-    def critic(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLElasticRoleBuilder:
+    def critic(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLElasticRoleBuilder:
         """Define the value function that is trained."""
         return self.role(RLRoleType.CRITIC).train(entrypoint, class_name)
 
-    def rollout(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLSimpleRoleBuilder:
+    def rollout(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         """Define the engines that generate samples."""
         return self.role(RLRoleType.ROLLOUT).run(entrypoint, class_name)
 
-    def reference(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLSimpleRoleBuilder:
+    def reference(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         """Define the policy that the KL penalty is measured against."""
         return self.role(RLRoleType.REFERENCE).run(entrypoint, class_name)
 
-    def reward(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLSimpleRoleBuilder:
+    def reward(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         """Define what scores the samples."""
         return self.role(RLRoleType.REWARD).run(entrypoint, class_name)
 
     def run(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         return self._add(RLSimpleRoleBuilder(self, self._take_role("run"), entrypoint, class_name))
 
-    def train(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLElasticRoleBuilder:
+    def train(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLElasticRoleBuilder:
         return self._add(RLElasticRoleBuilder(self, self._take_role("train"), entrypoint, class_name))
 
-    def custom(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLCustomRoleBuilder:
+    def custom(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLCustomRoleBuilder:
         return self._add(RLCustomRoleBuilder(self, self._take_role("custom"), entrypoint, class_name))
 
     def workload(
@@ -87,53 +71,37 @@ class RLJobBuilder(DLJobBuilder):
 class _RLRole(RoleBuilder["RLJobBuilder"]):
     """The methods of ``RLJobBuilder`` that ``DLJobBuilder`` does not have."""
 
-    def trainer(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLSimpleRoleBuilder:
+    def trainer(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         """As the job builder's."""
         return self._job.trainer(entrypoint, class_name)
 
-    def actor(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLElasticRoleBuilder:
+    def actor(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLElasticRoleBuilder:
         """As the job builder's."""
         return self._job.actor(entrypoint, class_name)
 
-    def critic(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLElasticRoleBuilder:
+    def critic(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLElasticRoleBuilder:
         """As the job builder's."""
         return self._job.critic(entrypoint, class_name)
 
-    def rollout(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLSimpleRoleBuilder:
+    def rollout(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         """As the job builder's."""
         return self._job.rollout(entrypoint, class_name)
 
-    def reference(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLSimpleRoleBuilder:
+    def reference(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         """As the job builder's."""
         return self._job.reference(entrypoint, class_name)
 
-    def reward(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLSimpleRoleBuilder:
+    def reward(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         """As the job builder's."""
         return self._job.reward(entrypoint, class_name)
 
     def run(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
         return self._job.run(entrypoint, class_name)
 
-    def train(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLElasticRoleBuilder:
+    def train(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLElasticRoleBuilder:
         return self._job.train(entrypoint, class_name)
 
-    def custom(
-        self, entrypoint: EntryLike | None = None, class_name: str | None = None
-    ) -> RLCustomRoleBuilder:
+    def custom(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLCustomRoleBuilder:
         return self._job.custom(entrypoint, class_name)
 
     def workload(

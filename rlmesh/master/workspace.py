@@ -34,9 +34,7 @@ class Workspace:
     key: bytes
 
     @classmethod
-    def create(
-        cls, job_name: str, run_dir: Path | None, run_root: Path | None, key: bytes | None = None
-    ) -> Workspace:
+    def create(cls, job_name: str, run_dir: Path | None, run_root: Path | None, key: bytes | None = None) -> Workspace:
         """Make the folders; without ``run_dir`` a new one in ``run_root`` (default ``runs``).
 
         Raises:

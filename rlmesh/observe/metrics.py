@@ -131,4 +131,3 @@ def _tags(record: MetricRecord) -> dict[str, float]:
     """Scalars by TensorBoard tag; rank 0 has the plain name of its role."""
     member = record.role if record.rank == 0 else f"{record.role}:{record.rank}"
     return {f"{member}/{name}": float(value) for name, value in record.metrics.items()}
-

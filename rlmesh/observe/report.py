@@ -141,9 +141,7 @@ def _draw(figure: Any, title: str, records: Sequence[MetricRecord]) -> None:
         axes.tick_params(colors=_INK)
 
 
-def _curve(
-    axes: Any, title: str, name: str, curves: Mapping[str, Curve], color: str, *, rare: bool = False
-) -> None:
+def _curve(axes: Any, title: str, name: str, curves: Mapping[str, Curve], color: str, *, rare: bool = False) -> None:
     """One metric over the steps; a ``rare`` one is not reported at each step, so its points are marked."""
     _title(axes, title)
     axes.grid(alpha=0.25)

@@ -22,9 +22,7 @@ class GroupOutcomes(list[Any]):
 
 
 def group_error(failures: dict[int, Exception], results: dict[int, Any]) -> GroupCallError:
-    error = GroupCallError(
-        f"{len(failures)} of {len(failures) + len(results)} members failed", list(failures.values())
-    )
+    error = GroupCallError(f"{len(failures)} of {len(failures) + len(results)} members failed", list(failures.values()))
     error.failures = failures
     error.results = results
     return error

@@ -122,9 +122,7 @@ class RoleGroup(Generic[A]):
         self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[R]]: ...
     @overload
-    def call(
-        self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[list[R]]: ...
+    def call(self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]: ...
     @overload
     def call(
         self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs

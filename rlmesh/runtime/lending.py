@@ -49,9 +49,7 @@ class Lending:
         post: runs a function on the runtime's loop.
     """
 
-    def __init__(
-        self, name: str, key: bytes, job_id: str | None, node_rank: int, post: Callable[..., None]
-    ) -> None:
+    def __init__(self, name: str, key: bytes, job_id: str | None, node_rank: int, post: Callable[..., None]) -> None:
         job = job_id or "k" + hashlib.blake2b(key, digest_size=6).hexdigest()
         plain = re.sub("[^A-Za-z0-9_]", ".", name)
         owner = f"n{node_rank}-{plain}-{os.getpid()}-{id(self) & 0xFFFF:x}"

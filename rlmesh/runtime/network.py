@@ -73,9 +73,7 @@ def options_of_environment() -> NetworkOptions:
     private = os.environ.get(PRIVATE_VARIABLE, "")
     if private not in ("", "0", "1"):
         raise UsageError(f"{PRIVATE_VARIABLE}={private!r}: 1 says that the network between the nodes is private, 0 not")
-    return NetworkOptions(
-        max_payload_bytes=int(text) if text else options.max_payload_bytes, private=private == "1"
-    )
+    return NetworkOptions(max_payload_bytes=int(text) if text else options.max_payload_bytes, private=private == "1")
 
 
 # The transports are loaded when they are used: a process on one node never needs ZeroMQ.

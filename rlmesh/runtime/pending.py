@@ -116,7 +116,6 @@ class PendingCall:
         role, rank = split_name(self.name)
         return cls(text, role=role, rank=rank, method=self.method, call_id=self.call_id, executed=executed)
 
-
     def late(self, state: str, executed: Executed) -> CallError:
         """The error at its deadline."""
         text = (

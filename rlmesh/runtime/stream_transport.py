@@ -26,9 +26,7 @@ class StreamTransport(ABC):
 
     scheme: str
 
-    def __init__(
-        self, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None]
-    ) -> None:
+    def __init__(self, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None]) -> None:
         self.receiver, self.loop, self.post = receiver, loop, post
         self._listener: socket.socket | None = None
         self._links: dict[StreamLink, None] = {}

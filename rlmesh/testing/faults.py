@@ -58,9 +58,7 @@ def faulty(factory: TransportFactory, plan: FaultPlan) -> TransportFactory:
     """A transport that behaves as ``plan`` says, in both directions of the links of its runtime."""
     numbers = itertools.count()
 
-    def make(
-        receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
-    ) -> Transport:
+    def make(receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
         return _FaultyTransport(factory, plan, numbers, receiver, loop, post, key)
 
     return make

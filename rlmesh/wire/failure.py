@@ -124,9 +124,7 @@ def rebuild(
     error.remote_traceback = failure.traceback
     error.remote_causes = failure.causes
     error.host, error.pid = failure.host, failure.pid
-    error.add_note(
-        f"--- traceback of {member} (pid {failure.pid} on {failure.host}) ---\n{failure.traceback.rstrip()}"
-    )
+    error.add_note(f"--- traceback of {member} (pid {failure.pid} on {failure.host}) ---\n{failure.traceback.rstrip()}")
     return error
 
 

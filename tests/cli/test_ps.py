@@ -37,9 +37,7 @@ def test_what_is_printed() -> None:
 
 
 def test_jobs_are_found_by_id_name_or_folder(tmp_path: Path) -> None:
-    jobs = [
-        RunningJob(f"toy-{n}", "toy", f"{tmp_path}/run{n}", "unix:///x", float(n), 1, tmp_path) for n in range(2)
-    ]
+    jobs = [RunningJob(f"toy-{n}", "toy", f"{tmp_path}/run{n}", "unix:///x", float(n), 1, tmp_path) for n in range(2)]
     assert find_job("toy-1", jobs) is jobs[1] and find_job(f"{tmp_path}/run0", jobs) is jobs[0]
     assert find_job(None, jobs[:1]) is jobs[0]
     with pytest.raises(UsageError, match=r"2 jobs run here; name one by its id or run directory: toy-0 \("):

@@ -52,14 +52,7 @@ def test_the_kinds_of_roles() -> None:
 
 
 def test_rl_roles_have_their_kinds() -> None:
-    job = (
-        rl_job()
-        .critic(HERE, "Actor")
-        .rollout(HERE, "Actor")
-        .reference(HERE, "Actor")
-        .reward(HERE, "Actor")
-        .build()
-    )
+    job = rl_job().critic(HERE, "Actor").rollout(HERE, "Actor").reference(HERE, "Actor").reward(HERE, "Actor").build()
     elastic = {role for role, workload in job.workloads.items() if workload.backend == "elastic"}
     assert elastic == {"ACTOR", "CRITIC"}
     assert set(job.workloads) == {role.name for role in RLRoleType}
@@ -71,9 +64,7 @@ def test_train_without_a_role_is_called_elastic() -> None:
 
 
 def test_environments() -> None:
-    job = (
-        rl_job().env({"A": "role"}).env({"B": "role"}).global_env({"A": "job", "C": "job"}).global_env().build()
-    )
+    job = rl_job().env({"A": "role"}).env({"B": "role"}).global_env({"A": "job", "C": "job"}).global_env().build()
     assert job.envs_of("ACTOR") == {"A": "role", "B": "role", "C": "job"}
     assert job.envs_of("TRAINER") == {"A": "job", "C": "job"}
 

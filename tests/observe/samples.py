@@ -27,9 +27,7 @@ def call(role: str, method: str = "forward", **values: Any) -> CallStats:
     return CallStats(role=role, method=method, **(given | values))
 
 
-def record(
-    step: int, *calls: CallStats, role: str = "TRAINER", rank: int = 0, **metrics: float
-) -> MetricRecord:
+def record(step: int, *calls: CallStats, role: str = "TRAINER", rank: int = 0, **metrics: float) -> MetricRecord:
     return MetricRecord(STARTED_AT + step, role, rank, step, metrics, calls)
 
 

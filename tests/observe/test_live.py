@@ -73,9 +73,7 @@ def test_worker_lines_go_to_out_as_they_are(plain: Streams) -> None:
 
 
 def test_the_end_says_how_where_and_what_it_cost(plain: Streams) -> None:
-    reports = [
-        record(s, call("ROLLOUT", "generate"), reward_mean=0.1 * s, step_time_s=0.5) for s in range(1, 10)
-    ]
+    reports = [record(s, call("ROLLOUT", "generate"), reward_mean=0.1 * s, step_time_s=0.5) for s in range(1, 10)]
     plain.clock.now += 42
     end = status(
         member("TRAINER", 0, "exited"), stage="succeeded", records=tuple(reports), first_serving_s=0.75,

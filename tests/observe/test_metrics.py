@@ -79,9 +79,7 @@ def test_a_full_disk_is_one_warning_and_no_half_line(
     assert "2 reports are missing" in caplog.text
 
 
-def test_a_directory_that_cannot_be_made_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "taken").write_text("")
     writer = MetricsWriter(tmp_path / "taken")
     writer.write(record(0, reward_mean=0.1))

@@ -46,9 +46,7 @@ def test_nothing_reported_is_no_picture(tmp_path: Path) -> None:
     assert draw_report(tmp_path) is None
 
 
-def test_a_picture_that_cannot_be_saved_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_picture_that_cannot_be_saved_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("matplotlib")
     _write(tmp_path, _reports(2))
     (tmp_path / "report.png").mkdir()

@@ -29,9 +29,7 @@ def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(TRANSPORT_VARIABLE, request.param)
     with tempfile.TemporaryDirectory(prefix="rlm-") as directory:
         command = [*PROGRAM, "server", KEY.hex(), directory]
-        with subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stdin is not None
             try:
                 yield process.stdout.readline().strip()

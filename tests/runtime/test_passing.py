@@ -196,9 +196,7 @@ def test_passed_futures_may_stand_anywhere_in_the_arguments(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize(("world", "others"), [(2, 2), (2, 3), (3, 1), (1, 4)])
-def test_batches_are_split_where_they_are(
-    mesh: Mesh, no_shared_memory: None, world: int, others: int
-) -> None:
+def test_batches_are_split_where_they_are(mesh: Mesh, no_shared_memory: None, world: int, others: int) -> None:
     members = [Maker(rank) for rank in range(world)]
     makers, users = mesh.serve("MAKER", *members), mesh.serve("USER", *[User() for _ in range(others)])
     makers.call("batch", []).cancel()

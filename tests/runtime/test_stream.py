@@ -28,9 +28,7 @@ def bytes_of(packets: list[list[bytes]]) -> bytes:
     return b"".join(bytes(part) for packet in packets for part in stream._parts(list(packet)))
 
 
-def read(
-    data: bytes, sizes: list[int], limit: int = PACKET_LIMIT_BYTES, widen_after: int = 0
-) -> list[list[bytes]]:
+def read(data: bytes, sizes: list[int], limit: int = PACKET_LIMIT_BYTES, widen_after: int = 0) -> list[list[bytes]]:
     """All packets of a stream that arrives in pieces of the given sizes, in turn; the reader is widened after so many
     packets."""
     reader = PacketReader()

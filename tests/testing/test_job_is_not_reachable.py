@@ -16,9 +16,7 @@ from tests.master import toy_job
 
 @pytest.mark.case("O7")
 @pytest.mark.parametrize("transport", ["unix", "zmq"])
-def test_a_job_listens_on_unix_sockets_only(
-    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_listens_on_unix_sockets_only(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLMESH_TRANSPORT", transport)
     with LocalCluster(run_root=tmp_path):
         job = toy_job.build(sleep=30).submit("reach", blocking=False)

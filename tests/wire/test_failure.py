@@ -54,7 +54,7 @@ def test_it_is_caught_by_its_own_type(error: Exception) -> None:
     assert isinstance(back, type(error)) and isinstance(back, RemoteError)
     assert "ACTOR:2" in str(back) and type(error).__name__ in back.remote_type
     assert back.remote_message == str(error)
-    assert 'raise error' in back.remote_traceback and "test_failure.py" in back.remote_traceback
+    assert "raise error" in back.remote_traceback and "test_failure.py" in back.remote_traceback
     assert (back.role, back.rank, back.method, back.executed) == ("ACTOR", 2, "step", "yes")
     assert str(pickle.loads(pickle.dumps(back))) == str(back)
 

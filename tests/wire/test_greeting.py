@@ -15,9 +15,7 @@ OTHER = bytes(range(1, 33))
 HERE = "unix:///run/rlm/a"
 
 
-def converse(
-    opening: Opening, key: bytes = KEY, *, alter: tuple[int, int, int] | None = None, here: str = HERE
-) -> str:
+def converse(opening: Opening, key: bytes = KEY, *, alter: tuple[int, int, int] | None = None, here: str = HERE) -> str:
     """A whole greeting; ``alter`` is message, position and bits of one byte that is changed on its way."""
 
     def carry(number: int, message: Greeting) -> Greeting:

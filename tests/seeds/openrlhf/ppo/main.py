@@ -50,11 +50,7 @@ def submit(args):
         .nnodes(args.critic_num_nodes)
         .nproc_per_node(args.critic_num_gpus_per_node)
     )
-    (
-        builder.rollout(f"{P}.ppo_rollout.VLLMActor")
-        .resource(accelerator=1)
-        .total(args.vllm_num_engines)
-    )
+    (builder.rollout(f"{P}.ppo_rollout.VLLMActor").resource(accelerator=1).total(args.vllm_num_engines))
     # optional reference role
     if args.init_kl_coef != 0:
         (
@@ -81,7 +77,7 @@ def submit(args):
                 workload.comm_pre_check = False
     print(job.model_dump_json(indent=2))
     if not args.dry_run:
-      job.submit(args.job_name)
+        job.submit(args.job_name)
 
 
 if __name__ == "__main__":

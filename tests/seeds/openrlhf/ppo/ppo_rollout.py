@@ -42,25 +42,25 @@ class LLM:
 
 
 class VLLMActor:
-  def __init__(self):
-      self.llm = LLM()
+    def __init__(self):
+        self.llm = LLM()
 
-  @rpc(remote_call.vllm_wakeup)
-  def wake_up(self):
-      self.llm.wake_up()
+    @rpc(remote_call.vllm_wakeup)
+    def wake_up(self):
+        self.llm.wake_up()
 
-  @rpc(remote_call.vllm_generate)
-  def generate(self, prompt_token_ids, params):
-      return self.llm.generate(prompt_token_ids, params)
+    @rpc(remote_call.vllm_generate)
+    def generate(self, prompt_token_ids, params):
+        return self.llm.generate(prompt_token_ids, params)
 
-  @rpc(remote_call.vllm_sleep)
-  def sleep(self):
-      self.llm.sleep()
+    @rpc(remote_call.vllm_sleep)
+    def sleep(self):
+        self.llm.sleep()
 
-  @rpc(remote_call.weight_sync)
-  def weight_sync(self, version):
-      self.llm.version = version
+    @rpc(remote_call.weight_sync)
+    def weight_sync(self, version):
+        self.llm.version = version
 
-  @rpc
-  def end_job(self):
-      assert not self.llm.awake
+    @rpc
+    def end_job(self):
+        assert not self.llm.awake

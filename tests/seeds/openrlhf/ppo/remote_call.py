@@ -11,21 +11,20 @@ import torch
 
 from rlmesh import Future, RLRoleType, RoleGroup
 
+
 # remote_call.py
 # 1. Simple and Blocking call
 def vllm_wakeup() -> None:
     group(RLRoleType.ROLLOUT).call(vllm_wakeup).result()
 
+
 # 2. Async broadcast call, return Future
 def reference_init(strategy, model_path: str) -> Future:
-  return group(RLRoleType.REFERENCE).call(
-      reference_init, strategy, model_path
-  )
+    return group(RLRoleType.REFERENCE).call(reference_init, strategy, model_path)
+
 
 # 3. Batch call, return FutureSequence(subclass of Sequence)
-def vllm_generate(
-    prompt_token_ids: Sequence[List[int]], params: "SamplingParams"
-) -> Sequence["RequestOutput"]:
+def vllm_generate(prompt_token_ids: Sequence[List[int]], params: "SamplingParams") -> Sequence["RequestOutput"]:
     return group(RLRoleType.ROLLOUT).call_batch(
         vllm_generate,
         len(prompt_token_ids),
@@ -33,27 +32,30 @@ def vllm_generate(
         params,
     )
 
+
 # 4. Call multiple roles in parallel, and wait
 def end_job() -> None:
-  """End the job by calling the end_job method on the group."""
-  futures = [
-      group(role).call(end_job)
-      for role in [
-          RLRoleType.ROLLOUT,
-          RLRoleType.REFERENCE,
-          RLRoleType.REWARD,
-          RLRoleType.ACTOR,
-          RLRoleType.CRITIC,
-      ]
-  ]
-  for future in futures:
-      future.result()
+    """End the job by calling the end_job method on the group."""
+    futures = [
+        group(role).call(end_job)
+        for role in [
+            RLRoleType.ROLLOUT,
+            RLRoleType.REFERENCE,
+            RLRoleType.REWARD,
+            RLRoleType.ACTOR,
+            RLRoleType.CRITIC,
+        ]
+    ]
+    for future in futures:
+        future.result()
+
 
 # 4. Utility to cache RoleGroup
 @lru_cache(maxsize=None)
 def group(role: RLRoleType) -> RoleGroup:
     """Get the role group for the given role."""
     return RoleGroup(role.name)
+
 
 # 5. Also, you could add any custom remote_call utilities here
 @contextmanager
@@ -90,9 +92,7 @@ def actor_forward(
     action_mask: Sequence[torch.BoolTensor],
     attention_mask: Sequence[torch.LongTensor],
 ) -> Sequence[torch.Tensor]:
-    return group(RLRoleType.ACTOR).call_batch(
-        actor_forward, len(sequences), sequences, action_mask, attention_mask
-    )
+    return group(RLRoleType.ACTOR).call_batch(actor_forward, len(sequences), sequences, action_mask, attention_mask)
 
 
 def reference_forward(sequences: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -9,15 +9,18 @@ import torch
 
 from rlmesh import FutureSequence
 
+
 # remote_call.py
-def vllm_wakeup() -> None:...
+def vllm_wakeup() -> None: ...
+
 
 def vllm_generate(
     prompt_token_ids: Sequence[List[int]], params: "SamplingParams"
 ) -> FutureSequence["RequestOutput"]: ...
 
+
 def actor_forward(
     sequences: Sequence[torch.Tensor],
     action_mask: Sequence[torch.BoolTensor],
     attention_mask: Sequence[torch.LongTensor],
-) -> Sequence[torch.Tensor]:...
+) -> Sequence[torch.Tensor]: ...

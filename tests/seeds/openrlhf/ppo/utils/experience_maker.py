@@ -5,14 +5,14 @@
 # ruff: noqa
 # utils/experience_maker.py
 from .. import remote_call
-class SamplesGenerator:
-  def __generate_vllm(self, *args, **kwargs):
-    all_prompt_token_ids, sampling_params = args
-    all_outputs = remote_call.vllm_generate(
-      all_prompt_token_ids, sampling_params
-    )
-    return all_outputs
 
-  def generate_samples(self, prompts, params):
-    with remote_call.vllm_running(True):
-      return list(self.__generate_vllm(prompts, params))
+
+class SamplesGenerator:
+    def __generate_vllm(self, *args, **kwargs):
+        all_prompt_token_ids, sampling_params = args
+        all_outputs = remote_call.vllm_generate(all_prompt_token_ids, sampling_params)
+        return all_outputs
+
+    def generate_samples(self, prompts, params):
+        with remote_call.vllm_running(True):
+            return list(self.__generate_vllm(prompts, params))
