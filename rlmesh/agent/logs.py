@@ -122,6 +122,10 @@ class LogTail:
         chosen = self._files if names is None else [name for name in names if name in self._files]
         return [LogLine(name, _text(line)) for name in chosen for line in self._files[name].read()]
 
+    def behind(self) -> bool:
+        """Whether a file has more than was read."""
+        return any(follower.behind() for follower in self._files.values())
+
     def finish(self) -> list[LogLine]:
         """All that is left, last lines without an end included."""
         lines = []

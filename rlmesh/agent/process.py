@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlmesh.agent import ownership
 from rlmesh.errors import LaunchError
+from rlmesh.observe.append import ends_torn
 
 __all__ = [
     "Ended",
@@ -87,9 +88,14 @@ def held_input(line: bytes) -> tuple[int, int]:
 
 
 def open_log(path: str) -> int:
-    """A log file to append to; several writers and a reader may have it open. Makes the folder."""
+    """A log file to append to; several writers and a reader may have it open. Makes the folder. A half line of whoever
+    wrote it before is ended."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    torn = ends_torn(Path(path))
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if torn:
+        os.write(fd, b"\n")
+    return fd
 
 
 def start_process(

@@ -1,19 +1,41 @@
-"""What all members print, as one stream of ``ROLE:rank | text``, made by following their log files."""
+"""What all members print, as one stream of ``ROLE:rank | text``, made by following their log files.
+
+The files are the buffer: while whoever shows the lines has no room for more, the rest stays there, and neither the
+members nor whoever follows them waits.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from rlmesh.agent.logs import LogLine, LogTail
 from rlmesh.job.status import MemberStatus
+from rlmesh.observe.folding import Folding
+
+STALL_S = 2.0
+"""How long the end waits for a reader that takes nothing."""
+_PAUSE_S = 0.02
 
 
 class MergedLogs:
-    """Follows the logs of the members that it has seen, and hands each complete line to ``output``."""
+    """Follows the logs of the members that it has seen, and hands each complete line to ``output``; what several
+    members print alike is folded.
 
-    def __init__(self, output: Callable[[str], None]) -> None:
+    Args:
+        output: shows one line.
+        ready: whether it can take more now.
+        clock: seconds, only going forward.
+        pause: waits a number of seconds for it to be ready again.
+    """
+
+    def __init__(
+        self, output: Callable[[str], None], ready: Callable[[], bool] = lambda: True, *,
+        clock: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
         self._tail = LogTail()
-        self._output = output
+        self._folding = Folding()
+        self._output, self._ready, self._clock, self._pause = output, ready, clock, pause
 
     def follow(self, members: Iterable[MemberStatus]) -> None:
         """Follow these members too; those that are known stay as they are."""
@@ -21,12 +43,25 @@ class MergedLogs:
             self._tail.add(f"{member.role}:{member.rank}", member.log_path)
 
     def poll(self) -> None:
-        self._write(self._tail.poll())
+        """Show what is new, if there is room for it."""
+        if self._ready():
+            self._show(self._tail.poll())
 
     def finish(self) -> None:
-        """All that is left, half lines included."""
-        self._write(self._tail.finish())
+        """All that is left, half lines included. A reader that takes nothing for ``STALL_S`` is not waited for."""
+        deadline = self._clock() + STALL_S
+        while self._tail.behind():
+            if self._ready():
+                self._show(self._tail.poll())
+                deadline = self._clock() + STALL_S
+            elif self._clock() > deadline:
+                return
+            else:
+                self._pause(_PAUSE_S)
+        self._show(self._tail.finish())
+        for line in self._folding.finish():
+            self._output(line)
 
-    def _write(self, lines: Iterable[LogLine]) -> None:
-        for line in lines:
-            self._output(f"{line.name} | {line.text}")
+    def _show(self, lines: Iterable[LogLine]) -> None:
+        for line in self._folding.take(((line.name, line.text) for line in lines), self._clock()):
+            self._output(line)

@@ -131,7 +131,7 @@ class Session:
             broken = self._start_nodes()
             # While the nodes start on other cores: what the driver itself needs is slow to import.
             self._view = self._make_view()
-            self._logs = MergedLogs(self._view.output)
+            self._logs = MergedLogs(self._view.output, self._view.ready)
             try:
                 broken = self._drive(broken)
                 return self._outcome(self._end_nodes(), broken)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlmesh.job.status import JobStatus, MemberState, MemberStatus
+from rlmesh.observe.outlet import can_write
 from rlmesh.observe.plain import PlainView
 from rlmesh.observe.progress import JobProgress, sparkline
 from rlmesh.observe.summary import closing_lines, failure_line, format_value, headline_metrics
@@ -48,6 +49,9 @@ class JobView(Protocol):
 
     def output(self, line: str) -> None:
         """A line that a worker printed, as ``ROLE:rank | text`` and without its newline."""
+
+    def ready(self) -> bool:
+        """Whether lines can be taken without waiting for their reader. Those that cannot stay in their files."""
 
     def finish(self, status: JobStatus, report_png: Path | None) -> None:
         """The job ended with this snapshot: show how, where its time went and where its files are."""
@@ -85,6 +89,9 @@ class NoView:
 
     def output(self, line: str) -> None: ...
 
+    def ready(self) -> bool:
+        return True
+
     def finish(self, status: JobStatus, report_png: Path | None) -> None: ...
 
     def close(self) -> None: ...
@@ -114,6 +121,12 @@ class LiveView:
         if bar:
             shown = Text.assemble((f"{member} | ", "dim cyan"), shown)
         self._console.print(shown, soft_wrap=True)
+
+    def ready(self) -> bool:
+        try:
+            return can_write(self._console.file.fileno())
+        except (OSError, ValueError):
+            return True
 
     def finish(self, status: JobStatus, report_png: Path | None) -> None:
         self.update(status)

@@ -7,32 +7,14 @@ from pathlib import Path
 from typing import TextIO
 
 from rlmesh.job.status import JobStatus
+from rlmesh.observe.outlet import Lines
 from rlmesh.observe.progress import JobProgress
 from rlmesh.observe.summary import closing_lines, failure_line, format_value, headline_metrics
 
-__all__ = ["Lines", "PlainView"]
+__all__ = ["PlainView"]
 
 CHANGES_EVERY_S = 0.5
 STEPS_EVERY_S = 2.0
-
-
-class Lines:
-    """Writes lines to a text stream; a reader that went away never stops the job."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
-
-    def write(self, line: str) -> None:
-        if self._stream is None:
-            return
-        try:
-            try:
-                self._stream.write(line + "\n")
-            except UnicodeEncodeError:
-                self._stream.write(line.encode("ascii", "backslashreplace").decode() + "\n")
-            self._stream.flush()
-        except (OSError, ValueError):  # a broken pipe, a closed file
-            self._stream = None
 
 
 class PlainView:
@@ -73,6 +55,10 @@ class PlainView:
     def output(self, line: str) -> None:
         self._out.write(line)
 
+    def ready(self) -> bool:
+        self._err.pump()
+        return self._out.ready()
+
     def finish(self, status: JobStatus, report_png: Path | None) -> None:
         for change in self._progress.update(status):
             self._changes[change.role] = change.states
@@ -82,9 +68,14 @@ class PlainView:
         self._show_step(status, now)
         for line in closing_lines(self._progress, status, report_png, now):
             self._err.write(line)
+        self.close()
 
     def close(self) -> None:
-        """Nothing to put back."""
+        """Write what is left, unless nobody reads it."""
+        if self._out.drain():
+            self._err.drain()
+        else:
+            self._err.drain(0.1)  # It is likely the same reader.
 
     def _say(self, status: JobStatus, text: str) -> None:
         age = max(0.0, self._clock() - status.started_at)
