@@ -28,7 +28,8 @@ def test_a_question_waits_until_something_changes() -> None:
         began = loop.time()
         view = await followers.changes(0, 0, 5.0)
         assert loop.time() - began == 5.0 and view.book.version == 0, "nothing came: the same again"
-        loop.call_later(3.0, followers.note, [ev.AskToStop((), "x"), ev.PublishBook(book(1))])
+        news: list[ev.Action] = [ev.AskToStop((), "x"), ev.PublishBook(book(1))]
+        loop.call_later(3.0, followers.note, news)
         first, second = await asyncio.gather(followers.changes(0, 0, 60.0), followers.changes(0, 0, 60.0))
         assert loop.time() - began == 8.0 and first == second
         assert (first.job_id, first.call_timeout_s, first.book.version, first.exits_seen) == ("j-1", 7.0, 1, 0)
