@@ -1,0 +1,165 @@
+"""Slurm's compressed lists: of node names, ``n[001-003,007],rack[1-2]-n[01-02]``, and of counts, ``24(x5),16``. Pure.
+
+Grammar of names, after the documentation of ``scontrol show hostnames``::
+
+    list  = name ("," name)*
+    name  = (text | "[" item ("," item)* "]")+
+    item  = digits | digits "-" digits
+
+A range counts up and keeps the width of its lower end: ``[08-10]`` is 08, 09, 10. Of several brackets in one name
+the last one runs fastest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, product
+from typing import NamedTuple
+
+from rlmesh.errors import UsageError
+
+__all__ = ["compress_counts", "compress_nodes", "expand_counts", "expand_nodes"]
+
+MAX_NAMES = 100_000
+"""More names than this from one list are taken for a typing error; Slurm's own limit is 65,533 nodes."""
+
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+_LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
+
+
+def expand_nodes(text: str) -> tuple[str, ...]:
+    """The names of a list of nodes, in its order; a name that stands there twice comes twice.
+
+    Raises:
+        UsageError: the text is no such list; says where it ends to be one.
+    """
+    names: list[str] = []
+    for start, pattern in _split(text):
+        names += _expand_name(text, start, pattern, MAX_NAMES - len(names))
+    return tuple(names)
+
+
+def _split(text: str) -> Iterator[tuple[int, str]]:
+    """Position and text of each name: commas inside of brackets do not end one."""
+    start, depth = 0, 0
+    for at, char in enumerate(text + ","):
+        if char == "[":
+            depth += 1
+        elif char == "]":
+            depth -= 1
+        if depth not in (0, 1):
+            raise _fault(text, at, "brackets do not nest" if depth > 1 else "a bracket is closed that was not opened")
+        if char == "," and (depth == 0 or at == len(text)):
+            if depth:
+                raise _fault(text, at, "a bracket is not closed")
+            if at == start:
+                raise _fault(text, at, "a name is missing")
+            yield start, text[start:at]
+            start = at + 1
+
+
+def _expand_name(text: str, start: int, pattern: str, room: int) -> list[str]:
+    choices: list[list[str]] = []
+    count = 1
+    for part in _PART.finditer(pattern):
+        inside, literal = part.groups()
+        if literal is not None:
+            if bad := re.search(r"[\s()]", literal):
+                raise _fault(text, start + part.start() + bad.start(), f"{bad.group()!r} is in no name of a node")
+            choices.append([literal])
+            continue
+        items: list[str] = []
+        for item in inside.split(","):
+            items += _expand_range(text, start + part.start(), item, room // count - len(items))
+        choices.append(items)
+        count *= len(items)
+    return ["".join(parts) for parts in product(*choices)]
+
+
+def _expand_range(text: str, at: int, item: str, room: int) -> list[str]:
+    found = _RANGE.fullmatch(item)
+    if found is None:
+        raise _fault(text, at, f"{item!r} is neither a number nor a range such as 01-08")
+    low, high = found.group(1), found.group(2) or found.group(1)
+    if int(high) < int(low):
+        raise _fault(text, at, f"the range {item} runs backwards")
+    if int(high) - int(low) >= room:
+        raise _fault(text, at, f"{item} makes it more than {MAX_NAMES:,} names")
+    return [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+
+
+def compress_nodes(names: Iterable[str]) -> str:
+    """A short text, with at most one bracket per name, from which ``expand_nodes`` makes the same names in the same
+    order.
+
+    Raises:
+        UsageError: a name holds what no name can: brackets, parentheses, commas, blanks, or nothing.
+    """
+    parts: list[str] = []
+    for frame, group in groupby(map(_take_apart, names), key=lambda name: name.frame):
+        numbers = [name.number for name in group]
+        if frame is None:
+            parts += numbers
+        elif len(numbers) == 1:
+            parts.append(numbers[0].join(frame))
+        else:
+            parts.append(f"[{','.join(_ranges(numbers))}]".join(frame))
+    return ",".join(parts)
+
+
+class _Name(NamedTuple):
+    """A name around its last number; without ``frame``, the text before and behind it, all of it is ``number``."""
+
+    frame: tuple[str, str] | None
+    number: str
+
+
+def _take_apart(name: str) -> _Name:
+    if not name or re.search(r"[\s\[\](),]", name):
+        raise UsageError(f"{name!r} cannot be the name of a node")
+    found = _LAST_NUMBER.fullmatch(name)
+    return _Name((found.group(1), found.group(3)), found.group(2)) if found else _Name(None, name)
+
+
+def _ranges(numbers: Sequence[str]) -> list[str]:
+    """Numbers in their order, those that follow each other at the same width as ranges."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and f"{int(runs[-1][-1]) + 1:0{len(runs[-1][0])}d}" == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """One number per node of a list such as ``24(x5),16``.
+
+    Raises:
+        UsageError: the text is no such list.
+    """
+    counts: list[int] = []
+    at = 0
+    for item in text.split(","):
+        found = _COUNT.fullmatch(item)
+        if found is None:
+            raise _fault(text, at, f"{item!r} is neither a count nor one with a repetition, such as 24(x5)")
+        times = int(found.group(2) or 1)
+        if times > MAX_NAMES - len(counts):
+            raise _fault(text, at, f"{item} makes it more than {MAX_NAMES:,} counts")
+        counts += [int(found.group(1))] * times
+        at += len(item) + 1
+    return tuple(counts)
+
+
+def compress_counts(counts: Iterable[int]) -> str:
+    """The text from which ``expand_counts`` makes these counts."""
+    runs = [(count, len(list(group))) for count, group in groupby(counts)]
+    return ",".join(str(count) if times == 1 else f"{count}(x{times})" for count, times in runs)
+
+
+def _fault(text: str, at: int, why: str) -> UsageError:
+    return UsageError(f"{text!r} is no list that Slurm writes: {why} (at character {at + 1})")
