@@ -1,0 +1,144 @@
+"""Jobs for ``sbatch``: the script is a pure value that can be printed; handing it to Slurm is a step of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from rlmesh.errors import LaunchError, UsageError
+
+__all__ = ["CHECKPOINTED", "Batch", "submit"]
+
+CHECKPOINTED = 75
+"""Exit code of ``rlmesh launch`` when the job stopped at a step boundary, with a checkpoint: to be started again."""
+NOTICE = "B:USR1@120"
+"""Signal before the time limit: to the script's shell only, 120 s before (Slurm looks every 30 s or so)."""
+SUBMIT_TIMEOUT_S = 60.0
+
+_OF_TASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "gpus-per-task")
+
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+
+# The key of this job's processes. It is handed on in the environment, never on a command line.
+RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \\n')
+export RLMESH_KEY
+
+{srun} {launch} &
+step=$!
+
+# Slurm signals this shell before the time limit (--signal). All ranks then stop at the same step.
+trap 'kill -USR1 "$step"' USR1
+trap 'kill -TERM "$step"' TERM
+code=0
+while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
+{end}
+"""
+
+_REQUEUE = """
+# {code}: stopped with a checkpoint before its time was up. A job that was cancelled is not running any more.
+if [ "$code" -eq {code} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code\""""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One job for ``sbatch``.
+
+    Attributes:
+        options: of ``sbatch`` by their long names; None: a flag.
+        launch: options for ``rlmesh launch`` inside of the job.
+        job: the script that submits the job to rlmesh, and its arguments.
+        rlmesh: the command that runs rlmesh on a node.
+    """
+
+    options: Mapping[str, str | None]
+    job: Sequence[str]
+    launch: Sequence[str] = ()
+    rlmesh: Sequence[str] = field(default=("rlmesh",))
+
+    def __post_init__(self) -> None:
+        if not self.job:
+            raise UsageError("no script to run: rlmesh launch --slurm [options] JOB.py [-- arguments]")
+        for name, value in self.options.items():
+            if re.search(r"[\n\r\0]", value or ""):
+                raise UsageError(f"--{name}: a value of sbatch stands on one line, {value!r} does not")
+
+    @property
+    def requeue(self) -> bool:
+        """Whether the job is to be started again when it was stopped before its end."""
+        return "requeue" in self.options and "no-requeue" not in self.options
+
+    def script(self) -> str:
+        """The text that ``sbatch`` reads."""
+        directives = "\n".join(f"#SBATCH {_directive(name, value)}" for name, value in self._directives().items())
+        launch = [*self.rlmesh, "launch", *self.launch, self.job[0], *(["--", *self.job[1:]] if self.job[1:] else [])]
+        end = _REQUEUE.format(code=CHECKPOINTED) if self.requeue else 'exit "$code"'
+        return _SCRIPT.format(directives=directives, srun=shlex.join(self._srun()), launch=shlex.join(launch), end=end)
+
+    def _directives(self) -> dict[str, str | None]:
+        """The user's options, and what a job of agents needs where the user says nothing else."""
+        options = dict(self.options)
+        if not any(name in options for name in _OF_TASKS):
+            options["ntasks-per-node"] = "1"
+        defaults: dict[str, str | None] = {"job-name": PurePath(self.job[0]).stem, "signal": NOTICE}
+        if self.requeue:
+            defaults["open-mode"] = "append"
+        return {**{name: value for name, value in defaults.items() if name not in options}, **options}
+
+    def _srun(self) -> list[str]:
+        """One step over all of the allocation. It waits for tasks that end late, since rlmesh ends them together, and
+        it does not end because a node is lost, where the job asks for that."""
+        words = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
+        if (cpus := self.options.get("cpus-per-task")) is not None:
+            words.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the allocation
+        if "no-kill" in self.options:
+            words.append("--no-kill")
+        return words
+
+
+def _directive(name: str, value: str | None) -> str:
+    """One option as ``sbatch`` reads it from a script, where quotes count as in a shell."""
+    if value is None:
+        return f"--{name}"
+    if re.fullmatch(r"[\w@%+=:,./\[\]*&|!~^-]+", value):
+        return f"--{name}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{name}="{escaped}"'
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def submit(script: str, run: Run = subprocess.run) -> str:
+    """Hand a script to ``sbatch``; gives the number of the job.
+
+    Raises:
+        LaunchError: there is no ``sbatch`` here, or it refused; with what it said.
+    """
+    # An allocation that we are in would leak into the new job.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_JOB", "SLURM_STEP"))}
+    try:
+        done = run(
+            ["sbatch", "--parsable"], input=script, capture_output=True, text=True, env=env, timeout=SUBMIT_TIMEOUT_S
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            "there is no sbatch on PATH: run this on a login node of the cluster, or print the script with --dry-run"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"sbatch gave no answer within {SUBMIT_TIMEOUT_S:g} s; is the controller up? scontrol ping"
+        ) from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise LaunchError(f"sbatch refused the job: {said}\nPrint the script that it was given with --dry-run")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,21 @@
+#!/bin/bash
+#SBATCH --job-name=main
+#SBATCH --signal=B:USR1@120
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=4
+#SBATCH --time=1:00:00
+#SBATCH --ntasks-per-node=1
+
+# The key of this job's processes. It is handed on in the environment, never on a command line.
+RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
+export RLMESH_KEY
+
+srun --kill-on-bad-exit=0 --wait=0 rlmesh launch examples/ppo/main.py &
+step=$!
+
+# Slurm signals this shell before the time limit (--signal). All ranks then stop at the same step.
+trap 'kill -USR1 "$step"' USR1
+trap 'kill -TERM "$step"' TERM
+code=0
+while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
+exit "$code"

@@ -1,0 +1,27 @@
+#!/bin/bash
+#SBATCH --job-name=job
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --time=30
+#SBATCH --signal=B:USR1@300
+#SBATCH --ntasks-per-node=1
+
+# The key of this job's processes. It is handed on in the environment, never on a command line.
+RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
+export RLMESH_KEY
+
+srun --kill-on-bad-exit=0 --wait=0 --no-kill rlmesh launch --run-dir runs/long --grace 60 job.py -- --lr 1e-3 &
+step=$!
+
+# Slurm signals this shell before the time limit (--signal). All ranks then stop at the same step.
+trap 'kill -USR1 "$step"' USR1
+trap 'kill -TERM "$step"' TERM
+code=0
+while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
+
+# 75: stopped with a checkpoint before its time was up. A job that was cancelled is not running any more.
+if [ "$code" -eq 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
