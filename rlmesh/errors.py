@@ -25,6 +25,7 @@
         Unserializable
         AuthenticationFailed
         PayloadTooLarge
+        SlotGone                      shared memory of a message went with the process that sent it
       PlacementError                  the cluster cannot hold the job
       LaunchError                     processes could not be started
       PreflightError                  a check before the start failed
@@ -65,6 +66,7 @@ __all__ = [
     "Restarting",
     "RoleNotFound",
     "ShuttingDown",
+    "SlotGone",
     "StaleIncarnation",
     "Unserializable",
     "UsageError",
@@ -290,6 +292,13 @@ class PayloadTooLarge(WireError):
     """A message exceeds the configured cap; raised at the sender."""
 
     code = "RM305"
+
+
+class SlotGone(WireError):
+    """The shared memory of a message holds something else by now, or is gone: whoever sent the message died before
+    this process could hold it. Asking again, or asking whoever made the value, gives a new message."""
+
+    code = "RM306"
 
 
 class PlacementError(RLMeshError):

@@ -28,6 +28,7 @@ from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.errors import CallError, LaunchError, ShuttingDown
 from rlmesh.job.status import ExitInfo
+from rlmesh.memory.layout import remove_segments_of_process
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
@@ -156,6 +157,8 @@ class Agent:
             self._member_ended(child, ended)
         elif child in self._spawner.service and not self._closing:
             logger.warning("the %s process ended; workers start without it", child.name)
+        # Its shared memory goes with it, so that nothing stays in /dev/shm while the job lives on.
+        self._do(self._remove_segments(child.pid, child.name))
         self._do(self._end_orphans(child.name))
 
     def _member_ended(self, child: Child, ended: Ended) -> None:
@@ -184,8 +187,19 @@ class Agent:
         except CallError as error:
             logger.error("the master was not told that %s:%d %s: %s", info.role, info.rank, info.describe(), error)
 
+    async def _remove_segments(self, pid: int, name: str) -> None:
+        job_id, node_rank = self._config.job_id, self._config.node_rank
+        try:
+            removed = await asyncio.to_thread(remove_segments_of_process, job_id, node_rank, pid)
+        except OSError as error:
+            logger.warning("shared memory that %s (pid %d) may have left was not looked for: %s", name, pid, error)
+            return
+        if removed:
+            logger.info("%s (pid %d) left %d segments of shared memory, which are removed", name, pid, removed)
+
     async def _end_orphans(self, left_by: str) -> None:
         for process, owner in (await self._table.end_orphans(left_by)).items():
+            await self._remove_segments(process.pid, str(process))
             self._leftovers.append(Leftover("process", f"{process} left by {owner}", not _runs(process)))
 
     async def _stop(self, children: list[Child], grace_s: float) -> None:
@@ -305,7 +319,9 @@ def run_agent(config: AgentConfig, started: Boot) -> int:
 async def _main(config: AgentConfig, started: Boot) -> int:
     key = bytes.fromhex(config.key_hex)
     name = f"agent:{config.node_rank}"
-    async with Runtime.open(name=name, key=key, socket_dir=config.socket_dir) as runtime:
+    async with Runtime.open(
+        name=name, key=key, socket_dir=config.socket_dir, job_id=config.job_id, node_rank=config.node_rank
+    ) as runtime:
         agent = Agent(config, runtime, started)
         runtime.serve(AGENT, agent, inline=True)
         return await agent.live()

@@ -210,7 +210,7 @@ class PrimeMaster:
 async def run_master(config: AgentConfig, spec: JobSpec) -> None:
     """Serve one job on the running loop."""
     key = bytes.fromhex(config.key_hex)
-    async with Runtime.open(name=MASTER, key=key, bind=config.master_endpoint) as runtime:
+    async with Runtime.open(name=MASTER, key=key, bind=config.master_endpoint, job_id=config.job_id) as runtime:
         master = PrimeMaster(config, spec, runtime)
         runtime.serve(MASTER, master, inline=True)
         await master.serve()

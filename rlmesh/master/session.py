@@ -157,7 +157,7 @@ class Session:
         from rlmesh.runtime.runtime import Runtime
 
         try:
-            with Runtime.start(name="driver", key=self._space.key, bind=False) as runtime:
+            with Runtime.start(name="driver", key=self._space.key, bind=False, job_id=self._space.job_id) as runtime:
                 self._follow(runtime.peer(MASTER, self._space.master_endpoint))
         except _Broken as error:
             return str(error)

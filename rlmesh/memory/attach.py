@@ -25,9 +25,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from rlmesh.errors import MalformedFrame
+from rlmesh.errors import MalformedFrame, SlotGone
 from rlmesh.memory.borrowed import Attached, Borrowed, Part, writable
-from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, SlotGone, segment_prefix
+from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, segment_prefix
 from rlmesh.memory.native import PAGE_BYTES, Mapping, address_of, is_locked_by_others, owner_of, unlock
 from rlmesh.memory.private_pages import PrivatePages
 
@@ -57,8 +57,9 @@ class Attachments:
 
     # Borrowing.
 
-    def borrow(self, descriptor: Descriptor, lender: Hashable) -> memoryview:
-        """A read-only view of a buffer that ``lender`` has lent to this process; see `writable`.
+    def borrow(self, descriptor: Descriptor, lender: Hashable | None, home: memoryview | None = None) -> memoryview:
+        """A read-only view of a buffer that ``lender`` has lent to this process; see `writable`. Of a slot of this
+        process's own pool ``home`` is a frame, which is held as long as the view; then nothing is owed to a lender.
 
         Raises:
             SlotGone: the slot holds something else by now, since its lender died before this call.
@@ -83,7 +84,11 @@ class Attachments:
                 raise
             if is_new:
                 slot.lender = lender
-            if slot.lender == lender:
+            if slot.home is None:
+                slot.home = home
+            if lender is None:
+                pass
+            elif slot.lender == lender:
                 slot.debt += 1
             else:
                 self._to_give_back.setdefault(lender, []).append(slot.give_back(1))
@@ -167,6 +172,7 @@ class Attachments:
             for start, length in self._pages.runs(base + begin, end - begin):
                 segment.private.drop_private_pages(start - base, length)
         unlock(segment.fd, slot.index)
+        slot.home = None
         if segment.slots.get(slot.index) is slot:
             del segment.slots[slot.index]
         if slot.debt:
@@ -249,6 +255,16 @@ class Attachments:
                         self._release_if_idle(slot, give_backs)
             self._forget_removed()
         return give_backs
+
+    @property
+    def is_empty(self) -> bool:
+        """No segment is open."""
+        return not self._segments
+
+    def has_removed(self) -> bool:
+        """Is there something for `forget_removed`?"""
+        with self._lock:
+            return any(segment.is_removed and not segment.slots for segment in self._segments.values())
 
     def forget_removed(self) -> None:
         """Unmap segments that their owners have removed; they keep memory otherwise. For a slow timer."""

@@ -10,8 +10,8 @@ import stat
 import weakref
 from collections.abc import Callable, Hashable
 
-from rlmesh.errors import MalformedFrame
-from rlmesh.memory.layout import ENTRY, MAGIC, MAX_SLOTS, TABLE_BYTES, Descriptor, GiveBack, SlotGone
+from rlmesh.errors import MalformedFrame, SlotGone
+from rlmesh.memory.layout import ENTRY, MAGIC, MAX_SLOTS, TABLE_BYTES, Descriptor, GiveBack
 from rlmesh.memory.native import (
     PAGE_BYTES,
     Mapping,
@@ -80,6 +80,8 @@ class Borrowed:
         self.lender: Hashable = None
         self.debt = 0
         self.loans: dict[Hashable, int] = {}
+        self.home: memoryview | None = None
+        """Of a slot of this process's own pool that came back: the frame that keeps it from being used again."""
         self.given_out: list[tuple[int, int]] = []
         """Ranges that were handed out of the segment's private mapping: these may have been written to."""
 

@@ -19,6 +19,7 @@ could not be sent after `lend` is undone by `give_back_unsent`.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -44,6 +45,8 @@ class MemoryExchange:
         job_id, owner: in the names of the segments; no two living processes of a node may have the same.
         wake: called from any thread, at any moment, when `take_give_backs` has something.
         limit_bytes: the most that this process's pool takes; None: whatever there is room for.
+        may_wait: may the calling thread wait for a moment until a receiver gives something back? Not the one that
+            takes the give-backs.
         min_bytes: smaller buffers are captured as bytes.
         directory: a tmpfs that is shared with the peers.
 
@@ -55,15 +58,20 @@ class MemoryExchange:
     def __init__(
         self, job_id: str, owner: str, *, wake: Callable[[], object], limit_bytes: int | None = None,
         min_bytes: int = MIN_BYTES, directory: str = DIRECTORY, clock: Callable[[], float] = time.monotonic,
+        may_wait: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.place = place(directory)
         """Equal at a peer: it can open this process's segments."""
-        self.pool = SegmentPool(job_id, owner, limit_bytes=limit_bytes, directory=directory, clock=clock)
+        self.pool = SegmentPool(
+            job_id, owner, limit_bytes=limit_bytes, directory=directory, clock=clock, reclaim=self._reclaim,
+            may_wait=may_wait,
+        )  # fmt: skip
         self.attachments = Attachments(job_id, on_ended=wake, directory=directory)
         self.exhausted = 0
         """How often buffers were captured as bytes since the pool had no room."""
         self._min_bytes, self._wake, self._clock = min_bytes, wake, clock
         self._owed: dict[Hashable, list[GiveBack]] = {}
+        self._owing = threading.Lock()
         self._warned_at: float | None = None
 
     # Sending.
@@ -131,35 +139,61 @@ class MemoryExchange:
         views: list[memoryview] = []
         try:
             for descriptor in descriptors:
-                views.append(self.attachments.borrow(descriptor, lender))  # noqa: PERF401 (kept when one fails)
+                views.append(self._borrow(descriptor, lender))  # noqa: PERF401 (kept when one fails)
         except BaseException:
             refused = [GiveBack(d.segment, d.slot, d.generation, 1) for d in descriptors[len(views) :]]
             self._owe({lender: refused})
             raise
         return views
 
+    def _borrow(self, descriptor: Descriptor, lender: Hashable) -> memoryview:
+        """What comes home is given back at once: this process holds it by itself, and can use the slot again as soon
+        as its own view is gone, without waiting for whoever passed it on."""
+        home = self.pool.frame_at(descriptor)
+        if home is None:
+            return self.attachments.borrow(descriptor, lender)
+        view = self.attachments.borrow(descriptor, None, home)
+        self._owe({lender: [GiveBack(descriptor.segment, descriptor.slot, descriptor.generation, 1)]})
+        return view
+
     def take_give_backs(self) -> dict[Hashable, list[GiveBack]]:
         """What to send to whom. Call it when ``wake`` was called, from one thread at a time."""
-        owed, self._owed = self._owed, {}
-        for lender, ended in self.attachments.collect().items():
-            owed.setdefault(lender, []).extend(ended)
+        ended = self.attachments.collect()
+        with self._owing:
+            owed, self._owed = self._owed, {}
+        for lender, items in ended.items():
+            owed.setdefault(lender, []).extend(items)
         return owed
+
+    def _reclaim(self) -> None:
+        """The pool is about to grow: what came home and is no longer needed is room too."""
+        self._owe(self.attachments.collect())
 
     def _owe(self, give_backs: dict[Hashable, list[GiveBack]]) -> None:
         if give_backs:
-            for lender, ended in give_backs.items():
-                self._owed.setdefault(lender, []).extend(ended)
+            with self._owing:
+                for lender, ended in give_backs.items():
+                    self._owed.setdefault(lender, []).extend(ended)
             self._wake()
 
     # Peers, time, the end.
 
     def peer_lost(self, peer: Hashable) -> None:
         """A peer died or its link broke: it gives nothing back any more, and gets nothing."""
-        self._owed.pop(peer, None)
+        with self._owing:
+            self._owed.pop(peer, None)
         self.pool.receiver_lost(peer)
         self._owe(self.attachments.peer_lost(peer))
 
-    def trim(self, idle_s: float = 60.0) -> int:
+    def is_empty(self) -> bool:
+        """This process has no segments of its own, and none of others open."""
+        return self.pool.is_empty and self.attachments.is_empty
+
+    def has_idle(self, idle_s: float) -> bool:
+        """Is there something for `trim`?"""
+        return self.pool.has_idle(idle_s) or self.attachments.has_removed()
+
+    def trim(self, idle_s: float) -> int:
         """Give idle memory back to the system: bytes. For a slow timer, on a thread that may block for 0.2 s per
         GiB."""
         self.attachments.forget_removed()

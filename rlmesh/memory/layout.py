@@ -17,7 +17,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from rlmesh.errors import MalformedFrame, WireError
+from rlmesh.errors import MalformedFrame
 from rlmesh.memory.native import PAGE_BYTES
 
 DIRECTORY = "/dev/shm"
@@ -67,12 +67,6 @@ class GiveBack(NamedTuple):
         return cls(*fields)
 
 
-class SlotGone(WireError):
-    """The slot holds something else by now: whoever lent it died before this process could hold it."""
-
-    code = "RM306"
-
-
 def segment_prefix(job_id: str, owner: str = "") -> str:
     """What the names of a job's segments begin with, or those of one owner.
 
@@ -85,6 +79,17 @@ def segment_prefix(job_id: str, owner: str = "") -> str:
     return f"rlmesh-{job_id}-" + (f"{owner}-" if owner else "")
 
 
+def owner_name(node_rank: int, name: str, pid: int, number: int = 0) -> str:
+    """The owner in the names of a runtime's segments: by node and process they are found when it has died.
+
+    Args:
+        name: the runtime's, for people; what cannot be part of a file name is replaced.
+        number: tells the runtimes of one process apart.
+    """
+    plain = re.sub("[^A-Za-z0-9_]", ".", name)[:60]
+    return f"n{node_rank}-{plain}-{pid}-{number:x}"
+
+
 def place(directory: str = DIRECTORY) -> str:
     """Text that is equal in two processes if segments of one can be opened by the other: same kernel, same file
     system (containers have their own), same user."""
@@ -95,10 +100,20 @@ def place(directory: str = DIRECTORY) -> str:
 
 def remove_segments(job_id: str, owner: str, directory: str = DIRECTORY) -> int:
     """Unlink what an owner left that died. Views that others hold stay valid. Returns how many names went."""
-    prefix = segment_prefix(job_id, owner)
+    return _remove(re.compile(re.escape(segment_prefix(job_id, owner)) + "[0-9]+"), directory)
+
+
+def remove_segments_of_process(job_id: str, node_rank: int, pid: int, directory: str = DIRECTORY) -> int:
+    """Unlink what all runtimes of a process left that has died, whatever they were called (`owner_name`). Returns
+    how many names went. Takes 0.2 s per GiB that nobody else has open."""
+    owner = rf"n{node_rank}-[A-Za-z0-9._]*-{pid}-[0-9a-f]+"
+    return _remove(re.compile(re.escape(segment_prefix(job_id)) + owner + "-[0-9]+"), directory)
+
+
+def _remove(pattern: re.Pattern[str], directory: str) -> int:
     removed = 0
     for name in os.listdir(directory):
-        if name.startswith(prefix) and name[len(prefix) :].isdigit():
+        if pattern.fullmatch(name):
             try:
                 os.unlink(os.path.join(directory, name))
                 removed += 1

@@ -37,6 +37,10 @@ from rlmesh.memory.segment import Segment
 MIN_SEGMENT_BYTES = 4 << 20
 MAX_STEP_BYTES = 1 << 30
 """A pool grows by a quarter of itself, between these two, or by what is asked for if that is more."""
+_WAIT_FROM_BYTES = 16 << 20
+WAIT_S_PER_BYTE = 0.04 / (1 << 30)
+"""Filling fresh pages takes half a second per GiB; before that, a tenth of it is waited for a slot that is on loan:
+whoever sends in a loop gets its last answer a moment before its last slot."""
 
 
 BUFFERS = (bytes, bytearray, memoryview)
@@ -91,6 +95,8 @@ class SegmentPool:
         limit_bytes: the most that this pool takes; None: whatever there is room for.
         directory: a tmpfs that is shared with the borrowers.
         clock: seconds; decides which segments are idle.
+        reclaim: called before the pool grows; may make frames end.
+        may_wait: may the calling thread wait until a slot is given back?
         room: what is left in the directory and in memory.
 
     Raises:
@@ -100,11 +106,13 @@ class SegmentPool:
     def __init__(
         self, job_id: str, owner: str, *, limit_bytes: int | None = None, directory: str = DIRECTORY,
         clock: Callable[[], float] = time.monotonic, room: Callable[[str], Room] = room_in,
+        reclaim: Callable[[], None] = lambda: None, may_wait: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.directory, self.limit_bytes = directory, limit_bytes
         self._prefix = segment_prefix(job_id, owner)
-        self._clock, self._room = clock, room
+        self._clock, self._room, self._reclaim, self._may_wait = clock, room, reclaim, may_wait
         self._lock, self._growth = threading.Lock(), threading.Lock()
+        self._freed, self._waiting = threading.Condition(self._lock), 0
         self._segments: dict[str, Segment] = {}
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._lingering: set[_Slot] = set()
@@ -170,6 +178,12 @@ class SegmentPool:
             slot = self._place(nbytes, frames) or (self._retry_lingering() and self._place(nbytes, frames))
         if slot:
             return slot
+        self._reclaim()
+        with self._lock:
+            self._look_at_ended()
+            slot = self._place(nbytes, frames) or self._place_soon(nbytes, frames)
+        if slot:
+            return slot
         # Reserving and freeing pages takes long (half a second per GiB), and the loop's thread takes the lock too.
         with self._growth:
             with self._lock:
@@ -197,6 +211,19 @@ class SegmentPool:
             if found is not None and (best is None or found[0] < best[0]):
                 best = (found[0], segment)
         return self._take(best[1], nbytes, frames) if best is not None else None
+
+    def _place_soon(self, nbytes: int, frames: int) -> _Slot | None:
+        """Wait a little for a slot of that size, if one is on loan and will perhaps come back."""
+        if nbytes < _WAIT_FROM_BYTES or not any(s.loans and s.nbytes >= nbytes for s in self._slots.values()):
+            return None
+        deadline = time.monotonic() + nbytes * WAIT_S_PER_BYTE
+        slot: _Slot | None = None
+        self._waiting += 1
+        while self._may_wait() and slot is None and (left_s := deadline - time.monotonic()) > 0:
+            self._freed.wait(left_s)
+            slot = self._place(nbytes, frames)
+        self._waiting -= 1
+        return slot
 
     def _take(self, segment: Segment, nbytes: int, frames: int) -> _Slot | None:
         generation = next(self._generations)
@@ -262,6 +289,19 @@ class SegmentPool:
         for segment in idle:
             segment.remove()
         return sum(segment.nbytes for segment in idle)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._segments
+
+    def has_idle(self, idle_s: float) -> bool:
+        """Would `trim` give something back?"""
+        with self._lock:
+            self._look_at_ended()
+            before = self._clock() - idle_s
+            return any(s.space.is_empty and s.idle_since <= before for s in self._segments.values()) or bool(
+                self._lingering
+            )
 
     def trim(self, idle_s: float) -> int:
         """Give segments back to the system in which nothing was used for so long; how many bytes that were.
@@ -329,6 +369,8 @@ class SegmentPool:
         del self._slots[slot.key]
         if slot.segment.space.is_empty:
             slot.segment.idle_since = self._clock()
+        if self._waiting:
+            self._freed.notify_all()
 
     def _retry_lingering(self) -> bool:
         before = len(self._lingering)

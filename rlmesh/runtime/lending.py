@@ -7,35 +7,56 @@ them back (`GiveBacks`) when its last array or tensor over them is gone.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import itertools
 import os
 import pickle
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import WireError
+from rlmesh.errors import SlotGone, WireError
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import Descriptor, GiveBack
+from rlmesh.memory.layout import Descriptor, GiveBack, owner_name
+from rlmesh.runtime.trimming import Trimmer
 from rlmesh.wire.envelope import Buffer, Frames, GiveBacks, Loan, Shares
 
 if TYPE_CHECKING:
     from rlmesh.runtime.channel import Channel
 
 
+_numbers = itertools.count()
+"""Of the runtimes of this process."""
+
+
 class _Gone:
     """In the place of a message whose buffers cannot be had: decoding it raises."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, error: WireError) -> None:
+        self.error = error
 
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return _raise_gone, (self.text,)
+    def __reduce__(self) -> tuple[Callable[[WireError], None], tuple[WireError]]:
+        return _raise_gone, (self.error,)
 
 
-def _raise_gone(text: str) -> None:
-    raise WireError(f"the shared memory of the message cannot be read: {text}")
+def _raise_gone(error: WireError) -> None:
+    raise error
+
+
+def _not_there(error: WireError | OSError, sender: str) -> WireError:
+    """What whoever decodes the message is told."""
+    if isinstance(error, SlotGone):
+        return SlotGone(
+            f"{error}, before this process ({os.getpid()}) could hold what {sender} sent. Nothing of it can be read "
+            "any more: make the call again once the lender is back, or ask whoever made the value"
+        )
+    if isinstance(error, OSError):
+        return WireError(
+            f"shared memory that {sender} sent cannot be opened here: {error}. Too many files or mappings? See "
+            "`ulimit -n` and vm.max_map_count"
+        )
+    return error
 
 
 class Lending:
@@ -46,26 +67,36 @@ class Lending:
         node_rank: the node's; part of the names, by which each node's guardian knows its own.
         key: the job's secret; without a ``job_id`` segments are named for its hash.
         job_id: the job's, by which its guardian finds segments that were left.
-        post: runs a function on the runtime's loop.
+        loop: the runtime's.
+        post: runs a function on it.
+        on_loop: is the calling thread the loop's?
     """
 
-    def __init__(self, name: str, key: bytes, job_id: str | None, node_rank: int, post: Callable[..., None]) -> None:
+    def __init__(
+        self, name: str, key: bytes, job_id: str | None, node_rank: int, loop: asyncio.AbstractEventLoop,
+        post: Callable[..., None], on_loop: Callable[[], bool],
+    ) -> None:  # fmt: skip
         job = job_id or "k" + hashlib.blake2b(key, digest_size=6).hexdigest()
-        plain = re.sub("[^A-Za-z0-9_]", ".", name)
-        owner = f"n{node_rank}-{plain}-{os.getpid()}-{id(self) & 0xFFFF:x}"
+        owner = owner_name(node_rank, name, os.getpid(), next(_numbers))
         self._post = post
         self._woken = False
-        self.exchange = MemoryExchange(job, owner, wake=self._wake)
+        self.exchange = MemoryExchange(job, owner, wake=self._wake, may_wait=lambda: not on_loop())
+        self.place = f"{self.exchange.place}:{job}"
+        """Equal at a peer: it can open this runtime's segments, and does. (Who does not know the job's name, a tool
+        that only has its key, opens none of them.)"""
+        self._trimmer = Trimmer(self.exchange, loop, post)
 
     def capture(self, buffers: Sequence[memoryview]) -> Sequence[Buffer]:
         """Frames of an argument's or a result's large buffers; from any thread."""
-        return self.exchange.capture(buffers)
+        frames = self.exchange.capture(buffers)
+        self._trimmer.want()
+        return frames
 
     def announce(self, channel: Channel) -> None:
-        channel.send(Shares(self.exchange.place), [])
+        channel.send(Shares(self.place), [])
 
     def on_shares(self, channel: Channel, shares: Shares) -> None:
-        if shares.place == self.exchange.place:
+        if shares.place == self.place:
             channel.lend = lambda frame: self._lend(frame, channel)
 
     def _lend(self, frame: memoryview, channel: Channel) -> Loan | None:
@@ -79,7 +110,8 @@ class Lending:
         try:
             views = iter(self.exchange.borrow([Descriptor(*loan) for loan in loans], channel))
         except (WireError, OSError) as error:
-            return [pickle.dumps(_Gone(f"{type(error).__name__}: {error}"))]
+            return [pickle.dumps(_Gone(_not_there(error, channel.peer_name)))]
+        self._trimmer.want()
         return [writable(next(views)) if type(frame) is Loan else frame for frame in payload]  # type: ignore[misc]
 
     def on_give_backs(self, channel: Channel, message: GiveBacks) -> None:
@@ -88,11 +120,8 @@ class Lending:
     def lost(self, channel: Channel) -> None:
         self.exchange.peer_lost(channel)
 
-    def trim(self) -> None:
-        """Give memory that nobody used for a while back to the system; may block for 0.2 s per GiB."""
-        self.exchange.trim()
-
     def close(self) -> None:
+        self._trimmer.close()
         self.exchange.close()
 
     def _wake(self) -> None:

@@ -77,7 +77,10 @@ class Runtime(Submission, Reception):
         self._later = loop.call_later
         self._transports: dict[str, Transport] = {}
         self._meter = RunQueueMeter()
-        self._lending = Lending(name, self._key, job_id, node_rank, self.post)
+        self._lending = Lending(
+            name, self._key, job_id, node_rank, loop, self.post,
+            lambda: threading.get_ident() == self._loop_ident,
+        )  # fmt: skip
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._calls.fetch = self.fetch
         self._dispatcher = Dispatcher(self, loop)

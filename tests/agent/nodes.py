@@ -217,7 +217,7 @@ async def open_node(tmp_path: Path, *, env: Mapping[str, str] | None = None, **c
     config = replace(config, **changes)
     key = bytes.fromhex(config.key_hex)
     master = Master()
-    async with Runtime.open(name=MASTER, key=key, bind=config.master_endpoint) as runtime:
+    async with Runtime.open(name=MASTER, key=key, bind=config.master_endpoint, job_id=config.job_id) as runtime:
         runtime.serve(MASTER, master, inline=True)
         node = Node(config, runtime, master)
         try:

@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +112,11 @@ def guardian_run(tmp_path: Path, job_id: str, then: str, **config: Any) -> tuple
         **config,
     }
     return [*GUARDIAN, sys.executable, str(script)], json.dumps(line).encode() + b"\n", fifo
+
+
+def wait_until(condition: Callable[[], bool], wait_s: float = 5.0) -> None:
+    """For what has no descriptor: look until it is so."""
+    deadline = time.monotonic() + wait_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not become so in time"
+        time.sleep(0.005)

@@ -71,6 +71,13 @@ class Echo:
         return int(out.stdout)
 
     @rpc
+    def large(self, nbytes: int) -> object:
+        import numpy as np
+
+        self.kept = np.zeros(nbytes, dtype=np.uint8)
+        return self.kept
+
+    @rpc
     def leave(self, code: int) -> None:
         sys.exit(code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest_asyncio
 from rlmesh.errors import CallError, PeerLost
 from rlmesh.job.entry import Entry
 from tests.agent.nodes import Node, is_there, open_node
-from tests.agent.processes import wait_gone
+from tests.agent.processes import wait_gone, wait_until
 
 
 @pytest_asyncio.fixture
@@ -160,6 +161,30 @@ async def test_a_daemon_of_a_dead_member_is_ended_and_reported(node: Node) -> No
     report = await node.agent.call("shutdown", 1.0)
     assert [f"pid {daemon} (sleep) left by ACTOR:0:0"] == [item.what for item in report.leftovers]
     assert report.clean
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+async def test_shared_memory_of_a_dead_member_goes_while_the_job_lives_on(node: Node, how: str) -> None:
+    """Whatever the way; what others hold of it stays readable, and other members keep theirs."""
+    first, second = await node.start("Echo", "ACTOR:0"), await node.start("Echo", "ACTOR:1")
+    pid = (await first.call("facts"))["pid"]
+    array, _ = await first.call("large", 8 << 20), await second.call("large", 8 << 20)
+
+    def segments(name: str) -> list[Path]:
+        return list(Path("/dev/shm").glob(f"rlmesh-{node.config.job_id}-n0-{name}-*"))
+
+    assert segments("ACTOR.0") and segments("ACTOR.1")
+    if how == "kill":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        with pytest.raises(CallError):
+            await first.call("leave", 3)
+    await node.exited("ACTOR:0")
+    # The agent does it on a thread, after it has told of the death.
+    await asyncio.to_thread(wait_until, lambda: segments("ACTOR.0") == [])
+    assert segments("ACTOR.1")
+    assert not array.any() and len(array) == 8 << 20
+    assert await second.call("echo", 1) == 1
 
 
 async def test_functions_and_scripts_are_their_own_run(node: Node, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.errors import MalformedFrame
+from rlmesh.errors import MalformedFrame, SlotGone
 from rlmesh.memory.attach import Attachments, writable
-from rlmesh.memory.layout import TABLE_BYTES, Descriptor, GiveBack, SlotGone
+from rlmesh.memory.layout import TABLE_BYTES, Descriptor, GiveBack
 from rlmesh.memory.pool import SegmentPool
 
 SIZE = 300_000

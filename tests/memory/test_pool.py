@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -372,3 +373,29 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+
+
+def test_a_slot_that_comes_back_in_a_moment_is_waited_for(job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread takes the give-backs; whoever may not wait, grows."""
+    monkeypatch.setattr("rlmesh.memory.pool.WAIT_S_PER_BYTE", 1.0)
+    here = threading.current_thread()
+    pool = SegmentPool(job_id, "waits", may_wait=lambda: threading.current_thread() is here)
+    data = bytes(32 * MIB)
+    first = lent(pool, pool.put([data])[0])
+
+    def give_back() -> None:
+        end = time.monotonic() + 10
+        while not pool._waiting and time.monotonic() < end:
+            time.sleep(0.001)
+        pool.give_back(ended(first), "R")
+
+    giver = threading.Thread(target=give_back)
+    giver.start()
+    again = lent(pool, pool.put([data])[0])
+    giver.join()
+    assert again.segment == first.segment and pool.stats().segments == 1
+    other = threading.Thread(target=lambda: pool.put([data]))
+    other.start()
+    other.join(10)
+    assert pool.stats().segments == 2, "the thread that takes the give-backs must not wait for them"
+    pool.close()

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh.errors import SlotGone
+from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import Descriptor, SlotGone, remove_segments
+from rlmesh.memory.layout import Descriptor, remove_segments
 from rlmesh.memory.native import PAGE_BYTES
 from tests.memory.borrower import Borrower, borrower, digest
 
@@ -223,12 +225,32 @@ def test_to_its_owner_and_back_to_itself(exchange: MemoryExchange, one: Borrower
     one.do("drop", "x")
     assert view == DATA
     assert exchange.pool.stats().segments == 1
-    del view
     ended = exchange.take_give_backs()
-    assert list(ended) == ["one"]
+    assert list(ended) == ["one"], "given back at once: the owner holds it by itself"
     one.do("receive_give_backs", ended["one"], "main")
     take_back(exchange, one, "one")
+    assert exchange.pool.stats().slots == 1 and view == DATA
+    del view
+    assert exchange.take_give_backs() == {}
     assert exchange.pool.stats().slots == 0
+
+
+def test_what_came_home_is_room_before_the_pool_grows(exchange: MemoryExchange, one: Borrower) -> None:
+    """Who sends a large value, gets it back and sends the next one needs no second segment, though nobody ran
+    `take_give_backs` in between, and what it wrote to the value is gone."""
+    for step in range(3):
+        data = bytes([step]) * (100 << 20)
+        (descriptor,) = lend(exchange, data, "one")
+        one.do("borrow", "x", descriptor, "main")
+        view = exchange.borrow([one.do("pass_on", "x", "main")], "one")[0]
+        one.do("sent", "x")
+        one.do("drop", "x")
+        one.do("receive_give_backs", exchange.take_give_backs()["one"], "main")
+        take_back(exchange, one, "one")
+        assert view == data
+        writable(view)[:100] = b"w" * 100
+        del view
+    assert exchange.pool.stats().segments == 1
 
 
 def test_a_value_that_is_passed_to_and_fro_comes_home(exchange: MemoryExchange, one: Borrower, two: Borrower) -> None:

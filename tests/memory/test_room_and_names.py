@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from rlmesh.errors import MalformedFrame
-from rlmesh.memory.layout import Descriptor, GiveBack, place, remove_segments, segment_prefix
+from rlmesh.memory.layout import (
+    Descriptor,
+    GiveBack,
+    owner_name,
+    place,
+    remove_segments,
+    remove_segments_of_process,
+    segment_prefix,
+)
 from rlmesh.memory.room import room_in
 
 MIB = 1 << 20
@@ -81,6 +89,19 @@ def test_segments_of_a_dead_owner_are_removed_and_no_others(tmp_path: Path) -> N
         (tmp_path / name).write_text("")
     assert remove_segments("j", "a", str(tmp_path)) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "rlmesh-j-a-b-0", "rlmesh-j-ab-0", "rlmesh-k-a-0"]
+
+
+def test_segments_of_a_dead_process_are_removed_and_no_others(tmp_path: Path) -> None:
+    """Those of all its runtimes; not those of another node, job or process, nor of a name that looks like a number."""
+    gone = [f"rlmesh-j-1-{owner_name(0, name, 77, number)}-{k}" for name, number, k in (("A:0", 0, 0), ("x y", 31, 12))]
+    stay = [
+        f"rlmesh-j-1-{owner_name(1, 'A:0', 77)}-0", f"rlmesh-j-1-{owner_name(0, 'A:0', 777)}-0",
+        f"rlmesh-j-2-{owner_name(0, 'A:0', 77)}-0", f"rlmesh-j-1-{owner_name(0, 'A-77', 5)}-0", "rlmesh-j-1-n0-A-77",
+    ]  # fmt: skip
+    for name in gone + stay:
+        (tmp_path / name).write_text("")
+    assert remove_segments_of_process("j-1", 0, 77, str(tmp_path)) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(stay)
 
 
 def test_place_tells_file_systems_apart(tmp_path: Path) -> None:

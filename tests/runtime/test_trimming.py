@@ -1,0 +1,111 @@
+"""Shared memory that nobody uses goes back to the system while the runtime lives on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlmesh.runtime import trimming
+from rlmesh.runtime.loops import Posts
+from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.trimming import EVERY_S, IDLE_S, Trimmer
+from rlmesh.testing.clock import VirtualLoop
+
+
+class _Held:
+    """Memory that is idle or not, by a flag; says on which threads it was given back."""
+
+    def __init__(self) -> None:
+        self.nbytes, self.idle = 1 << 20, False
+        self.threads: list[str] = []
+
+    def is_empty(self) -> bool:
+        return self.nbytes == 0
+
+    def has_idle(self, idle_s: float) -> bool:
+        assert idle_s == IDLE_S
+        return self.idle and self.nbytes > 0
+
+    def trim(self, idle_s: float) -> int:
+        self.threads.append(threading.current_thread().name)
+        given, self.nbytes = self.nbytes, 0
+        return given
+
+
+def test_the_timer_runs_while_there_is_memory_and_gives_idle_memory_back() -> None:
+    held = _Held()
+    with VirtualLoop() as loop:
+        trimmer = Trimmer(held, loop, Posts(loop).put)
+        for _ in range(3):
+            trimmer.want()
+        loop.advance(5 * EVERY_S + 1)
+        assert held.threads == [] and trimmer._timer is not None, "in use: looked at, nothing else"
+        held.idle = True
+        loop.advance(EVERY_S)
+        while held.nbytes or trimmer._thread is not None:
+            loop.advance(0.001)  # the thread lives in real time
+        assert held.threads == ["rlmesh-trim"]
+        loop.advance(0.001)
+        assert trimmer._timer is None, "no timer without memory"
+        held.nbytes = 1
+        trimmer.want()
+        loop.advance(0.001)
+        assert trimmer._timer is not None
+        trimmer.close()
+        loop.advance(2 * EVERY_S)
+        assert len(held.threads) == 1, "nothing happens after the end"
+
+
+class _Taker:
+    @rpc
+    def take(self, array: np.ndarray) -> int:
+        return int(array[-1])
+
+
+def test_a_job_that_lives_on_gives_its_segments_back(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, until: object
+) -> None:
+    """Between two processes' worth of runtimes: the sender's segment goes, the receiver's mapping of it too."""
+    monkeypatch.setattr(trimming, "EVERY_S", 0.05)
+    monkeypatch.setattr(trimming, "IDLE_S", 0.1)
+    with (
+        Runtime.start(name="S:0", job_id="trims") as server,
+        Runtime.start(name="client", key=server.key, bind=False, job_id="trims") as client,
+    ):
+        assert server.endpoint is not None
+        server.serve("S:0", _Taker())
+        member = client.peer("S:0", server.endpoint)
+
+        def segments() -> list[str]:
+            return [path.name for path in Path("/dev/shm").glob("rlmesh-trims-*")]
+
+        for _ in range(2):
+            data = np.arange(1 << 20)
+            assert member.call("take", data).result() == (1 << 20) - 1
+            assert client._lending.exchange.pool.stats().segments == 1
+            assert callable(until)
+            until(lambda: client._lending.exchange.is_empty() and server._lending.exchange.is_empty())
+            assert segments() == []
+
+
+def test_who_does_not_know_the_jobs_name_gets_bytes() -> None:
+    """A tool that has only the key cannot open the job's segments: large values travel in the packets."""
+    with (
+        Runtime.start(name="S:0", job_id="named") as server,
+        Runtime.start(name="tool", key=server.key, bind=False) as tool,
+    ):
+        assert server.endpoint is not None
+        server.serve("S:0", _Giver())
+        array = tool.peer("S:0", server.endpoint).call("give", 1 << 20).result()
+        assert array.shape == (1 << 20,) and not array.any()
+        assert tool._lending.exchange.attachments.is_empty
+
+
+class _Giver:
+    @rpc
+    def give(self, items: int) -> np.ndarray:
+        return np.zeros(items)
