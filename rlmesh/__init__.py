@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rlmesh.job.descriptors import ElasticWorkloadDesc as ElasticWorkloadDesc
     from rlmesh.job.descriptors import ResourceDesc as ResourceDesc
     from rlmesh.job.descriptors import SimpleWorkloadDesc as SimpleWorkloadDesc
+    from rlmesh.job.restart_policy import RestartPolicy as RestartPolicy
+    from rlmesh.job.restarts import RestartEvent as RestartEvent
     from rlmesh.job.rl_builder import RLJobBuilder as RLJobBuilder
     from rlmesh.job.roles import RLRoleType as RLRoleType
     from rlmesh.job.workload import BaseRLTrainer as BaseRLTrainer
@@ -54,6 +56,8 @@ _WHERE = {
     "RLJobBuilder": "rlmesh.job.rl_builder",
     "RLRoleType": "rlmesh.job.roles",
     "ResourceDesc": "rlmesh.job.descriptors",
+    "RestartEvent": "rlmesh.job.restarts",
+    "RestartPolicy": "rlmesh.job.restart_policy",
     "RoleGroup": "rlmesh.runtime.group",
     "Runtime": "rlmesh.runtime.runtime",
     "SimpleWorkloadDesc": "rlmesh.job.descriptors",

@@ -29,6 +29,8 @@ PUBLIC = [
     "RLJobBuilder",
     "RLRoleType",
     "ResourceDesc",
+    "RestartEvent",
+    "RestartPolicy",
     "RoleGroup",
     "Runtime",
     "SimpleWorkloadDesc",

@@ -111,9 +111,9 @@ class Agent:
         await self._stop(chosen, grace_s)
 
     @rpc
-    async def reserve_port(self) -> int:
+    async def reserve_port(self, instead_of: int | None = None) -> int:
         """A port on loopback that no ``bind(0)`` gets until the node ends, but that a server which sets
-        SO_REUSEADDR (torch's store does) can bind: nobody listens on it."""
+        SO_REUSEADDR (torch's store does) can bind: nobody listens on it. ``instead_of`` is given up for it."""
         holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -121,6 +121,9 @@ class Agent:
         except OSError:
             holder.close()
             raise
+        for old in [holder for holder in self._ports if holder.getsockname()[1] == instead_of]:
+            self._ports.remove(old)
+            old.close()
         self._ports.append(holder)
         port: int = holder.getsockname()[1]
         return port

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Literal
 
 from rlmesh.agent.protocol import CONTROL
-from rlmesh.job.context import StopRequest
+from rlmesh.job.context import RestartEvent, StopRequest
 from rlmesh.job.status import CallStats, ExitInfo, MetricRecord
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.handle import MemberHandle
@@ -52,6 +52,47 @@ class Orders:
         self._grace_s = grace_s
         self._queue: deque[Order] = deque()
         self._exit: tuple[object] | None = None
+        self._events: deque[RestartEvent] = deque()
+        self._unheard: deque[RestartEvent] = deque()
+        self._listeners: list[Callable[[RestartEvent], object]] = []
+        self._news = threading.Condition()
+
+    # Restarts of others
+
+    def note_restart(self, event: RestartEvent) -> None:
+        """For `take_events`, and for those that listen. Any thread."""
+        with self._news:
+            self._events.append(event)
+            if self._listeners:
+                self._unheard.append(event)
+            self._news.notify_all()
+        if self._unheard and self.phase == "serving":
+            self._runtime.submit_main(self.tell_listeners)
+
+    def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
+        """Those since the last take; if there is none, what comes within ``wait_s`` seconds. Any thread."""
+        with self._news:
+            self._news.wait_for(lambda: self._events, wait_s)
+            taken = tuple(self._events)
+            self._events.clear()
+        return taken
+
+    def listen(self, listener: Callable[[RestartEvent], object]) -> None:
+        with self._news:
+            self._listeners.append(listener)
+
+    def tell_listeners(self) -> None:
+        """On the member's main thread, between methods or at a step's boundary."""
+        while True:
+            with self._news:
+                if not self._unheard:
+                    return
+                event = self._unheard.popleft()
+                listeners = list(self._listeners)
+            for listener in listeners:
+                listener(event)
+
+    # Orders
 
     def give(self, order: Order, *, now: bool = False) -> None:
         """Put an order behind the others; ``now``: methods that are queued are not run before it."""
@@ -71,6 +112,7 @@ class Orders:
                 raise SystemExit(*self._exit)
             if self._queue:
                 return self._queue.popleft()
+            self.tell_listeners()
             self._runtime.run_main()
 
     def begin_run(self) -> bool:
@@ -149,6 +191,11 @@ class Control:
         self._runtime.member_lost(exit)
 
     @rpc
+    async def restarted(self, event: RestartEvent) -> None:
+        """Others are replaced by new processes, or have been."""
+        self._orders.note_restart(event)
+
+    @rpc
     async def pending(self) -> tuple[tuple[Waiting, ...], tuple[Serving, ...]]:
         """Whom this member waits for, and what it was asked and has not answered."""
         own = [call for call in self._runtime.serving() if not call.method.startswith(CONTROL)]
@@ -173,6 +220,15 @@ class MasterLink:
 
     def stop_request(self) -> StopRequest | None:
         return self._orders.stop_request
+
+    def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
+        return self._orders.take_events(wait_s)
+
+    def listen(self, listener: Callable[[RestartEvent], object]) -> None:
+        self._orders.listen(listener)
+
+    def tell_listeners(self) -> None:
+        self._orders.tell_listeners()
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         return self._runtime.take_call_stats()

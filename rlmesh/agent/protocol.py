@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlmesh.job.entry import Entry as Entry
 from rlmesh.job.entry import EntryKind as EntryKind
+from rlmesh.job.restarts import RestartEvent
 from rlmesh.placement.inventory import Device as Device
 from rlmesh.placement.inventory import NodeInfo as NodeInfo
 
@@ -50,7 +51,8 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All that a worker process needs to become one member of a role."""
+    """All that a worker process needs to become one member of a role. ``restart``: why it takes the place of an
+    earlier process; None for the first one."""
 
     job_id: str
     job_name: str
@@ -76,6 +78,7 @@ class WorkerSpec:
     devices: tuple[Device, ...] = ()
     grace_s: float = 5.0
     call_timeout_s: float = 1800.0
+    restart: RestartEvent | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,12 +119,14 @@ class ProcessTable:
         return True
 
     async def stop(self, child: Child, grace_s: float) -> Ended:
-        """SIGTERM, again when ``REMIND`` of the grace is over, then SIGKILL; what it leaves behind is for
-        ``end_orphans``.
+        """SIGTERM, again when ``REMIND`` of the grace is over, then SIGKILL, without grace at once; what it leaves
+        behind is for ``end_orphans``.
 
         Raises:
             TimeoutError: SIGKILL did not end it within 5 s (it waits in the kernel).
         """
+        if grace_s <= 0:
+            return await self.kill(child)
         for patience_s in (grace_s * REMIND, grace_s * (1 - REMIND)):
             self.signal(child, signal.SIGTERM)
             with suppress(TimeoutError):

@@ -2,7 +2,7 @@
 
 ::
 
-    bind → register → import and build the entry → setup() → serve → member_ready
+    bind → register → import and build the entry → setup() [→ on_restart()] → serve → member_ready
          → [begin_run → run() → run_finished] → teardown() → exit 0
 
 Calls that come before ``setup()`` has returned wait for it. The main thread runs setup, the member's ``def``
@@ -221,9 +221,11 @@ class Member:
         self._orders.has_run = run is not None
         self._await_book()
         self._attempt("setup() failed", lambda: self._hook("setup"))
+        if (restart := self.spec.restart) is not None:
+            self._attempt("on_restart() failed", lambda: self._hook("on_restart", restart))
         self._runtime.serve(self.name, self._object, incarnation=self.spec.incarnation, functions=loaded.functions)
         self._tell("member_ready")
-        while self._orders.take() == "run":
+        while self._attempt("a listener of on_event() failed", self._orders.take) == "run":
             assert run is not None
             self._run(run)
         self._teardown()
@@ -274,10 +276,10 @@ class Member:
         self._orders.phase = "ending"
         self._attempt("teardown() failed", lambda: self._hook("teardown"))
 
-    def _hook(self, name: str) -> None:
+    def _hook(self, name: str, *args: object) -> None:
         hook = getattr(self._object, name, None)
         if callable(hook):
-            hook()
+            hook(*args)
 
     def _tell(self, method: str, *args: object) -> None:
         self._master.call(method, *(args or self._who)).result()

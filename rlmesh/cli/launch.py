@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import JobFailed, RLMeshError, UsageError
+from rlmesh.job.restarts import SCOPES
 from rlmesh.master.options import LaunchOptions, ambient
 from rlmesh.runtime.security import KEY_VARIABLE, find_key
 
 DESCRIPTION = "Run a script that submits a job. What stands after -- is for the script."
 VIEWS = ("auto", "live", "plain", "none")
-RESTART_POLICIES = ("never",)
 
 
 def add_to(commands: Any) -> None:
@@ -38,7 +38,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of logs, metrics and report")
     parser.add_argument(
-        "--restart", choices=RESTART_POLICIES, help="what happens when a member dies (never: the job fails)"
+        "--restart",
+        choices=SCOPES,
+        help="what is started again when a member dies, whatever the job says (never: the job fails)",
     )
     parser.add_argument(
         "--key-file",

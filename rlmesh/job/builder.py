@@ -24,6 +24,7 @@ from rlmesh.job.checks import collocation_problems
 from rlmesh.job.config import DLJob
 from rlmesh.job.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
 from rlmesh.job.entry import EntryLike
+from rlmesh.job.restarts import Scope
 from rlmesh.job.role_builder import (
     CustomRoleBuilder,
     ElasticRoleBuilder,
@@ -152,7 +153,23 @@ class DLJobBuilder:
         self.node_num(command.nnodes)
         self._fields.setdefault("device_per_node", procs)
         role = self.train(command.entry).nnodes(command.nnodes).nproc_per_node(procs or 1)
-        role.max_restarts(command.max_restarts)
+        # As with torchrun: none unless asked for, and then also after an exception.
+        role.max_restarts(command.max_restarts).restart(on_error=True)
+        return self
+
+    def with_restart(self, scope: Scope | None = None, **settings: Any) -> Self:
+        """What happens when a member fails, for roles that have no ``restart(…)`` of their own.
+
+        By default the member alone is started again, or, of an elastic role, all members with a new rendezvous; at
+        most three times within ten minutes.
+
+        Args:
+            scope: what is started again: ``member`` (of elastic roles the group), ``role``, ``job``, or ``never``
+                anything: then the job fails.
+            settings: ``max_restarts``, ``window_s``, ``delay_s``, ``max_delay_s``, ``on_error`` of `RestartPolicy`.
+        """
+        given = {"scope": scope, **settings} if scope is not None else settings
+        self._fields["restart"] = {**self._fields.get("restart", {}), **given}
         return self
 
     def with_collocation(self, *roles: str | Enum) -> Self:

@@ -26,6 +26,7 @@ from rlmesh.job.descriptors import WorkloadDesc, env_texts
 from rlmesh.job.entry import main_path
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.restart_policy import RestartPolicy, effective_policy
 from rlmesh.job.spec import Spec
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DLConfig", "DLJob"]
 
-RESTART_POLICIES = ("never",)
-_PLANNED_POLICIES = ("member", "role", "job")
 View: TypeAlias = Literal["auto", "live", "plain", "none"]
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -55,7 +54,8 @@ class DLConfig(Spec):
         device_per_node: accelerators of each node that it may use; ``None``: all that the node has.
         device_type: ``GPU``, or ``CPU`` where accelerators are virtual slots that only limit placement.
         collocations: sets of roles whose members share devices, rank by rank.
-        restart: what happens when a member dies; ``never``, the only policy so far: the job fails.
+        restart: what happens when a member fails, for roles without a policy of their own; a text is a scope
+            (``never``, ``member``, ``role``, ``job``).
         call_timeout_s: deadline of remote calls that set none, in seconds.
         preload: modules that processes have imported before they become workers; ``None``: found by reading
             the entry points' sources.
@@ -74,7 +74,7 @@ class DLConfig(Spec):
         default="GPU", validation_alias=AliasChoices("device_type", "accelerator_type")
     )
     collocations: list[set[str]] = Field(default_factory=list)
-    restart: str = "never"
+    restart: RestartPolicy = Field(default_factory=RestartPolicy)
     call_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
     preload: tuple[str, ...] | None = None
 
@@ -87,18 +87,6 @@ class DLConfig(Spec):
     @classmethod
     def _texts(cls, value: object) -> object:
         return env_texts(value)
-
-    @field_validator("restart")
-    @classmethod
-    def _known_policy(cls, value: str) -> str:
-        if value in _PLANNED_POLICIES:
-            raise ValueError(
-                f"{value!r} is not implemented yet: 'never' is the only restart policy so far, under which "
-                "the job fails when a member dies"
-            )
-        if value not in RESTART_POLICIES:
-            raise ValueError(f"there is no restart policy {value!r}.{did_you_mean(value, RESTART_POLICIES)}")
-        return value
 
     @field_serializer("user_config", mode="plain")
     def _plain_user_config(self, value: Any, info: SerializationInfo) -> Any:
@@ -121,11 +109,6 @@ class DLConfig(Spec):
             found += [f"role {role}: {problem}" for problem in workload.problems()]
             limits = (self.node_number, self.device_per_node)
             found += [f"role {role}: {problem}" for problem in member_problems(workload, *limits)]
-            if workload.max_restarts > 0 and self.restart == "never":
-                found.append(
-                    f"role {role}: max_restarts: {workload.max_restarts} restarts need a restart policy, and "
-                    "'never' is the only one so far: leave max_restarts out"
-                )
         return found + collocation_problems(self.collocations, self.workloads)
 
     def _faults(self) -> list[str]:
@@ -143,6 +126,12 @@ class DLConfig(Spec):
     def envs_of(self, role: str) -> dict[str, str]:
         """The variables that the job sets for the members of a role: ``global_env``, then the role's own."""
         return {**self.global_env, **self.workloads[role].envs}
+
+    def restart_of(self, role: str, scope: str | None = None) -> RestartPolicy:
+        """The policy that holds for a role, all filled in. ``scope`` wins over what was described."""
+        workload = self.workloads[role]
+        elastic = workload.backend == "elastic"
+        return effective_policy(elastic, workload.restart, self.restart, workload.max_restarts, scope)
 
     @property
     def main_path(self) -> str:

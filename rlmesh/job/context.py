@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
+from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import CallStats, MetricRecord
 
 __all__ = [
     "COLLOCATION_ENV",
     "ControlLink",
     "JobInfo",
+    "RestartEvent",
     "StopRequest",
     "WorkerContext",
     "current_worker",
@@ -47,13 +49,22 @@ class StopRequest:
 
 class ControlLink(Protocol):
     """How a worker context reaches its job; the worker's bootstrap supplies it. Every method may be called
-    from any thread and returns at once."""
+    from any thread and, but for ``take_events`` and ``tell_listeners``, returns at once."""
 
     def report(self, record: MetricRecord) -> None:
         """Send a record to the master, without waiting for it."""
 
     def stop_request(self) -> StopRequest | None:
         """The stop that was asked for, if any."""
+
+    def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
+        """Restarts since the last take; if there is none, what comes within ``wait_s`` seconds."""
+
+    def listen(self, listener: Callable[[RestartEvent], object]) -> None:
+        """Call ``listener`` for each restart from now on."""
+
+    def tell_listeners(self) -> None:
+        """Call the listeners for what they were not told yet, on the calling thread."""
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         """Statistics of the remote calls that ended since the last take."""
@@ -130,11 +141,29 @@ class WorkerContext:
             )
         )
 
+    def events(self, wait_s: float = 0.0) -> tuple[RestartEvent, ...]:
+        """Restarts of other members since this was asked before, oldest first.
+
+        A call that failed because of a restart may fail a few milliseconds before the news of the restart: then
+        ``wait_s`` is how long to wait, in seconds, for news if there are none.
+        """
+        return self.link.take_events(wait_s)
+
+    def on_event(self, listener: Callable[[RestartEvent], object]) -> Callable[[RestartEvent], object]:
+        """Call ``listener`` with each restart of other members from now on; usable as a decorator.
+
+        It is called on this member's main thread: between two methods, or, while ``run()`` runs, at
+        ``step_boundary()``.
+        """
+        self.link.listen(listener)
+        return listener
+
     def step_boundary(self, step: int | None = None) -> StopRequest | None:
         """Say that a step ended; returns the request to stop if this is where to stop, else ``None``.
 
-        Without ``step`` the steps are counted from 0.
+        Without ``step`` the steps are counted from 0. Listeners of ``on_event`` are called here, if ``run()`` runs.
         """
+        self.link.tell_listeners()
         if step is None:
             step = 0 if self._step is None else self._step + 1
         self._step = int(step)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AliasChoices, Field, PrivateAttr, field_validator, model_validator
 
 from rlmesh.job.entry import Entry, Resolved, entry_text, resolve_entry
+from rlmesh.job.restart_policy import RestartPolicy, restart_problems
 from rlmesh.job.spec import Spec
 
 __all__ = [
@@ -93,7 +94,9 @@ class BaseWorkloadDesc(Spec):
             ``None`` leaves it to the planner.
         resource: what each member needs.
         envs: environment variables of the members; they win over the job's ``global_env``.
-        max_restarts: how often a member may be restarted; more than 0 needs a restart policy that restarts.
+        restart: what happens when a member fails; ``None``: the job's policy, in which elastic roles restart as a
+            group and other members alone. A text is a scope: ``never``, ``member``, ``role``, ``job``.
+        max_restarts: in place of the policy's own number; 0 is ``never``.
         mesh: names and sizes of the axes along which the members are numbered, slowest first; empty if there are
             none. Without ``total`` the role has as many members as they describe.
         is_driver: whether the job waits for this role's ``run()``; ``None``: by default, which is TRAINER,
@@ -106,7 +109,8 @@ class BaseWorkloadDesc(Spec):
     per_node: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("per_node", "per_group"))
     resource: ResourceDesc = Field(default_factory=ResourceDesc, validation_alias=AliasChoices("resource", "res"))
     envs: dict[str, str] = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
-    max_restarts: int = Field(default=0, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart"))
+    restart: RestartPolicy | None = None
+    max_restarts: int | None = Field(default=None, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart"))
     mesh: dict[str, int] = Field(default_factory=dict)
     is_driver: bool | None = None
 
@@ -168,7 +172,7 @@ class BaseWorkloadDesc(Spec):
         if self.mesh and prod(self.mesh.values()) != self.total:
             axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
             found.append(f"mesh: {axes} is {prod(self.mesh.values())} members, but the role has {self.total}")
-        return found
+        return found + restart_problems(self.backend == "elastic", self.restart)
 
 
 class SimpleWorkloadDesc(BaseWorkloadDesc):

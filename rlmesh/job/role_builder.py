@@ -16,6 +16,7 @@ from rlmesh.job.descriptors import (
 )
 from rlmesh.job.entry import EntryLike, entry_text
 from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.restarts import Scope
 from rlmesh.job.spec import SpecError
 
 if TYPE_CHECKING:
@@ -104,8 +105,20 @@ class RoleBuilder(Generic[JobT]):
         self._resource = {**(self._resource or {}), **known}
         return self
 
+    def restart(self, scope: Scope | None = None, **settings: Any) -> Self:
+        """What happens when a member of this role fails; wins over the job's ``with_restart``.
+
+        Args:
+            scope: what is started again: the ``member`` alone (the default of simple roles), all members of the
+                ``role`` (of elastic ones), the whole ``job``, or ``never`` anything: then the job fails.
+            settings: ``max_restarts``, ``window_s``, ``delay_s``, ``max_delay_s``, ``on_error`` of `RestartPolicy`.
+        """
+        given = {"scope": scope, **settings} if scope is not None else settings
+        self._fields["restart"] = {**self._fields.get("restart", {}), **given}
+        return self
+
     def max_restarts(self, num: int) -> Self:
-        """How often a member may be restarted; more than 0 needs a restart policy that restarts."""
+        """How many restarts there may be within the policy's window; 0 is ``restart("never")``."""
         self._fields["max_restarts"] = num
         return self
 
@@ -182,6 +195,10 @@ class RoleBuilder(Generic[JobT]):
     def skip_node_check(self) -> JobT:
         """As the job builder's."""
         return self._job.skip_node_check()
+
+    def with_restart(self, scope: Scope | None = None, **settings: Any) -> JobT:
+        """As the job builder's."""
+        return self._job.with_restart(scope, **settings)
 
     def role(self, role: str | Enum) -> JobT:
         """As the job builder's."""

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlmesh.job.restarts import Scope
 from rlmesh.runtime.timing import CallStats as CallStats
 from rlmesh.runtime.waiting import Serving as Serving
 from rlmesh.runtime.waiting import Waiting as Waiting
 
-MemberState = Literal["starting", "bound", "ready", "running", "finished", "stopping", "exited", "failed"]
+MemberState = Literal["starting", "bound", "ready", "running", "finished", "restarting", "stopping", "exited", "failed"]
 """starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;
-running: inside ``run()``; finished: ``run()`` returned; stopping: ``teardown()``; exited: code 0;
-failed: the rest."""
+running: inside ``run()``; finished: ``run()`` returned; restarting: its process is gone and the next one not started
+yet; stopping: ``teardown()``; exited: code 0; failed: the rest."""
 
 Stage = Literal["starting", "running", "stopping", "succeeded", "failed", "stopped"]
 
@@ -32,7 +33,7 @@ class MetricRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExitInfo:
-    """How a worker process ended, as its agent saw it."""
+    """How a worker process ended, as its agent saw it. ``served``: calls may have begun there."""
 
     role: str
     rank: int
@@ -46,6 +47,7 @@ class ExitInfo:
     log_path: str = ""
     last_log_lines: tuple[str, ...] = ()
     peak_rss_bytes: int = 0
+    served: bool = True
 
     @property
     def ok(self) -> bool:
@@ -96,7 +98,8 @@ class MemberWaits:
 
 @dataclass(frozen=True, slots=True)
 class FailureInfo:
-    """The first cause of a job's failure, and what followed, oldest first."""
+    """The first cause of a job's failure, and what followed, oldest first. ``kind`` names the error that it is raised
+    as, where message and exit do not tell."""
 
     message: str
     role: str | None = None
@@ -104,11 +107,38 @@ class FailureInfo:
     at: float = 0.0
     exit: ExitInfo | None = None
     remote_traceback: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRecord:
+    """One restart in the history of a job.
+
+    Attributes:
+        unit: what the budget is counted for: ``ROLE:rank``, a role, or ``job``.
+        failure: the reason.
+        at: when, in seconds since the epoch.
+        delay_s: how long the new processes were held back.
+        ready_at: when all of them served again; None: not yet.
+    """
+
+    unit: str
+    scope: Scope
+    failure: FailureInfo
+    at: float
+    delay_s: float
+    ready_at: float | None = None
+
+    @property
+    def cause(self) -> str:
+        """The reason in one line."""
+        return self.failure.message.partition("\n")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on."""
+    """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all
+    so far, oldest first."""
 
     job_name: str
     job_id: str
@@ -123,3 +153,4 @@ class JobStatus:
     all_serving_s: float | None = None
     note: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
+    restarts: tuple[RestartRecord, ...] = ()

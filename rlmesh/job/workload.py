@@ -14,6 +14,7 @@ from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.job.context import (
     ControlLink,
     JobInfo,
+    RestartEvent,
     StopRequest,
     WorkerContext,
     current_worker,
@@ -31,6 +32,7 @@ __all__ = [
     "BaseWorkload",
     "ControlLink",
     "JobInfo",
+    "RestartEvent",
     "StopRequest",
     "WorkerContext",
     "current_worker",
@@ -92,8 +94,12 @@ class BaseWorkload:
     def setup(self) -> None:
         """Called once before the member is ready: load models and data here."""
 
+    def on_restart(self, event: RestartEvent) -> None:
+        """Called after ``setup()`` in a process that takes the place of one that failed, before it serves calls:
+        restore here what can be restored without the trainer. ``event`` says why, and who was replaced with it."""
+
     def teardown(self) -> None:
-        """Called once at the end of the job."""
+        """Called once at the end of the job. A member that is replaced is not asked."""
 
 
 class BaseRLWorkload(BaseWorkload):

@@ -13,7 +13,7 @@ Within a class the oldest comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -39,6 +39,46 @@ class Failure:
 
     def of(self, role: str, rank: int) -> bool:
         return self.info.role == role and self.info.rank == rank
+
+
+class Failures:
+    """The failures of one job that are not dealt with yet. ``settle_s``: how long one waits for a better
+    explanation."""
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._found: list[Failure] = []
+        self._settle_at: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def __iter__(self) -> Iterator[Failure]:
+        return iter(list(self._found))
+
+    def add(self, weight: Weight, info: FailureInfo, now: float) -> None:
+        self._found.append(Failure(weight, info))
+        if self._settle_at is None:
+            self._settle_at = now + self._settle_s
+
+    def note_exit(self, role: str, rank: int, exit: ExitInfo) -> None:
+        """It is known how the process of a member that failed has ended."""
+        self._found = [f.with_exit(exit) if f.of(role, rank) else f for f in self._found]
+
+    def drop(self, members: Collection[tuple[str, int]]) -> None:
+        """Forget what these members failed with: they are started again."""
+        self._found = [f for f in self._found if (f.info.role, f.info.rank) not in members]
+        if not self._found:
+            self._settle_at = None
+
+    def settled(self, now: float) -> bool:
+        """Whether no better explanation is waited for."""
+        late = self._settle_at is not None and now >= self._settle_at
+        return bool(self._found) and (late or is_settled(self._found))
+
+    def causes(self) -> list[FailureInfo]:
+        """First cause first."""
+        return first_causes(self._found)
 
 
 def first_causes(failures: Iterable[Failure]) -> list[FailureInfo]:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlmesh.job.status import ExitInfo, FailureInfo, JobStatus, MemberState, MemberStatus, MetricRecord, Stage
+from rlmesh.job.restarts import RestartEvent
+from rlmesh.job.status import (
+    ExitInfo,
+    FailureInfo,
+    JobStatus,
+    MemberState,
+    MemberStatus,
+    MetricRecord,
+    RestartRecord,
+    Stage,
+)
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.placement.planner import Placement, Plan
@@ -20,7 +30,13 @@ MemberId = tuple[str, int]
 
 @dataclass(slots=True)
 class Member:
-    """One member of a role, in its present incarnation. Times are seconds since the epoch."""
+    """One member of a role, in its present incarnation. Times are seconds since the epoch.
+
+    Attributes:
+        has_finished: ``run()`` returned; a new incarnation of the member alone does not run again.
+        hidden: the address book does not have its address before it serves.
+        restart: why this incarnation exists; None for the first one.
+    """
 
     placement: Placement
     log_path: str
@@ -33,6 +49,9 @@ class Member:
     last_beat_at: float | None = None
     has_run: bool | None = None
     in_run: bool = False
+    has_finished: bool = False
+    hidden: bool = False
+    restart: RestartEvent | None = None
     spawned: bool = False
     asked_to_end: bool = False
     ended_by_us: bool = False
@@ -41,6 +60,11 @@ class Member:
     @property
     def id(self) -> MemberId:
         return (self.placement.role, self.placement.rank)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Role, rank and incarnation: this process and no other."""
+        return (*self.id, self.incarnation)
 
     @property
     def name(self) -> str:
@@ -54,6 +78,14 @@ class Member:
     def enter(self, state: MemberState, now: float) -> None:
         self.state, self.since, self.last_beat_at = state, now, now
 
+    def next_incarnation(self, *, hidden: bool, now: float) -> None:
+        """From here on the member is the process that will take the present one's place."""
+        self.incarnation += 1
+        self.pid, self.endpoint, self.exit = 0, "", None
+        self.spawned = self.asked_to_end = self.ended_by_us = self.in_run = False
+        self.hidden = hidden
+        self.enter("restarting", now)
+
 
 @dataclass(slots=True)
 class JobContext:
@@ -66,6 +98,7 @@ class JobContext:
     plan: Plan | None = None
     members: dict[MemberId, Member] = field(default_factory=dict)
     failures: list[FailureInfo] = field(default_factory=list)
+    restarts: list[RestartRecord] = field(default_factory=list)
     records: list[MetricRecord] = field(default_factory=list)
     records_dropped: int = 0
     book_version: int = 0
@@ -91,7 +124,7 @@ class JobContext:
                     role=member.placement.role,
                     rank=member.placement.rank,
                     incarnation=member.incarnation,
-                    endpoint=member.endpoint or None,
+                    endpoint=None if member.hidden else member.endpoint or None,
                     node_rank=member.placement.node_rank,
                     pid=member.pid,
                 )
@@ -116,6 +149,7 @@ class JobContext:
             first_serving_s=self.first_serving_s,
             all_serving_s=self.all_serving_s,
             note=self.note,
+            restarts=tuple(self.restarts),
         )
 
 

@@ -50,7 +50,7 @@ class Deadlines:
         """Whom a slow start waits for, empty as long as it isn't slow."""
         if now - context.started_at < SLOW_START_S:
             return ""
-        names = [m.name for m in context.members.values() if m.state in ("starting", "bound")]
+        names = [m.name for m in context.members.values() if m.state in ("starting", "bound", "restarting")]
         shown = ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")
         return f"waiting for {len(names)} members to be set up: {shown}" if names else ""
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import ExitInfo, MetricRecord
 from rlmesh.master.context import MemberId
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.address import AddressBook
+
+ProcessKey: TypeAlias = tuple[str, int, int]
+"""Role, rank, incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +125,11 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class ReservePort:
+    """Hold a port for the process group of an elastic role; ``instead_of`` is no longer needed."""
+
     role: str
     node_rank: int
+    instead_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,23 @@ class StopMembers:
     grace_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class EndProcesses:
+    """End the processes of older incarnations; without grace by SIGKILL."""
+
+    node_rank: int
+    processes: tuple[ProcessKey, ...]
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TellRestart:
+    """Tell all living members that others are replaced, or have been."""
+
+    event: RestartEvent
+
+
 Action: TypeAlias = (
-    ReservePort | Spawn | PublishBook | BeginRun | Teardown | AskToStop | AnnounceLoss | StopMembers
+    ReservePort | Spawn | PublishBook | BeginRun | Teardown | AskToStop | AnnounceLoss | StopMembers | EndProcesses
+    | TellRestart
 )  # fmt: skip

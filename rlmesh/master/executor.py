@@ -47,7 +47,7 @@ class Executor:
         self._turns: dict[int, asyncio.Lock] = {}
         self._book: AddressBook | None = None
         self._book_timer: asyncio.TimerHandle | None = None
-        self._has_book: dict[MemberId, int] = {}
+        self._has_book: dict[ev.ProcessKey, int] = {}
 
     def perform(self, actions: Iterable[ev.Action]) -> None:
         """Start all actions, in their order. Call it on the runtime's loop."""
@@ -55,12 +55,18 @@ class Executor:
             match action:
                 case ev.PublishBook(book):
                     self._publish(book)
-                case ev.ReservePort(role, node_rank):
-                    self._spawn_task(node_rank, self._reserve_port(role, node_rank))
+                case ev.ReservePort(role, node_rank, instead_of):
+                    self._add(self._reserve_port(role, node_rank, instead_of))
                 case ev.Spawn(node_rank, members):
                     self._spawn_task(node_rank, self._start_members(node_rank, members))
                 case ev.StopMembers(node_rank, members, grace_s):
                     self._spawn_task(node_rank, self._stop_members(node_rank, members, grace_s))
+                case ev.EndProcesses(node_rank, processes, grace_s):
+                    self._spawn_task(node_rank, self._end_processes(node_rank, processes, grace_s))
+                case ev.TellRestart(event):
+                    self._flush_book()
+                    for living in self._bound():
+                        self._notify(living.id, "restarted", event)
                 case ev.BeginRun(member):
                     self._flush_book()
                     self._add(self._begin_run(self._manager.context.members[member]))
@@ -122,9 +128,9 @@ class Executor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reserve_port(self, role: str, node_rank: int) -> None:
+    async def _reserve_port(self, role: str, node_rank: int, instead_of: int | None) -> None:
         try:
-            port = await self.agent(node_rank).call("reserve_port")
+            port = await self.agent(node_rank).call("reserve_port", instead_of)
         except Exception as error:
             self._post(ev.ActionFailed(node_rank, f"reserving a port for {role}", _text(error)))
             return
@@ -135,7 +141,11 @@ class Executor:
         node = context.nodes[node_rank]
         specs = tuple(
             self._scheduler.worker_spec(
-                context.members[member].placement, node, context.members[member].incarnation, self._manager.ports
+                context.members[member].placement,
+                node,
+                context.members[member].incarnation,
+                self._manager.ports,
+                context.members[member].restart,
             )
             for member in members
         )
@@ -159,6 +169,14 @@ class Executor:
             names = ", ".join(member.name for member in found)
             logger.warning("the agent of node %s did not stop %s: %s", node_rank, names, _text(error))
 
+    async def _end_processes(self, node_rank: int, processes: tuple[ev.ProcessKey, ...], grace_s: float) -> None:
+        agent = self.agent(node_rank).options(timeout_s=AGENT_TIMEOUT_S + grace_s)
+        try:
+            await agent.call("stop_members", processes, grace_s)
+        except Exception as error:
+            names = ", ".join(f"{role}:{rank}.{incarnation}" for role, rank, incarnation in processes)
+            logger.warning("the agent of node %s did not end %s: %s", node_rank, names, _text(error))
+
     # Workers
 
     def _publish(self, book: AddressBook) -> None:
@@ -176,8 +194,8 @@ class Executor:
         if book is None:
             return
         for member in self._bound():
-            if self._has_book.get(member.id, 0) < book.version:
-                self._has_book[member.id] = book.version
+            if self._has_book.get(member.key, 0) < book.version:
+                self._has_book[member.key] = book.version
                 self._notify(member.id, "update_book", book)
 
     async def _begin_run(self, member: Member) -> None:

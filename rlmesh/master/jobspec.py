@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlmesh.job.entry import Entry
+from rlmesh.job.restarts import Scope
 from rlmesh.placement.demand import JobDemand
 
 TRAINER = "TRAINER"
@@ -44,6 +45,18 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartRule:
+    """What happens when a member of a role fails; see :class:`rlmesh.job.restart_policy.RestartPolicy`."""
+
+    scope: Scope = "never"
+    max_restarts: int = 3
+    window_s: float = 600.0
+    delay_s: float = 1.0
+    max_delay_s: float = 60.0
+    on_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RoleSpec:
     """One role. ``driver``: the job lasts as long as its ``run()``; None: it does if the role has one. ``mesh``: the
     sizes of its axes, slowest first."""
@@ -55,6 +68,7 @@ class RoleSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     driver: bool | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
+    restart: RestartRule = RestartRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,6 @@ class JobSpec:
     import_roots: tuple[str, ...] = ()
     call_timeout_s: float = 1800.0
     grace_s: float = 5.0
-    restart: str = "never"
     limits: Limits = field(default_factory=Limits)
     submitted_at: float = 0.0
 

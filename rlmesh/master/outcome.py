@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmesh.agent.protocol import ExitReport
-from rlmesh.errors import CallError, JobFailed, LaunchError, PeerLost, RemoteError
+from rlmesh.errors import CallError, JobFailed, LaunchError, PeerLost, RemoteError, RestartBudgetExhausted
 from rlmesh.job.status import FailureInfo, JobStatus
 
 SHOWN_LOG_LINES = 20
@@ -54,6 +54,8 @@ def job_failed(job_name: str, failures: Sequence[FailureInfo], run_dir: Path) ->
 
 def _as_exception(failure: FailureInfo) -> Exception:
     text = describe_failure(failure)
+    if failure.kind == RestartBudgetExhausted.__name__:
+        return RestartBudgetExhausted(text)
     if failure.role is None:
         return LaunchError(text)
     cls: type[CallError] = PeerLost if failure.exit is not None and not failure.remote_traceback else RemoteError

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.job.context import COLLOCATION_ENV
+from rlmesh.job.restarts import RestartEvent
 from rlmesh.master.context import MemberId
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.placement.inventory import NodeInfo
@@ -48,9 +49,11 @@ class Scheduler:
         return f"{self._spec.run_dir}/logs/{role}-{rank}.log"
 
     def worker_spec(
-        self, placement: Placement, node: NodeInfo, incarnation: int, ports: Mapping[str, int]
-    ) -> WorkerSpec:
-        """What the process of one member is told. ``ports`` has the reserved port of each elastic role."""
+        self, placement: Placement, node: NodeInfo, incarnation: int, ports: Mapping[str, int],
+        restart: RestartEvent | None = None,
+    ) -> WorkerSpec:  # fmt: skip
+        """What the process of one member is told. ``ports`` has the reserved port of each elastic role; ``restart``
+        is why it takes another process's place."""
         spec, role = self._spec, self._spec.role(placement.role)
         env = dict(role.env)
         together = self._collocated_with(role.name)
@@ -83,6 +86,7 @@ class Scheduler:
             devices=tuple(share.device for share in placement.devices),
             grace_s=spec.grace_s,
             call_timeout_s=spec.call_timeout_s,
+            restart=restart,
         )
 
     def _collocated_with(self, role: str) -> tuple[str, ...]:
@@ -104,6 +108,7 @@ def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:
 
 def _torchrun_env(spec: JobSpec, placement: Placement, world_size: int, incarnation: int, port: int) -> dict[str, str]:
     """The variables that torchrun sets, so that ``init_process_group()`` works without arguments."""
+    rule = spec.role(placement.role).restart
     values: dict[str, object] = {
         "RANK": placement.rank,
         "WORLD_SIZE": world_size,
@@ -118,7 +123,7 @@ def _torchrun_env(spec: JobSpec, placement: Placement, world_size: int, incarnat
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": incarnation,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_MAX_RESTARTS": rule.max_restarts if rule.scope != "never" else 0,
         "TORCHELASTIC_RUN_ID": spec.job_id,
     }
     return {name: str(value) for name, value in values.items()}

@@ -11,7 +11,7 @@ from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import JobSpecError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.descriptors import BaseWorkloadDesc
-from rlmesh.master.jobspec import JobSpec, Limits, RoleSpec
+from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
 from rlmesh.master.options import Cluster
 from rlmesh.master.workspace import Workspace
 from rlmesh.placement.demand import WHOLE, JobDemand, RoleDemand, chunks_of, milli
@@ -90,7 +90,16 @@ def job_spec(
         job_name=job_name,
         run_dir=str(space.run_dir),
         roles=tuple(
-            RoleSpec(name, w.entry, w.backend, w.total, config.envs_of(name), w.is_driver, dict(w.mesh))
+            RoleSpec(
+                name,
+                w.entry,
+                w.backend,
+                w.total,
+                config.envs_of(name),
+                w.is_driver,
+                dict(w.mesh),
+                RestartRule(**config.restart_of(name, restart).model_dump()),
+            )
             for name, w in config.workloads.items()
         ),
         demand=demand,
@@ -100,7 +109,6 @@ def job_spec(
         import_roots=config.import_roots(),
         call_timeout_s=config.call_timeout_s,
         grace_s=grace_s,
-        restart=restart or config.restart,
         limits=limits,
         submitted_at=submitted_at,
     )

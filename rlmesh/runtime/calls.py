@@ -19,7 +19,7 @@ from rlmesh.errors import (
     CallError,
     Executed,
     MailboxFull,
-    PeerLost,
+    Restarting,
     RoleNotFound,
     ShuttingDown,
     UsageError,
@@ -175,11 +175,12 @@ class Calls(Knowledge):
             return
         try:
             endpoint = self._endpoint_of(call)
-        except (RoleNotFound, PeerLost) as error:
+        except (RoleNotFound, CallError) as error:
             self._fail(call, error)
             return
         with self._lock:
-            if endpoint is None:
+            # A connection that was just lost: its agent's word tells soon whether another process takes its place.
+            if endpoint is None or (endpoint in self._orphans and not call.pinned):
                 self._parked[call.call_id] = call
                 return
         if endpoint in self._lost:
@@ -213,6 +214,9 @@ class Calls(Knowledge):
         if exit_info is not None:
             raise call.lost(how_it_ended(exit_info), "no")
         call.incarnation = member.incarnation
+        if member.endpoint is None and member.incarnation and not call.queue:
+            text = f"{call.name} is being restarted and options(queue=False) was asked for"
+            raise call.error(Restarting, text, "no")
         return member.endpoint
 
     def _connect(self, endpoint: str) -> Peer:
@@ -382,23 +386,42 @@ class Calls(Knowledge):
     def _give_up(self, peer: Peer, reason: str) -> None:
         self._orphans.pop(peer.endpoint, None)
         self._drop(peer, lambda call: call.lost(reason, peer.begun()))
+        self._route_again(list(self._parked.values()))
 
     def member_lost(self, info: ExitInfo) -> None:
         """The agent's word on the end of a member's process: its calls end now, later ones at once."""
         name = member_name(info.role, info.rank)
         with self._lock:
             self._dead[name, info.incarnation] = info
-            parked = [call for call in self._parked.values() if call.name == name]
-            for call in parked:
-                del self._parked[call.call_id]
-        for call in parked:
-            self._route(call)  # To the error, or to a newer incarnation.
-        reason = how_it_ended(info)
+        # To the error, or to the process that takes its place.
+        self._route_again([call for call in self._parked.values() if call.name == name])
+        member = self._book.find_name(name) if self._book is not None else None
+        replaced = member is not None and member.incarnation > info.incarnation
+        reason = how_it_ended(info) + ("; it is being restarted" if replaced else "")
         for peer in [*self._peers.values(), *self._orphans.values()]:
             for call in self._calls_of(peer):
                 if call.name == name and call.incarnation in (info.incarnation, ANY_INCARNATION):
-                    executed: Executed = "maybe" if call.call_id in peer.pending else "no"
-                    self._fail(call, call.lost(reason, executed))
+                    sent = call.call_id in peer.pending
+                    if replaced and not sent and not call.pinned:
+                        self._move(peer, call)
+                    else:
+                        self._fail(call, call.lost(reason, "maybe" if sent and info.served else "no"))
+
+    def _move(self, peer: Peer, call: PendingCall) -> None:
+        """A call that waited in line for a process that is gone goes to the one that takes its place."""
+        with self._lock:
+            peer.waiting.remove(call)
+            call.peer = call.endpoint = None
+            while peer.blocked and len(peer.waiting) < WINDOW:
+                peer.blocked.popleft().release()
+        self._route(call)
+
+    def _route_again(self, calls: list[PendingCall]) -> None:
+        with self._lock:
+            for call in calls:
+                self._parked.pop(call.call_id, None)
+        for call in calls:
+            self._route(call)
 
     def set_book(self, book: AddressBook) -> None:
         """Take a newer address book; calls that waited for an endpoint go out."""
@@ -406,9 +429,7 @@ class Calls(Knowledge):
             if self._book is not None and book.version <= self._book.version:
                 return
             self._book = book
-            parked, self._parked = self._parked, {}
-        for call in parked.values():
-            self._route(call)
+        self._route_again(list(self._parked.values()))
 
     def pending(self) -> Iterator[PendingCall]:
         """All calls without an answer. From any thread."""

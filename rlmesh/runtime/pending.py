@@ -29,8 +29,8 @@ class PendingCall:
 
     __slots__ = (
         "bucket", "call_id", "chain", "deadline", "endpoint", "flags", "frames", "future", "group", "incarnation",
-        "kept", "method", "name", "passed", "peer", "queue", "run_queue_ns", "source", "started_ns", "table",
-        "timeout_s",
+        "kept", "method", "name", "passed", "peer", "pinned", "queue", "run_queue_ns", "source", "started_ns",
+        "table", "timeout_s",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +40,8 @@ class PendingCall:
         self.table, self.name, self.method, self.timeout_s, self.chain = table, name, method, timeout_s, chain
         self.endpoint, self.incarnation, self.frames, self.queue = endpoint, incarnation, frames, queue
         self.group = group
+        self.pinned = endpoint is not None
+        """Meant for the process at one address, whoever takes its place."""
         self.started_ns = time.perf_counter_ns()
         self.deadline = clock.now() + timeout_s
         self.run_queue_ns = table.meter.recent_ns(self.started_ns)

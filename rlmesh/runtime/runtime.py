@@ -300,6 +300,10 @@ class Runtime(Submission, Reception):
         """Let `run_main` return: after the methods that are queued, or (``now``) after the one that runs."""
         self._main_executor().stop(now=now)
 
+    def submit_main(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the thread of `run_main`, after the methods that are queued. From any thread."""
+        self._main_executor().submit(work)
+
     def main_busy(self) -> AbstractContextManager[None]:
         """While user code occupies the thread of `run_main`: ``def`` methods run on a second thread."""
         return self._main_executor().busy()

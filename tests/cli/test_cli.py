@@ -46,7 +46,9 @@ options:
                         how progress is shown: live on a terminal, plain lines
                         elsewhere (auto, the default), or not at all
   --run-dir DIR         folder of logs, metrics and report
-  --restart {never}     what happens when a member dies (never: the job fails)
+  --restart {member,role,job,never}
+                        what is started again when a member dies, whatever the
+                        job says (never: the job fails)
   --key-file FILE       the job's key, made by rlmesh keygen (default: the
                         file that RLMESH_KEY_FILE names, else a new key)
 """

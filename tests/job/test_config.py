@@ -100,7 +100,7 @@ def test_a_description_can_be_written_by_hand() -> None:
     )
     config.check()
     assert isinstance(config, DLJob)
-    assert (config.call_timeout_s, config.restart, config.device_type) == (1800.0, "never", "GPU")
+    assert (config.call_timeout_s, config.restart.scope, config.device_type) == (1800.0, None, "GPU")
 
 
 def roles_text(name: str) -> str:
@@ -126,15 +126,42 @@ def test_faults_of_a_description_written_by_hand() -> None:
     )
 
 
+def test_unknown_restart_scopes_are_named() -> None:
+    fails(lambda: config_of(restart="nevr"), "there is no restart scope 'nevr'. Did you mean 'never'?")
+    fails(
+        lambda: config_of(restart={"max_restart": 1}), "max_restart: there is no such key. Did you mean 'max_restarts'?"
+    )
+
+
+def config_of(**fields: Any) -> DLConfig:
+    return DLConfig(**fields)
+
+
 @pytest.mark.parametrize(
-    ("policy", "message"),
+    ("elastic", "role", "job", "launch", "scope"),
     [
-        ("member", "'member' is not implemented yet: 'never' is the only restart policy so far"),
-        ("nevr", "there is no restart policy 'nevr'. Did you mean 'never'?"),
+        (False, None, "", None, "member"),
+        (True, None, "", None, "role"),
+        (True, None, "member", None, "role"),
+        (False, None, "never", None, "never"),
+        (False, "role", "never", None, "role"),
+        (True, "job", "never", None, "job"),
+        (False, "role", "job", "member", "member"),
+        (True, "never", "never", "member", "role"),
     ],
 )
-def test_the_only_restart_policy_is_never(policy: str, message: str) -> None:
-    fails(lambda: DLConfig(restart=policy), message)
+def test_the_policy_that_holds(elastic: bool, role: str | None, job: str, launch: str | None, scope: str) -> None:
+    kind = ElasticWorkloadDesc if elastic else SimpleWorkloadDesc
+    workload: Any = kind(entry_point=roles_text("Actor"), restart=role)
+    config = config_of(workloads={"A": workload}, **({"restart": job} if job else {}))
+    assert config.restart_of("A", launch).scope == scope
+    assert not [problem for problem in config.problems() if "restart" in problem]
+
+
+def test_members_of_a_group_do_not_restart_alone() -> None:
+    workload: Any = ElasticWorkloadDesc(entry_point=roles_text("Actor"), restart="member")
+    (problem,) = config_of(workloads={"A": workload}).problems()
+    assert "restart: scope 'member' cannot work for an elastic role" in problem
 
 
 def test_job_names() -> None:

@@ -77,9 +77,12 @@ def test_the_machine_s_number_of_processes(script: Path) -> None:
         DLJobBuilder().by_run_cmd("torchrun --nproc_per_node=gpu train.py").build()
 
 
-def test_restarts_need_a_policy(script: Path) -> None:
-    with pytest.raises(JobSpecError, match="max_restarts: 3 restarts need a restart policy"):
-        DLJobBuilder().by_run_cmd("torchrun --max_restarts=3 train.py").build()
+@pytest.mark.parametrize(("options", "scope"), [("", "never"), ("--max_restarts=3 ", "role")])
+def test_restarts_are_as_with_torchrun(options: str, scope: str, script: Path) -> None:
+    """None unless asked for, and then also after an exception."""
+    policy = DLJobBuilder().by_run_cmd(f"torchrun {options}train.py").build().restart_of("ELASTIC")
+    assert (policy.scope, policy.on_error) == (scope, True)
+    assert policy.max_restarts == (3 if options else 0)
 
 
 def test_a_wrong_command_is_reported_once_with_the_other_faults() -> None:

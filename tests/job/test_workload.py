@@ -13,6 +13,7 @@ import torch
 from rlmesh import BaseRLTrainer, BaseRLWorkload, BaseTrainer, RLRoleType, current_worker
 from rlmesh.errors import UsageError
 from rlmesh.job.context import COLLOCATION_ENV, JobInfo, StopRequest, WorkerContext, set_current_worker
+from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import CallStats, MetricRecord
 from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
@@ -24,12 +25,25 @@ class Link:
     def __init__(self) -> None:
         self.records: list[MetricRecord] = []
         self.request: StopRequest | None = None
+        self.events: list[RestartEvent] = []
+        self.listeners: list[Callable[[RestartEvent], object]] = []
 
     def report(self, record: MetricRecord) -> None:
         self.records.append(record)
 
     def stop_request(self) -> StopRequest | None:
         return self.request
+
+    def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
+        return tuple(self.events)
+
+    def listen(self, listener: Callable[[RestartEvent], object]) -> None:
+        self.listeners.append(listener)
+
+    def tell_listeners(self) -> None:
+        for listener in self.listeners:
+            for event in self.events:
+                listener(event)
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         return (STATS,)

@@ -9,12 +9,13 @@ from rlmesh.job.entry import Entry
 from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.jobspec import JobSpec, Limits, RoleSpec
+from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
 from rlmesh.master.scheduler import Scheduler, Site
 from rlmesh.placement.demand import JobDemand, RoleDemand
 from rlmesh.placement.inventory import Device, NodeInfo
 
 A = TypeVar("A")
+NEVER = RestartRule("never")
 LIMITS = Limits(agents_s=10, start_s=20, setup_s=30, teardown_s=15, settle_s=0.3, fail_grace_s=1, exit_s=5)
 
 
@@ -40,8 +41,11 @@ def job(
     return JobSpec("j1", "toy", "/runs/toy", roles, demand, nnodes, limits=LIMITS, submitted_at=99.0)
 
 
-def role(name: str, members: int = 1, backend: str = "simple", driver: bool | None = None) -> RoleSpec:
-    return RoleSpec(name, Entry("class", "m", name), backend, members, driver=driver)
+def role(
+    name: str, members: int = 1, backend: str = "simple", driver: bool | None = None,
+    restart: RestartRule = NEVER,
+) -> RoleSpec:  # fmt: skip
+    return RoleSpec(name, Entry("class", "m", name), backend, members, driver=driver, restart=restart)
 
 
 class Bench:
@@ -53,6 +57,7 @@ class Bench:
         self.manager = JobManager(spec, Scheduler(spec, site), self.now, lambda path: (f"end of {path}",))
         self.has_run = set(has_run)
         self.actions: list[ev.Action] = []
+        self.reserved = 0
 
     @property
     def stage(self) -> str:
@@ -82,20 +87,39 @@ class Bench:
     def register(self) -> None:
         for rank in range(self.manager.context.spec.nnodes):
             self.send(ev.AgentRegistered(node(rank)))
-        for action in self.took(ev.ReservePort):
-            self.send(ev.PortReserved(action.role, 29500))
+        self.reserve()
+
+    def reserve(self) -> None:
+        """The ports that were asked for are there."""
+        asked = self.took(ev.ReservePort)
+        for number in range(self.reserved, len(asked)):
+            self.reserved += 1
+            self.send(ev.PortReserved(asked[number].role, 29500 + number))
 
     def names(self) -> list[str]:
         return [f"{name}:{rank}" for name, rank in self.manager.context.members]
 
     def bind(self, name: str) -> None:
-        role_name, _, rank = name.partition(":")
-        pid = 1000 + self.names().index(name)
-        self.send(ev.MemberBound(role_name, int(rank), 0, pid, f"ipc:///tmp/{name}"))
+        incarnation = self.member(name).incarnation
+        pid = 1000 + self.names().index(name) + 100 * incarnation
+        address = f"ipc:///tmp/{name}" + (f".{incarnation}" if incarnation else "")
+        self.send(ev.MemberBound(*self.member(name).key, pid, address))
 
     def ready(self, name: str) -> None:
         role_name, _, rank = name.partition(":")
-        self.send(ev.MemberReady(role_name, int(rank), 0))
+        member = self.manager.context.members.get((role_name, int(rank)))
+        self.send(ev.MemberReady(role_name, int(rank), member.incarnation if member else 0))
+
+    def come_back(self, *names: str) -> None:
+        """New processes of these members bind and serve."""
+        for name in names:
+            self.bind(name)
+        for name in names:
+            self.ready(name)
+        members = self.manager.context.members
+        for member in [members[a.member] for a in self.took(ev.BeginRun)]:
+            if member.state == "ready":
+                self.send(ev.RunBegan(*member.key, member.id[0] in self.has_run))
 
     def up(self) -> None:
         """Until every member was told to run."""
@@ -112,18 +136,34 @@ class Bench:
 
     def finish(self, name: str) -> None:
         role_name, _, rank = name.partition(":")
-        self.send(ev.RunFinished(role_name, int(rank), 0))
+        member = self.manager.context.members.get((role_name, int(rank)))
+        self.send(ev.RunFinished(role_name, int(rank), member.incarnation if member else 0))
 
     def fail(self, name: str, error: str = "ValueError: no", *, from_call: bool = False) -> list[ev.Action]:
         role_name, _, rank = name.partition(":")
-        return self.send(ev.MemberFailed(role_name, int(rank), 0, error, "Traceback …", from_call))
+        member = self.manager.context.members.get((role_name, int(rank)))
+        incarnation = member.incarnation if member else 0
+        return self.send(ev.MemberFailed(role_name, int(rank), incarnation, error, "Traceback …", from_call))
 
-    def exit(self, name: str, code: int | None = 0, signal: int | None = None, after_s: float = 0.0) -> None:
+    def exit(
+        self, name: str, code: int | None = 0, signal: int | None = None, after_s: float = 0.0,
+        incarnation: int | None = None,
+    ) -> None:  # fmt: skip
+        """``incarnation`` None: the present one."""
         role_name, _, rank = name.partition(":")
         self.now += after_s
-        pid = self.member(name).pid
-        info = ExitInfo(role_name, int(rank), 0, pid, code, signal, self.now, 0, "box", "log", ("last words",))
+        member = self.member(name)
+        which = member.incarnation if incarnation is None else incarnation
+        process = (role_name, int(rank), which, member.pid)
+        info = ExitInfo(*process, code, signal, self.now, 0, "box", "log", ("last words",))
+
         self.send(ev.MemberExited(0, info))
+
+    def old_ones_go(self) -> None:
+        """The processes that were ended for a restart are gone."""
+        for action in self.took(ev.EndProcesses):
+            for role_name, rank, incarnation in action.processes:
+                self.exit(f"{role_name}:{rank}", None, 9, incarnation=incarnation)
 
     def exit_all(self) -> None:
         """Everybody who was told to end ends."""

@@ -79,8 +79,9 @@ class Launched:
 
 
 def launch(folder: Path, *arguments: str) -> Launched:
-    """The toy job under ``rlmesh launch``, with plain output."""
-    return Launched(["-m", "rlmesh.cli.main", "launch", "--view", "plain", str(TOY), "--", *arguments], folder)
+    """The toy job under ``rlmesh launch``, with plain output; members that die do not come back."""
+    command = ["-m", "rlmesh.cli.main", "launch", "--view", "plain", "--restart", "never", str(TOY), "--"]
+    return Launched([*command, *arguments], folder)
 
 
 def descendants(pid: int) -> list[int]:

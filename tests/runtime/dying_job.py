@@ -158,6 +158,7 @@ def build_broken(out: Path) -> Any:
 
 def build(scenario: str, out: Path, *roles: str, how: str = "") -> Any:
     builder = DLJobBuilder().config({"scenario": scenario, "out": str(out), "how": how}).device_type("CPU")
+    builder.with_restart("never")
     for role in roles:
         builder.role(role).run(Victim).resource(cpu=0)
     builder.role("TRAINER").run(Trainer).resource(cpu=0)

@@ -1,0 +1,40 @@
+"""What roles and drivers learn of restarts: plain, frozen, picklable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = ["SCOPES", "Phase", "RestartEvent", "Scope"]
+
+Scope: TypeAlias = Literal["member", "role", "job", "never"]
+"""What is restarted when a member fails: it alone, all members of its role, the whole job, or nothing."""
+
+SCOPES: tuple[Scope, ...] = ("member", "role", "job", "never")
+
+Phase: TypeAlias = Literal["restarting", "ready"]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartEvent:
+    """Members of a role are being replaced by new processes, or have been.
+
+    Attributes:
+        role, ranks: whose processes are new. Whatever these held in memory is gone.
+        phase: ``restarting``: calls to them wait from now on; ``ready``: they serve again, after ``setup()`` and
+            ``on_restart()``.
+        scope: what was restarted: the member, its role, or the job.
+        incarnations: of the new processes, one for each of ``ranks``.
+        cause: what happened to the old ones, in one line.
+        number: how many restarts of this kind there were within the policy's window, this one included.
+        at: when the failure was seen, in seconds since the epoch.
+    """
+
+    role: str
+    ranks: tuple[int, ...]
+    phase: Phase
+    scope: Scope
+    incarnations: tuple[int, ...]
+    cause: str
+    number: int
+    at: float

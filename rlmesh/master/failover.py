@@ -1,0 +1,106 @@
+"""Whether a failed member is started again, with whom and when. Pure: facts in, a decision out.
+
+A failure has a *unit*, by the scope of its role's rule: the member, its role, or the job. The unit's restarts within
+the rule's window are its budget. The first of them is immediate, later ones are held back for longer and longer. A
+failure beyond the budget ends the job, and the error that is told is the first one of the window, not the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlmesh.job.status import FailureInfo, RestartRecord
+from rlmesh.master.jobspec import RestartRule
+
+__all__ = ["Exhausted", "FailoverCoordinator", "Restart"]
+
+JOB_UNIT = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start these members again. ``number`` counts the unit's restarts within the window, this one included;
+    ``budget`` is how many there may be."""
+
+    record: RestartRecord
+    members: tuple[tuple[str, int], ...]
+    number: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """The unit has failed too often: the job ends with this failure."""
+
+    failure: FailureInfo
+
+
+class FailoverCoordinator:
+    """Decides for one job.
+
+    Args:
+        rules: of each role.
+        sizes: number of members of each role.
+    """
+
+    def __init__(self, rules: Mapping[str, RestartRule], sizes: Mapping[str, int]) -> None:
+        self._rules = dict(rules)
+        self._sizes = dict(sizes)
+
+    def restarts_errors(self, role: str) -> bool:
+        """Whether a member of the role is started again after its own code raised."""
+        rule = self._rules[role]
+        return rule.scope != "never" and rule.on_error
+
+    def decide(self, failure: FailureInfo, history: Sequence[RestartRecord], now: float) -> Restart | Exhausted | None:
+        """What to do about the failure of a member; None if its role is never restarted.
+
+        Args:
+            failure: of a member: role and rank are given.
+            history: all restarts of the job so far, oldest first.
+            now: in seconds since the epoch.
+        """
+        assert failure.role is not None and failure.rank is not None
+        rule = self._rules[failure.role]
+        if rule.scope == "never":
+            return None
+        unit, members = self._unit(failure.role, failure.rank, rule)
+        recent = [record for record in history if record.unit == unit and record.at > now - rule.window_s]
+        if len(recent) >= rule.max_restarts:
+            return Exhausted(self._exhausted(unit, rule, recent, failure, now))
+        record = RestartRecord(
+            unit=unit, scope=rule.scope, failure=failure, at=now, delay_s=delay_before(len(recent), rule)
+        )  # fmt: skip
+        return Restart(record, members, len(recent) + 1, rule.max_restarts)
+
+    def _unit(self, role: str, rank: int, rule: RestartRule) -> tuple[str, tuple[tuple[str, int], ...]]:
+        if rule.scope == "member":
+            return f"{role}:{rank}", ((role, rank),)
+        roles = [role] if rule.scope == "role" else list(self._sizes)
+        members = tuple((name, rank) for name in roles for rank in range(self._sizes[name]))
+        return (role if rule.scope == "role" else JOB_UNIT), members
+
+    def _exhausted(
+        self, unit: str, rule: RestartRule, recent: Sequence[RestartRecord], failure: FailureInfo, now: float
+    ) -> FailureInfo:
+        first = recent[0] if recent else None
+        cause = first.cause if first is not None else failure.message
+        since = f", {now - first.at:.0f} s ago" if first is not None else ""
+        times = f"{len(recent)} time{'' if len(recent) == 1 else 's'} within {rule.window_s:g} s"
+        message = (
+            f"{unit} was restarted {times}, as often as its policy allows, and failed again. "
+            f"Its first failure{since}: {cause}\nThe last one: {failure.message}\n"
+            "Remove the cause, or allow more with restart(max_restarts=…)"
+        )
+        return FailureInfo(
+            message, failure.role, failure.rank, now, failure.exit, failure.remote_traceback, "RestartBudgetExhausted"
+        )
+
+
+def delay_before(earlier: int, rule: RestartRule) -> float:
+    """Seconds before a restart that ``earlier`` others precede within the window: 0, then doubling to the maximum."""
+    if earlier == 0:
+        return 0.0
+    exponent = min(earlier - 1, 60)  # beyond that any delay is at its maximum
+    return float(min(rule.max_delay_s, rule.delay_s * 2.0**exponent))

@@ -1,0 +1,192 @@
+"""Restarts that are under way: from the decision until the new processes serve. Pure.
+
+::
+
+    begin    members get a new incarnation in the address book, without an address: calls to them wait
+             old processes that still run are ended; new ports are reserved for elastic roles
+    advance  when the old ones are gone, the delay is over and the ports are there: spawn
+    done     when all of them serve: run() is begun again where it had not finished, and everybody is told
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rlmesh.job.restarts import Phase, RestartEvent
+from rlmesh.job.status import ExitInfo, FailureInfo
+from rlmesh.master import events as ev
+from rlmesh.master.context import Member, MemberId
+from rlmesh.master.failover import Restart
+from rlmesh.master.job_state import SERVING, JobState
+
+__all__ = ["Recoveries", "Recovery"]
+
+
+@dataclass(slots=True)
+class Recovery:
+    """One restart. ``outgoing``: old processes that are not known to be gone, by role, rank and incarnation."""
+
+    restart: Restart
+    members: set[MemberId]
+    start_at: float
+    gone_by: float
+    outgoing: set[ev.ProcessKey] = field(default_factory=set)
+    spawned: bool = False
+
+
+class Recoveries:
+    """All restarts of one job that are under way. A member is in at most one of them."""
+
+    def __init__(self, state: JobState) -> None:
+        self._state = state
+        self._active: list[Recovery] = []
+        self._ports_asked: Counter[str] = Counter()
+        """Answers to ``ReservePort`` that are on their way, by role; only the last one counts."""
+
+    def __bool__(self) -> bool:
+        return bool(self._active)
+
+    def begin(self, restart: Restart, now: float) -> None:
+        """Replace members by new incarnations."""
+        context = self._state.context
+        wanted = set(restart.members)
+        recovery = Recovery(restart, wanted, now + restart.record.delay_s, now + self._state.limits.exit_s)
+        self._merge_into(recovery)
+        ended: dict[int, list[ev.ProcessKey]] = {}
+        for member in self._of(wanted):
+            if not member.gone:
+                key = (*member.id, member.incarnation)
+                recovery.outgoing.add(key)
+                ended.setdefault(member.placement.node_rank, []).append(key)
+            if member.spawned or member.exit is not None:
+                member.next_incarnation(hidden=restart.record.scope == "member", now=now)
+            if restart.record.scope != "member":
+                member.has_finished = False
+        context.restarts.append(restart.record)
+        context.note = self._note(restart)
+        self._tell(recovery, "restarting")
+        self._state.do(ev.PublishBook(context.new_book()))
+        for node_rank, keys in ended.items():
+            self._state.do(ev.EndProcesses(node_rank, tuple(keys), self._grace_s(restart)))
+        for role in self._elastic_roles(wanted):
+            self._ports_asked[role] += 1
+            leader = context.members[role, 0].placement.node_rank
+            self._state.do(ev.ReservePort(role, leader, instead_of=self._state.ports.get(role)))
+        self._active.append(recovery)
+
+    def _merge_into(self, recovery: Recovery) -> None:
+        """A restart of more members takes over what smaller ones have begun; a failure of a member that is being
+        restarted begins anew."""
+        kept = []
+        for other in self._active:
+            if other.members & recovery.members:
+                recovery.outgoing |= {key for key in other.outgoing if key[:2] in recovery.members}
+                other.members -= recovery.members
+                other.outgoing = {key for key in other.outgoing if key[:2] not in recovery.members}
+            if other.members:
+                kept.append(other)
+        self._active = kept
+
+    def _grace_s(self, restart: Restart) -> float:
+        """A group that has lost a rank cannot end in good order, and others wait for it; a whole job can."""
+        return self._state.limits.fail_grace_s if restart.record.scope == "job" else 0.0
+
+    def took(self, exit: ExitInfo) -> bool:
+        """Whether an exit is that of an old process which was ended for a restart."""
+        key = (exit.role, exit.rank, exit.incarnation)
+        for recovery in self._active:
+            if key in recovery.outgoing:
+                recovery.outgoing.discard(key)
+                return True
+        return False
+
+    def port_reserved(self, role: str) -> None:
+        if self._ports_asked[role]:
+            self._ports_asked[role] -= 1
+
+    def abandon(self) -> list[Member]:
+        """Forget all restarts: the job ends. Returns the members that had a new process which does not serve yet."""
+        unfinished = []
+        for recovery in self._active:
+            for member in self._of(recovery.members):
+                if not member.gone and member.state not in SERVING:
+                    unfinished.append(member)
+                elif member.state == "restarting":
+                    member.state = "failed"
+        self._active.clear()
+        return unfinished
+
+    def advance(self, now: float) -> FailureInfo | None:
+        """Spawn what is due and finish what serves; a failure if an old process does not go."""
+        for recovery in list(self._active):
+            if recovery.outgoing and now >= recovery.gone_by:
+                role, rank, _ = min(recovery.outgoing)
+                return FailureInfo(
+                    f"{role}:{rank} is to be restarted, but the end of its old process was not reported within "
+                    f"{self._state.limits.exit_s:g} s", role, rank, now,
+                )  # fmt: skip
+            if not recovery.spawned and not recovery.outgoing and now >= recovery.start_at:
+                if not any(self._ports_asked[role] for role in self._elastic_roles(recovery.members)):
+                    self._spawn(recovery, now)
+            elif recovery.spawned and all(member.state in SERVING for member in self._of(recovery.members)):
+                self._done(recovery, now)
+        return None
+
+    def _spawn(self, recovery: Recovery, now: float) -> None:
+        recovery.spawned = True
+        of_node: dict[int, list[MemberId]] = {}
+        events = {event.role: event for event in self._events(recovery, "restarting")}
+        for member in self._of(recovery.members):
+            member.spawned = True
+            member.restart = events[member.placement.role]
+            member.enter("starting", now)
+            of_node.setdefault(member.placement.node_rank, []).append(member.id)
+        for node_rank, ids in of_node.items():
+            self._state.do(ev.Spawn(node_rank, tuple(ids)))
+
+    def _done(self, recovery: Recovery, now: float) -> None:
+        self._active.remove(recovery)
+        context, record = self._state.context, recovery.restart.record
+        context.restarts = [replace(r, ready_at=now) if r is record else r for r in context.restarts]
+        if context.note == self._note(recovery.restart):
+            context.note = ""
+        if context.stage == "running":
+            for member in self._of(recovery.members):
+                if not member.has_finished:
+                    self._state.do(ev.BeginRun(member.id))
+        self._tell(recovery, "ready")
+
+    def _tell(self, recovery: Recovery, phase: Phase) -> None:
+        self._state.do(*(ev.TellRestart(event) for event in self._events(recovery, phase)))
+
+    def _events(self, recovery: Recovery, phase: Phase) -> list[RestartEvent]:
+        record, of_role = recovery.restart.record, dict[str, list[Member]]()
+        for member in self._of(recovery.members):
+            of_role.setdefault(member.placement.role, []).append(member)
+        return [
+            RestartEvent(
+                role=role,
+                ranks=tuple(member.placement.rank for member in members),
+                phase=phase,
+                scope=record.scope,
+                incarnations=tuple(member.incarnation for member in members),
+                cause=record.cause,
+                number=recovery.restart.number,
+                at=record.at,
+            )
+            for role, members in of_role.items()
+        ]
+
+    def _note(self, restart: Restart) -> str:
+        record = restart.record
+        when = f" in {record.delay_s:g} s" if record.delay_s else ""
+        return f"{record.unit} is restarted{when} (restart {restart.number} of {restart.budget}): {record.cause}"
+
+    def _of(self, members: Iterable[MemberId]) -> list[Member]:
+        return [self._state.context.members[member] for member in sorted(members)]
+
+    def _elastic_roles(self, members: set[MemberId]) -> list[str]:
+        elastic = {role.name for role in self._state.spec.roles if role.backend == "elastic"}
+        return sorted({role for role, _ in members} & elastic)
