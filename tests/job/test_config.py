@@ -20,6 +20,7 @@ from rlmesh import DLConfig, DLJobBuilder, ElasticWorkloadDesc, ResourceDesc, RL
 from rlmesh.errors import JobSpecError, UsageError
 from rlmesh.job.config import DLJob
 from rlmesh.job.jsonable import jsonable
+from rlmesh.job.restart_policy import RestartPolicy
 from tests.job import roles
 from tests.job.test_descriptors import fails
 
@@ -151,7 +152,7 @@ def config_of(**fields: Any) -> DLConfig:
     ],
 )
 def test_the_policy_that_holds(elastic: bool, role: str | None, job: str, launch: str | None, scope: str) -> None:
-    kind = ElasticWorkloadDesc if elastic else SimpleWorkloadDesc
+    kind: Any = ElasticWorkloadDesc if elastic else SimpleWorkloadDesc
     workload: Any = kind(entry_point=roles_text("Actor"), restart=role)
     config = config_of(workloads={"A": workload}, **({"restart": job} if job else {}))
     assert config.restart_of("A", launch).scope == scope
@@ -159,7 +160,7 @@ def test_the_policy_that_holds(elastic: bool, role: str | None, job: str, launch
 
 
 def test_members_of_a_group_do_not_restart_alone() -> None:
-    workload: Any = ElasticWorkloadDesc(entry_point=roles_text("Actor"), restart="member")
+    workload: Any = ElasticWorkloadDesc(entry_point=roles_text("Actor"), restart=RestartPolicy(scope="member"))
     (problem,) = config_of(workloads={"A": workload}).problems()
     assert "restart: scope 'member' cannot work for an elastic role" in problem
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from rlmesh.job.entry import Entry
 from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
+from rlmesh.master.context import Member
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
 from rlmesh.master.scheduler import Scheduler, Site
@@ -80,7 +81,7 @@ class Bench:
         state: str = self.member(name).state
         return state
 
-    def member(self, name: str):  # type: ignore[no-untyped-def]
+    def member(self, name: str) -> Member:
         role_name, _, rank = name.partition(":")
         return self.manager.context.members[role_name, int(rank or 0)]
 

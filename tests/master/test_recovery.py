@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmesh.job.restarts import Scope
+from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
 from rlmesh.master.jobspec import RestartRule, RoleSpec
 from tests.master.bench import Bench, job, role
@@ -57,9 +58,7 @@ def test_a_member_comes_back_alone() -> None:
     assert bench.stage == "succeeded"
 
 
-def _exit(bench: Bench, name: str):  # type: ignore[no-untyped-def]
-    from rlmesh.job.status import ExitInfo
-
+def _exit(bench: Bench, name: str) -> ExitInfo:
     member = bench.member(name)
     return ExitInfo(*member.key, member.pid, None, 9, bench.now)
 
