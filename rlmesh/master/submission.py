@@ -14,7 +14,8 @@ from rlmesh.job.descriptors import BaseWorkloadDesc
 from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
 from rlmesh.master.options import Cluster
 from rlmesh.master.workspace import Workspace
-from rlmesh.placement.demand import WHOLE, JobDemand, RoleDemand, chunks_of, milli
+from rlmesh.placement.chunks import layout_of
+from rlmesh.placement.demand import WHOLE, JobDemand, RoleDemand, milli
 from rlmesh.placement.inventory import Device, NodeInfo
 
 
@@ -58,7 +59,7 @@ def cluster_for(config: DLConfig, demand: JobDemand, given: Cluster | None) -> C
 
 def slots_asked(demand: JobDemand) -> int:
     """Enough devices for all of a job: whole ones for each slot that takes one, shares rounded up per chunk."""
-    chunks = chunks_of(demand)
+    chunks = layout_of(demand).chunks
     whole = sum(s.devices for chunk in chunks for s in chunk.slots if s.share_milli > WHOLE // 2)
     shares = sum(s.devices * s.share_milli for chunk in chunks for s in chunk.slots if s.share_milli <= WHOLE // 2)
     return whole + -(-2 * shares // WHOLE)

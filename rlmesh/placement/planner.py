@@ -3,27 +3,34 @@
 Rules:
 
 * A member of a simple role goes to any node, at most ``per_node`` of its role to one. An elastic role takes
-  exactly ``nproc_per_node`` members on each of ``nnodes`` nodes.
+  exactly ``nproc_per_node`` members on each of ``nnodes`` nodes. Members that are kept together are on one node.
 * A device is shared in thousandths and never beyond 1000. Roles of a collocation share devices: member i of
   each is on the same device. Those with a share of their own keep it, the others divide the rest exactly.
+* Separated roles share no device, or no node. The devices of a pool are for its roles only.
 * ``cpu`` and ``memory`` are limits where the job asks for real accelerators. Where the device type is CPU,
   or all devices are virtual, they are soft: they balance the nodes and are noted when exceeded, but never
   refuse a job, since such a job runs on a laptop what a cluster runs in earnest.
+* A member with several devices gets devices that are close to each other, and CPUs next to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlmesh.errors import PlacementError
-from rlmesh.placement.demand import WHOLE, Chunk, JobDemand, chunks_of
+from rlmesh.placement.binding import Binding, binding_for
+from rlmesh.placement.chunks import Chunk, Layout, layout_of
+from rlmesh.placement.demand import WHOLE, JobDemand
+from rlmesh.placement.fleet import Fleet
 from rlmesh.placement.inventory import VIRTUAL, Device, NodeInfo
+from rlmesh.placement.kept import Kept
+from rlmesh.placement.search import Found, Taken, find_places
 from rlmesh.placement.shortage import shortage_table
-from rlmesh.placement.state import NodeState, Taken, place_chunk
 
-SEARCH_STEPS = 20_000
-"""Bound on the search that follows when placing one role after the other got stuck."""
+SPREAD_STEPS = 8
+"""How often the limit of a spread role is raised by one before it is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,15 @@ class DeviceShare:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one member runs. ``group_rank`` numbers the nodes of its role, as torchrun's GROUP_RANK."""
+    """Where one member runs.
+
+    Attributes:
+        group_rank: number of its node among those of its role, as torchrun's GROUP_RANK.
+        cpu_milli, memory_bytes: what it asked; of fused members the first one has it all.
+        group: name of its group within the role.
+        process: the member in whose process it runs, where roles are fused.
+        binding: the CPUs next to its devices; None where it may use all of the node's.
+    """
 
     role: str
     rank: int
@@ -46,6 +61,9 @@ class Placement:
     devices: tuple[DeviceShare, ...]
     cpu_milli: int
     memory_bytes: int
+    group: str = ""
+    process: tuple[str, int] | None = None
+    binding: Binding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,7 @@ class Plan:
     placements: tuple[Placement, ...]
     nodes: tuple[NodeInfo, ...]
     notes: tuple[str, ...] = ()
+    spares: tuple[NodeInfo, ...] = ()
 
     def of(self, role: str) -> tuple[Placement, ...]:
         """The members of a role by rank."""
@@ -63,161 +82,181 @@ class Plan:
     def on(self, node_rank: int) -> tuple[Placement, ...]:
         return tuple(placement for placement in self.placements if placement.node_rank == node_rank)
 
-    def table(self) -> str:
-        """One line per member, for people."""
-        names = {node.node_rank: node.name for node in self.nodes}
-        lines = []
-        for p in self.placements:
-            shares = ", ".join(f"{s.device.kind} {s.device.index}: {s.milli / WHOLE:g}" for s in p.devices)
-            cores = f"cpu {p.cpu_milli / WHOLE:g}"
-            lines.append(f"{p.role}:{p.rank}  {names[p.node_rank]}  {shares or '-'}  {cores}")
-        return "\n".join(lines)
 
-
-def make_plan(demand: JobDemand, nodes: Sequence[NodeInfo]) -> Plan:
+def make_plan(
+    demand: JobDemand,
+    nodes: Sequence[NodeInfo],
+    *,
+    kept: Sequence[Placement] = (),
+    excluded_nodes: Collection[int] = (),
+    excluded_devices: Collection[str] = (),
+    spare_nodes: int | None = None,
+) -> Plan:
     """Place every member of ``demand`` on ``nodes``.
+
+    Args:
+        kept: members that stay where they are; the others are placed around them.
+        excluded_nodes: numbers of nodes that must not be used.
+        excluded_devices: UUIDs of devices that must not be used.
+        spare_nodes: nodes that are to stay empty; ``None``: as many as the job says.
 
     Raises:
         PlacementError: the nodes cannot hold the job; the message has a table of role × node and what is
             short (wanted, there).
     """
-    usable = tuple(sorted(nodes, key=lambda node: node.node_rank))[: demand.max_nodes]
+    layout = layout_of(demand)
+    ordered = sorted(nodes, key=lambda node: node.node_rank)
+    usable, spares = _usable(demand, ordered, kept, set(excluded_nodes), spare_nodes)
     if not usable:
         raise PlacementError("there is no node to place the job on")
-    soft = demand.device_type == "CPU" or all(d.kind == VIRTUAL for node in usable for d in node.devices)
-    if demand.device_type == "GPU" and not any(node.devices for node in usable):
-        soft = False
-    limit = demand.max_devices_per_node
-    states = tuple(NodeState.fresh(node, soft=soft, max_devices=limit) for node in usable)
-    chunks = chunks_of(demand)
-    if not chunks:
-        return Plan((), usable)
-    order = sorted(range(len(chunks)), key=lambda i: _urgency(chunks[i], i))
-    taken = _one_after_the_other(chunks, order, states) or _search(chunks, order, states)
-    if taken is None:
-        raise PlacementError(shortage_table(demand, chunks, states))
-    taken = _in_node_order(chunks, taken)
-    return Plan(_placements(demand, chunks, taken), usable, _notes(states, chunks, taken))
-
-
-def _urgency(chunk: Chunk, index: int) -> tuple[int, int, int, int]:
-    """Big and bound chunks first; without devices last, in the order of declaration."""
-    biggest = max(slot.devices * slot.share_milli for slot in chunk.slots)
-    return (-biggest, -len(chunk.slots), 0 if chunk.limits else 1, index)
-
-
-def _candidates(chunk: Chunk, states: Sequence[NodeState]) -> Iterable[int]:
-    """Nodes to try, best first; of nodes that are alike only the first."""
-    packed = chunk.device_milli > 0 and not chunk.limits
-
-    def preference(i: int) -> tuple[float, int]:
-        state = states[i]
-        if packed:
-            return (state.free_milli, i)
-        return ((-state.free_milli if chunk.device_milli else state.crowd), i)
-
-    seen = set()
-    for i in sorted(range(len(states)), key=preference):
-        if (likeness := states[i].likeness()) not in seen:
-            seen.add(likeness)
-            yield i
-
-
-def _one_after_the_other(
-    chunks: Sequence[Chunk], order: Sequence[int], states: tuple[NodeState, ...]
-) -> dict[int, Taken] | None:
-    current = list(states)
-    taken: dict[int, Taken] = {}
-    for index in order:
-        for i in _candidates(chunks[index], current):
-            if (placed := place_chunk(chunks[index], current[i])) is not None:
-                current[i], taken[index] = placed
-                break
-        else:
-            return None
-    return taken
-
-
-def _search(chunks: Sequence[Chunk], order: Sequence[int], states: tuple[NodeState, ...]) -> dict[int, Taken] | None:
-    """Depth first with a memory of dead ends, for jobs that fit only in an uneven way."""
-    dead: set[tuple[int, tuple[object, ...]]] = set()
-    path: list[tuple[tuple[NodeState, ...], list[int], Taken | None]] = [
-        (states, list(_candidates(chunks[order[0]], states)), None)
+    bad = set(excluded_devices)
+    devices = [
+        [d for d in sorted(node.devices, key=lambda d: d.index) if not d.fault and d.uuid not in bad][
+            : demand.max_devices_per_node
+        ]
+        for node in usable
     ]
-    for _ in range(SEARCH_STEPS):
-        current, untried, _taken = path[-1]
-        depth = len(path) - 1
-        if not untried:
-            dead.add((depth, _shape(current)))
-            path.pop()
-            if not path:
-                return None
-            continue
-        i = untried.pop(0)
-        if (placed := place_chunk(chunks[order[depth]], current[i])) is None:
-            continue
-        after = (*current[:i], placed[0], *current[i + 1 :])
-        if depth + 1 == len(order):
-            found = [entry[2] for entry in path[1:]] + [placed[1]]
-            return {order[k]: taken for k, taken in enumerate(found) if taken is not None}
-        if (depth + 1, _shape(after)) not in dead:
-            path.append((after, list(_candidates(chunks[order[depth + 1]], after)), placed[1]))
-    return None
+    there = Kept(layout.chunks, kept)
+    layout = Layout(there.chunks, layout.limits, layout.spreads)
+    fleet = Fleet(usable, devices, layout, soft=_is_soft(demand, devices))
+    shapes, taken = there.take_places(fleet)
+    found = _place(fleet, layout, {i: c for i, c in enumerate(layout.chunks) if i not in taken}, shapes)
+    if found.taken is None:
+        _refuse_unknown_nodes(demand, ordered)
+        raise PlacementError(shortage_table(demand, layout, fleet, shapes, taken, spares=spares, gave_up=found.gave_up))
+    placed = {**taken, **_in_node_order(layout.chunks, found.taken, fleet)}
+    placements = _placements(demand, there.whole, there.join(placed), fleet)
+    return Plan(placements, usable, _notes(placements, usable, devices), spares)
 
 
-def _shape(states: Sequence[NodeState]) -> tuple[object, ...]:
-    return tuple(sorted(state.likeness() for state in states))
+def _usable(
+    demand: JobDemand, ordered: Sequence[NodeInfo], kept: Sequence[Placement], excluded: set[int], spare: int | None
+) -> tuple[tuple[NodeInfo, ...], tuple[NodeInfo, ...]]:
+    """The nodes to plan with, and those held back. Nodes in use come first, then those of lowest number."""
+    in_use = {placement.node_rank for placement in kept}
+    there = [node for node in ordered if node.node_rank not in excluded]
+    there.sort(key=lambda node: (node.node_rank not in in_use, node.node_rank))
+    count = demand.spare_nodes if spare is None else spare
+    last = max(len(in_use), len(there) - count, 0)
+    limit = last if demand.max_nodes is None else max(len(in_use), min(last, demand.max_nodes))
+    usable = sorted(there[:limit], key=lambda node: node.node_rank)
+    spares = sorted(there[limit:], key=lambda node: node.node_rank)
+    return tuple(usable), tuple(spares)
 
 
-def _in_node_order(chunks: Sequence[Chunk], taken: dict[int, Taken]) -> dict[int, Taken]:
+def _is_soft(demand: JobDemand, devices: Sequence[Sequence[Device]]) -> bool:
+    if demand.device_type == "CPU":
+        return True
+    kinds = {device.kind for of_node in devices for device in of_node}
+    return kinds == {VIRTUAL}
+
+
+def _refuse_unknown_nodes(demand: JobDemand, nodes: Sequence[NodeInfo]) -> None:
+    known = [node.name for node in nodes]
+    for role in demand.roles:
+        if missing := [name for name in role.nodes if name not in known]:
+            raise PlacementError(
+                f"role {role.key} is bound to node {', '.join(missing)}, which the cluster does not have; its nodes "
+                f"are {', '.join(known[:20])}{' …' if len(known) > 20 else ''}"
+            )
+
+
+def _place(fleet: Fleet, layout: Layout, chunks: Mapping[int, Chunk], shapes: Sequence[int]) -> Found:
+    """With spread roles first as evenly as can be, then less so."""
+    if not chunks:
+        return Found({})
+    if not layout.spreads:
+        return find_places(fleet, chunks, shapes)
+    own = Counter[str]()
+    for chunk in layout.chunks:
+        for label, count in chunk.adds:
+            own[label] = max(own[label], count)
+    even = {label: max(own[label], -(-members // len(fleet.nodes))) for label, members in layout.spreads.items()}
+    found = Found(None)
+    for step in range(SPREAD_STEPS + 1):
+        for label, members in layout.spreads.items():
+            fleet.limits[label] = members if step == SPREAD_STEPS else min(members, even[label] + step)
+        fleet.forget_moves()
+        found = find_places(fleet, chunks, shapes)
+        if found.taken is not None or all(fleet.limits[label] == n for label, n in layout.spreads.items()):
+            return found
+    return found
+
+
+def _in_node_order(chunks: Sequence[Chunk], taken: Mapping[int, Taken], fleet: Fleet) -> dict[int, Taken]:
     """Give lower ranks to lower nodes and devices, where chunks of a group ask the same."""
     alike: dict[tuple[object, ...], list[int]] = {}
-    for index, chunk in enumerate(chunks):
-        shape = (chunk.group, *((slot.devices, tuple(p.role for p in slot.parts)) for slot in chunk.slots))
-        alike.setdefault(shape, []).append(index)
+    for index in sorted(taken):
+        chunk = chunks[index]
+        roles = tuple(tuple(part.key for part in slot.parts) for slot in chunk.slots)
+        alike.setdefault((chunk.group, fleet.kind(chunk), roles), []).append(index)
     result: dict[int, Taken] = {}
     for indexes in alike.values():
-        places = sorted((taken[i] for i in indexes), key=lambda t: (t.node.node_rank, t.first_device))
+        places = sorted((taken[i] for i in indexes), key=lambda t: (t.node, min(map(min, filter(None, t.devices)),
+                                                                               default=-1)))  # fmt: skip
         result.update(zip(indexes, places, strict=True))
     return result
 
 
-def _placements(demand: JobDemand, chunks: Sequence[Chunk], taken: dict[int, Taken]) -> tuple[Placement, ...]:
-    where: dict[tuple[str, int], tuple[NodeInfo, tuple[DeviceShare, ...], int, int]] = {}
+def _placements(
+    demand: JobDemand, chunks: Sequence[Chunk], taken: Mapping[int, Taken], fleet: Fleet
+) -> tuple[Placement, ...]:
+    found: dict[tuple[str, int], Placement] = {}
+    bindings: dict[tuple[int, tuple[int, ...]], Binding | None] = {}
     for index, chunk in enumerate(chunks):
-        for slot, devices in zip(chunk.slots, taken[index].devices, strict=True):
+        at = taken[index]
+        node = fleet.nodes[at.node]
+        for slot, positions in zip(chunk.slots, at.devices, strict=True):
             for part in slot.parts:
-                shares = tuple(DeviceShare(device, part.share_milli) for device in devices)
-                where[part.role, part.rank] = (taken[index].node, shares, part.cpu_milli, part.memory_bytes)
-    result = []
-    for role in demand.roles:
-        nodes = [where[role.role, rank][0].node_rank for rank in range(role.members)]
-        distinct = sorted(set(nodes))
-        for rank, node_rank in enumerate(nodes):
-            _, shares, cpu, memory = where[role.role, rank]
-            result.append(
-                Placement(
-                    role=role.role,
-                    rank=rank,
-                    node_rank=node_rank,
-                    local_rank=nodes[:rank].count(node_rank),
-                    local_world_size=nodes.count(node_rank),
-                    group_rank=distinct.index(node_rank),
-                    group_world_size=len(distinct),
-                    devices=shares,
-                    cpu_milli=cpu,
-                    memory_bytes=memory,
-                )
-            )
+                own = positions[part.first : part.first + part.count] if part.count else positions
+                devices = [fleet.devices[at.node][i] for i in own]
+                if (at.node, own) not in bindings:
+                    bindings[at.node, own] = binding_for(node, devices)
+                found[part.role, part.rank] = Placement(
+                    part.role, part.rank, node.node_rank, 0, 0, 0, 0,
+                    tuple(DeviceShare(device, part.share_milli) for device in devices),
+                    part.cpu_milli, part.memory_bytes, part.group, part.process, bindings[at.node, own],
+                )  # fmt: skip
+    result: list[Placement] = []
+    for role in dict.fromkeys(role.role for role in demand.roles):
+        count = sum(each.members for each in demand.roles if each.role == role)
+        result += _numbered([found[role, rank] for rank in range(count)])
     return tuple(result)
 
 
-def _notes(states: Sequence[NodeState], chunks: Sequence[Chunk], taken: dict[int, Taken]) -> tuple[str, ...]:
+def _numbered(placements: Sequence[Placement]) -> list[Placement]:
+    """The members of one role by rank, with their numbers on their nodes."""
+    sizes = Counter(placement.node_rank for placement in placements)
+    order = {node_rank: i for i, node_rank in enumerate(sizes)}  # by the lowest rank on each, as torchrun has it
+    so_far = Counter[int]()
+    result = []
+    for p in placements:
+        result.append(
+            Placement(
+                p.role, p.rank, p.node_rank, so_far[p.node_rank], sizes[p.node_rank], order[p.node_rank], len(sizes),
+                p.devices, p.cpu_milli, p.memory_bytes, p.group, p.process, p.binding,
+            )
+        )  # fmt: skip
+        so_far[p.node_rank] += 1
+    return result
+
+
+def _notes(
+    placements: Sequence[Placement], nodes: Sequence[NodeInfo], devices: Sequence[Sequence[Device]]
+) -> tuple[str, ...]:
+    cpu, memory = Counter[int](), Counter[int]()
+    for placement in placements:
+        cpu[placement.node_rank] += placement.cpu_milli
+        memory[placement.node_rank] += placement.memory_bytes
     notes = []
-    for state in states:
-        here = [chunks[i] for i, t in taken.items() if t.node.node_rank == state.node.node_rank]
-        cpu = sum(chunk.cpu_milli for chunk in here)
-        if cpu > state.node.cpus * WHOLE:
-            asked = f"{cpu / WHOLE:g} cores asked, {state.node.cpus} there"
-            notes.append(f"node {state.node.name}: {asked}; its members share them")
+    for node, used in zip(nodes, devices, strict=True):
+        if cpu[node.node_rank] > node.cpus * WHOLE:
+            asked = f"{cpu[node.node_rank] / WHOLE:g} cores asked, {node.cpus} there"
+            notes.append(f"node {node.name}: {asked}; its members share them")
+        if memory[node.node_rank] > node.memory_bytes:
+            asked = f"{memory[node.node_rank] / 2**20:.0f} MB asked, {node.memory_bytes / 2**20:.0f} there"
+            notes.append(f"node {node.name}: {asked}")
+        usable = {device.uuid for device in used}
+        notes += [f"node {node.name}: {d.uuid} is not used: {d.fault}" for d in node.devices
+                  if d.fault and d.uuid not in usable]  # fmt: skip
     return tuple(notes)
