@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlmesh.agent import ownership
@@ -30,6 +30,7 @@ from rlmesh.errors import CallError, LaunchError, ShuttingDown
 from rlmesh.job.status import ExitInfo
 from rlmesh.memory.layout import remove_segments_of_process
 from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.inet import interface_of, join_host_port
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 
@@ -48,6 +49,9 @@ FLUSH_S = 0.05
 CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
 CRASH_LINES = 60
 """After these signals the log ends with the stacks of all threads; what matters stands at their head."""
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""On one machine NCCL finds its way by itself."""
 
 MemberKey = tuple[str, int, int]
 """Role, rank, incarnation."""
@@ -73,6 +77,7 @@ class Agent:
         self._master_child = self._table.adopt("master", started.master.pid) if started.master else None
         self._lifeline = started.master.lifeline if started.master else None
         self._spawner = Spawner(config, self._table, started.env, started.zygotes)
+        self._env, self._interface = started.env, None if config.host else "lo"
         self._members: dict[Child, WorkerSpec] = {}
         self._ports: list[socket.socket] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -112,12 +117,14 @@ class Agent:
 
     @rpc
     async def reserve_port(self, instead_of: int | None = None) -> int:
-        """A port on loopback that no ``bind(0)`` gets until the node ends, but that a server which sets
-        SO_REUSEADDR (torch's store does) can bind: nobody listens on it. ``instead_of`` is given up for it."""
-        holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        """A port of this node's address (loopback in a job of one machine) that no ``bind(0)`` gets until the node
+        ends, but that a server which sets SO_REUSEADDR (torch's store does) can bind: nobody listens on it.
+        ``instead_of`` is given up for it."""
+        family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET
+        holder = socket.socket(family, socket.SOCK_STREAM)
         try:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
+            holder.bind((self._config.host or "127.0.0.1", 0))
         except OSError:
             holder.close()
             raise
@@ -139,6 +146,7 @@ class Agent:
     # Members
 
     async def _start_member(self, spec: WorkerSpec) -> int:
+        spec = self._completed(spec)
         started = await self._spawner.start_member(spec)
         self._members[started.child] = spec
         logger.info(
@@ -150,6 +158,23 @@ class Agent:
         elif self._closing:
             self._do(self._stop([started.child], 0.0))
         return started.child.pid
+
+    def _completed(self, spec: WorkerSpec) -> WorkerSpec:
+        """What only this node knows."""
+        config = self._config
+        env = {**self._network_env(), **spec.env} if "MASTER_ADDR" in spec.env else spec.env
+        return replace(
+            spec, key_hex=config.key_hex, master_endpoint=config.master_endpoint, socket_dir=config.socket_dir,
+            host=config.host, env=env,
+        )  # fmt: skip
+
+    def _network_env(self) -> dict[str, str]:
+        """The interface that process groups use: left to themselves they ask what the host's name resolves to, which
+        may be nothing, or an address that others do not reach."""
+        if self._interface is None:
+            self._interface = interface_of(self._config.host or "127.0.0.1")
+        names = _INTERFACE_VARIABLES if self._config.host else _INTERFACE_VARIABLES[:1]
+        return {name: self._interface for name in names if self._interface and name not in self._env}
 
     def _on_exit(self, child: Child, ended: Ended) -> None:
         logger.info("%s (pid %d) %s", child.name, child.pid, ended.describe())
@@ -234,8 +259,10 @@ class Agent:
         return over.code
 
     async def _register(self) -> None:
-        assert self._runtime.endpoint is not None
-        info = node_info(self._config, self._runtime.endpoint)
+        own, public = self._runtime.endpoint, self._runtime.public_endpoint
+        assert own is not None
+        # The master is on the first node, whose socket folder it sees.
+        info = node_info(self._config, own if self._config.start_master or public is None else public)
         try:
             await self._master.options(timeout_s=REGISTER_WAIT_S).call("register_agent", info)
         except CallError as error:
@@ -322,9 +349,11 @@ def run_agent(config: AgentConfig, started: Boot) -> int:
 async def _main(config: AgentConfig, started: Boot) -> int:
     key = bytes.fromhex(config.key_hex)
     name = f"agent:{config.node_rank}"
+    public = f"tcp://{join_host_port(config.host, '*')}" if config.host else None
     async with Runtime.open(
-        name=name, key=key, socket_dir=config.socket_dir, job_id=config.job_id, node_rank=config.node_rank
-    ) as runtime:
+        name=name, key=key, socket_dir=config.socket_dir, public=public, job_id=config.job_id,
+        node_rank=config.node_rank,
+    ) as runtime:  # fmt: skip
         agent = Agent(config, runtime, started)
         runtime.serve(AGENT, agent, inline=True)
         return await agent.live()

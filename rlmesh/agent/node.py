@@ -11,7 +11,7 @@ from pathlib import Path
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.placement.inventory import Device, NodeInfo
 
-__all__ = ["Machine", "node_info"]
+__all__ = ["Machine", "machine_id", "node_info"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,13 @@ def _read(path: Path) -> str:
         return ""
 
 
+def machine_id() -> str:
+    """Equal in two processes if the process numbers of one mean the same to the other: same kernel, same namespace.
+    Two machines may have the same host name, and containers usually do."""
+    boot = _read(Path("/proc/sys/kernel/random/boot_id"))
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def node_info(config: AgentConfig, endpoint: str, machine: Machine | None = None) -> NodeInfo:
     """What the agent registers with. ``config.virtual_devices`` replaces the machine's own devices."""
     machine = machine or Machine()
@@ -109,4 +116,6 @@ def node_info(config: AgentConfig, endpoint: str, machine: Machine | None = None
         cpus=machine.cpus(),
         memory_bytes=machine.memory_bytes(),
         devices=devices,
+        host=config.host,
+        machine=machine_id(),
     )

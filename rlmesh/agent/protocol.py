@@ -27,7 +27,8 @@ class AgentConfig:
 
     ``key_hex`` is the job's secret. ``socket_dir`` has mode 0700 and is removed by the guardian at the end.
     ``job_path`` is the pickled job, only read where ``start_master`` is set. ``env`` is what all workers of
-    the job have in common: the processes that workers are forked from start with it.
+    the job have in common: the processes that workers are forked from start with it. ``host`` is set where the job
+    has several machines: the numeric address at which this one's processes listen for the others'.
     """
 
     job_id: str
@@ -47,12 +48,14 @@ class AgentConfig:
     grace_s: float = 5.0
     submitted_at: float = 0.0
     env: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All that a worker process needs to become one member of a role. ``restart``: why it takes the place of an
-    earlier process; None for the first one."""
+    """All that a worker process needs to become one member of a role. What depends on the node (key, addresses,
+    folder of sockets) is filled in by its agent. ``restart``: why it takes the place of an earlier process; None for
+    the first one."""
 
     job_id: str
     job_name: str
@@ -79,17 +82,19 @@ class WorkerSpec:
     grace_s: float = 5.0
     call_timeout_s: float = 1800.0
     restart: RestartEvent | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberHello:
-    """A worker's first message to the master: its endpoint is bound."""
+    """A worker's first message to the master: its endpoint is bound; ``public`` is for processes of other nodes."""
 
     role: str
     rank: int
     incarnation: int
     pid: int
     endpoint: str
+    public: str = ""
 
 
 @dataclass(frozen=True, slots=True)

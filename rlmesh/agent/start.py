@@ -127,6 +127,10 @@ class GuardianProcess:
         """Ask it to end the node, giving the agent its grace."""
         self._process.terminate()
 
+    def kill(self) -> None:
+        """Kill the guardian itself; its agent then ends the node."""
+        self._process.kill()
+
     def wait(self, timeout_s: float) -> ExitReport:
         """Wait until the node has ended.
 

@@ -41,6 +41,7 @@ from rlmesh.agent.protocol import CONTROL, MASTER, MemberHello, WorkerSpec, port
 from rlmesh.errors import RLMeshError
 from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
 from rlmesh.placement.inventory import VIRTUAL
+from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
 from rlmesh.wire.failure import format_error
 
@@ -168,6 +169,7 @@ class Member:
             name=self.name,
             key=bytes.fromhex(spec.key_hex),
             socket_dir=spec.socket_dir,
+            public=f"tcp://{join_host_port(spec.host, '*')}" if spec.host else None,
             job_id=spec.job_id,
             node_rank=spec.node_rank,
         )
@@ -212,8 +214,9 @@ class Member:
         return 0
 
     def _work(self) -> None:
-        assert self._runtime.endpoint is not None
-        self._tell("register_member", MemberHello(*self._who, os.getpid(), self._runtime.endpoint))
+        own, public = self._runtime.endpoint, self._runtime.public_endpoint or ""
+        assert own is not None
+        self._tell("register_member", MemberHello(*self._who, os.getpid(), own, public))
         loaded = self._attempt("the import of its entry point failed", self._load)
         if loaded.build is not None:
             self._object = self._attempt("its __init__() failed", loaded.build)

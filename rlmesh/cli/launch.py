@@ -10,15 +10,24 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlmesh.cli.torchrun_flags import NodeFlags, add_node_flags, read_node_flags
 from rlmesh.errors import JobFailed, RLMeshError, UsageError
 from rlmesh.job.restarts import SCOPES
-from rlmesh.master.options import LaunchOptions, ambient
-from rlmesh.runtime.security import KEY_VARIABLE, find_key
+from rlmesh.master.options import Cluster, LaunchOptions, ambient
+from rlmesh.runtime.security import KEY_TEXT_VARIABLE, KEY_VARIABLE, find_key, parse_key
 
-DESCRIPTION = "Run a script that submits a job. What stands after -- is for the script."
+if TYPE_CHECKING:
+    from rlmesh.master.head import Head
+
+DESCRIPTION = (
+    "Run a script that submits a job. What stands after the script is for it. With --nnodes, run the command on each "
+    "node: the script runs on node 0, the others take part with an agent each."
+)
 VIEWS = ("auto", "live", "plain", "none")
 
 
@@ -28,9 +37,10 @@ def add_to(commands: Any) -> None:
         "launch",
         help="run a script that submits a job",
         description=DESCRIPTION,
-        usage="rlmesh launch [options] JOB.py [-- script arguments]",
+        usage="rlmesh launch [options] JOB.py [script arguments]",
     )
-    parser.add_argument("job", metavar="JOB.py", help="the script; it calls submit() on a job")
+    parser.add_argument("job", metavar="JOB.py", nargs="?", default="", help="the script; it calls submit() on a job")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument(
         "--view",
         choices=VIEWS,
@@ -48,32 +58,106 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help=f"the job's key, made by rlmesh keygen (default: the file that {KEY_VARIABLE} names, else a new key)",
     )
+    parser.add_argument("--key-stdin", action="store_true", help=argparse.SUPPRESS)
+    add_node_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the script and return the exit code."""
-    script = Path(options.job)
-    if not script.is_file():
-        print(f"rlmesh launch: there is no script {script} (in {os.getcwd()})", file=sys.stderr)
-        return 2
+    """Run the script, or take part in a job as one of its nodes, and return the exit code."""
+    arguments = [*options.arguments, *rest]
     try:
-        key = find_key(options.key_file) if options.key_file or os.environ.get(KEY_VARIABLE) else None
+        flags = read_node_flags(options, os.environ)
+        for note in flags.notes:
+            print(f"rlmesh launch: {note}", file=sys.stderr)
+        joins = flags.node_rank is not None and flags.node_rank > 0
+        if not joins:
+            _check_script(options.job, flags.module)
+        key = _key_of(options, needed=flags.most > 1)
+        launch = _options_of(options, flags, key)
+        if flags.most == 1:
+            with ambient(launch):
+                return run_script(options.job, arguments, module=flags.module)
+        assert key is not None
+        lifeline = 0 if options.key_stdin else None
+        return _run_node(flags, key, lifeline, launch, lambda: _script_code(options, flags, arguments))
     except UsageError as error:
         print(f"rlmesh launch: {error}", file=sys.stderr)
         return 2
-    launch_options = LaunchOptions(view=options.view, restart=options.restart, run_dir=options.run_dir, key=key)
-    with ambient(launch_options):
-        return run_script(script, rest)
+    except RLMeshError as error:
+        print(f"rlmesh launch: {type(error).__name__} ({error.code}): {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        print(f"rlmesh launch: {error or 'stopped'}", file=sys.stderr)
+        return 130
 
 
-def run_script(script: Path, arguments: list[str]) -> int:
-    """Run ``script`` as ``__main__`` and turn its end into an exit code; errors are told on stderr."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+def _script_code(options: argparse.Namespace, flags: NodeFlags, arguments: list[str]) -> int:
+    _check_script(options.job, flags.module)
+    return run_script(options.job, arguments, module=flags.module)
+
+
+def _check_script(job: str, module: bool) -> None:
+    if not job:
+        raise UsageError("name the script that submits the job: rlmesh launch [options] JOB.py")
+    if not module and not Path(job).is_file():
+        raise UsageError(f"there is no script {job} (in {os.getcwd()})")
+
+
+def _key_of(options: argparse.Namespace, *, needed: bool) -> bytes | None:
+    """The job's key, if one is given; taken out of the environment, which members inherit.
+
+    Raises:
+        UsageError: it is needed and none is given, or it is not fit.
+    """
+    if options.key_stdin:
+        return parse_key(sys.stdin.buffer.readline().strip(), "standard input")
+    if not (needed or options.key_file or os.environ.get(KEY_VARIABLE) or os.environ.get(KEY_TEXT_VARIABLE)):
+        return None
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        return find_key(options.key_file)
+    finally:
+        os.environ.pop(KEY_TEXT_VARIABLE, None)
+
+
+def _options_of(options: argparse.Namespace, flags: NodeFlags, key: bytes | None) -> LaunchOptions:
+    cluster = Cluster((os.uname().nodename,), flags.slots) if flags.slots is not None else None
+    return LaunchOptions(
+        view=options.view, restart=options.restart, run_dir=options.run_dir, run_root=flags.log_root, key=key,
+        cluster=cluster,
+    )  # fmt: skip
+
+
+def _run_node(
+    flags: NodeFlags, key: bytes, lifeline: int | None, launch: LaunchOptions, script: Callable[[], int]
+) -> int:
+    from rlmesh_launcher.local import NodePlace, run_node
+
+    place = NodePlace(
+        flags.least, flags.most, flags.host, flags.port, key, flags.node_rank, flags.join_s, flags.last_call_s,
+        host_here=flags.local_addr, lifeline=lifeline,
+    )  # fmt: skip
+
+    def run_head(head: Head) -> int:
+        with ambient(replace(launch, head=head)):
+            return script()
+
+    def announce(endpoint: str) -> None:
+        print(f"rlmesh: node 0 of {flags.most} listens at {endpoint}", file=sys.stderr, flush=True)
+
+    return run_node(place, run_head, announce)
+
+
+def run_script(script: str, arguments: list[str], *, module: bool = False) -> int:
+    """Run a script, or a module, as ``__main__`` and turn its end into an exit code; errors are told on stderr."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
+    try:
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
         return _code_of(error)
     except KeyboardInterrupt as error:
@@ -115,9 +199,9 @@ def _code_of(error: SystemExit) -> int:
     return 1
 
 
-def _tell_script_error(error: Exception, script: Path) -> None:
+def _tell_script_error(error: Exception, script: str) -> None:
     """The script's own traceback, without the frames that ran it."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
     traceback.print_exception(type(error), error, trace or error.__traceback__, file=sys.stderr)

@@ -44,6 +44,7 @@ class Member:
     incarnation: int = 0
     pid: int = 0
     endpoint: str = ""
+    public: str = ""
     since: float = 0.0
     step: int | None = None
     last_beat_at: float | None = None
@@ -127,6 +128,7 @@ class JobContext:
                     endpoint=None if member.hidden else member.endpoint or None,
                     node_rank=member.placement.node_rank,
                     pid=member.pid,
+                    public=member.public,
                 )
                 for member in self.members.values()
             ),

@@ -38,7 +38,7 @@ def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
     """This user's jobs, oldest first."""
     found: dict[str, RunningJob] = {}
     for base in socket_bases() if bases is None else bases:
-        for path in Path(base).glob(f"rlm-*/n0/{ABOUT_FILE}"):
+        for path in Path(base).glob(f"rlm-*/n*/{ABOUT_FILE}"):
             job = _read(path)
             if job is not None:
                 found[job.job_id] = job

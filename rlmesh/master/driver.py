@@ -21,7 +21,7 @@ from rlmesh.errors import LaunchError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
-from rlmesh.master.options import LaunchOptions, ambient, effective, enlist
+from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
 from rlmesh.master.session import STOP_GRACE_S, Interrupt, Session
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
@@ -29,6 +29,7 @@ from rlmesh.master.workspace import Workspace
 from rlmesh.placement.planner import make_plan
 
 if TYPE_CHECKING:
+    from rlmesh.master.head import Head
     from rlmesh.observe.live import JobView
 
 __all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure", "run_job"]
@@ -78,8 +79,10 @@ class Driver:
         self.job_name = job_name or config.job_name or DEFAULT_NAME
         self._demand = demand_of(config)
         self._cluster = cluster_for(config, self._demand, self._options.cluster)
+        if self._options.head is not None:
+            self._options.head.on_signal = self.stop
         nodes = expected_nodes(self._cluster)
-        if nodes is not None:
+        if nodes is not None and self._options.head is None:
             make_plan(self._demand, nodes)
         self._interrupt = Interrupt()
         self._session: Session | None = None
@@ -111,6 +114,8 @@ class Driver:
 
     def _make_session(self) -> Session:
         config, options = self._config, self._options
+        if options.head is not None:
+            self._cluster = self._gathered(options.head)
         preload = config.preload_items()
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         try:
@@ -118,7 +123,7 @@ class Driver:
                 config, self.job_name, self._demand, self._cluster, space, limits=options.limits,
                 restart=options.restart, submitted_at=self._submitted_at, grace_s=STOP_GRACE_S,
             )  # fmt: skip
-            space.write_job(spec, len(self._cluster.names))
+            space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
             (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
         except BaseException as error:
             space.remove_sockets()
@@ -128,9 +133,20 @@ class Driver:
         self._session = Session(
             self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
             self._interrupt, make_view=self._make_view, first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S,
-            report=self._draw_report,
+            report=self._draw_report, head=options.head,
         )  # fmt: skip
         return self._session
+
+    def _gathered(self, head: Head) -> Cluster:
+        """The nodes of this job, once they are there."""
+        nodes = head.wait_full(lambda: self._interrupt.count > 0)
+        given = Cluster(
+            tuple(node.name for node in nodes),
+            self._options.cluster.devices_per_node if self._options.cluster is not None else None,
+            tuple(node.node_rank for node in nodes),
+            tuple(node.host for node in nodes),
+        )
+        return cluster_for(self._config, self._demand, given)
 
     # What is slow to import is imported when it is used, so that the nodes start without waiting for it.
 

@@ -57,6 +57,7 @@ class MemberBound:
     incarnation: int
     pid: int
     endpoint: str
+    public: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
+from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.errors import CallError
 from rlmesh.job.status import MemberWaits
@@ -111,7 +111,7 @@ class Executor:
 
     def _process_of(self, member: Member) -> str:
         node = self._manager.context.nodes.get(member.placement.node_rank)
-        here = node is not None and node.hostname == os.uname().nodename
+        here = node is not None and node.machine == machine_id()
         return process_state(member.pid) if here else ""
 
     def _spawn_task(self, node_rank: int, work: Coroutine[Any, Any, None]) -> None:
@@ -139,6 +139,8 @@ class Executor:
     async def _start_members(self, node_rank: int, members: tuple[MemberId, ...]) -> None:
         context = self._manager.context
         node = context.nodes[node_rank]
+        leaders = self._scheduler.group_leaders(context.plan) if context.plan is not None else {}
+        hosts = {role: context.nodes[leader].host for role, leader in leaders.items()}
         specs = tuple(
             self._scheduler.worker_spec(
                 context.members[member].placement,
@@ -146,6 +148,7 @@ class Executor:
                 context.members[member].incarnation,
                 self._manager.ports,
                 context.members[member].restart,
+                hosts,
             )
             for member in members
         )

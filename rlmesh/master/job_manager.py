@@ -131,8 +131,8 @@ class JobManager:
         if member is None or member.incarnation != event.incarnation or member.gone:
             return
         match event:
-            case ev.MemberBound(pid=pid, endpoint=endpoint):
-                member.pid, member.endpoint = pid, endpoint
+            case ev.MemberBound(pid=pid, endpoint=endpoint, public=public):
+                member.pid, member.endpoint, member.public = pid, endpoint, public
                 if member.state == "starting":
                     member.enter("bound", now)
                 self._state.do(ev.PublishBook(self.context.new_book()))

@@ -18,7 +18,9 @@ TRAINER = "TRAINER"
 
 MASTER_PID = "master_pid"
 AGENT_PIDS = "agent_pids"
-"""Keys of ``JobStatus.extra`` under which the driver finds the processes on its machine."""
+MASTER_PUBLIC = "master_public"
+"""Keys of ``JobStatus.extra`` under which the driver finds the processes on its machine, and the address at which
+other nodes reach the master (empty in a job of one machine)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,11 @@ class MergedLogs:
         for member in members:
             self._tail.add(f"{member.role}:{member.rank}", member.log_path)
 
+    def follow_files(self, files: Iterable[tuple[str, str]]) -> None:
+        """The same for names and paths."""
+        for name, path in files:
+            self._tail.add(name, path)
+
     def poll(self) -> None:
         """Show what is new, if there is room for it."""
         if self._ready():

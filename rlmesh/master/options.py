@@ -15,16 +15,26 @@ from typing import TYPE_CHECKING, Protocol
 from rlmesh.master.jobspec import Limits
 
 if TYPE_CHECKING:
+    from rlmesh.master.head import Head
     from rlmesh.observe.live import ViewMode
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes on this machine. Without ``devices_per_node`` each has the accelerators of the machine; with it,
-    so many virtual slots. ``names`` are the nodes' names; the first one's agent starts the master."""
+    """The nodes of a job. Without ``devices_per_node`` each has the accelerators of its machine; with it,
+    so many virtual slots. ``names`` are the nodes' names; the first one's agent starts the master.
+
+    ``ranks`` are the nodes' ranks, 0, 1, … if not given; ``hosts`` their addresses, given where they are on several
+    machines.
+    """
 
     names: tuple[str, ...]
     devices_per_node: int | None = None
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+    def node_ranks(self) -> tuple[int, ...]:
+        return self.ranks or tuple(range(len(self.names)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,8 @@ class LaunchOptions:
     """``runs``"""
     cluster: Cluster | None = None
     """this machine as one node"""
+    head: Head | None = field(default=None, repr=False)
+    """no other machines; else where they come together"""
     report: bool | None = None
     """draw the report"""
     key: bytes | None = field(default=None, repr=False)

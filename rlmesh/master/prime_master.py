@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmesh.agent.logs import last_lines
+from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import MASTER, AgentConfig, MemberHello
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
@@ -26,9 +27,10 @@ from rlmesh.master import events as ev
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, JobSpec
+from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, JobSpec
 from rlmesh.master.scheduler import Scheduler, Site
 from rlmesh.placement.inventory import NodeInfo
+from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.joining import JobView
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
@@ -59,6 +61,7 @@ class PrimeMaster:
         scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
         self.manager = JobManager(spec, scheduler, clock(), last_lines)
         self._clock = clock
+        self._public = runtime.public_endpoint or ""
         self._executor = Executor(runtime, self.manager, scheduler, self.post)
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._followers = Followers(spec)
@@ -112,7 +115,7 @@ class PrimeMaster:
 
     def _watch_agent(self, node: NodeInfo) -> None:
         """An agent on this machine is watched through its process; its end is noticed at once."""
-        if node.node_rank in self._watched or node.hostname != os.uname().nodename:
+        if node.node_rank in self._watched or node.machine != machine_id():
             return
         try:
             fd = os.pidfd_open(node.agent_pid)
@@ -154,7 +157,7 @@ class PrimeMaster:
 
     @rpc
     async def register_member(self, hello: MemberHello) -> None:
-        self.post(ev.MemberBound(hello.role, hello.rank, hello.incarnation, hello.pid, hello.endpoint))
+        self.post(ev.MemberBound(hello.role, hello.rank, hello.incarnation, hello.pid, hello.endpoint, hello.public))
 
     @rpc
     async def member_ready(self, role: str, rank: int, incarnation: int) -> None:
@@ -183,12 +186,17 @@ class PrimeMaster:
     # Called by the driver
 
     @rpc
+    async def agent_ended(self, node_rank: int, how: str) -> None:
+        """The guardian of a node on another machine has ended, and all of the node with it."""
+        self.post(ev.AgentLost(node_rank, how))
+
+    @rpc
     async def status(self, records_from: int = 0) -> JobStatus:
         """A snapshot; ``extra`` has the numbers of the processes that the driver on this machine watches."""
-        here = os.uname().nodename
+        here = machine_id()
         nodes = sorted(self.manager.context.nodes.items())
-        agents = [node.agent_pid for _, node in nodes if node.hostname == here]
-        extra = {MASTER_PID: str(os.getpid()), AGENT_PIDS: ",".join(map(str, agents))}
+        agents = [node.agent_pid for _, node in nodes if node.machine == here]
+        extra = {MASTER_PID: str(os.getpid()), AGENT_PIDS: ",".join(map(str, agents)), MASTER_PUBLIC: self._public}
         return replace(self.manager.status(records_from), extra=extra)
 
     @rpc(concurrent=4)
@@ -210,7 +218,10 @@ class PrimeMaster:
 async def run_master(config: AgentConfig, spec: JobSpec) -> None:
     """Serve one job on the running loop."""
     key = bytes.fromhex(config.key_hex)
-    async with Runtime.open(name=MASTER, key=key, bind=config.master_endpoint, job_id=config.job_id) as runtime:
+    public = f"tcp://{join_host_port(config.host, '*')}" if config.host else None
+    async with Runtime.open(
+        name=MASTER, key=key, bind=config.master_endpoint, public=public, job_id=config.job_id
+    ) as runtime:
         master = PrimeMaster(config, spec, runtime)
         runtime.serve(MASTER, master, inline=True)
         await master.serve()

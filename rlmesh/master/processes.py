@@ -13,6 +13,7 @@ from rlmesh.agent.logs import last_lines
 from rlmesh.agent.protocol import AgentConfig, ExitReport
 from rlmesh.agent.start import GuardianProcess
 from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID
+from rlmesh.master.remote import RemoteNode
 
 
 class ProcessWatch:
@@ -46,7 +47,8 @@ class ProcessWatch:
         return max(self._dead, default="")
 
     def cause_of_death(
-        self, configs: Sequence[AgentConfig], reports: Sequence[ExitReport], nodes: Sequence[GuardianProcess],
+        self, configs: Sequence[AgentConfig], reports: Sequence[ExitReport],
+        nodes: Sequence[GuardianProcess | RemoteNode],
         run_dir: Path,
     ) -> str:  # fmt: skip
         """Which of the job's own processes died first, once all of them are gone.

@@ -50,17 +50,19 @@ class Scheduler:
 
     def worker_spec(
         self, placement: Placement, node: NodeInfo, incarnation: int, ports: Mapping[str, int],
-        restart: RestartEvent | None = None,
+        restart: RestartEvent | None = None, hosts: Mapping[str, str] | None = None,
     ) -> WorkerSpec:  # fmt: skip
-        """What the process of one member is told. ``ports`` has the reserved port of each elastic role; ``restart``
-        is why it takes another process's place."""
+        """What the process of one member is told. ``ports`` has the reserved port of each elastic role, ``hosts``
+        the address of the node that it is reserved on where that is not loopback; ``restart`` is why it takes
+        another process's place."""
         spec, role = self._spec, self._spec.role(placement.role)
         env = dict(role.env)
         together = self._collocated_with(role.name)
         if together:
             env[COLLOCATION_ENV] = ",".join(together)
         if role.backend == "elastic":
-            env |= _torchrun_env(spec, placement, role.members, incarnation, ports[role.name])
+            host = (hosts or {}).get(role.name) or LOOPBACK
+            env |= _torchrun_env(spec, placement, role.members, incarnation, host, ports[role.name])
         return WorkerSpec(
             job_id=spec.job_id,
             job_name=spec.job_name,
@@ -106,7 +108,9 @@ def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:
     return {node_rank: tuple(members) for node_rank, members in found.items()}
 
 
-def _torchrun_env(spec: JobSpec, placement: Placement, world_size: int, incarnation: int, port: int) -> dict[str, str]:
+def _torchrun_env(
+    spec: JobSpec, placement: Placement, world_size: int, incarnation: int, host: str, port: int
+) -> dict[str, str]:
     """The variables that torchrun sets, so that ``init_process_group()`` works without arguments."""
     rule = spec.role(placement.role).restart
     values: dict[str, object] = {
@@ -120,7 +124,7 @@ def _torchrun_env(spec: JobSpec, placement: Placement, world_size: int, incarnat
         "ROLE_NAME": placement.role,
         "ROLE_RANK": placement.rank,
         "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": LOOPBACK,
+        "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": incarnation,
         "TORCHELASTIC_MAX_RESTARTS": rule.max_restarts if rule.scope != "never" else 0,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +23,11 @@ from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.merged_logs import MergedLogs
 from rlmesh.master.outcome import JobResult, job_failed
 from rlmesh.master.processes import ProcessWatch, tail_of
+from rlmesh.master.remote import RemoteNode
 from rlmesh.master.workspace import Workspace
 
 if TYPE_CHECKING:
+    from rlmesh.master.head import Head
     from rlmesh.observe.live import JobView
     from rlmesh.runtime.handle import MemberHandle
 
@@ -105,17 +106,21 @@ class Session:
         interrupt: asks to stop.
         first_answer_s: how long the master may take to come up.
         report: draws the picture of a run that succeeded.
+        head: where the nodes of other machines are, all but the first.
     """
 
     def __init__(
         self, job_name: str, space: Workspace, configs: Sequence[AgentConfig], interrupt: Interrupt, *,
         make_view: Callable[[], JobView], first_answer_s: float, report: Callable[[Path], Path | None],
+        head: Head | None = None,
     ) -> None:  # fmt: skip
         self.status = JobStatus(job_name, space.job_id, "starting", configs[0].submitted_at, str(space.run_dir))
         self._job_name, self._space, self._configs = job_name, space, configs
         self._make_view, self._interrupt, self._report = make_view, interrupt, report
         self._first_answer_s = first_answer_s
-        self._nodes: list[GuardianProcess] = []
+        self._head = head
+        self._nodes: list[GuardianProcess | RemoteNode] = []
+        self._lost: set[int] = set()
         self._watch = ProcessWatch()
         self._records = 0
         self._stop_sent_at: float | None = None
@@ -146,7 +151,8 @@ class Session:
         """Start all nodes; why that failed, else None."""
         try:
             for config in self._configs:
-                self._nodes.append(GuardianProcess(config))
+                remote = self._head is not None and config.node_rank != 0
+                self._nodes.append(self._head.start_node(config) if self._head and remote else GuardianProcess(config))
         except LaunchError as error:
             return str(error)
         return None
@@ -213,8 +219,20 @@ class Session:
         self.status = status
         self._watch.learn(status.extra)
         self._view.update(status)
-        self._logs.follow(status.members)
+        if self._head is None:
+            self._logs.follow(status.members)
+        else:  # The other nodes print what their own members do.
+            self._logs.follow(member for member in status.members if member.node_rank == 0)
+            self._head.on_status(status)
+            self._tell_of_lost_nodes(master)
         return True
+
+    def _tell_of_lost_nodes(self, master: MemberHandle) -> None:
+        for node in self._nodes:
+            if isinstance(node, RemoteNode) and not node.running() and node.node_rank not in self._lost:
+                self._lost.add(node.node_rank)
+                report = node.wait(0.0)
+                master.notify("agent_ended", node.node_rank, f"has ended: {report.why or 'it gave no reason'}")
 
     def _is_cut_short(self) -> bool:
         late = self._stop_sent_at is not None and time.monotonic() - self._stop_sent_at > STOP_LIMIT_S
@@ -226,10 +244,11 @@ class Session:
         Raises:
             _Broken: guardian, agent or master died; which one is found out when all is over.
         """
-        watched = [self._interrupt.fileno(), *self._watch.fds(), *(node.fileno() for node in self._nodes)]
+        here = [node for node in self._nodes if isinstance(node, GuardianProcess)]
+        watched = [self._interrupt.fileno(), *self._watch.fds(), *(node.fileno() for node in here)]
         select.select(watched, [], [], seconds)
         self._interrupt.clear()
-        if self._watch.dead() or not all(node.running() for node in self._nodes):
+        if self._watch.dead() or not all(node.running() for node in here):
             raise _Broken("")
 
     # End
@@ -244,7 +263,7 @@ class Session:
                 reports.append(node.wait(NODE_END_S))
             except TimeoutError as error:
                 logger.error("%s; it is killed", error)
-                os.kill(node.pid, signal.SIGKILL)
+                node.kill()
                 reports.append(node.wait(NODE_END_S))
         self._watch.await_end(NODE_END_S)
         return tuple(reports)

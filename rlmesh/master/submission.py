@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import cloudpickle
 
@@ -46,15 +47,16 @@ def _role_demand(name: str, workload: BaseWorkloadDesc) -> RoleDemand:
 def cluster_for(config: DLConfig, demand: JobDemand, given: Cluster | None) -> Cluster:
     """The nodes that the job starts on: those given, else this machine.
 
-    On this machine alone a job of device type CPU gets ``device_per_node`` virtual slots, or as many as it
+    On real machines a job of device type CPU gets ``device_per_node`` virtual slots each, or its share of what it
     asks for if it does not say.
     """
-    if given is not None:
+    if given is not None and (given.devices_per_node is not None or not given.hosts):
         return given
-    name = os.uname().nodename
+    cluster = given or Cluster((os.uname().nodename,))
     if config.device_type == "GPU":
-        return Cluster((name,))
-    return Cluster((name,), config.device_per_node or slots_asked(demand))
+        return cluster
+    slots = config.device_per_node or -(-slots_asked(demand) // len(cluster.names))
+    return replace(cluster, devices_per_node=slots)
 
 
 def slots_asked(demand: JobDemand) -> int:
@@ -67,13 +69,14 @@ def slots_asked(demand: JobDemand) -> int:
 
 def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
     """What the agents of virtual nodes will report, so that a plan can be tried before anything starts."""
-    if cluster.devices_per_node is None:
-        return None
+    if cluster.devices_per_node is None or cluster.hosts:
+        return None  # Only they know what they have.
     slots = tuple(Device(i, f"virtual-{i}") for i in range(cluster.devices_per_node))
     cpus = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return tuple(
-        NodeInfo(rank, name, os.uname().nodename, "", 0, cpus, memory, slots) for rank, name in enumerate(cluster.names)
+        NodeInfo(rank, name, os.uname().nodename, "", 0, cpus, memory, slots)
+        for rank, name in zip(cluster.node_ranks(), cluster.names, strict=True)
     )
 
 
@@ -149,6 +152,9 @@ def agent_configs(
             grace_s=spec.grace_s,
             submitted_at=spec.submitted_at,
             env=dict(env),
+            host=host,
         )
-        for rank, name in enumerate(cluster.names)
+        for rank, name, host in zip(
+            cluster.node_ranks(), cluster.names, cluster.hosts or [""] * len(cluster.names), strict=True
+        )
     ]

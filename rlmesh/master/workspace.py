@@ -10,9 +10,10 @@ import secrets
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.runtime.security import make_key, write_key_file
@@ -64,7 +65,8 @@ class Workspace:
         return self.socket_dir / f"n{node_rank}"
 
     def write_job(self, spec: JobSpec, nodes: int) -> None:
-        """Make the nodes' socket folders; write the job file for the master, and what others need to find the job."""
+        """Make the socket folders of this machine's nodes; write the job file for the master, and what others need
+        to find the job."""
         for node_rank in range(nodes):
             self.node_dir(node_rank).mkdir(mode=0o700)
         write_key_file(self.node_dir(0) / KEY_FILE, self.key)
@@ -81,7 +83,50 @@ class Workspace:
             pickle.dump(spec, file)
 
     def remove_sockets(self) -> None:
+        """Remove the folder of the sockets, whatever is left in it."""
         shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFolder:
+    """The folder of sockets of a node that joined a job, made on that node and removed by its guardian."""
+
+    config: AgentConfig
+    folder: Path
+
+    @classmethod
+    def create(cls, config: AgentConfig) -> NodeFolder:
+        """Make it, and fill it into the configuration; ``rlmesh ps`` finds the job on this node too.
+
+        Raises:
+            LaunchError: it cannot be made, or the run directory cannot.
+        """
+        folder = _make_socket_dir()
+        node = folder / f"n{config.node_rank}"
+        try:
+            node.mkdir(mode=0o700)
+            write_key_file(node / KEY_FILE, bytes.fromhex(config.key_hex))
+            about = {
+                "job_id": config.job_id,
+                "job_name": config.job_name,
+                "run_dir": config.run_dir,
+                "master_endpoint": config.master_endpoint,
+                "started_at": config.submitted_at or time.time(),
+                "driver_pid": os.getpid(),
+            }
+            (node / ABOUT_FILE).write_text(json.dumps(about))
+            (Path(config.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise LaunchError(
+                f"node {config.node_name} cannot make {error.filename}: {error.strerror}. The run directory of a job "
+                "of several nodes must be one that each of them can make: name one by --run-dir"
+            ) from None
+        return cls(replace(config, socket_dir=str(node), job_path=str(folder / "job")), folder)
+
+    def remove(self) -> None:
+        """After the guardian, which removes it too."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def socket_bases() -> tuple[str, ...]:

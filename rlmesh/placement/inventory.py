@@ -57,6 +57,9 @@ class NodeInfo:
         cpus: cores, by affinity, quota and Slurm.
         numa: its NUMA nodes; empty if unknown or if there is only one.
         notes: what was left out and why, for people.
+        host: the numeric address at which the node's processes listen for those of others; empty in a job of one
+            machine.
+        machine: equal where processes see each other's process numbers; host names are not unique.
     """
 
     node_rank: int
@@ -69,3 +72,5 @@ class NodeInfo:
     devices: tuple[Device, ...] = ()
     numa: tuple[NumaNode, ...] = ()
     notes: tuple[str, ...] = ()
+    host: str = ""
+    machine: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.axes import Axes
@@ -11,7 +11,8 @@ from rlmesh.runtime.axes import Axes
 
 @dataclass(frozen=True, slots=True)
 class MemberAddress:
-    """One member. ``endpoint`` is None until its process has bound one: calls to it wait for that."""
+    """One member. ``endpoint`` is None until its process has bound one: calls to it wait for that. Where a job has
+    several nodes, ``public`` is where processes of the others reach it."""
 
     role: str
     rank: int
@@ -19,6 +20,7 @@ class MemberAddress:
     endpoint: str | None
     node_rank: int = 0
     pid: int = 0
+    public: str = ""
 
     @property
     def name(self) -> str:
@@ -44,6 +46,18 @@ class AddressBook:
         ordered = {role: tuple(sorted(group, key=lambda m: m.rank)) for role, group in by_role.items()}
         object.__setattr__(self, "_by_role", ordered)
         object.__setattr__(self, "_by_name", {member.name: member for member in self.members})
+
+    def seen_from(self, node_rank: int) -> AddressBook:
+        """The book with the addresses that a process of a node uses; -1 for one that belongs to none."""
+        if all(not member.public or member.node_rank == node_rank for member in self.members):
+            return self
+        members = tuple(
+            replace(member, endpoint=member.public, public="")
+            if member.public and member.node_rank != node_rank
+            else member
+            for member in self.members
+        )
+        return AddressBook(self.version, members, self.meshes)
 
     def roles(self) -> tuple[str, ...]:
         return tuple(self._by_role)

@@ -89,7 +89,7 @@ class Door:
         elif isinstance(greeting, Admission):
             channel.accept(greeting.admit(said))
         else:
-            channel.greeting = Admission(self._key, self._name, self.endpoint, said)
+            channel.greeting = Admission(self._key, self._name, channel.link.here or self.endpoint, said)
             channel.link.send(channel.greeting.challenge.pack())
         return channel.authenticated
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from rlmesh.errors import MalformedFrame
 from rlmesh.runtime.channel import Channel
+from rlmesh.runtime.inet import join_host_port, split_host_port
 from rlmesh.runtime.lane import Incoming, LaneHost, Outgoing
 from rlmesh.runtime.network import NetworkOptions
-from rlmesh.runtime.plain_transport import join_host_port, split_host_port
 from rlmesh.runtime.transport import Link
 from rlmesh.wire.envelope import Bulk, Detached, Frames, Header, LaneOffer, OpenLane, Part
 

@@ -8,23 +8,8 @@ from __future__ import annotations
 import socket
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.inet import join_host_port, split_host_port
 from rlmesh.runtime.stream_transport import StreamTransport
-
-
-def split_host_port(where: str) -> tuple[str, int]:
-    """``10.0.0.1:80`` or ``[::1]:80`` as two.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    host, _, port = where.rpartition(":")
-    if not host or not port.isdigit():
-        raise UsageError(f"{where!r} is no host and port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def join_host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class PlainTransport(StreamTransport):

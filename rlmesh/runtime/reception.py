@@ -107,7 +107,7 @@ class Reception:
 
     def _on_admitted(self, channel: Channel, link: Link) -> None:
         called = link.peer if self._calls.channel_of(link) is not None else None
-        if self._lanes.admitted(channel, called=called, here=self.endpoint):
+        if self._lanes.admitted(channel, called=called, here=link.here or self.endpoint):
             return
         self._calls.on_admitted(link)
         if self.network.share_memory:

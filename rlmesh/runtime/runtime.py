@@ -56,13 +56,16 @@ class Runtime(Submission, Reception):
     """
 
     endpoint: str | None
+    public_endpoint: str | None
+    """Where processes of other nodes connect, in a job of several nodes."""
 
     def __init__(
         self, name: str, key: bytes | None, loop: asyncio.AbstractEventLoop, job_id: str | None,
         node_rank: int = 0, network: NetworkOptions | None = None, *, embedded: bool,
     ) -> None:  # fmt: skip
         self.name = name
-        self.endpoint = None
+        self.endpoint = self.public_endpoint = None
+        self._node_rank = node_rank
         self.default_timeout_s = DEFAULT_CALL_TIMEOUT_S
         self.exit_hook: Callable[[object], None] | None = None
         """Called with ``SystemExit.code`` when a served method calls ``sys.exit``."""
@@ -96,7 +99,7 @@ class Runtime(Submission, Reception):
     @classmethod
     def start(
         cls, *, name: str = "client", key: bytes | None = None, socket_dir: str | Path | None = None,
-        bind: bool | str = True, job_id: str | None = None, node_rank: int = 0,
+        bind: bool | str = True, public: str | None = None, job_id: str | None = None, node_rank: int = 0,
         network: NetworkOptions | None = None,
     ) -> Runtime:  # fmt: skip
         """A runtime with its own loop on its own thread; close it with `close` or a ``with`` block.
@@ -106,12 +109,13 @@ class Runtime(Submission, Reception):
             key: the job's secret; None makes one, so that only this process's own peers know it.
             socket_dir: private directory (mode 0700) for the socket; None listens on loopback TCP.
             bind: False for a pure caller; text for an address of your choice.
+            public: a TCP address to listen at besides, for processes of other nodes.
             job_id, node_rank: in the names of shared memory, by which the node's guardian finds what was left.
             network: limits and transports; None takes what the environment says.
         """
         thread = LoopThread(f"rlmesh-io-{name}")
         try:
-            make = partial(cls._make, name, key, socket_dir, bind, job_id, node_rank, network, thread)
+            make = partial(cls._make, name, key, socket_dir, bind, public, job_id, node_rank, network, thread)
             runtime: Runtime = thread.run(make)
         except BaseException:
             thread.stop()
@@ -122,11 +126,11 @@ class Runtime(Submission, Reception):
     @asynccontextmanager
     async def open(
         cls, *, name: str = "client", key: bytes | None = None, socket_dir: str | Path | None = None,
-        bind: bool | str = True, job_id: str | None = None, node_rank: int = 0,
+        bind: bool | str = True, public: str | None = None, job_id: str | None = None, node_rank: int = 0,
         network: NetworkOptions | None = None,
     ) -> AsyncIterator[Runtime]:  # fmt: skip
         """A runtime on the running loop: no thread, no signal handler. Arguments as `start`."""
-        runtime = cls._make(name, key, socket_dir, bind, job_id, node_rank, network, None)
+        runtime = cls._make(name, key, socket_dir, bind, public, job_id, node_rank, network, None)
         try:
             yield runtime
         finally:
@@ -166,23 +170,29 @@ class Runtime(Submission, Reception):
         secret = key or find_key(key_file)
         async with cls.open(name=name, key=secret, bind=False, network=network) as scout:
             view = await ask(scout, address, timeout_s)
+        # Through a socket of the first node it reaches that node's others; over the network, what all nodes offer.
+        node_rank = -1 if address.startswith("tcp:") else 0
         async with cls.open(
-            name=name, key=secret, socket_dir=socket_dir, bind=bind, job_id=view.job_id, network=network
-        ) as runtime:
+            name=name, key=secret, socket_dir=socket_dir, bind=bind, job_id=view.job_id, node_rank=node_rank,
+            network=network,
+        ) as runtime:  # fmt: skip
             runtime.default_timeout_s = view.call_timeout_s
             async with Follower(runtime, address, view):
                 yield runtime
 
     @classmethod
     def _make(
-        cls, name: str, key: bytes | None, socket_dir: str | Path | None, bind: bool | str, job_id: str | None,
-        node_rank: int, network: NetworkOptions | None, thread: LoopThread | None,
+        cls, name: str, key: bytes | None, socket_dir: str | Path | None, bind: bool | str,
+        public: str | None, job_id: str | None, node_rank: int, network: NetworkOptions | None,
+        thread: LoopThread | None,
     ) -> Runtime:  # fmt: skip
         runtime = cls(name, key, asyncio.get_running_loop(), job_id, node_rank, network, embedded=thread is None)
         try:
             if bind:
                 address = bind if isinstance(bind, str) else local_address(socket_dir)
                 runtime.endpoint = runtime._door.endpoint = runtime._transport(address).bind(address)
+            if public:
+                runtime.public_endpoint = runtime._transport(public).bind(public)
         except BaseException:
             runtime._close_transports(0)
             raise
@@ -319,7 +329,7 @@ class Runtime(Submission, Reception):
         return self._key
 
     def set_address_book(self, book: AddressBook) -> None:
-        self._on_loop(self._calls.set_book, book)
+        self._on_loop(self._calls.set_book, book.seen_from(self._node_rank))
 
     def member_lost(self, info: ExitInfo) -> None:
         """Tell the caller's side that a member's process ended: its calls fail now, later ones at once."""

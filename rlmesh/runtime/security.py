@@ -19,6 +19,8 @@ from rlmesh.wire.greeting import KEY_BYTES
 
 KEY_VARIABLE = "RLMESH_KEY_FILE"
 """Environment variable that names the key file where no ``--key-file`` is given."""
+KEY_TEXT_VARIABLE = "RLMESH_KEY"
+"""Environment variable that holds the key itself, for launchers that can pass a secret no other way."""
 _HEX_CHARS = 2 * KEY_BYTES
 _HOW = "make one with `rlmesh keygen FILE` and give every node a copy that only its owner can read"
 
@@ -87,28 +89,39 @@ def load_key_file(path: str | Path) -> bytes:
         text = os.read(descriptor, _HEX_CHARS + 16).strip()
     finally:
         os.close(descriptor)
+    return parse_key(text, f"the key file {path}")
+
+
+def parse_key(text: bytes, where: str) -> bytes:
+    """A key from its 64 hexadecimal digits.
+
+    Raises:
+        UsageError: ``where`` holds no key.
+    """
     try:
         key = bytes.fromhex(text.decode("ascii")) if len(text) == _HEX_CHARS else b""
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
         raise UsageError(
-            f"the key file {path} holds {len(text)} characters that are no key, which is {_HEX_CHARS} hexadecimal "
-            f"digits; {_HOW}"
+            f"{where} holds {len(text)} characters that are no key, which is {_HEX_CHARS} hexadecimal digits; {_HOW}"
         )
     return key
 
 
 def find_key(key_file: str | Path | None = None) -> bytes:
-    """The key of ``key_file``, else of the file that ``RLMESH_KEY_FILE`` names.
+    """The key of ``key_file``, else of the file that ``RLMESH_KEY_FILE`` names, else the one in ``RLMESH_KEY``.
 
     Raises:
-        UsageError: neither is given, or the file is not fit.
+        UsageError: none is given, or what is given is not fit.
     """
     path = key_file or os.environ.get(KEY_VARIABLE)
-    if not path:
-        raise UsageError(f"no key: pass --key-file FILE or set {KEY_VARIABLE}=FILE; {_HOW}")
-    return load_key_file(path)
+    if path:
+        return load_key_file(path)
+    text = os.environ.get(KEY_TEXT_VARIABLE, "").strip()
+    if text:
+        return parse_key(text.encode(), f"the environment variable {KEY_TEXT_VARIABLE}")
+    raise UsageError(f"no key: pass --key-file FILE or set {KEY_VARIABLE}=FILE; {_HOW}")
 
 
 class CurveKeys:

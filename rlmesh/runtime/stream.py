@@ -162,8 +162,8 @@ class StreamLink:
     thread_safe = True
     chunk_bytes: int | None = None
 
-    def __init__(self, owner: LinkOwner, peer: str) -> None:
-        self.peer, self.scheme = peer, owner.scheme
+    def __init__(self, owner: LinkOwner, peer: str, here: str = "") -> None:
+        self.peer, self.scheme, self.here = peer, owner.scheme, here
         self._owner = owner
         self._limit_bytes = UNAUTHENTICATED_LIMIT_BYTES
         self._socket: socket.socket | None = None

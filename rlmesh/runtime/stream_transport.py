@@ -29,6 +29,7 @@ class StreamTransport(ABC):
     def __init__(self, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None]) -> None:
         self.receiver, self.loop, self.post = receiver, loop, post
         self._listener: socket.socket | None = None
+        self._endpoint = ""
         self._links: dict[StreamLink, None] = {}
         self._half_open: HalfOpen[StreamLink] = HalfOpen(loop, self._evict)
         self._closed = False
@@ -60,7 +61,8 @@ class StreamTransport(ABC):
         listener.setblocking(False)
         self._listener = listener
         self.loop.add_reader(listener.fileno(), self._on_connection)
-        return self.scheme + where
+        self._endpoint = self.scheme + where
+        return self._endpoint
 
     def connect(self, endpoint: str) -> Link:
         link = StreamLink(self, endpoint)
@@ -138,7 +140,7 @@ class StreamTransport(ABC):
             if who is None:
                 sock.close()
                 continue
-            link = StreamLink(self, who)
+            link = StreamLink(self, who, self._endpoint)
             self._links[link] = None
             link.attach(sock)
             self._half_open.add(link)

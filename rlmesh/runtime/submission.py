@@ -33,6 +33,7 @@ class Submission:
 
     name: str
     endpoint: str | None
+    public_endpoint: str | None
     default_timeout_s: float
     post: Callable[..., None]
     network: NetworkOptions
@@ -111,8 +112,12 @@ class Submission:
 
     def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
         """A result that a process keeps; on behalf of no particular call."""
-        if elsewhere.endpoint == self.endpoint:
+        if elsewhere.endpoint in (self.endpoint, self.public_endpoint):
             return self._dispatcher.kept.fetch_here(elsewhere, self.capture)
+        # The caller, perhaps on another node, named the producer by the address that it uses itself.
+        member = self._calls.book.find_name(elsewhere.name) if self._calls.book is not None else None
+        if member is not None and member.endpoint and member.incarnation == elsewhere.incarnation:
+            elsewhere = elsewhere._replace(endpoint=member.endpoint)
         limit_s = self.default_timeout_s if timeout_s is None else timeout_s
         frames = codec.encode(((elsewhere.token, *elsewhere.part), {}))
         return self._launch(

@@ -81,6 +81,9 @@ class Link(Protocol):
     thread_safe: bool
     """Whether `send` may be called from any thread; otherwise on the runtime's loop only."""
 
+    here: str
+    """The address of this side that the peer connected to; empty where this side connected."""
+
     chunk_bytes: int | None
     """Larger packets keep other links from their turns: they are better cut; None where they do not."""
 

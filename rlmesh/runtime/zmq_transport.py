@@ -50,6 +50,7 @@ class _Dealer:
     """The link to a peer that this side connected to."""
 
     thread_safe = False
+    here = ""
     chunk_bytes: int | None = CHUNK_BYTES
 
     def __init__(self, transport: ZmqTransport, endpoint: str) -> None:
@@ -144,6 +145,7 @@ class _RouterPeer:
 
     def __init__(self, transport: ZmqTransport, routing_id: bytes, descriptor: int, peer: str) -> None:
         self.peer, self.descriptor, self.routing_id = peer, descriptor, routing_id
+        self.here = transport.endpoint
         self.trusted = False
         self._transport = transport
 
@@ -164,6 +166,7 @@ class ZmqTransport:
     def __init__(self, receiver: Receiver, loop: asyncio.AbstractEventLoop, keys: CurveKeys) -> None:
         self.receiver = receiver
         self.linger_ms = 0
+        self.endpoint = ""
         self._loop, self._keys = loop, keys
         self._context = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 4096)
@@ -197,6 +200,7 @@ class ZmqTransport:
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if endpoint.startswith("ipc://"):
             self._socket_file = endpoint.removeprefix("ipc://")
+        self.endpoint = endpoint
         return endpoint
 
     def connect(self, endpoint: str) -> Link:

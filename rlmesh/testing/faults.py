@@ -71,7 +71,7 @@ class _FaultyLink:
         self, inner: Link, plan: FaultPlan, number: int, loop: asyncio.AbstractEventLoop, post: Callable[..., None]
     ) -> None:
         self.inner = inner
-        self.thread_safe, self.chunk_bytes = inner.thread_safe, inner.chunk_bytes
+        self.thread_safe, self.chunk_bytes, self.here = inner.thread_safe, inner.chunk_bytes, inner.here
         self._plan, self._loop, self._post = plan, loop, post
         self._random = random.Random(f"{plan.seed}/{number}")
         self._sent = 0

@@ -56,6 +56,7 @@ class _LoopbackLink:
 
     thread_safe = True
     chunk_bytes: int | None = None
+    here = ""
 
     def __init__(self, transport: _LoopbackTransport, peer: str) -> None:
         self.peer = peer

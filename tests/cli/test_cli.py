@@ -33,9 +33,11 @@ Ctrl-C.
 """
 
 LAUNCH_HELP = """\
-usage: rlmesh launch [options] JOB.py [-- script arguments]
+usage: rlmesh launch [options] JOB.py [script arguments]
 
-Run a script that submits a job. What stands after -- is for the script.
+Run a script that submits a job. What stands after the script is for it. With
+--nnodes, run the command on each node: the script runs on node 0, the others
+take part with an agent each.
 
 positional arguments:
   JOB.py                the script; it calls submit() on a job
@@ -51,6 +53,20 @@ options:
                         job says (never: the job fails)
   --key-file FILE       the job's key, made by rlmesh keygen (default: the
                         file that RLMESH_KEY_FILE names, else a new key)
+
+several nodes, as torchrun:
+  --nnodes N[:MAX]      number of nodes, the same on each (default 1)
+  --node-rank R         0 runs the script, the others an agent each
+  --rdzv-endpoint HOST[:PORT]
+                        of node 0 (port 29400 if none is given)
+  --master-addr HOST    the same, in two options
+  --local-addr ADDRESS  address of this node for the others, if the found one
+                        is wrong
+  --rdzv-conf K=V,…     join_timeout=600,last_call_timeout=30 (seconds)
+  --standalone          this machine alone, whatever PET_* says
+  --nproc-per-node N    device slots of each node for a job on CPUs
+  --log-dir DIR         where run directories are made (default runs)
+  -m, --module          JOB.py is the name of a module
 """
 
 
@@ -77,7 +93,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("rlmesh 0.")
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["launch"], ["launch", "--view", "3d", "x.py"], ["launch", "x.py", "y"]])
+@pytest.mark.parametrize("argv", [[], ["fly"], ["launch", "--view", "3d", "x.py"], ["launch", "--nnodes"]])
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -88,6 +104,36 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
 def test_missing_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "nowhere.py"]) == 2
     assert "there is no script nowhere.py" in capsys.readouterr().err
+
+
+def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch"]) == 2
+    assert "name the script" in capsys.readouterr().err
+
+
+def test_what_stands_after_the_script_is_for_it(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    assert main(["launch", "--view", "none", str(script), "--view", "3d", "--node_rank", "x", "--", "y"]) == 0
+    assert capsys.readouterr().out == "['--view', '3d', '--node_rank', 'x', 'y']\n"
+
+
+def test_module_runs_as_main(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script.with_name("jobs_of_mine.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    monkeypatch.chdir(script.parent)
+    assert main(["launch", "-m", "jobs_of_mine", "1"]) == 0
+    assert capsys.readouterr().out == "__main__ ['1']\n"
+
+
+def test_a_key_in_the_environment_does_not_stay_there(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLMESH_KEY", "ab" * 32)
+    script.write_text(
+        "import os\nfrom rlmesh.master.options import effective\n"
+        "print(effective(None).key.hex(), 'RLMESH_KEY' in os.environ)\n"
+    )
+    assert main(["launch", str(script)]) == 0
+    assert capsys.readouterr().out == f"{'ab' * 32} False\n"
 
 
 def test_script_runs_as_main_with_its_arguments_and_folder(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,113 @@
+"""This machine as one node of a job of several: as the head that runs the script, or as a node that joins it.
+
+Every way of launching ends here, once on each node: by hand, over ssh, under Slurm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import rlmesh
+from rlmesh.errors import LaunchError, UsageError
+from rlmesh.master.head import Head, HeadOptions, host_name
+from rlmesh.master.joined import NodeOptions, join_and_serve
+from rlmesh.master.rendezvous import ANY_RANK
+from rlmesh.runtime.inet import is_local, resolve
+
+__all__ = ["NodePlace", "is_head", "run_node"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Which node of a job this process is to be, and where the nodes come together.
+
+    Attributes:
+        least, most: how many nodes the job starts with; equal unless fewer will do.
+        host, port: of the head; host is a name or an address without brackets. Port 0 on the head lets the system
+            choose one, which `run_node` hands to ``announce``.
+        key: the secret that all nodes share.
+        node_rank: 0 is the head; None: the head if ``host`` is this machine and nobody listens there yet, else the
+            lowest rank that is free.
+        join_s: how long nodes may take to come together.
+        last_call_s: with ``least`` nodes there, how long to wait for more.
+        name: of this node in messages; by default the host's.
+        host_here: the numeric address to advertise for this node, where the system's choice is not right.
+        lifeline: a descriptor whose end of file ends this node.
+    """
+
+    least: int
+    most: int
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+    node_rank: int | None = None
+    join_s: float = 600.0
+    last_call_s: float = 30.0
+    name: str = ""
+    host_here: str = ""
+    lifeline: int | None = None
+
+
+def is_head(place: NodePlace) -> bool | None:
+    """Whether this process is the head; None if only trying to listen tells."""
+    if place.node_rank is not None:
+        return place.node_rank == 0
+    try:
+        here = any(is_local(address) for address in resolve(place.host))
+    except OSError:
+        here = False
+    return None if here else False
+
+
+def run_node(
+    place: NodePlace, run_script: Callable[[Head], int], announce: Callable[[str], None] = lambda endpoint: None
+) -> int:
+    """Be one node of a job until it is over, and give its exit code.
+
+    Args:
+        run_script: runs the script that submits jobs, on the head only; gives the exit code of ``launch``.
+        announce: takes the head's endpoint once it listens.
+
+    Raises:
+        LaunchError: the nodes did not come together; says who is there and who is missing.
+        AuthenticationFailed: the head has another key.
+        UsageError: the numbers do not fit.
+    """
+    if not 1 <= place.least <= place.most or (place.node_rank or 0) >= place.most:
+        raise UsageError(f"node rank {place.node_rank} of {place.least} to {place.most} nodes cannot be")
+    head = is_head(place)
+    if head is not False:
+        try:
+            opened = Head(_head_options(place))
+        except LaunchError:
+            if head:
+                raise
+        else:
+            return _be_head(opened, run_script, announce)
+    return join_and_serve(_node_options(place))
+
+
+def _be_head(head: Head, run_script: Callable[[Head], int], announce: Callable[[str], None]) -> int:
+    with head:
+        announce(head.endpoint)
+        code = run_script(head)
+        head.close(code, "" if code == 0 else "the head's script ended with an error")
+        return code
+
+
+def _head_options(place: NodePlace) -> HeadOptions:
+    return HeadOptions(
+        least=place.least, most=place.most, host=place.host, port=place.port, key=place.key,
+        version=rlmesh.__version__, timeout_s=place.join_s, last_call_s=place.last_call_s,
+        name=place.name or host_name(), host_here=place.host_here,
+    )  # fmt: skip
+
+
+def _node_options(place: NodePlace) -> NodeOptions:
+    return NodeOptions(
+        host=place.host, port=place.port, key=place.key, version=rlmesh.__version__,
+        node_rank=ANY_RANK if place.node_rank is None else place.node_rank,
+        nnodes=place.most if place.least == place.most else 0, timeout_s=place.join_s, name=place.name,
+        host_here=place.host_here, lifeline=place.lifeline,
+    )  # fmt: skip
