@@ -55,7 +55,7 @@ class Trainer:
         print(f"places {group.call(Spread.where).result()}", flush=True)
         size = options["size"]
         made = group.call(Spread.make, size)  # each result stays where it was made, and goes to both
-        print(f"weights {group.call("weigh", made).result()} of {size}", flush=True)
+        print(f"weights {group.call('weigh', made).result()} of {size}", flush=True)
         if options["torch"]:
             print(f"sums {group.call(Spread.add_up).result()}", flush=True)
         for step in range(options["steps"]):
