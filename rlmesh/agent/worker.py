@@ -38,6 +38,7 @@ from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_c
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
+from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError
 from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
 from rlmesh.placement.inventory import VIRTUAL
@@ -184,7 +185,10 @@ class Member:
             runtime.expect(self.name)
             runtime.serve(CONTROL, Control(runtime, self._orders), inline=True)
             set_default_runtime(runtime)
+            reporter = CallReporter(runtime, self._master, self.name)
+            reporter.start()
             code = self._guarded(self._work)
+            reporter.flush()
             self._by_signal = self._orders.terminated and code == 0
         return code
 

@@ -11,6 +11,7 @@ from typing import Any
 from rlmesh.errors import RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, MemberWaits
 from rlmesh.master.discovery import RunningJob, find_job, running_jobs
+from rlmesh.master.graph import CallGraph, graph_lines
 from rlmesh.master.workspace import KEY_FILE
 
 ASK_TIMEOUT_S = 10.0
@@ -28,13 +29,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--pending", action="store_true", help="whom each member waits for, since when, and what that member does"
     )
+    parser.add_argument("--graph", action="store_true", help="who called whom, how often, how long and how many bytes")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """Print what was asked for and return the exit code."""
     jobs = running_jobs()
-    if options.job is None and not options.pending:
+    if options.job is None and not (options.pending or options.graph):
         if not jobs:
             print("no job of yours runs on this machine")
         for job in jobs:
@@ -44,7 +46,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         job = find_job(options.job, jobs)
         print(_headline(job))
         print(f"  {job.master_endpoint}  key file {job.folder / KEY_FILE}")
-        for line in ask(job, pending=options.pending):
+        for line in ask(job, pending=options.pending, graph=options.graph):
             print(line)
     except RLMeshError as error:
         print(f"rlmesh ps: {error}", file=sys.stderr)
@@ -52,8 +54,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def ask(job: RunningJob, *, pending: bool) -> list[str]:
-    """The members of a job as its master sees them, or whom each of them waits for.
+def ask(job: RunningJob, *, pending: bool = False, graph: bool = False) -> list[str]:
+    """The members of a job as its master sees them, or whom each of them waits for, or who called whom.
 
     Raises:
         CallError: the master does not answer.
@@ -65,6 +67,8 @@ def ask(job: RunningJob, *, pending: bool) -> list[str]:
         master = runtime.peer(MASTER, job.master_endpoint).options(timeout_s=ASK_TIMEOUT_S)
         if pending:
             return list(pending_lines(master.call("pending").result()))
+        if graph:
+            return [f"  {line}" for line in graph_lines(CallGraph.of_plain(master.call("graph").result()))]
         return list(member_lines(master.call("status", _NO_RECORDS).result()))
 
 

@@ -10,7 +10,7 @@ from rlmesh.job.descriptors import BaseWorkloadDesc, ElasticWorkloadDesc
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.roles import RLRoleType
 
-__all__ = ["collocation_problems", "driver_problems", "member_problems", "role_name_problems"]
+__all__ = ["call_problems", "collocation_problems", "driver_problems", "member_problems", "role_name_problems"]
 
 _ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
@@ -70,6 +70,16 @@ def driver_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
     return [
         "workloads: no role has a run() for whose return the job could wait: give one a run() method, or use "
         "start() for a job that only serves calls"
+    ]
+
+
+def call_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
+    """Whether the roles that others say they call exist."""
+    return [
+        f"role {role}: calls: the job has no role {callee!r}.{did_you_mean(callee, workloads)}"
+        for role, workload in workloads.items()
+        for callee in workload.calls
+        if callee not in workloads
     ]
 
 

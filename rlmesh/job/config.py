@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.checks import collocation_problems, driver_problems, member_problems, role_name_problems
+from rlmesh.job.checks import call_problems, collocation_problems, driver_problems, member_problems, role_name_problems
 from rlmesh.job.descriptors import WorkloadDesc, env_texts
 from rlmesh.job.entry import main_path
 from rlmesh.job.jsonable import jsonable
@@ -109,6 +109,7 @@ class DLConfig(Spec):
             found += [f"role {role}: {problem}" for problem in workload.problems()]
             limits = (self.node_number, self.device_per_node)
             found += [f"role {role}: {problem}" for problem in member_problems(workload, *limits)]
+        found += call_problems(self.workloads)
         return found + collocation_problems(self.collocations, self.workloads)
 
     def _faults(self) -> list[str]:

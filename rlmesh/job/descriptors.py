@@ -99,6 +99,7 @@ class BaseWorkloadDesc(Spec):
         max_restarts: in place of the policy's own number; 0 is ``never``.
         mesh: names and sizes of the axes along which the members are numbered, slowest first; empty if there are
             none. Without ``total`` the role has as many members as they describe.
+        calls: roles that its members call, as far as the job declares it.
         is_driver: whether the job waits for this role's ``run()``; ``None``: by default, which is TRAINER,
             or all roles that have ``run()`` if there is no such role.
     """
@@ -112,6 +113,7 @@ class BaseWorkloadDesc(Spec):
     restart: RestartPolicy | None = None
     max_restarts: int | None = Field(default=None, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart"))
     mesh: dict[str, int] = Field(default_factory=dict)
+    calls: list[str] = Field(default_factory=list)
     is_driver: bool | None = None
 
     _resolved: tuple[str, Resolved] | None = PrivateAttr(default=None)

@@ -17,6 +17,7 @@ from rlmesh.job.descriptors import (
 from rlmesh.job.entry import EntryLike, entry_text
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.restarts import Scope
+from rlmesh.job.roles import role_name
 from rlmesh.job.spec import SpecError
 
 if TYPE_CHECKING:
@@ -129,6 +130,15 @@ class RoleBuilder(Generic[JobT]):
         the role has as many as its axes describe.
         """
         self._fields["mesh"] = axes
+        return self
+
+    def calls(self, *roles: str | Enum) -> Self:
+        """Declare whom this role's members call, for the job's graph; several calls add up.
+
+        What members really call is observed all the same. A declared edge is known before its first call, so that
+        a failure during the start names whom it touches.
+        """
+        self._fields["calls"] = [*self._fields.get("calls", ()), *map(role_name, roles)]
         return self
 
     def not_driver(self) -> Self:

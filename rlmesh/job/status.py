@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from rlmesh.job.restarts import Scope
+from rlmesh.runtime.observed import EdgeStats as EdgeStats
 from rlmesh.runtime.timing import CallStats as CallStats
 from rlmesh.runtime.waiting import Serving as Serving
 from rlmesh.runtime.waiting import Waiting as Waiting
@@ -154,3 +155,31 @@ class JobStatus:
     note: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
     restarts: tuple[RestartRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GraphEdge:
+    """What one member called of another, up to ``at`` (seconds since the epoch)."""
+
+    caller: str
+    stats: EdgeStats
+    at: float
+
+    @property
+    def callee(self) -> str:
+        return self.stats.callee
+
+    @property
+    def method(self) -> str:
+        return self.stats.method
+
+    def plain(self) -> dict[str, Any]:
+        """As texts and numbers."""
+        return {"caller": self.caller, "at": self.at, **asdict(self.stats)}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> GraphEdge:
+        """The edge that ``plain`` was made of."""
+        values = dict(plain)
+        caller, at = values.pop("caller"), values.pop("at")
+        return cls(caller, EdgeStats(**values), at)

@@ -15,6 +15,7 @@ from rlmesh.job.status import (
     RestartRecord,
     Stage,
 )
+from rlmesh.master.graph import CallGraph
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.placement.planner import Placement, Plan
@@ -107,6 +108,7 @@ class JobContext:
     all_serving_s: float | None = None
     note: str = ""
     ends_as: Stage = "succeeded"
+    graph: CallGraph = field(default_factory=CallGraph)
 
     def add_record(self, record: MetricRecord) -> None:
         self.records.append(record)

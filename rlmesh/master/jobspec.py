@@ -61,7 +61,7 @@ class RestartRule:
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
     """One role. ``driver``: the job lasts as long as its ``run()``; None: it does if the role has one. ``mesh``: the
-    sizes of its axes, slowest first."""
+    sizes of its axes, slowest first. ``calls``: roles that it is declared to call."""
 
     name: str
     entry: Entry
@@ -71,6 +71,7 @@ class RoleSpec:
     driver: bool | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
     restart: RestartRule = RestartRule()
+    calls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

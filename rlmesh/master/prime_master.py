@@ -15,19 +15,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlmesh.agent.logs import last_lines
 from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import MASTER, AgentConfig, MemberHello
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
-from rlmesh.job.status import ExitInfo, JobStatus, MemberWaits, MetricRecord
+from rlmesh.job.status import EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, JobSpec
+from rlmesh.master.observer import Observer
 from rlmesh.master.scheduler import Scheduler, Site
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.inet import join_host_port
@@ -68,6 +69,7 @@ class PrimeMaster:
         self._writer: MetricsWriter | None = None
         self._goodbye = asyncio.Event()
         self._watched: dict[int, int] = {}
+        self._observer = Observer(self.manager.context, clock)
 
     def post(self, event: ev.Event) -> None:
         """Put an event behind those that came before."""
@@ -176,6 +178,11 @@ class PrimeMaster:
     async def report(self, record: MetricRecord) -> None:
         self.post(ev.Reported(record))
 
+    @rpc
+    async def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
+        """Whom a member called since it said so before."""
+        self._observer.observed(caller, edges)
+
     # Called by services that joined
 
     @rpc(concurrent=256)
@@ -203,6 +210,11 @@ class PrimeMaster:
     async def pending(self) -> tuple[MemberWaits, ...]:
         """Whom each member waits for; asked of the members themselves."""
         return await self._executor.ask_pending()
+
+    @rpc
+    async def graph(self) -> dict[str, Any]:
+        """The graph of calls, as plain values."""
+        return self.manager.context.graph.plain()
 
     @rpc
     async def stop(self, reason: str, grace_s: float) -> None:

@@ -103,6 +103,7 @@ def job_spec(
                 w.is_driver,
                 dict(w.mesh),
                 RestartRule(**config.restart_of(name, restart).model_dump()),
+                tuple(w.calls),
             )
             for name, w in config.workloads.items()
         ),

@@ -32,6 +32,7 @@ from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.held import HeldCalls
 from rlmesh.runtime.knowledge import Knowledge
+from rlmesh.runtime.observed import CallWatch, message_bytes
 from rlmesh.runtime.passing import KeptResult
 from rlmesh.runtime.pending import Peer, PendingCall, how_it_ended
 from rlmesh.runtime.timing import CallLedger, RunQueueMeter
@@ -61,7 +62,7 @@ class Calls(Knowledge):
         knock: Callable[[Channel, str], None], post: Callable[..., None], meter: RunQueueMeter,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.meter, self.ledger = meter, CallLedger()
+        self.meter, self.ledger, self.watch = meter, CallLedger(), CallWatch()
         self._loop, self._connect_link, self._knock, self._post = loop, connect, knock, post
         self._ids = itertools.count(1)
         self._by_link: dict[Link, Peer] = {}
@@ -157,7 +158,11 @@ class Calls(Knowledge):
             call.peer = peer
         header = Call(call.call_id, call.name, call.incarnation, call.method, call.timeout_s, call.flags, call.chain)
         frames, call.frames = call.frames, []
+        call.sent_bytes = message_bytes(call.call_id, frames)
         peer.channel.put(header, frames)
+        if call.future is None:
+            at = call.started_ns
+            self.watch.note((call.name, call.method, call.call_id, at, at, True, 0, 0, call.sent_bytes, 0))
 
     # The runtime's loop.
 
@@ -261,7 +266,8 @@ class Calls(Knowledge):
                 self._refill(peer)
                 peer.channel.kick()
         peer.queued_ns = reply.queued_ns
-        call.done((call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns))
+        times = (call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns)
+        call.done(times, message_bytes(call.call_id, frames))
         value: Any = None
         error: BaseException | None = None
         try:

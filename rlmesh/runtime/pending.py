@@ -29,8 +29,8 @@ class PendingCall:
 
     __slots__ = (
         "bucket", "call_id", "chain", "deadline", "endpoint", "flags", "frames", "future", "group", "incarnation",
-        "kept", "method", "name", "passed", "peer", "pinned", "queue", "run_queue_ns", "source", "started_ns",
-        "table", "timeout_s",
+        "kept", "method", "name", "passed", "peer", "pinned", "queue", "run_queue_ns", "sent_bytes", "source",
+        "started_ns", "table", "timeout_s",
     )  # fmt: skip
 
     def __init__(
@@ -45,7 +45,7 @@ class PendingCall:
         self.started_ns = time.perf_counter_ns()
         self.deadline = clock.now() + timeout_s
         self.run_queue_ns = table.meter.recent_ns(self.started_ns)
-        self.call_id = 0
+        self.call_id = self.sent_bytes = 0
         self.bucket: dict[int, Entry] | None = None
         self.flags = 0
         self.future: Future[Any] | None = None
@@ -85,13 +85,18 @@ class PendingCall:
     def woke(self, lag_ns: int, run_queue_ns: int) -> None:
         self.table.ledger.add_wake(self.name.partition(":")[0], self.method, lag_ns, run_queue_ns)
 
-    def done(self, times: tuple[str, int, int, int] | None) -> None:
+    def done(self, times: tuple[str, int, int, int] | None, received_bytes: int = 0) -> None:
         """Note where its time went: name, executed, queued and run-queue ns of the member; None without answer."""
+        now_ns = time.perf_counter_ns()
+        executed_ns, queued_ns = (times[1], times[2]) if times is not None else (0, 0)
+        self.table.watch.note((
+            self.name, self.method, self.call_id, self.started_ns, now_ns, times is not None, executed_ns, queued_ns,
+            self.sent_bytes, received_bytes,
+        ))  # fmt: skip
         if self.group is not None:
             times = self.group.member_done(times)
         if times is None:
             return
-        now_ns = time.perf_counter_ns()
         waited_ns = self.table.meter.recent_ns(now_ns) - self.run_queue_ns
         role = self.name.partition(":")[0]
         self.table.ledger.add(CallRecord(role, self.method, self.started_ns, now_ns, waited_ns, *times))

@@ -12,6 +12,7 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.kept import FETCH
 from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.observed import EdgeStats
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
@@ -178,6 +179,10 @@ class Submission:
     def least_busy(self, names: Sequence[str]) -> str:
         """Which of these members has the fewest calls of this process on their way, and the shortest queue."""
         return self._calls.least_busy(names)
+
+    def take_edges(self) -> tuple[EdgeStats, ...]:
+        """Whom this process called since the last take, summed by member and method."""
+        return self._calls.watch.take()
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         """Where the time of this process's calls went since this was called before."""
