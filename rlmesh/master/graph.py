@@ -193,13 +193,13 @@ def describe_touched(touched: Touched) -> str:
 
 def graph_lines(graph: CallGraph) -> list[str]:
     """The graph for people: per role that calls, role that is called and method, all members together."""
-    sums: dict[tuple[str, str, str], tuple[set[str], set[str], EdgeStats | None]] = {}
+    sums: dict[tuple[str, str, str], tuple[set[str], set[str], EdgeStats]] = {}
     for edge in graph.edges():
         key = (edge.caller.rpartition(":")[0], edge.callee.rpartition(":")[0], edge.method)
-        callers, callees, known = sums.get(key, (set(), set(), None))
+        callers, callees, known = sums.get(key, (set(), set(), EdgeStats("", edge.method, 0, 0, 0, 0, 0, 0, 0)))
         callers.add(edge.caller.rpartition(":")[2])
         callees.add(edge.callee.rpartition(":")[2])
-        sums[key] = (callers, callees, edge.stats if known is None else known.plus(edge.stats))
+        sums[key] = (callers, callees, known.plus(edge.stats))
     lines = []
     for (caller, callee, method), (callers, callees, stats) in sums.items():
         arrow = f"{caller}:{ranks_text(callers)} → {callee}:{ranks_text(callees)}"
