@@ -13,8 +13,10 @@ from typing import TypeAlias
 from rlmesh.wire.codec import size_bytes
 from rlmesh.wire.envelope import Frames
 
-SAMPLED = 15
-"""Of small messages one in 16, by call number, is measured and counts 16 times; large ones are all measured."""
+WEIGHT = 16
+"""Of small messages one in so many is measured and counts so often; large ones are all measured."""
+_SPREAD, _CHOSEN = 0x9E3779B1, 0xF0000000
+"""Which ones: call numbers times the golden ratio, so that calls in turn to several members are all met."""
 FOLD_AT = 4_000
 
 EndedCall: TypeAlias = tuple[str, str, int, int, int, bool, int, int, int, int]
@@ -51,7 +53,7 @@ def message_bytes(call_id: int, frames: Frames) -> int:
     """Bytes of a message as they count here."""
     if len(frames) > 1:
         return size_bytes(frames)
-    return 0 if call_id & SAMPLED or not frames else len(frames[0]) * (SAMPLED + 1)
+    return 0 if call_id * _SPREAD & _CHOSEN or not frames else len(frames[0]) * WEIGHT
 
 
 class CallWatch:
