@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rlmesh.errors import RLMeshError
@@ -12,6 +14,10 @@ class Echo:
     @rpc
     def echo(self, data: bytes) -> bytes:
         return data
+
+    @rpc
+    def slow(self) -> None:
+        time.sleep(0.2)
 
     @rpc
     def fail(self) -> None:
@@ -50,7 +56,7 @@ def test_a_call_without_answer_counts_as_such(mesh: Mesh) -> None:
     group = mesh.serve("E", Echo())
     mesh.caller.take_edges()
     with pytest.raises(RLMeshError):
-        group.options(timeout_s=0.0).call("echo", b"").result()
+        group.options(timeout_s=0.05).call("slow").result()
     edges = mesh.caller.take_edges()
     assert [(edge.calls, edge.failed) for edge in edges] == [(1, 1)]
 
