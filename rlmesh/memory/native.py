@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 import struct
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -145,11 +146,46 @@ def copy_to(address: int, source: memoryview) -> None:
     _get_buffer(source, ctypes.byref(raw), _PYBUF_FULL_RO)
     try:
         if source.c_contiguous:
-            ctypes.memmove(address, raw.buf, raw.len)
+            _copy(address, raw.buf, raw.len)
         else:
             _to_contiguous(address, ctypes.byref(raw), raw.len, b"C")
     finally:
         _release_buffer(ctypes.byref(raw))
+
+
+PARALLEL_BYTES = 32 << 20
+"""From here on a copy is cut among cores. One core's memcpy is far below what the memory gives (two cores: 64 MiB at
+13.9 instead of 6.7 GB/s, 512 MiB at 20.5 instead of 11.0 on a 2-core virtual machine); below 16 MiB a part is not worth
+the 60 microseconds that its thread costs."""
+_PART_BYTES = 16 << 20
+_MAX_PARTS = 4
+
+
+def _copy(target: int, source: int, nbytes: int) -> None:
+    if nbytes < PARALLEL_BYTES:
+        ctypes.memmove(target, source, nbytes)
+        return
+    parts = min(_MAX_PARTS, nbytes // _PART_BYTES, len(os.sched_getaffinity(0)))
+    step = -(-nbytes // parts // PAGE_BYTES) * PAGE_BYTES
+    helpers: list[threading.Thread] = []
+    begun = step
+    try:
+        while begun < nbytes:
+            # They live for this copy only: a service that embeds a runtime keeps no thread of rlmesh's.
+            arguments = (target + begun, source + begun, min(step, nbytes - begun))
+            helper = threading.Thread(target=ctypes.memmove, args=arguments, daemon=True)
+            helper.start()
+            helpers.append(helper)
+            begun += step
+    except RuntimeError:
+        pass  # No more threads here: what nobody has begun is copied below.
+    try:
+        ctypes.memmove(target, source, min(step, nbytes))
+        if begun < nbytes:
+            ctypes.memmove(target + begun, source + begun, nbytes - begun)
+    finally:
+        for helper in helpers:
+            helper.join()
 
 
 # Locks of open file descriptions: the kernel gives them back when a process dies, however it dies.

@@ -56,7 +56,9 @@ def _rebuild_tensor(buffer: Buffer, dtype: torch.dtype, shape: tuple[int, ...], 
         tensor = torch.empty(shape, dtype=dtype)
     else:
         data = buffer if _is_writable(buffer) else bytearray(buffer)
-        tensor = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+        tensor = torch.frombuffer(data, dtype=dtype)
+        if len(shape) != 1:
+            tensor = tensor.reshape(shape)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
@@ -68,7 +70,11 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
         return NotImplemented
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    if not plain.is_contiguous():
+        plain = plain.contiguous()
     shape = tuple(plain.shape)
     requires_grad = tensor.requires_grad and tensor.is_leaf
     raw: Any = b"" if plain.numel() == 0 else plain.reshape(-1).view(torch.uint8).numpy()

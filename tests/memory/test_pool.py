@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from rlmesh.memory.attach import Attachments
 from rlmesh.memory.layout import Descriptor, GiveBack
+from rlmesh.memory.native import PARALLEL_BYTES
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.memory.room import Room
 
@@ -399,3 +401,19 @@ def test_a_slot_that_comes_back_in_a_moment_is_waited_for(job_id: str, monkeypat
     other.join(10)
     assert pool.stats().segments == 2, "the thread that takes the give-backs must not wait for them"
     pool.close()
+
+
+@pytest.mark.parametrize("nbytes", [PARALLEL_BYTES - 1, PARALLEL_BYTES, PARALLEL_BYTES + 1, 3 * PARALLEL_BYTES + 4097])
+@pytest.mark.parametrize("threads", ["as many as there are cores", "none"])
+def test_large_copies_are_cut_among_cores_and_lose_nothing(
+    pool: SegmentPool, nbytes: int, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(3))
+    if threads == "none":
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    data = np.random.default_rng(1).integers(0, 255, nbytes, dtype=np.uint8)
+    assert np.array_equal(np.frombuffer(pool.put([data.data])[0], dtype=np.uint8), data)
