@@ -88,7 +88,7 @@ class Calls(Knowledge):
                 self._deadlines.add(call, call.timeout_s)
             # Calls that take the way over the loop (a connection must be made) must not be overtaken.
             detour = self._detours or self._closing or self._book_changes(call)
-            peer = None if detour else self._peers.get(call.endpoint or "")
+            peer = None if detour else self._peers.get(call.endpoint)  # type: ignore[arg-type]
             if peer is None:
                 self._detours += 1
                 self._post(self._start_on_loop, call)
@@ -156,10 +156,10 @@ class Calls(Knowledge):
         if call.future is not None:
             peer.pending[call.call_id] = call
             call.peer = peer
-        header = Call(call.call_id, call.name, call.incarnation, call.method, call.timeout_s, call.flags, call.chain)
+        fields = (call.call_id, call.name, call.incarnation, call.method, call.timeout_s, call.flags, call.chain)
         frames, call.frames = call.frames, []
         call.sent_bytes = message_bytes(call.call_id, frames)
-        peer.channel.put(header, frames)
+        peer.channel.put(tuple.__new__(Call, fields), frames)  # Half the time of Call(…).
         if call.future is None:
             at = call.started_ns
             self.watch.note((call.name, call.method, call.call_id, at, at, True, 0, 0, call.sent_bytes, 0))

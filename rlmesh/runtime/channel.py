@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rlmesh.runtime.lane import Incoming
 
 _PACKET_MESSAGES = 1024
+_FULL_TURN_MESSAGES = 64
+"""A turn that has made so many sends them, so that the peer begins while the turn makes more."""
 
 turn_loops: dict[int, asyncio.AbstractEventLoop] = {}
 """Threads that run a loop of rlmesh: what they send in one turn leaves together at the turn's end."""
@@ -69,6 +71,8 @@ class Channel:
     def kick(self) -> None:
         thread = threading.get_ident()
         if thread in self._scheduled:
+            if len(self._outbox) >= _FULL_TURN_MESSAGES and self.link.thread_safe:
+                self.flush()
             return
         loop = turn_loops.get(thread)
         if not self.link.thread_safe:
@@ -79,6 +83,14 @@ class Channel:
             loop.call_soon(self._flush_turn, thread)
         else:
             self.flush()
+
+    def hurry(self) -> None:
+        """As `kick`, for a message that has no company to wait for."""
+        if self.link.thread_safe:
+            if self._outbox:
+                self.flush()
+        else:
+            self.kick()
 
     def flush(self) -> None:
         with self._lock:

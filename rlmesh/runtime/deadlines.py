@@ -29,10 +29,16 @@ class _Wheel:
         self.buckets: dict[int, dict[int, Entry]] = {}
         self._done = int(clock.now() / width_s)
 
-    def bucket(self, deadline: float) -> dict[int, Entry]:
+    def add(self, entry: Entry) -> None:
         # At least one interval ahead of the tick, so that nobody adds to a bucket that is being emptied.
-        number = max(int(deadline / self.width_s) + 1, self._done + 2)
-        return self.buckets.setdefault(number, {})
+        number = int(entry.deadline / self.width_s) + 1
+        if number < self._done + 2:
+            number = self._done + 2
+        bucket = self.buckets.get(number)
+        if bucket is None:
+            bucket = self.buckets[number] = {}
+        bucket[entry.call_id] = entry
+        entry.bucket = bucket
 
     def expired(self, now: float) -> list[Entry]:
         last = int(now / self.width_s)
@@ -62,9 +68,7 @@ class Deadlines:
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """From any thread that holds the lock."""
-        wheel = self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse
-        entry.bucket = wheel.bucket(entry.deadline)
-        entry.bucket[entry.call_id] = entry
+        (self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse).add(entry)
 
     @staticmethod
     def remove(entry: Entry) -> None:

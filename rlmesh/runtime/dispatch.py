@@ -124,20 +124,20 @@ class Served:
 class Incoming:
     """A call that arrived, until its reply left."""
 
-    __slots__ = ("call", "cancelled", "channel", "context", "exit", "frames", "keep", "key", "method", "outflow",
-                 "passed", "ready_ns", "received_ns", "refused", "run_queue_ns", "started_ns", "task")  # fmt: skip
+    # One is made per call: what most calls never change are defaults of the class.
+    started_ns = 0
+    exit: SystemExit | None = None
+    cancelled = False
+    task: asyncio.Task[Any] | None = None
+    outflow: Outflow | None = None
+    passed: Arrivals | None = None
+    keep = False
+    refused = False
 
     def __init__(self, channel: Channel, call: Call, frames: Frames, method: Method, run_queue_ns: int) -> None:
         self.channel, self.call, self.frames, self.method = channel, call, frames, method
         self.run_queue_ns = run_queue_ns
         self.received_ns = self.ready_ns = time.perf_counter_ns()
-        self.started_ns = 0
-        self.exit: SystemExit | None = None
-        self.cancelled = False
-        self.task: asyncio.Task[Any] | None = None
-        self.outflow: Outflow | None = None
-        self.passed: Arrivals | None = None
-        self.keep = self.refused = False
         chain = (*call.chain, method.slot) if method.serial else call.chain
         self.context = CallContext(chain, clock.now() + call.timeout_s)
         self.key = (channel.link, call.call_id)
@@ -175,6 +175,7 @@ class Dispatcher:
         self._served: dict[str, Served] = {}
         self._incoming: dict[tuple[Any, int], Incoming] = {}
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
+        self._starting: list[Incoming] | None = None
         self.kept = KeptResults(loop)
         self.ending = False
         """The process ends: what is cancelled now was not cancelled by its callers."""
@@ -226,6 +227,24 @@ class Dispatcher:
             self._incoming[incoming.key] = incoming
         elif not self._prepare(incoming):
             return
+        if self._starting is None:
+            self._start(incoming)
+        else:
+            self._starting.append(incoming)
+
+    def hold(self) -> None:
+        """Calls that arrive from now on start at `let_go`: a thread that is woken while this one still holds the
+        interpreter only goes to sleep again."""
+        if self._starting is None:
+            self._starting = []
+
+    def let_go(self) -> None:
+        starting, self._starting = self._starting, None
+        for incoming in starting or ():
+            self._start(incoming)
+
+    def _start(self, incoming: Incoming) -> None:
+        method = incoming.method
         if not method.is_async and method.serial:
             run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
             method.owner.executor.submit(run)
@@ -355,25 +374,32 @@ class Dispatcher:
 
     def _ended(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
         self._incoming.pop(incoming.key, None)
-        method = incoming.method
-        following: Incoming | None = None
+        method, call = incoming.method, incoming.call
         if method.is_async or not method.serial:
-            with method.lock:
-                method.running -= 1
-                if method.queue:
-                    method.running += 1
-                    following = method.queue.popleft()
-        if following is not None:
-            following.ready_ns = ended_ns
-            self.begin(following)
-        if incoming.cancelled or incoming.call.flags & _NO_REPLY:
+            self._give_place_back(method, ended_ns)
+        if incoming.cancelled or call.flags & _NO_REPLY:
             return
         queued = incoming.ready_ns - incoming.received_ns
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
             self._keep(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
             return
-        reply = Reply(incoming.call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
-        incoming.channel.send(reply, frames)
+        fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
+        incoming.channel.put(tuple.__new__(Reply, fields), frames)  # Half the time of Reply(…).
+        if self._incoming:
+            incoming.channel.kick()
+        else:
+            incoming.channel.hurry()  # No other reply of this turn can travel with it.
+
+    def _give_place_back(self, method: Method, now_ns: int) -> None:
+        following: Incoming | None = None
+        with method.lock:
+            if method.queue:
+                following = method.queue.popleft()
+            else:
+                method.running -= 1
+        if following is not None:
+            following.ready_ns = now_ns
+            self.begin(following)
 
     def _keep(self, incoming: Incoming, frames: Frames, nbytes: int, executed_ns: int, queued_ns: int) -> None:
         call = incoming.call
@@ -401,8 +427,8 @@ class Dispatcher:
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
-        incoming.run_queue_ns += own_run_queue_since_last_ns()
-        incoming.started_ns = time.perf_counter_ns()
+        incoming.started_ns = began_ns = time.perf_counter_ns()
+        incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         current_call.set(incoming.context)
         try:
             if incoming.passed is not None:
@@ -413,7 +439,7 @@ class Dispatcher:
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
         ended_ns = time.perf_counter_ns()
-        own_run_queue_since_last_ns()
+        own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
 
     # The member's thread.
@@ -423,8 +449,8 @@ class Dispatcher:
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
-        incoming.run_queue_ns += own_run_queue_since_last_ns()
-        incoming.started_ns = time.perf_counter_ns()
+        incoming.started_ns = began_ns = time.perf_counter_ns()
+        incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         # Time behind other methods is theirs; time between the slot's release and this line is rlmesh's.
         incoming.ready_ns = max(incoming.ready_ns, served.free_since_ns)
         token = current_call.set(incoming.context)
@@ -441,7 +467,7 @@ class Dispatcher:
         ended_ns = time.perf_counter_ns()
         if incoming.method.serial:
             served.free_since_ns = ended_ns
-        own_run_queue_since_last_ns()
+        own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
 
     def finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:

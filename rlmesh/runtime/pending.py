@@ -14,7 +14,7 @@ from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.deadlines import Entry
 from rlmesh.runtime.future import Future
-from rlmesh.runtime.timing import CallGroup, CallRecord
+from rlmesh.runtime.timing import CallGroup
 from rlmesh.wire.envelope import Flag, Frames
 
 if TYPE_CHECKING:
@@ -27,11 +27,19 @@ if TYPE_CHECKING:
 class PendingCall:
     """One call to one peer, from ``call()`` to its answer."""
 
-    __slots__ = (
-        "bucket", "call_id", "chain", "deadline", "endpoint", "flags", "frames", "future", "group", "incarnation",
-        "kept", "method", "name", "passed", "peer", "pinned", "queue", "run_queue_ns", "sent_bytes", "source",
-        "started_ns", "table", "timeout_s",
-    )  # fmt: skip
+    # One is made per call: what most calls never change are defaults of the class.
+    bucket: dict[int, Entry] | None = None
+    call_id = 0
+    sent_bytes = 0
+    flags = 0
+    future: Future[Any] | None = None
+    peer: Peer | None = None
+    source: Source | None = None
+    """Where the items of a stream go."""
+    passed: PassedArguments | None = None
+    """Futures among the arguments, until they are there."""
+    kept: Sequence[KeptResult] = ()
+    """Results that producers must keep until this call is over."""
 
     def __init__(
         self, table: Calls, name: str, method: str, timeout_s: float, chain: tuple[str, ...], endpoint: str | None,
@@ -42,20 +50,9 @@ class PendingCall:
         self.group = group
         self.pinned = endpoint is not None
         """Meant for the process at one address, whoever takes its place."""
-        self.started_ns = time.perf_counter_ns()
+        self.started_ns = now_ns = time.perf_counter_ns()
         self.deadline = clock.now() + timeout_s
-        self.run_queue_ns = table.meter.recent_ns(self.started_ns)
-        self.call_id = self.sent_bytes = 0
-        self.bucket: dict[int, Entry] | None = None
-        self.flags = 0
-        self.future: Future[Any] | None = None
-        self.peer: Peer | None = None
-        self.source: Source | None = None
-        """Where the items of a stream go."""
-        self.passed: PassedArguments | None = None
-        """Futures among the arguments, until they are there."""
-        self.kept: Sequence[KeptResult] = ()
-        """Results that producers must keep until this call is over."""
+        self.run_queue_ns = table.meter.recent_ns(now_ns)
 
     def age_s(self) -> float:
         return (time.perf_counter_ns() - self.started_ns) / 1e9
@@ -74,7 +71,9 @@ class PendingCall:
         self.table.keep(self)
 
     def want(self) -> None:
-        pass  # The answer is on its way, or `Future.stayed` asks for it.
+        peer = self.peer
+        if peer is not None and len(peer.pending) == 1:
+            peer.channel.hurry()
 
     def settled(self) -> bool:
         return False
@@ -98,8 +97,7 @@ class PendingCall:
         if times is None:
             return
         waited_ns = self.table.meter.recent_ns(now_ns) - self.run_queue_ns
-        role = self.name.partition(":")[0]
-        self.table.ledger.add(CallRecord(role, self.method, self.started_ns, now_ns, waited_ns, *times))
+        self.table.ledger.add((self.name, self.method, self.started_ns, now_ns, waited_ns, *times))
 
     def take_passed(self) -> BaseException | None:
         """Put passed values, or where they are, among the arguments; an error if one of them cannot be had."""

@@ -70,6 +70,7 @@ class Reception:
                 if self._door.greet(channel, frames):
                     self._on_admitted(channel, link)
                 return
+            self._dispatcher.hold()
             for header, payload in unpack(frames, partial(self._lending.borrow, channel=channel)):
                 if channel.incoming is not None and channel.incoming.holds(header, payload):
                     continue
@@ -79,6 +80,8 @@ class Reception:
         except Exception:
             # One message must never stop the transport from reading the next ones.
             logger.exception("%s failed on a packet from %s", self.name, channel.peer_name)
+        finally:
+            self._dispatcher.let_go()
 
     def _on_message(self, channel: Channel, link: Link, header: Any, payload: Frames, run_queue_ns: int) -> None:
         kind = type(header)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class CallStats:
     share_s: float = 0.0
 
 
-_RECENT_NS = 1_000_000
+_RECENT_NS = 5_000_000
 
 
 class RunQueueMeter:
@@ -54,7 +55,7 @@ class RunQueueMeter:
             pass  # A kernel without scheduler statistics: the delay then counts as rlmesh's.
 
     def recent_ns(self, now_ns: int) -> int:
-        """`read_ns` at most a millisecond before ``now_ns`` (of `time.perf_counter_ns`): many short calls share
+        """`read_ns` at most five milliseconds before ``now_ns`` (of `time.perf_counter_ns`): many short calls share
         one look at the kernel's counters."""
         if now_ns - self._read_at > _RECENT_NS:
             self._last = self.read_ns()
@@ -95,10 +96,11 @@ def own_run_queue_ns() -> int:
     return _own.meter.recent_ns(time.perf_counter_ns())
 
 
-def own_run_queue_since_last_ns() -> int:
-    """The same since this thread called this function before."""
-    now = _own.meter.recent_ns(time.perf_counter_ns())
-    last, _own.last_ns = _own.last_ns, now
+def own_run_queue_since_last_ns(now_ns: int = 0) -> int:
+    """The same since this thread called this function before; ``now_ns`` is what `time.perf_counter_ns` just gave."""
+    own = _own
+    now = own.meter.recent_ns(now_ns or time.perf_counter_ns())
+    last, own.last_ns = own.last_ns, now
     return now - last
 
 
@@ -165,7 +167,13 @@ class _Sum:
     slowest: dict[str, int] = field(default_factory=dict)
 
 
-_FOLD_AT = 20_000
+_EXACT_CALLS = 4_000
+"""So many calls between two reports share the time out exactly; where there are more, they are summed in bulk: the
+exact way would cost a busy caller a third of its calls."""
+
+
+FinishedCall: TypeAlias = tuple[str, str, int, int, int, str, int, int, int]
+"""As `CallRecord`, but with the name of (one of) the called members instead of their role."""
 
 
 class CallLedger:
@@ -176,19 +184,19 @@ class CallLedger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: list[CallRecord] = []
+        self._records: list[FinishedCall] = []
         self._wakes: list[tuple[str, str, int, int]] = []
         self._sums: dict[tuple[str, str], _Sum] = {}
 
-    def add(self, record: CallRecord) -> None:
+    def add(self, record: FinishedCall) -> None:
         self._records.append(record)
-        if len(self._records) > _FOLD_AT:
-            self._fold()
+        if len(self._records) > _EXACT_CALLS:
+            self._fold(exact=False)
 
     def add_wake(self, role: str, method: str, lag_ns: int, run_queue_ns: int) -> None:
         """Time from the arrival of an answer until the thread that waited for it ran."""
         self._wakes.append((role, method, lag_ns, run_queue_ns))
-        if len(self._wakes) > _FOLD_AT:
+        if len(self._wakes) > _EXACT_CALLS:
             self._fold()
 
     def take(self) -> tuple[CallStats, ...]:
@@ -197,10 +205,14 @@ class CallLedger:
             sums, self._sums = self._sums, {}
         return tuple(_stats(role, method, total) for (role, method), total in sums.items() if total.calls)
 
-    def _fold(self) -> None:
+    def _fold(self, *, exact: bool = True) -> None:
         with self._lock:
-            records, self._records = self._records, []
+            finished, self._records = self._records, []
             wakes, self._wakes = self._wakes, []
+            if not exact:
+                self._fold_in_bulk(finished)
+                finished = []
+            records = [CallRecord(call[0].partition(":")[0], *call[1:]) for call in finished]
             for record, share_ns in zip(records, shares_ns(records), strict=True):
                 total = self._sums.setdefault((record.role, record.method), _Sum())
                 wall_ns = record.ended_ns - record.started_ns
@@ -218,6 +230,30 @@ class CallLedger:
                 total.wall_ns += lag_ns
                 total.run_queue_ns += run_queue_ns
                 total.overhead_ns += max(0, lag_ns - run_queue_ns)
+
+    def _fold_in_bulk(self, finished: Sequence[FinishedCall]) -> None:
+        """Sums of whole columns. The time in which any call was pending is taken as the span from first to last, or as
+        what the calls took where that is less; each call has its share by the time that it took."""
+        groups: dict[tuple[str, str], list[FinishedCall]] = {}
+        for call in finished:
+            groups.setdefault(call[:2], []).append(call)
+        columns = {key: tuple(zip(*calls, strict=True)) for key, calls in groups.items()}
+        walls = {key: sum(column[3]) - sum(column[2]) for key, column in columns.items()}
+        span_ns = max(call[3] for call in finished) - min(call[2] for call in finished)
+        share = min(1.0, span_ns / max(1, sum(walls.values())))
+        for (name, method), (_, _, _, _, caller_ns, members, executed, queued, run_queue) in columns.items():
+            wall_ns, method_ns, queued_ns = walls[name, method], sum(executed), sum(queued)
+            run_queue_ns = sum(caller_ns) + sum(run_queue)
+            total = self._sums.setdefault((name.partition(":")[0], method), _Sum())
+            total.calls += len(members)
+            total.wall_ns += wall_ns
+            total.method_ns += method_ns
+            total.queued_ns += queued_ns
+            total.run_queue_ns += run_queue_ns
+            total.overhead_ns += max(0, wall_ns - method_ns - queued_ns - run_queue_ns)
+            total.share_ns += wall_ns * share
+            for member, times in Counter(members).items():
+                total.slowest[member] = total.slowest.get(member, 0) + times
 
 
 def shares_ns(records: Sequence[CallRecord]) -> list[float]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.timing import RunQueueMeter, own_run_queue_ns
+from rlmesh.runtime.timing import CallLedger, RunQueueMeter, own_run_queue_ns
 from tests.runtime.conftest import Mesh
 
 
@@ -48,3 +50,32 @@ def test_run_queue_time_only_grows() -> None:
     meter = RunQueueMeter([2**22 + 1])
     assert meter.read_ns() == 0, "a thread that does not exist counts nothing"
     meter.close()
+
+
+def test_many_calls_are_summed_in_bulk_to_the_same_totals() -> None:
+    """4,500 calls of two methods, one after the other: the first 4,001 go the quick way."""
+    ledger = CallLedger()
+    for number in range(4500):
+        began_ns = 1_000 * number
+        method = "a" if number % 3 else "b"
+        ledger.add((f"S:{number % 2}", method, began_ns, began_ns + 900, 50, f"S:{number % 2}", 400, 100, 50))
+    stats = {each.method: each for each in ledger.take()}
+    assert {method: each.calls for method, each in stats.items()} == {"a": 3000, "b": 1500}
+    for each in stats.values():
+        assert each.wall_s == pytest.approx(each.calls * 900e-9)
+        assert each.method_s == pytest.approx(each.calls * 400e-9)
+        assert each.queued_s == pytest.approx(each.calls * 100e-9)
+        assert each.run_queue_s == pytest.approx(each.calls * 100e-9)
+        assert each.overhead_s == pytest.approx(each.calls * 300e-9)
+        assert each.share_s == pytest.approx(each.calls * 900e-9)
+        assert each.slowest_rank in (0, 1)
+
+
+def test_calls_that_overlap_share_the_time_in_bulk_too() -> None:
+    """4,001 calls, all pending during the same millisecond."""
+    ledger = CallLedger()
+    for number in range(4001):
+        ledger.add(("S:0", "a", number, 1_000_000 + number, 0, "S:0", 0, 0, 0))
+    (stats,) = ledger.take()
+    assert stats.wall_s == pytest.approx(4001 * 1e-3)
+    assert stats.share_s == pytest.approx(1.004e-3)

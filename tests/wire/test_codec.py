@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rlmesh.errors import Unserializable
+from rlmesh.errors import PayloadTooLarge, Unserializable
 from rlmesh.wire import codec
+from rlmesh.wire.envelope import Buffer
 
 
 @dataclass
@@ -95,3 +98,31 @@ def test_local_functions_and_classes_travel_by_value() -> None:
 def test_what_cannot_travel_is_named() -> None:
     with pytest.raises(Unserializable, match="lock"):
         codec.encode({"lock": threading.Lock()})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ((1, "a", None, 2.5, True, b"x"), {}),
+        ((), {}),
+        ((1,), {"key": 2}),
+        ((np.arange(3),), {}),
+        ((1, [2, 3]), {}),
+        (1, np.arange(3)),
+        (np.arange(3), {}),
+        "x" * 200_000,
+        (("y" * 200_000,), {}),
+        2**100,
+    ],
+)
+def test_the_quick_way_gives_the_same(value: Any) -> None:
+    given = codec.decode(codec.encode(value))
+    assert repr(given) == repr(value)
+
+
+def test_the_quick_way_has_the_same_cap() -> None:
+    def refuse(buffers: Sequence[memoryview], rest_bytes: int) -> Sequence[Buffer]:
+        raise PayloadTooLarge(f"{rest_bytes} bytes")
+
+    with pytest.raises(PayloadTooLarge, match="2000"):
+        codec.encode((("x" * 200_000,), {}), refuse)
