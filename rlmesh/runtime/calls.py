@@ -158,7 +158,7 @@ class Calls(Knowledge):
             call.peer = peer
         fields = (call.call_id, call.name, call.incarnation, call.method, call.timeout_s, call.flags, call.chain)
         frames, call.frames = call.frames, []
-        call.sent_bytes = message_bytes(call.call_id, frames)
+        call.sent_bytes = message_bytes(frames)
         peer.channel.put(tuple.__new__(Call, fields), frames)  # Half the time of Call(…).
         if call.future is None:
             at = call.started_ns
@@ -267,7 +267,7 @@ class Calls(Knowledge):
                 peer.channel.kick()
         peer.queued_ns = reply.queued_ns
         times = (call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns)
-        call.done(times, message_bytes(call.call_id, frames))
+        call.done(times, message_bytes(frames))
         value: Any = None
         error: BaseException | None = None
         try:

@@ -13,10 +13,6 @@ from typing import TypeAlias
 from rlmesh.wire.codec import size_bytes
 from rlmesh.wire.envelope import Frames
 
-WEIGHT = 16
-"""Of small messages one in so many is measured and counts so often; large ones are all measured."""
-_SPREAD, _CHOSEN = 0x9E3779B1, 0xF0000000
-"""Which ones: call numbers times the golden ratio, so that calls in turn to several members are all met."""
 FOLD_AT = 4_000
 
 EndedCall: TypeAlias = tuple[str, str, int, int, int, bool, int, int, int, int]
@@ -27,8 +23,7 @@ is one for every call."""
 
 @dataclass(frozen=True, slots=True)
 class EdgeStats:
-    """Calls of one method of one member, summed. ``failed`` of them got no answer. Bytes of small messages are
-    estimated from a sample."""
+    """Calls of one method of one member, summed. ``failed`` of them got no answer."""
 
     callee: str
     method: str
@@ -49,11 +44,9 @@ class EdgeStats:
         )  # fmt: skip
 
 
-def message_bytes(call_id: int, frames: Frames) -> int:
-    """Bytes of a message as they count here."""
-    if len(frames) > 1:
-        return size_bytes(frames)
-    return 0 if call_id * _SPREAD & _CHOSEN or not frames else len(frames[0]) * WEIGHT
+def message_bytes(frames: Frames) -> int:
+    """Bytes of a message's payload."""
+    return len(frames[0]) if len(frames) == 1 else size_bytes(frames)
 
 
 class CallWatch:
@@ -62,7 +55,7 @@ class CallWatch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended: list[EndedCall] = []
-        self._sums: dict[tuple[str, str], list[int]] = {}
+        self._sums: dict[tuple[str, str], tuple[int, ...]] = {}
         self.trace: Callable[[Sequence[EndedCall]], None] | None = None
         """Is given the single calls as well, some time after they ended."""
 
@@ -85,22 +78,17 @@ class CallWatch:
         """Sum up what ended, and hand it to ``trace``."""
         with self._lock:
             ended, self._ended = self._ended, []
-            for callee, method, _, started_ns, ended_ns, answered, executed_ns, queued_ns, sent, received in ended:
-                total = self._sums.get((callee, method))
-                if total is None:
-                    if callee.startswith("@"):
-                        continue
-                    total = self._sums[callee, method] = [0] * 7
-                total[0] += 1
-                total[2] += ended_ns - started_ns
-                total[3] += executed_ns
-                if not answered:
-                    total[1] += 1
-                if queued_ns:
-                    total[4] += queued_ns
-                if sent:
-                    total[5] += sent
-                if received:
-                    total[6] += received
+            groups: dict[tuple[str, str], list[EndedCall]] = {}
+            for call in ended:
+                if not call[0].startswith("@"):
+                    groups.setdefault(call[:2], []).append(call)
+            for key, calls in groups.items():
+                # Whole columns at once: a busy caller ends 100,000 calls a second.
+                _, _, _, started, finished, answered, executed, queued, sent, received = zip(*calls, strict=True)
+                wall_ns = sum(finished) - sum(started)
+                times = (wall_ns, sum(executed), sum(queued))
+                new = (len(calls), len(calls) - sum(answered), *times, sum(sent), sum(received))
+                old = self._sums.get(key, (0,) * len(new))
+                self._sums[key] = tuple(map(int.__add__, old, new))
         if self.trace is not None and ended:
             self.trace(ended)
