@@ -7,14 +7,9 @@ network I/O never share a thread, unless an object was served ``inline`` (contro
 from __future__ import annotations
 
 import asyncio
-import difflib
-import inspect
 import logging
 import time
-from _thread import allocate_lock
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,13 +18,12 @@ from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext, current_call
-from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
-from rlmesh.runtime.outflow import Outflow, refuse_call
+from rlmesh.runtime.outflow import Outflow
 from rlmesh.runtime.passing import Arrivals
-from rlmesh.runtime.rpc import exported_functions, mark_of
 from rlmesh.runtime.sequence import FutureSequence
+from rlmesh.runtime.served import Method, Served
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
 from rlmesh.runtime.waiting import Serving
 from rlmesh.wire import codec, failure
@@ -59,66 +53,6 @@ class Host(Protocol):
     def system_exit(self, code: object) -> None:
         """User code called ``sys.exit``."""
         ...
-
-
-class Method:
-    """One exported method of one served object. ``slot`` is what a running call of it holds."""
-
-    def __init__(self, owner: Served, name: str, function: Callable[..., Any]) -> None:
-        mark = mark_of(function)
-        self.owner, self.name, self.function = owner, name, function
-        self.concurrent = mark.concurrent if mark is not None else 1
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-        self.generator = function
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            self.function = refuse_call(owner.name, name, is_async=self.is_async)
-        self.serial = self.concurrent == 1
-        # Serial `def` methods share the member's one thread, so they share a slot.
-        self.slot = f"{owner.name}.{name}" if self.is_async else f"{owner.name}!{owner.incarnation}"
-        self.running = 0
-        self.queue: deque[Incoming] = deque()
-        self.lock = allocate_lock()
-        self._pool: ThreadPoolExecutor | None = None
-
-    def pool(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.concurrent, f"rlmesh-{self.owner.name}-{self.name}")
-        return self._pool
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-class Served:
-    """An object under a name."""
-
-    def __init__(
-        self, name: str, incarnation: int, functions: Mapping[str, Callable[..., Any]], *, inline: bool
-    ) -> None:
-        self.name, self.incarnation, self.inline = name, incarnation, inline
-        self.methods = {method: Method(self, method, function) for method, function in functions.items()}
-        self.executor = SerialExecutor(name)
-        self.free_since_ns = 0
-
-    def find(self, name: str) -> Method:
-        found = self.methods.get(name)
-        if found is None and (function := exported_functions().get(name)) is not None:
-            found = self.methods[name] = Method(self, name, function)
-        if found is None:
-            near = difflib.get_close_matches(name, self.methods, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            known = ", ".join(sorted(self.methods)) or "none"
-            raise MethodNotFound(
-                f"{self.name} exports no method {name!r} (it exports: {known}){hint} "
-                "Mark the method with @rpc to let other members call it"
-            )
-        return found
-
-    def close(self) -> None:
-        for method in self.methods.values():
-            method.close()
-        self.executor.close()
 
 
 class Incoming:

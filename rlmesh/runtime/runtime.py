@@ -17,7 +17,7 @@ from rlmesh.errors import UsageError
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
-from rlmesh.runtime.dispatch import Dispatcher, Served
+from rlmesh.runtime.dispatch import Dispatcher
 from rlmesh.runtime.door import Door
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
@@ -28,6 +28,7 @@ from rlmesh.runtime.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.reception import Reception
 from rlmesh.runtime.rpc import exported
 from rlmesh.runtime.security import check_key, find_key, make_key
+from rlmesh.runtime.served import Served
 from rlmesh.runtime.submission import Submission
 from rlmesh.runtime.timing import (
     RunQueueMeter,
