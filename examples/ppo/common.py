@@ -24,6 +24,11 @@ def job_config() -> PPOConfig:
     return PPOConfig(**current_worker().job_info.user_config)
 
 
+def pretrained() -> Path:
+    """Folder of the model before PPO, in any worker of the job."""
+    return Path(current_worker().run_dir) / "pretrained"
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample. ``temperature`` 0 is greedy. ``seed`` decides the draws, together with the engine's rank."""

@@ -41,7 +41,7 @@ class PPOConfig:
     max_grad_norm: float = _setting(1.0, "bound on the norm of the gradient")
 
     max_log_prob_gap: float = _setting(0.05, "largest difference between actor and engines before the job stops")
-    save_every: int = _setting(50, "steps between two checkpoints")
+    save_every: int = _setting(10, "steps between two checkpoints")
 
     def lr_share(self, step: int) -> float:
         """The learning rate after ``step`` steps, as a share of its peak: up, then down in a straight line."""

@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 LETTERS = "abcdefgh"
@@ -60,14 +61,23 @@ def read(path: Path) -> list[Row]:
 
 
 def batches(rows: list[Row], size: int, seed: int) -> Iterator[list[Row]]:
-    """Batches without end. Each epoch has every row at most once, in an order of its own; what is left of an
+    """Batches without end: :func:`batch` 0, 1, 2, …"""
+    return (batch(rows, size, seed, number) for number in itertools.count())
+
+
+def batch(rows: list[Row], size: int, seed: int, number: int) -> list[Row]:
+    """One batch, by its number. Each epoch has every row at most once, in an order of its own; what is left of an
     epoch and fills no batch is dropped."""
     if size > len(rows):
         raise ValueError(f"a batch of {size} rows cannot be drawn from {len(rows)} rows")
-    for epoch in itertools.count():
-        order = random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
-        for start in range(0, len(rows) - size + 1, size):
-            yield [rows[i] for i in order[start : start + size]]
+    epoch, place = divmod(number, len(rows) // size)
+    order = _order(seed, epoch, len(rows))
+    return [rows[i] for i in order[place * size : (place + 1) * size]]
+
+
+@lru_cache(maxsize=1)
+def _order(seed: int, epoch: int, count: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
 
 
 def main() -> None:

@@ -145,8 +145,10 @@ def make_pretrained(path: Path, rows: Sequence[Row], *, seed: int, accuracy: flo
     """
     tokenizer, model = build_tokenizer(), build_model(seed)
     reached = warm_up(model, tokenizer, rows, seed=seed, accuracy=accuracy)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    aside = path.with_name(f".{path.name}.tmp")
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    aside.replace(path)  # so that it is never there by half
     return reached
 
 

@@ -24,6 +24,7 @@ class PolicyModelActor:
         torch.set_num_threads(1)
         self.config = job_config()
         self.experience: Experience | None = None
+        self.published: tuple[int, dict[str, Tensor]] | None = None
         dist.init_process_group("gloo")
 
     def teardown(self) -> None:
@@ -75,11 +76,21 @@ class PolicyModelActor:
     def broadcast_to_rollout(self, version: int) -> None:
         weights = self.policy.whole_weights()
         if dist.get_rank() == 0:
+            self.published = (version, weights)
             remote_call.rollout_weight_sync(version, weights)
+
+    # A second thread, since an engine that comes back asks while the broadcast waits for it.
+    @rpc(remote_call.published_weights, concurrent=2)
+    def published_weights(self) -> tuple[int, dict[str, Tensor]] | None:
+        return self.published
 
     @rpc(remote_call.save_checkpoint)
     def save_checkpoint(self, directory: str, step: int) -> None:
         self.policy.save(Path(directory) / "actor.pt", step)
+
+    @rpc(remote_call.restore)
+    def restore(self, directory: str) -> None:
+        self.policy.load(Path(directory) / "actor.pt")
 
     @rpc(remote_call.end_job)
     def end_job(self) -> None:

@@ -61,6 +61,10 @@ class CriticModelActor:
     def save_checkpoint(self, directory: str, step: int) -> None:
         self.critic.save(Path(directory) / "critic.pt", step)
 
+    @rpc(remote_call.restore)
+    def restore(self, directory: str) -> None:
+        self.critic.load(Path(directory) / "critic.pt")
+
     @rpc(remote_call.end_job)
     def end_job(self) -> None:
         self.experience = None

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from rlmesh import rpc
+from rlmesh import RestartEvent, rpc
 from rlmesh.rl.losses import token_log_probs
 
 from . import remote_call
-from .common import job_config
+from .common import job_config, pretrained
 from .model import response_logits
 
 
@@ -19,6 +19,9 @@ class PPOReferenceActor:
         torch.set_num_threads(1)
         self.config = job_config()
         self.model: Qwen2ForCausalLM | None = None
+
+    def on_restart(self, event: RestartEvent) -> None:
+        self.init(str(pretrained()))
 
     @rpc(remote_call.reference_init)
     def init(self, model_path: str) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from rlmesh import rpc
+from rlmesh import RestartEvent, rpc
 
 from . import remote_call
+from .common import pretrained
 
 
 def exact_match(text: str, ended: bool, answer: str) -> float:
@@ -19,6 +20,9 @@ def exact_match(text: str, ended: bool, answer: str) -> float:
 class RewardModelActor:
     def setup(self) -> None:
         self.tokenizer: PreTrainedTokenizerFast | None = None
+
+    def on_restart(self, event: RestartEvent) -> None:
+        self.init(str(pretrained()))
 
     @rpc(remote_call.reward_init)
     def init(self, model_path: str) -> None:

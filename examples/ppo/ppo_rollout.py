@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from rlmesh import current_worker, rpc
+from rlmesh import RestartEvent, current_worker, rpc
 
 from . import remote_call
-from .common import Sample, SamplingParams
+from .common import Sample, SamplingParams, pretrained
 from .model import sample
 
 
@@ -22,6 +22,13 @@ class RolloutActor:
         self.model: Qwen2ForCausalLM | None = None
         self.version: int | None = None
 
+    def on_restart(self, event: RestartEvent) -> None:
+        """A process that takes another's place asks the actor for the weights; without any it refuses to sample."""
+        self.init(str(pretrained()))
+        self.version = None
+        if (published := remote_call.published_weights()) is not None:
+            self.weight_sync(*published)
+
     @rpc(remote_call.rollout_init)
     def init(self, model_path: str) -> None:
         self.model = Qwen2ForCausalLM.from_pretrained(model_path).eval()
@@ -30,7 +37,7 @@ class RolloutActor:
     @rpc(remote_call.rollout_generate)
     def generate(self, prompt_token_ids: Sequence[list[int]], params: SamplingParams) -> list[Sample]:
         if self.model is None or self.version is None:
-            raise RuntimeError(f"engine {self.rank} has no weights: call rollout_init first")
+            raise RuntimeError(f"engine {self.rank} has no weights: call rollout_init or rollout_weight_sync first")
         own = SamplingParams(params.max_tokens, params.temperature, params.seed * 1009 + self.rank)
         drawn = sample(self.model, prompt_token_ids, own)
         return [

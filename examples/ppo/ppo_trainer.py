@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from rlmesh import current_worker
 
 from . import data, remote_call
-from .common import job_config, write_atomically
+from .checkpoints import Checkpoints
+from .common import job_config, pretrained, write_atomically
 from .config import PPOConfig
 from .model import make_pretrained
 from .trainer import PPOTrainer
@@ -29,14 +30,13 @@ class PPOTrainerActor:
     def run(self) -> None:
         run_dir = Path(current_worker().run_dir)
         train, validation = self.prepare_dataset(run_dir)
-        model_path = run_dir / "pretrained"
-        reached = make_pretrained(model_path, train, seed=self.config.seed, accuracy=self.config.warmup_accuracy)
-        print(f"warm-up: sampled answers are right in {reached:.0%}; from here on it is PPO", flush=True)
-        self.init_workers(str(model_path))
+        if not pretrained().exists():
+            reached = make_pretrained(pretrained(), train, seed=self.config.seed, accuracy=self.config.warmup_accuracy)
+            print(f"warm-up: sampled answers are right in {reached:.0%}; from here on it is PPO", flush=True)
 
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(pretrained())
         trainer = PPOTrainer(self.config, tokenizer, train, validation)
-        trainer.fit(run_dir / "checkpoints")
+        trainer.fit(lambda: self.init_workers(str(pretrained())), Checkpoints(run_dir / "checkpoints"))
 
         summary = summarize(self.config, trainer.history)
         write_atomically(run_dir / "summary.json", lambda f: f.write(json.dumps(summary).encode() + b"\n"))

@@ -4,6 +4,9 @@ Each function is both the name of a remote method and the way to call it: a role
 ``@rpc(remote_call.reward_forward)``, and anybody calls ``remote_call.reward_forward(…)`` as a plain function.
 Those that start work on other processes return a ``Future`` or ``FutureSequence`` at once, so that several can
 run side by side; waiting is up to whoever needs the result.
+
+Calls to :func:`again` are made again if the member's process was replaced meanwhile: the same arguments give the
+same answer. Those to actor and critic are not: one rank alone cannot take a step that all take together.
 """
 
 from __future__ import annotations
@@ -26,12 +29,18 @@ def group(role: RLRoleType) -> RoleGroup:
     return RoleGroup(role.name)
 
 
+def again(role: RLRoleType) -> RoleGroup:
+    """The group of a role, for calls that may be made twice."""
+    return group(role).options(idempotent=True)
+
+
 def _forward(role: RLRoleType, function: Callable[..., Any], batch: Batch) -> FutureSequence[Tensor]:
     """A batch call with the rows of ``batch``: one row of results for each."""
     rows, ranks = len(batch.sequences), len(group(role))
     if rows < ranks:  # a batch call leaves out members without items, but a forward pass of FSDP needs all ranks
         raise ValueError(f"{rows} rows are too few for the {ranks} ranks of {role.name}")
-    return group(role).call_batch(function, rows, batch.sequences, batch.attention_mask, batch.action_mask)
+    members = again(role) if role is RLRoleType.REFERENCE else group(role)
+    return members.call_batch(function, rows, batch.sequences, batch.attention_mask, batch.action_mask)
 
 
 # Rollout engines
@@ -43,12 +52,12 @@ def rollout_init(model_path: str) -> Future[list[None]]:
 
 def rollout_generate(prompt_token_ids: Sequence[list[int]], params: SamplingParams) -> FutureSequence[Sample]:
     """One sample per prompt; the prompts are spread over the engines."""
-    return group(RLRoleType.ROLLOUT).call_batch(rollout_generate, len(prompt_token_ids), prompt_token_ids, params)
+    return again(RLRoleType.ROLLOUT).call_batch(rollout_generate, len(prompt_token_ids), prompt_token_ids, params)
 
 
 def rollout_weight_sync(version: int, weights: Mapping[str, Tensor]) -> None:
     """Give all engines these weights; returns when all of them sample with them."""
-    group(RLRoleType.ROLLOUT).call(rollout_weight_sync, version, weights).result()
+    again(RLRoleType.ROLLOUT).call(rollout_weight_sync, version, weights).result()
 
 
 # Reward
@@ -60,7 +69,7 @@ def reward_init(model_path: str) -> Future[list[None]]:
 
 def reward_forward(token_ids: Sequence[list[int]], answers: Sequence[str]) -> FutureSequence[float]:
     """One score per response."""
-    return group(RLRoleType.REWARD).call_batch(reward_forward, len(token_ids), token_ids, answers)
+    return again(RLRoleType.REWARD).call_batch(reward_forward, len(token_ids), token_ids, answers)
 
 
 # Reference policy
@@ -97,6 +106,11 @@ def broadcast_to_rollout(version: int) -> None:
     group(RLRoleType.ACTOR).call(broadcast_to_rollout, version).result()
 
 
+def published_weights() -> tuple[int, dict[str, Tensor]] | None:
+    """The version that the engines were last given, and its weights; None if the actor has published none."""
+    return again(RLRoleType.ACTOR).call_rank0(published_weights).result()
+
+
 # Critic
 
 
@@ -129,6 +143,13 @@ def append_experience(experience: Experience) -> None:
 def save_checkpoint(directory: str, step: int) -> None:
     """The actor and the critic write their state to ``directory``."""
     futures = [group(role).call(save_checkpoint, directory, step) for role in [RLRoleType.ACTOR, RLRoleType.CRITIC]]
+    for future in futures:
+        future.result()
+
+
+def restore(directory: str) -> None:
+    """The actor and the critic take back the state that they wrote to ``directory``."""
+    futures = [group(role).call(restore, directory) for role in [RLRoleType.ACTOR, RLRoleType.CRITIC]]
     for future in futures:
         future.result()
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerFast
 
 from rlmesh import current_worker
+from rlmesh.errors import CallError
 
 from . import data, remote_call
+from .checkpoints import Checkpoints
 from .common import Sample, SamplingParams
 from .config import PPOConfig
 from .data import Row
 from .experience_maker import make_experience, require_version
 from .model import encode
+
+NEWS_S = 2.0
+"""How long after a failed call the news may come that the reason was a restart, in seconds."""
 
 
 class PPOTrainer:
@@ -30,34 +35,56 @@ class PPOTrainer:
         self.version = 0
         self.history: list[dict[str, float]] = []
 
-    def fit(self, checkpoints: Path) -> None:
-        config = self.config
-        batches = data.batches(self.train, config.batch_size, config.seed)
-        self.history.append({"heldout_accuracy": self.validate()})
-        # Also closes the account of the calls made so far: they are part of no step.
-        current_worker().report(step=0, total_steps=config.steps, **self.history[0])
-        for step in range(1, config.steps + 1):
-            started = time.perf_counter()
-            rows = next(batches)
-            samples = self.generate(rows, config.temperature, seed=config.seed * 100_003 + step)
-            made = make_experience(samples, [r.answer for r in rows], config, self.tokenizer.pad_token_id)
-            remote_call.append_experience(made.experience)
+    def fit(self, init_workers: Callable[[], None], checkpoints: Checkpoints) -> None:
+        ready = False
+        while not ready or self.version < self.config.steps:
+            try:
+                if ready:
+                    self.step(checkpoints)
+                else:
+                    init_workers()
+                    self.begin(checkpoints)
+                    ready = True
+            except CallError:
+                # Was it a restart? Actor and critic have lost what they had learnt: both go back to the latest
+                # checkpoint. The other roles help themselves, and their calls are made again.
+                if not {event.role for event in current_worker().events(NEWS_S)} & {"ACTOR", "CRITIC"}:
+                    raise
+                ready = False
+        remote_call.end_job(with_reference=self.config.init_kl_coef != 0)
 
-            critic_update = remote_call.critic_update()
-            actor_update = remote_call.actor_update()
-            critic, actor = critic_update.result()[0], actor_update.result()[0]
-            self.version += 1
-            remote_call.broadcast_to_rollout(self.version)
-            step_time_s = time.perf_counter() - started
+    def begin(self, checkpoints: Checkpoints) -> None:
+        """From the latest checkpoint, or from step 0."""
+        found = checkpoints.restore()
+        self.version, self.history = found.step, found.history
+        remote_call.broadcast_to_rollout(self.version)
+        if not self.history:
+            self.history.append({"heldout_accuracy": self.validate()})
+            checkpoints.save(0, self.history)
+            # Also closes the account of the calls made so far: they are part of no step.
+            current_worker().report(step=0, total_steps=self.config.steps, **self.history[0])
 
-            metrics = {**made.metrics, "step_time_s": step_time_s, "value_loss": critic["value_loss"], **actor}
-            if step % config.eval_every == 0 or step == config.steps:
-                metrics["heldout_accuracy"] = self.validate()
-            if step % config.save_every == 0 or step == config.steps:
-                remote_call.save_checkpoint(str(checkpoints / f"step-{step:06d}"), step)
-            self.history.append(metrics)
-            current_worker().report(step=step, **metrics)
-        remote_call.end_job(with_reference=config.init_kl_coef != 0)
+    def step(self, checkpoints: Checkpoints) -> None:
+        config, step, started = self.config, self.version + 1, time.perf_counter()
+        rows = data.batch(self.train, config.batch_size, config.seed, self.version)
+        samples = self.generate(rows, config.temperature, seed=config.seed * 100_003 + step)
+        made = make_experience(samples, [r.answer for r in rows], config, self.tokenizer.pad_token_id)
+        remote_call.append_experience(made.experience)
+
+        critic_update = remote_call.critic_update()
+        actor_update = remote_call.actor_update()
+        critic, actor = critic_update.result()[0], actor_update.result()[0]
+        self.version = step
+        remote_call.broadcast_to_rollout(self.version)
+        step_time_s = time.perf_counter() - started
+
+        metrics = {**made.metrics, "step_time_s": step_time_s, "value_loss": critic["value_loss"], **actor}
+        if step % config.eval_every == 0 or step == config.steps:
+            metrics["heldout_accuracy"] = self.validate()
+        self.history.append(metrics)
+        if step % config.save_every == 0 or step == config.steps:
+            checkpoints.save(step, self.history)
+        current_worker().report(step=step, **metrics)
 
     def generate(self, rows: list[Row], temperature: float, seed: int = 0) -> list[Sample]:
         prompts = encode(self.tokenizer, [row.prompt for row in rows])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ class ShardedModel:
         self.model = model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, config.lr_share)
-        self.generator = torch.Generator().manual_seed(config.seed + 7919 * self.rank)
+        self.generator = torch.Generator()
 
     def update(self, experience: Experience, loss_function: LossFunction) -> dict[str, float]:
         """Train on this rank's share of a batch.
@@ -45,6 +45,8 @@ class ShardedModel:
         Returns:
             means over the whole batch and all passes over it, the same on every rank, and ``grad_norm``.
         """
+        # Of the step, not of the process: who goes back to a checkpoint draws what was drawn before.
+        self.generator.manual_seed(self.config.seed + 7919 * self.rank + 104_729 * self.schedule.last_epoch)
         sums: dict[str, Tensor] = {}
         updates = 0
         for minibatch in self._minibatches(experience):
@@ -99,6 +101,18 @@ class ShardedModel:
             }
             write_atomically(path, lambda file: torch.save(state, file))
         dist.barrier()
+
+    def load(self, path: Path) -> None:
+        """Take back what :meth:`save` wrote, each rank its shard."""
+        state = torch.load(path, weights_only=True)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(full_state_dict=True, cpu_offload=True),
+        )
+        self.schedule.load_state_dict(state["schedule"])
 
 
 def _whole(tensor: Tensor) -> Tensor:

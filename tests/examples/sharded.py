@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +32,44 @@ def experience(rows: int) -> Experience:
 
 def train(micro_batch_size: int, rows: int, checkpoint: Path) -> dict[str, Any]:
     """Two batches of two passes each; the statistics of both, and the weights after them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    config = PPOConfig(micro_batch_size=micro_batch_size, minibatches=1, ppo_epochs=2, max_grad_norm=0.05)
-    sharded = ShardedModel(model, config, lr=0.01)
-
-    def loss(part: Experience, count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        values = sharded.model(part.sequences)
-        terms = value_clip_loss(values, part.values, part.returns, part.action_mask)
-        share = aggregate(terms.loss, part.action_mask, "token-mean", denominator=count)
-        return share, {"loss": share}
-
+    sharded = fresh(0, micro_batch_size, minibatches=1)
     mine = experience(rows).split(dist.get_world_size())[dist.get_rank()]
-    statistics = [sharded.update(mine, loss) for _ in range(2)]
+    statistics = [sharded.update(mine, partial(loss, sharded)) for _ in range(2)]
     sharded.save(checkpoint, step=2)
-    weights = {name: tensor.tolist() for name, tensor in sharded.whole_weights().items()}
-    return {"statistics": statistics, "weights": weights}
+    return {"statistics": statistics, "weights": weights_of(sharded), "goes_on": goes_on(mine, checkpoint)}
+
+
+def fresh(seed: int, micro_batch_size: int, minibatches: int) -> ShardedModel:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    config = PPOConfig(micro_batch_size=micro_batch_size, minibatches=minibatches, ppo_epochs=2, max_grad_norm=0.05)
+    return ShardedModel(model, config, lr=0.01)
+
+
+def loss(sharded: ShardedModel, part: Experience, count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    values = sharded.model(part.sequences)
+    terms = value_clip_loss(values, part.values, part.returns, part.action_mask)
+    share = aggregate(terms.loss, part.action_mask, "token-mean", denominator=count)
+    return share, {"loss": share}
+
+
+def weights_of(sharded: ShardedModel) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in sharded.whole_weights().items()}
+
+
+def goes_on(mine: Experience, checkpoint: Path) -> bool:
+    """Whether another model that takes a checkpoint back goes on exactly as the one that wrote it, draws included."""
+    first = fresh(0, 100, minibatches=2)
+    first.update(mine, partial(loss, first))
+    path = checkpoint.with_suffix(".again")
+    first.save(path, step=1)
+    other = fresh(1, 100, minibatches=2)
+    other.load(path)
+    dist.barrier()  # all have read it
+    path.unlink(missing_ok=True)
+    for model in (first, other):
+        model.update(mine, partial(loss, model))
+    return weights_of(first) == weights_of(other)
 
 
 def main() -> None:

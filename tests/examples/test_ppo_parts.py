@@ -177,7 +177,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written() -> Non
 def test_an_engine_without_weights_says_so() -> None:
     role = RolloutActor()
     role.rank, role.model, role.version = 1, None, None
-    with pytest.raises(RuntimeError, match="engine 1 has no weights: call rollout_init first"):
+    with pytest.raises(RuntimeError, match="engine 1 has no weights: call rollout_init or rollout_weight_sync first"):
         role.generate([[5]], SamplingParams(max_tokens=1))
 
 

@@ -62,6 +62,7 @@ def test_one_rank_or_two_and_any_micro_batch_give_the_same_weights(tmp_path: Pat
         for a, b in zip(whole["statistics"], other["statistics"], strict=True):
             assert b == pytest.approx(a, abs=1e-6)
 
+    assert all(result["goes_on"] for result in results)
     saved = torch.load(tmp_path / "two" / "micro-2.pt", weights_only=True)
     assert saved["step"] == 2
     plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlmesh.errors import JobFailed, RestartBudgetExhausted
+from rlmesh.job.restarts import Scope
 from rlmesh.master.outcome import JobResult
 from rlmesh.testing import LocalCluster
 from tests.master import restart_job
@@ -74,3 +78,30 @@ def test_a_member_that_fails_too_often_ends_the_job_with_the_first_cause(tmp_pat
     assert isinstance(first, RestartBudgetExhausted)
     assert "REWARD:0 was restarted 2 times within 600 s" in str(first)
     assert "Its first failure" in str(first) and "killed by SIGKILL" in str(first)
+
+
+@pytest.mark.parametrize("scope", ["member", "job"])
+def test_a_trainer_that_dies_runs_again(scope: Scope, tmp_path: Path) -> None:
+    out = tmp_path / "seen.json"
+    with LocalCluster(run_root=tmp_path):
+        result = restart_job.build_saver(scope, out).submit("saver")
+    seen = json.loads(out.read_text())
+    assert seen["steps"] == [0, 1, 2, 3]
+    before, after = seen["pids"]
+    assert before[0] != after[0]
+    assert (set(before[1:]) == set(after[1:])) == (scope == "member"), "the whole job, or the trainer alone"
+    assert {m.incarnation for m in result.status.members if m.role == "ROLLOUT"} == {int(scope == "job")}
+
+
+def test_away_for_a_moment(tmp_path: Path) -> None:
+    """What benchmarks/restarts.py measures, with room for busy machines: 0.3 s and 1.5 s are the goals."""
+    program = Path(__file__).parents[2] / "benchmarks" / "restarts.py"
+    root = program.parents[1]
+    done = subprocess.run(
+        [sys.executable, str(program), "--json", "--rounds", "2"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'launcher'}"}, timeout=60, check=False,
+    )  # fmt: skip
+    figures = json.loads(done.stdout)
+    print(figures)
+    assert figures["others_unchanged"]
+    assert figures["simple_role_away_s"] < 2.0 and figures["group_of_2_away_s"] < 5.0
