@@ -8,13 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlmesh.cli.hosts import add_host_flags, launch_on_hosts
 from rlmesh.cli.torchrun_flags import NodeFlags, add_node_flags, read_node_flags
 from rlmesh.errors import JobFailed, RLMeshError, UsageError
 from rlmesh.job.restarts import SCOPES
@@ -59,7 +63,9 @@ def add_to(commands: Any) -> None:
         help=f"the job's key, made by rlmesh keygen (default: the file that {KEY_VARIABLE} names, else a new key)",
     )
     parser.add_argument("--key-stdin", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--dry-run", action="store_true", help="print how nodes would be started, and start nothing")
     add_node_flags(parser)
+    add_host_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -70,6 +76,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         flags = read_node_flags(options, os.environ)
         for note in flags.notes:
             print(f"rlmesh launch: {note}", file=sys.stderr)
+        if options.hosts is not None:
+            _check_script(options.job, module=True)
+            return launch_on_hosts(options, arguments, _key_of(options, needed=False))
         joins = flags.node_rank is not None and flags.node_rank > 0
         if not joins:
             _check_script(options.job, flags.module)
@@ -80,6 +89,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
                 return run_script(options.job, arguments, module=flags.module)
         assert key is not None
         lifeline = 0 if options.key_stdin else None
+        if lifeline is not None and not joins:
+            follow_input(lifeline)
         return _run_node(flags, key, lifeline, launch, lambda: _script_code(options, flags, arguments))
     except UsageError as error:
         print(f"rlmesh launch: {error}", file=sys.stderr)
@@ -111,13 +122,21 @@ def _key_of(options: argparse.Namespace, *, needed: bool) -> bytes | None:
         UsageError: it is needed and none is given, or it is not fit.
     """
     if options.key_stdin:
-        return parse_key(sys.stdin.buffer.readline().strip(), "standard input")
+        return parse_key(_first_line(0), "standard input")
     if not (needed or options.key_file or os.environ.get(KEY_VARIABLE) or os.environ.get(KEY_TEXT_VARIABLE)):
         return None
     try:
         return find_key(options.key_file)
     finally:
         os.environ.pop(KEY_TEXT_VARIABLE, None)
+
+
+def _first_line(fd: int) -> bytes:
+    """A line and nothing after it, which is for others."""
+    line = b""
+    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
+        line += byte
+    return line.strip()
 
 
 def _options_of(options: argparse.Namespace, flags: NodeFlags, key: bytes | None) -> LaunchOptions:
@@ -139,6 +158,7 @@ def _run_node(
     )  # fmt: skip
 
     def run_head(head: Head) -> int:
+        head.on_full = lambda text: print(f"rlmesh: {text}", file=sys.stderr, flush=True)
         with ambient(replace(launch, head=head)):
             return script()
 
@@ -146,6 +166,24 @@ def _run_node(
         print(f"rlmesh: node 0 of {flags.most} listens at {endpoint}", file=sys.stderr, flush=True)
 
     return run_node(place, run_head, announce)
+
+
+def follow_input(fd: int) -> None:
+    """Let whoever started this process by ssh end it: a line ``interrupt`` is Ctrl-C, and the end of the input, which
+    is theirs or the connection's, is Ctrl-C twice."""
+
+    def follow() -> None:
+        half = b""
+        while data := os.read(fd, 4096):
+            *lines, half = (half + data).split(b"\n")
+            for line in lines:
+                if line == b"interrupt":
+                    os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # two signals at the same moment are one
+
+    threading.Thread(target=follow, name="rlmesh-input", daemon=True).start()
 
 
 def run_script(script: str, arguments: list[str], *, module: bool = False) -> int:

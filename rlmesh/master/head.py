@@ -134,6 +134,8 @@ class Head:
         self.options, self._clock = options, clock
         self.on_signal: Callable[[str], None] | None = None
         """Called when a node's ``launch`` was asked to end, with a text that says so."""
+        self.on_full: Callable[[str], None] | None = None
+        """Called once when the nodes are together, with a text that names them."""
         self._began = clock()
         self._lock = threading.RLock()
         self._roster = Roster(
@@ -201,6 +203,8 @@ class Head:
                 for node in self._roster.drop_silent(now):
                     logger.warning("node %s is gone before the job started", node.label)
                 if self._roster.complete(now) or self._roster.closed:
+                    if not self._roster.closed and self.on_full is not None:
+                        self.on_full(self._roster.describe())
                     self._roster.closed = True
                     return self._addresses()
                 text = self._roster.describe()

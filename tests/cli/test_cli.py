@@ -53,6 +53,7 @@ options:
                         job says (never: the job fails)
   --key-file FILE       the job's key, made by rlmesh keygen (default: the
                         file that RLMESH_KEY_FILE names, else a new key)
+  --dry-run             print how nodes would be started, and start nothing
 
 several nodes, as torchrun:
   --nnodes N[:MAX]      number of nodes, the same on each (default 1)
@@ -67,6 +68,9 @@ several nodes, as torchrun:
   --nproc-per-node N    device slots of each node for a job on CPUs
   --log-dir DIR         where run directories are made (default runs)
   -m, --module          JOB.py is the name of a module
+
+several nodes, over ssh:
+  --hosts FILE          hosts.toml: the machines, the first runs the script
 """
 
 
