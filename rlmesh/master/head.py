@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 ORDERS_WAIT_S = 3.0
 """So long a node's question after orders waits; half a minute without one, and the node counts as gone."""
 GONE_S = 30.0
+RETURN_S = 3.0
+"""A node whose connection was closed (not one whose packets do not come) is gone if it is not back in this time."""
 OVER_WAIT_S = 5.0
 """How long the head waits at its end until all nodes have heard that it is over."""
 
@@ -291,7 +293,22 @@ class Head:
                     await self._news.wait()
         except TimeoutError:
             return ()
+        except asyncio.CancelledError:
+            # Its connection was closed: it comes back at once, or its process has ended.
+            asyncio.get_running_loop().call_later(RETURN_S, self._not_back, token, self._clock())
+            raise
         return found
+
+    def _not_back(self, token: str, lost_at: float) -> None:
+        with self._lock:
+            entry = self._roster.find(token)
+            if entry is None or entry.seen_at > lost_at or self._over is not None:
+                return
+            node = self._remote.get(entry.node_rank)
+            self._heard.add(token)
+            self._roster.leave(token, self._clock())
+        if node is not None and node.running():
+            node.end(unproven(entry.node_rank, f"the launch of node {entry.label} closed its connection and is gone"))
 
     def _orders(self, token: str, seen: int) -> tuple[Order, ...]:
         with self._lock:

@@ -6,6 +6,7 @@ Slurm. It blocks until the job is over and returns its exit code.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -218,6 +219,11 @@ class _Node:
             raise _as_launch_error(error) from None
         except (CallError, WireError) as error:
             silent_s = time.monotonic() - self._head_heard_at
+            if isinstance(error, PeerLost) and self._nobody_listens():
+                raise LaunchError(
+                    f"the head {join_host_port(self._options.host, self._options.port)} has ended, and the job with "
+                    f"it; node {self.rank} ends too"
+                ) from None
             if silent_s > LOST_S or self._eof:
                 raise LaunchError(
                     f"node {self.rank} has heard nothing from the head "
@@ -228,6 +234,12 @@ class _Node:
             return ()
         self._head_heard_at = time.monotonic()
         return orders
+
+    def _nobody_listens(self) -> bool:
+        """Whether the head's machine says that its port is closed: the head itself has ended. A cut network says
+        nothing, or something else."""
+        tried = probe(self._options.host, self._options.port, 0.5)
+        return bool(tried) and all(each.code == errno.ECONNREFUSED for each in tried)
 
     def _pause(self) -> None:
         select.select([self._wake_read], [], [], POLL_S)

@@ -111,7 +111,7 @@ def test_a_host_that_dies_fails_the_job(tmp_path: Path, sshd: Sshd) -> None:
         launched.wait_for("step 0")
         (other,) = [pid for pid in launches(tmp_path) if "--node-rank 1" in command(pid) and "ssh" not in command(pid)]
         os.kill(other, signal.SIGKILL)
-        assert launched.ended(40.0) == 1
+        assert launched.ended(20.0) == 1
     assert "node" in launched.output
 
 
@@ -121,7 +121,7 @@ def test_the_host_of_the_script_dies(tmp_path: Path, sshd: Sshd) -> None:
         pids = with_all_below(launches(tmp_path))
         (head,) = [pid for pid in launches(tmp_path) if "--node-rank 0" in command(pid) and "ssh" not in command(pid)]
         os.kill(head, signal.SIGKILL)
-        assert launched.ended(40.0) == 1
+        assert launched.ended(20.0) == 1
         assert "host1, which runs the script, is gone" in launched.output
         assert gone(pids, 5.0)
 

@@ -26,18 +26,18 @@ def proven_empty(folder: Path) -> None:
 
 
 def test_a_job_over_two_nodes(tmp_path: Path) -> None:
-    with two_nodes(tmp_path, "127.0.0.1", "--size", "3000000", "--torch") as (head, other):
+    with two_nodes(tmp_path, "127.0.0.1", "--size", "3000000") as (head, other):
         assert head.ended() == 0, head.output
         assert other.ended() == 0, other.output
     assert "places [(0, 0), (1, 1)]" in head.output
     assert "weights [9000000, 9000000] of 3000000" in head.output  # futures were passed from node to node
-    assert "sums [3, 3]" in head.output  # a process group over both
     assert "SPREAD:1 |" in other.output  # each node prints what its own members do
     assert "SPREAD:1 |" not in head.output
     assert "nodes 2" in head.output
     proven_empty(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.case("O9")
 @pytest.mark.parametrize(("host", "advertised"), [
     ("127.0.0.1", "127.0.0.1"), ("[::1]", "[::1]"), ("127.0.0.2", "127.0.0.2"),
@@ -75,6 +75,7 @@ def test_a_head_whose_name_does_not_resolve_is_told(tmp_path: Path) -> None:
     assert "nowhere.invalid:7: the name does not resolve" in other.output
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
     with node(tmp_path, 0, 3, "127.0.0.1:0", options=["--rdzv-conf", "join_timeout=4"]) as head:
         endpoint = head.wait_for(r"listens at (\S+)")[1]
@@ -111,6 +112,7 @@ def test_the_failure_of_the_script_ends_all_nodes(tmp_path: Path) -> None:
     proven_empty(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["head", "other"])
 def test_ctrl_c_at_any_node_ends_all(tmp_path: Path, which: str) -> None:
     with two_nodes(tmp_path, "127.0.0.1", "--sleep", "60") as (head, other):
@@ -121,14 +123,15 @@ def test_ctrl_c_at_any_node_ends_all(tmp_path: Path, which: str) -> None:
     proven_empty(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["head", "other"])
 def test_a_launch_that_is_killed_leaves_nothing_anywhere(tmp_path: Path, which: str) -> None:
     with two_nodes(tmp_path, "127.0.0.1", "--sleep", "60") as (head, other):
         head.wait_for("step 0")
         pids = descendants(head.process.pid) + descendants(other.process.pid)
         os.kill((head if which == "head" else other).process.pid, signal.SIGKILL)
-        assert head.ended(30.0) != 0
-        assert other.ended(30.0) != 0
+        assert head.ended(15.0) != 0
+        assert other.ended(15.0) != 0
         deadline = time.monotonic() + 5.0
         while any(map(alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
