@@ -31,6 +31,7 @@
       PreflightError                  a check before the start failed
       WeightSyncError                 a weight sync was not committed
       RestartBudgetExhausted          a role failed more often than its policy allows
+      JobStopped                      the job was stopped before its end, and can be resumed
       JobFailed                       an ExceptionGroup of the first causes, oldest first
 
 Each class has a stable ``code`` that logs and incident files carry. Each message says who failed, where,
@@ -52,6 +53,7 @@ __all__ = [
     "GroupCallError",
     "JobFailed",
     "JobSpecError",
+    "JobStopped",
     "LaunchError",
     "MailboxFull",
     "MalformedFrame",
@@ -329,6 +331,20 @@ class RestartBudgetExhausted(RLMeshError):
     """A role failed more often than its restart policy allows."""
 
     code = "RM600"
+
+
+class JobStopped(RLMeshError):
+    """The job had notice that it must end (a signal, the end of its time) and stopped before its end. Started again
+    with the same run directory it is resumed.
+
+    Attributes:
+        step: the step after which all ranks stopped; None if they did not get to one in time.
+        run_dir: where the job's logs and metrics are, a path as text.
+    """
+
+    code = "RM701"
+    step: int | None = None
+    run_dir: str = ""
 
 
 class JobFailed(ExceptionGroup[Exception], RLMeshError):

@@ -43,7 +43,8 @@ REPORT_WAIT_S = 10.0
 LAST_GRACE_S = 1.5
 """Grace of the members when nobody says how long they have: the guardian is gone, or the master is."""
 MASTER_WAIT_S = 0.5
-SERVICE_GRACE_S = 0.3
+SERVICE_GRACE_S = 0.0 if ownership.signals_are_shared() else 0.3
+"""For processes that have nothing to lose; where signals are shared they do not hear SIGTERM."""
 FLUSH_S = 0.05
 
 CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
@@ -246,7 +247,8 @@ class Agent:
     async def live(self) -> int:
         """Register, serve until the node is over, end everything; returns the exit code."""
         self._loop.add_reader(0, self._on_input)
-        self._loop.add_signal_handler(signal.SIGTERM, self._end, _Over("SIGTERM", 128 + signal.SIGTERM))
+        if not ownership.signals_are_shared():
+            self._loop.add_signal_handler(signal.SIGTERM, self._end, _Over("SIGTERM", 128 + signal.SIGTERM))
         self._do(self._register())
         over = await self._over
         self._loop.remove_reader(0)

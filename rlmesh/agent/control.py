@@ -12,7 +12,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Literal
 
+from rlmesh.agent import ownership
 from rlmesh.agent.protocol import CONTROL
+from rlmesh.agent.stopping import Stopping
 from rlmesh.job.context import RestartEvent, StopRequest
 from rlmesh.job.status import CallStats, ExitInfo, MetricRecord
 from rlmesh.runtime.address import AddressBook
@@ -26,6 +28,7 @@ __all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated", "stacks"]
 Phase = Literal["starting", "serving", "running", "ending"]
 Order = Literal["run", "end"]
 
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 TERM_PATIENCE = 0.6
 """Share of the grace that ``run()`` has, after SIGTERM, to come to a step boundary."""
 
@@ -46,12 +49,14 @@ class Orders:
         self.phase: Phase = "starting"
         self.has_run = False
         self.terminated = False
-        self.stop_request: StopRequest | None = None
+        self.stopping = Stopping()
+        self.last_stop: StopRequest | None = None
         self.book_arrived = threading.Event()
         self._runtime = runtime
         self._grace_s = grace_s
         self._queue: deque[Order] = deque()
         self._exit: tuple[object] | None = None
+        self._told = self._early_sigterm = False
         self._events: deque[RestartEvent] = deque()
         self._unheard: deque[RestartEvent] = deque()
         self._listeners: list[Callable[[RestartEvent], object]] = []
@@ -121,8 +126,8 @@ class Orders:
         return self.has_run
 
     def ask_to_stop(self, reason: str) -> None:
-        if self.stop_request is None:
-            self.stop_request = StopRequest(reason, None, self._grace_s)
+        """Stop at the next boundary, wherever the others are."""
+        self.stopping.ask(StopRequest(reason, None, self._grace_s))
 
     def exit(self, code: object) -> None:
         """A served method called ``sys.exit``: the process ends with that code. Any thread."""
@@ -135,8 +140,30 @@ class Orders:
     def handle_signals(self) -> None:
         """Main thread only."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        for number in NOTICES:  # ignored until now; programs that this process starts must not ignore them
+            signal.signal(number, _leave_to_launcher)
+
+    def end_after_run(self) -> None:
+        """SIGTERM follows, or came already from elsewhere."""
+        self._told = True
+        if self._early_sigterm:
+            _interrupt_main()
+        if self.phase == "running":
+            self.give("end")
+
+    def pass_on(self, name: str) -> None:
+        """The job had notice by this signal: a handler of the member's own is called too, once. Where signals are
+        shared, it has been already."""
+        number = signal.Signals.__members__.get(name)
+        if number in NOTICES and not ownership.signals_are_shared():
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not _leave_to_launcher:
+                _signal_main(number)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if ownership.signals_are_shared() and not self._told and self._exit is None:
+            self._early_sigterm = True  # sent to every process of the task; the launcher decides what it means
+            return
         if self._exit is not None:
             raise SystemExit(*self._exit)
         again, self.terminated = self.terminated, True
@@ -149,14 +176,27 @@ class Orders:
         self.give("end", now=True)  # while run() runs: what comes when it returns
 
     def _remind(self) -> None:
-        asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, _interrupt_main)
+        asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, self._interrupt)
+
+    def _interrupt(self) -> None:
+        """Unless the user's code handles the signal itself by now: it gets it once, and the grace is its own."""
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            _interrupt_main()
 
 
 def _interrupt_main() -> None:
-    """Sent to the main thread itself, so that it also interrupts a wait of that thread."""
+    _signal_main(signal.SIGTERM)
+
+
+def _signal_main(number: int) -> None:
+    """To the main thread itself, so that it also interrupts a wait of that thread."""
     main = threading.main_thread().ident
     if main is not None:
-        signal.pthread_kill(main, signal.SIGTERM)
+        signal.pthread_kill(main, number)
+
+
+def _leave_to_launcher(number: int, frame: FrameType | None) -> None:
+    """The launcher gets the signal as well, and lets all ranks stop together."""
 
 
 class Control:
@@ -177,14 +217,31 @@ class Control:
         return self._orders.begin_run()
 
     @rpc
-    async def teardown(self) -> None:
-        """Call ``teardown()`` when ``run()`` has returned and the methods that are queued are done, then end."""
+    async def teardown(self, stop: StopRequest | None = None) -> None:
+        """Call ``teardown()`` when ``run()`` has returned and the methods that are queued are done, then end; before
+        it ``on_stop(stop)`` if the job was stopped before its end."""
+        self._orders.last_stop = stop
         self._orders.give("end")
 
     @rpc
-    async def stop(self, reason: str) -> None:
-        """Let the next ``step_boundary()`` return a stop request."""
+    async def stop(self, reason: str, ends: bool = False) -> None:
+        """Let the next ``step_boundary()`` return a stop request. ``ends``: SIGTERM follows, which the member's own
+        code may handle; when ``run()`` has returned, the member ends whether it does or not."""
         self._orders.ask_to_stop(reason)
+        if ends:
+            self._orders.end_after_run()
+
+    @rpc
+    async def hold_step(self, reason: str) -> int | None:
+        """The step of the last boundary; the next boundary waits for ``set_stop``."""
+        step = self._orders.stopping.hold()
+        self._orders.pass_on(reason)
+        return step
+
+    @rpc
+    async def set_stop(self, request: StopRequest) -> None:
+        """Stop at the step that the request names."""
+        self._orders.stopping.ask(request)
 
     @rpc
     async def member_lost(self, exit: ExitInfo) -> None:
@@ -210,16 +267,20 @@ class Control:
 class MasterLink:
     """The ``ControlLink`` of a worker's context."""
 
-    def __init__(self, runtime: Runtime, master: MemberHandle, orders: Orders) -> None:
+    def __init__(self, runtime: Runtime, master: MemberHandle, orders: Orders, who: tuple[str, int, int]) -> None:
         self._runtime = runtime
         self._master = master
         self._orders = orders
+        self._who = who
 
     def report(self, record: MetricRecord) -> None:
         self._master.notify("report", record)
 
-    def stop_request(self) -> StopRequest | None:
-        return self._orders.stop_request
+    def boundary(self, step: int) -> StopRequest | None:
+        return self._orders.stopping.boundary(step)
+
+    def stopping(self, step: int) -> None:
+        self._master.notify("stopping_at", *self._who, step)
 
     def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
         return self._orders.take_events(wait_s)

@@ -13,7 +13,8 @@ Protocol:
 * standard output: one line of JSON when all is over, the exit report (see :meth:`Guardian.report`). The same
   line is left in ``<run_dir>/exit-node<rank>.json``.
 * exit code: the agent's, 128 + signal if a signal killed it.
-* SIGTERM: end the job here, giving the agent ``grace_s``. SIGINT is left to the driver.
+* SIGTERM: end the job here, giving the agent ``grace_s``; where signals are shared
+  (``ownership.SHARED_SIGNALS``) it is left to the driver, as SIGINT, SIGUSR1 and SIGUSR2 always are.
 
 The agent gets the same line on its own standard input, which stays open likewise; a second line before its end
 says how many seconds the agent has to end its members. The agent writes its log to
@@ -73,6 +74,10 @@ class Guardian:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Slurm signals every process of a task. What that means is the launcher's decision; programs that are started
+        # from here ignore these signals too, until they handle them themselves.
+        for number in (signal.SIGUSR1, signal.SIGUSR2, *((signal.SIGTERM,) if ownership.signals_are_shared() else ())):
+            signal.signal(number, signal.SIG_IGN)
         try:
             os.setsid()
         except PermissionError:

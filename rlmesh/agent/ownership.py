@@ -25,8 +25,16 @@ PR_SET_CHILD_SUBREAPER = 36
 
 NODE_MARK = "RLMESH_NODE"
 """Environment variable of every process of a node: ``<job_id>/<node_rank>``."""
+SHARED_SIGNALS = "RLMESH_SHARED_SIGNALS"
+"""Environment variable that is 1 where somebody signals all processes of the job at once, as Slurm does: then SIGTERM
+to one of them means what the launcher, who gets it too, makes of it."""
 MEMBER_MARK = "RLMESH_MEMBER"
 """Environment variable of a worker and of what it starts: ``ROLE:rank:incarnation``."""
+
+
+def signals_are_shared() -> bool:
+    """See ``SHARED_SIGNALS``."""
+    return os.environ.get(SHARED_SIGNALS) == "1"
 
 
 def prctl(option: int, value: int | bytes) -> None:

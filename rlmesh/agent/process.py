@@ -134,7 +134,7 @@ def start_process(
         closing = [(os.POSIX_SPAWN_CLOSE, middle) for _, middle, _ in moves]
         return os.posix_spawn(
             argv[0], list(argv), dict(env), file_actions=[*actions, *closing], setsid=True, setsigmask=(),
-            setsigdef=_PYTHON_CHANGES,
+            setsigdef=[n for n in _PYTHON_CHANGES if n != signal.SIGTERM or not ownership.signals_are_shared()],
         )  # fmt: skip
     except OSError as error:
         raise LaunchError(f"{' '.join(argv)!r:.300} could not be started: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlmesh.job.context import Resume
 from rlmesh.job.entry import Entry as Entry
 from rlmesh.job.entry import EntryKind as EntryKind
 from rlmesh.job.restarts import RestartEvent
@@ -83,6 +84,7 @@ class WorkerSpec:
     call_timeout_s: float = 1800.0
     restart: RestartEvent | None = None
     host: str = ""
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,11 +248,11 @@ class Member:
         spec = self.spec
         real = [device.kind for device in spec.devices if device.kind != VIRTUAL]
         return WorkerContext(
-            job_info=JobInfo(spec.job_name, spec.job_id, user_config, real[0].upper() if real else "CPU"),
+            job_info=JobInfo(spec.job_name, spec.job_id, user_config, real[0].upper() if real else "CPU", spec.resume),
             role=spec.role,
             rank=spec.rank,
             world_size=spec.world_size,
-            link=MasterLink(self._runtime, self._master, self._orders),
+            link=MasterLink(self._runtime, self._master, self._orders, self._who),
             local_rank=spec.local_rank,
             local_world_size=spec.local_world_size,
             node_rank=spec.node_rank,
@@ -281,6 +281,8 @@ class Member:
 
     def _teardown(self) -> None:
         self._orders.phase = "ending"
+        if (stop := self._orders.last_stop) is not None:
+            self._attempt("on_stop() failed", lambda: self._hook("on_stop", stop))
         self._attempt("teardown() failed", lambda: self._hook("teardown"))
 
     def _hook(self, name: str, *args: object) -> None:

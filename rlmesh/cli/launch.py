@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.cli.hosts import add_host_flags, launch_on_hosts
+from rlmesh.cli.signals import heeding_signals
 from rlmesh.cli.torchrun_flags import NodeFlags, add_node_flags, read_node_flags
-from rlmesh.errors import JobFailed, RLMeshError, UsageError
+from rlmesh.errors import JobFailed, JobStopped, RLMeshError, UsageError
 from rlmesh.job.restarts import SCOPES
 from rlmesh.master.options import Cluster, LaunchOptions, ambient
+from rlmesh.master.outcome import StoppedBySignal
 from rlmesh.runtime.security import KEY_TEXT_VARIABLE, KEY_VARIABLE, find_key, parse_key
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ DESCRIPTION = (
     "node: the script runs on node 0, the others take part with an agent each."
 )
 VIEWS = ("auto", "live", "plain", "none")
+RESUMABLE = 75
+"""Exit code of a job that had notice and stopped where it can be resumed: the "try again" of sysexits.h."""
 
 
 def add_to(commands: Any) -> None:
@@ -66,6 +70,18 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print how nodes would be started, and start nothing")
     add_node_flags(parser)
     add_host_flags(parser)
+    parser.add_argument(
+        "--grace",
+        type=float,
+        metavar="S",
+        help="seconds between SIGTERM and SIGKILL when the job is stopped (default 2.5)",
+    )
+    parser.add_argument(
+        "--stop-within",
+        type=float,
+        metavar="S",
+        help="seconds that all ranks have, after notice, to come to the step at which they stop together (default 600)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -85,7 +101,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         key = _key_of(options, needed=flags.most > 1)
         launch = _options_of(options, flags, key)
         if flags.most == 1:
-            with ambient(launch):
+            with ambient(launch) as block, heeding_signals(block):
                 return run_script(options.job, arguments, module=flags.module)
         assert key is not None
         lifeline = 0 if options.key_stdin else None
@@ -143,7 +159,7 @@ def _options_of(options: argparse.Namespace, flags: NodeFlags, key: bytes | None
     cluster = Cluster((os.uname().nodename,), flags.slots) if flags.slots is not None else None
     return LaunchOptions(
         view=options.view, restart=options.restart, run_dir=options.run_dir, run_root=flags.log_root, key=key,
-        cluster=cluster,
+        cluster=cluster, grace_s=options.grace, stop_within_s=options.stop_within,
     )  # fmt: skip
 
 
@@ -159,7 +175,7 @@ def _run_node(
 
     def run_head(head: Head) -> int:
         head.on_full = lambda text: print(f"rlmesh: {text}", file=sys.stderr, flush=True)
-        with ambient(replace(launch, head=head)):
+        with ambient(replace(launch, head=head)) as block, heeding_signals(block):
             return script()
 
     def announce(endpoint: str) -> None:
@@ -200,7 +216,10 @@ def run_script(script: str, arguments: list[str], *, module: bool = False) -> in
         return _code_of(error)
     except KeyboardInterrupt as error:
         print(f"rlmesh: {error or 'stopped'}", file=sys.stderr)
-        return 130
+        return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
+    except JobStopped as error:
+        print(f"rlmesh: {error}", file=sys.stderr)
+        return RESUMABLE
     except JobFailed as error:
         print(tell_failure(error), file=sys.stderr)
         return 1

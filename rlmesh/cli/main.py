@@ -16,7 +16,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlmesh",
         description="Runs multi-role reinforcement-learning jobs without Ray.",
-        epilog="Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 130 stopped by Ctrl-C.",
+        epilog="Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 75 it stopped after notice and can be "
+        "resumed, 130 stopped by Ctrl-C, 143 by SIGTERM.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     launch.add_to(commands)

@@ -22,6 +22,7 @@ __all__ = [
     "ControlLink",
     "JobInfo",
     "RestartEvent",
+    "Resume",
     "StopRequest",
     "WorkerContext",
     "current_worker",
@@ -39,7 +40,7 @@ class StopRequest:
     Attributes:
         reason: who or what asked, for the log.
         step: the step after which all ranks stop; ``None``: at the next boundary.
-        grace_s: how long the member has before it is killed.
+        grace_s: how long the job has, from the notice on, before it is stopped wherever it is.
     """
 
     reason: str
@@ -47,15 +48,33 @@ class StopRequest:
     grace_s: float = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The job was started before in this run directory, and did not get to its end.
+
+    Attributes:
+        count: how often it was started before.
+        step: the step after which all ranks stopped the last time; None if they did not stop together (a crash, a lost
+            node): then the last checkpoint is what there is.
+    """
+
+    count: int
+    step: int | None = None
+
+
 class ControlLink(Protocol):
     """How a worker context reaches its job; the worker's bootstrap supplies it. Every method may be called
-    from any thread and, but for ``take_events`` and ``tell_listeners``, returns at once."""
+    from any thread and, but for ``boundary``, ``take_events`` and ``tell_listeners``, returns at once."""
 
     def report(self, record: MetricRecord) -> None:
         """Send a record to the master, without waiting for it."""
 
-    def stop_request(self) -> StopRequest | None:
-        """The stop that was asked for, if any."""
+    def boundary(self, step: int) -> StopRequest | None:
+        """Say that a step ended; gives the stop that was asked for, if any. Waits a moment while the job finds out at
+        which step all ranks stop."""
+
+    def stopping(self, step: int) -> None:
+        """Say that this member stops at a step, as it was asked to."""
 
     def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
         """Restarts since the last take; if there is none, what comes within ``wait_s`` seconds."""
@@ -78,6 +97,7 @@ class JobInfo:
     job_id: str
     user_config: Any = None
     accelerator: str = "GPU"
+    resume: Resume | None = None
 
 
 @dataclass(slots=True)
@@ -102,6 +122,7 @@ class WorkerContext:
     run_dir: Path = field(default_factory=Path)
     clock: Callable[[], float] = time.time
     _step: int | None = field(default=None, init=False, repr=False)
+    _boundary: int | None = field(default=None, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -112,6 +133,11 @@ class WorkerContext:
     def step(self) -> int | None:
         """The last step given to ``report`` or ``step_boundary``."""
         return self._step
+
+    @property
+    def resume(self) -> Resume | None:
+        """What to resume if this is not the first start of the job in its run directory, else None."""
+        return self.job_info.resume
 
     @property
     def collocated_roles(self) -> frozenset[str]:
@@ -161,15 +187,28 @@ class WorkerContext:
     def step_boundary(self, step: int | None = None) -> StopRequest | None:
         """Say that a step ended; returns the request to stop if this is where to stop, else ``None``.
 
-        Without ``step`` the steps are counted from 0. Listeners of ``on_event`` are called here, if ``run()`` runs.
+        Without ``step`` the steps are counted from 0. All ranks of the roles that drive the job get the request at
+        the same step; while the job finds out at which, a boundary waits for some milliseconds. Listeners of
+        ``on_event`` are called here, if ``run()`` runs.
+
+        Raises:
+            UsageError: the member was to stop at an earlier step and went on.
         """
         self.link.tell_listeners()
         if step is None:
             step = 0 if self._step is None else self._step + 1
-        self._step = int(step)
-        request = self.link.stop_request()
+        before, self._boundary = self._boundary, int(step)
+        self._step = self._boundary
+        request = self.link.boundary(self._step)
         if request is None or (request.step is not None and self._step < request.step):
             return None
+        if request.step is not None and before is not None and request.step <= before < self._step:
+            raise UsageError(
+                f"{self.name} (pid {self.pid}) went on to step {self._step} although all ranks stop at step "
+                f"{request.step} ({request.reason}): when step_boundary() returns a request, save what must survive "
+                "and return from run()"
+            )
+        self.link.stopping(self._step)
         return request
 
 

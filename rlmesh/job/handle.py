@@ -67,6 +67,7 @@ class JobHandle:
 
         Raises:
             JobFailed: it failed or was stopped; holds the first causes.
+            JobStopped: it had notice, and stopped where it can be resumed.
             TimeoutError: it has not ended within ``timeout_s``; it goes on.
         """
         try:
@@ -80,6 +81,11 @@ class JobHandle:
         """Ask the job to end: with grace, or at once if called again. Returns immediately."""
         if not self.done():
             self._driver.stop(reason)
+
+    def notice(self, reason: str = "notice() was called") -> None:
+        """Let all ranks stop at the same step, save what must survive, and end. Returns immediately."""
+        if not self.done():
+            self._driver.notice(reason)
 
     def __await__(self) -> Generator[Any, None, JobResult]:
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()

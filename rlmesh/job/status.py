@@ -139,7 +139,8 @@ class RestartRecord:
 @dataclass(frozen=True, slots=True)
 class JobStatus:
     """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all
-    so far, oldest first."""
+    so far, oldest first. ``resumable``: it had notice that it must end; ``stopped_at`` is then the step after which
+    all ranks stopped, if they did. ``killed`` names the members whose grace was not enough."""
 
     job_name: str
     job_id: str
@@ -153,6 +154,9 @@ class JobStatus:
     first_serving_s: float | None = None
     all_serving_s: float | None = None
     note: str = ""
+    resumable: bool = False
+    stopped_at: int | None = None
+    killed: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
     restarts: tuple[RestartRecord, ...] = ()
 

@@ -15,6 +15,7 @@ from rlmesh.job.context import (
     ControlLink,
     JobInfo,
     RestartEvent,
+    Resume,
     StopRequest,
     WorkerContext,
     current_worker,
@@ -33,6 +34,7 @@ __all__ = [
     "ControlLink",
     "JobInfo",
     "RestartEvent",
+    "Resume",
     "StopRequest",
     "WorkerContext",
     "current_worker",
@@ -97,6 +99,11 @@ class BaseWorkload:
     def on_restart(self, event: RestartEvent) -> None:
         """Called after ``setup()`` in a process that takes the place of one that failed, before it serves calls:
         restore here what can be restored without the trainer. ``event`` says why, and who was replaced with it."""
+
+    def on_stop(self, request: StopRequest) -> None:
+        """Called before ``teardown()`` if the job is stopped before its end and is to be resumed: save what must
+        survive. ``request.step`` is the step after which all ranks stopped, ``request.reason`` says why. The roles
+        that drive the job are asked first, after their ``run()``; the others still serve calls then."""
 
     def teardown(self) -> None:
         """Called once at the end of the job. A member that is replaced is not asked."""

@@ -109,6 +109,10 @@ class JobContext:
     note: str = ""
     ends_as: Stage = "succeeded"
     graph: CallGraph = field(default_factory=CallGraph)
+    resumable: bool = False
+    stopped_at: int | None = None
+    killed: list[str] = field(default_factory=list)
+    stop_grace_s: float = 0.0
 
     def add_record(self, record: MetricRecord) -> None:
         self.records.append(record)
@@ -154,6 +158,9 @@ class JobContext:
             all_serving_s=self.all_serving_s,
             note=self.note,
             restarts=tuple(self.restarts),
+            resumable=self.resumable,
+            stopped_at=self.stopped_at,
+            killed=f"SIGKILL after {self.stop_grace_s:g} s: {', '.join(self.killed)}" if self.killed else "",
         )
 
 

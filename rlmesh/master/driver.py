@@ -21,9 +21,11 @@ from rlmesh.errors import LaunchError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
+from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
-from rlmesh.master.session import STOP_GRACE_S, Interrupt, Session
+from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Interrupt, Session
+from rlmesh.master.starts import note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
 from rlmesh.placement.planner import make_plan
@@ -41,13 +43,14 @@ ANSWER_MARGIN_S = 15.0
 def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> JobResult:
     """Run a job, whose description was checked, on the calling thread and wait for its end.
 
-    On the main thread Ctrl-C stops the job: once with grace, twice at once; either way all its processes are
-    gone before ``KeyboardInterrupt`` is raised.
+    On the main thread Ctrl-C and SIGTERM stop the job: once with grace, twice at once; either way all its processes
+    are gone before ``KeyboardInterrupt`` is raised. SIGUSR1 lets all ranks stop at the same step.
 
     Raises:
         JobSpecError: its configuration cannot be sent to the workers.
         PlacementError: the cluster cannot hold it; nothing was started.
         JobFailed: it failed; its exceptions are the first causes, ``run_dir`` has the logs.
+        JobStopped: it had notice, and stopped where it can be resumed.
         KeyboardInterrupt: it was stopped.
     """
     try:
@@ -59,7 +62,7 @@ def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOption
             "submit() would block the event loop that runs in this thread: use 'async with job.start()' instead"
         )
     driver = Driver(config, job_name, options)
-    with driver.stopping_on_ctrl_c():
+    with driver.heeding_signals():
         return driver.run()
 
 
@@ -80,7 +83,7 @@ class Driver:
         self._demand = demand_of(config)
         self._cluster = cluster_for(config, self._demand, self._options.cluster)
         if self._options.head is not None:
-            self._options.head.on_signal = self.stop
+            self._options.head.on_signal = self._signalled_elsewhere
         nodes = expected_nodes(self._cluster)
         if nodes is not None and self._options.head is None:
             make_plan(self._demand, nodes)
@@ -100,6 +103,16 @@ class Driver:
         """End the job: with grace when called once, at once when called again. Returns immediately."""
         self._interrupt.ask(reason)
 
+    def notice(self, reason: str) -> None:
+        """Let all ranks stop at the same step, save what must survive, and end. Returns immediately."""
+        self._interrupt.notice(reason)
+
+    def _signalled_elsewhere(self, number: int, text: str) -> None:
+        if gives_notice(number):
+            self.notice(text)
+        else:
+            self.stop(text)
+
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait until ``run`` has ended; whether it did."""
         return self._ended.wait(timeout_s)
@@ -118,10 +131,12 @@ class Driver:
             self._cluster = self._gathered(options.head)
         preload = config.preload_items()
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
+        grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
+            resume = note_start(space.run_dir, options.restarts or 0)
             spec = job_spec(
                 config, self.job_name, self._demand, self._cluster, space, limits=options.limits,
-                restart=options.restart, submitted_at=self._submitted_at, grace_s=STOP_GRACE_S,
+                restart=options.restart, submitted_at=self._submitted_at, grace_s=grace_s, resume=resume,
             )  # fmt: skip
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
             (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
@@ -133,7 +148,8 @@ class Driver:
         self._session = Session(
             self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
             self._interrupt, make_view=self._make_view, first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S,
-            report=self._draw_report, head=options.head,
+            report=self._draw_report, head=options.head, grace_s=grace_s,
+            stop_within_s=options.stop_within_s or STOP_WITHIN_S,
         )  # fmt: skip
         return self._session
 
@@ -163,20 +179,25 @@ class Driver:
         return draw_report(run_dir)
 
     @contextmanager
-    def stopping_on_ctrl_c(self) -> Iterator[None]:
-        """On the main thread SIGINT stops the job instead of raising KeyboardInterrupt somewhere in it."""
+    def heeding_signals(self) -> Iterator[None]:
+        """On the main thread SIGINT and SIGTERM stop the job instead of raising somewhere in it, and SIGUSR1 gives it
+        notice (under Slurm SIGTERM too)."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.stop("Ctrl-C")
+        def heed(number: int, frame: FrameType | None) -> None:
+            if gives_notice(number):
+                self.notice(signal.Signals(number).name)
+            else:
+                self.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
-        before = signal.signal(signal.SIGINT, ask)
+        before = {number: signal.signal(number, heed) for number in (signal.SIGINT, *HEEDED)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _refuse_inside_worker() -> None:

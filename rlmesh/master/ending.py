@@ -8,13 +8,15 @@ from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_state import JobState
+from rlmesh.master.stop_together import StopTogether
 
 
 class Ending:
     """The last stage of one job."""
 
-    def __init__(self, state: JobState) -> None:
+    def __init__(self, state: JobState, together: StopTogether) -> None:
         self._state = state
+        self._together = together
 
     def drivers(self) -> list[Member]:
         """The members whose ``run()`` the job waits for."""
@@ -33,7 +35,7 @@ class Ending:
         self._state.context.stage = "stopping"
         living = self._state.living()
         if bound := tuple(member.id for member in living if member.endpoint):
-            self._state.do(ev.AskToStop(bound, reason))
+            self._state.do(ev.AskToStop(bound, reason, ends=True))
         self.stop_members(living, grace_s, now)
 
     def stop_members(self, members: Iterable[Member], grace_s: float, now: float) -> None:
@@ -46,6 +48,7 @@ class Ending:
             of_node.setdefault(member.placement.node_rank, []).append(member.id)
         for node_rank, ids in of_node.items():
             self._state.do(ev.StopMembers(node_rank, tuple(ids), grace_s))
+        self._state.context.stop_grace_s = grace_s
         self._state.deadlines.exits_at = now + grace_s + self._state.limits.exit_s
 
     def teardown(self, members: Sequence[Member], now: float) -> None:
@@ -56,8 +59,9 @@ class Ending:
         for member in members:
             member.enter("stopping", now)
             member.asked_to_end = True
-            self._state.do(ev.Teardown(member.id))
-        self._state.deadlines.teardown_at = now + self._state.limits.teardown_s
+            self._state.do(ev.Teardown(member.id, self._together.last_word()))
+        # What a stop saves may take as long as it has, not only as long as an ordinary teardown.
+        self._state.deadlines.teardown_at = max(now + self._state.limits.teardown_s, self._together.ends_at or 0.0)
 
     def end_if_gone(self, failing: bool, now: float) -> None:
         """Go on with the end: the others' teardown after the drivers', the last stage after the last process."""
@@ -70,7 +74,9 @@ class Ending:
         if not living:
             if failing and context.ends_as == "succeeded":
                 context.ends_as = "failed"
-            context.stage = context.ends_as
+            context.stopped_at = self._together.last_step
+            early = context.ends_as == "succeeded" and context.stopped_at is not None
+            context.stage = "stopped" if early else context.ends_as
 
     def look_at_deadlines(self, now: float) -> None:
         """End those that are late, and count those as gone whose end nobody reports."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rlmesh.job.context import StopRequest
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import ExitInfo, MetricRecord
 from rlmesh.master.context import MemberId
@@ -114,13 +115,44 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class NoticeGiven:
+    """The job must end soon: its ranks stop together at a step, within the time."""
+
+    reason: str
+    within_s: float
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepHeld:
+    """A member's step, and it goes on only when it is told where to stop. ``answered`` is False if it did not say."""
+
+    role: str
+    rank: int
+    incarnation: int
+    step: int | None
+    answered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedAt:
+    """A member stopped at a step, as it was told to."""
+
+    role: str
+    rank: int
+    incarnation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; deadlines are looked at."""
 
 
 Event: TypeAlias = (
     AgentRegistered | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady | RunBegan
-    | RunFinished | MemberFailed | MemberExited | Reported | StopRequested | Tick
+    | RunFinished | MemberFailed | MemberExited | Reported | StopRequested | NoticeGiven | StepHeld
+    | StoppedAt | Tick
 )  # fmt: skip
 
 
@@ -155,15 +187,35 @@ class BeginRun:
 
 @dataclass(frozen=True, slots=True)
 class Teardown:
+    """``stop``: the job was stopped before its end, so that the member saves what must survive."""
+
     member: MemberId
+    stop: StopRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HoldSteps:
+    """Ask members for their step; from then on they wait at the next boundary."""
+
+    members: tuple[MemberId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetStop:
+    """Tell members at which step to stop."""
+
+    members: tuple[MemberId, ...]
+    request: StopRequest
 
 
 @dataclass(frozen=True, slots=True)
 class AskToStop:
-    """Tell members why they end, before ``StopMembers`` ends them."""
+    """Tell members why they end; ``ends``: before ``StopMembers`` ends them."""
 
     members: tuple[MemberId, ...]
     reason: str
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +249,6 @@ class TellRestart:
 
 
 Action: TypeAlias = (
-    ReservePort | Spawn | PublishBook | BeginRun | Teardown | AskToStop | AnnounceLoss | StopMembers | EndProcesses
-    | TellRestart
+    ReservePort | Spawn | PublishBook | BeginRun | Teardown | HoldSteps | SetStop | AskToStop | AnnounceLoss
+    | StopMembers | EndProcesses | TellRestart
 )  # fmt: skip

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 AGENT_TIMEOUT_S = 20.0
 BEGIN_TIMEOUT_S = 30.0
 PENDING_TIMEOUT_S = 2.0
+HOLD_TIMEOUT_S = 5.0
+"""Less than what a member that is held waits for the answer."""
 BOOK_DELAY_S = 0.01
 """Books that follow each other this closely are sent once, so that n members cause about n messages, not n²."""
 
@@ -70,11 +72,17 @@ class Executor:
                 case ev.BeginRun(member):
                     self._flush_book()
                     self._add(self._begin_run(self._manager.context.members[member]))
-                case ev.Teardown(member):
-                    self._notify(member, "teardown")
-                case ev.AskToStop(members, reason):
+                case ev.Teardown(member, stop):
+                    self._notify(member, "teardown", stop)
+                case ev.HoldSteps(members, reason):
                     for member in members:
-                        self._notify(member, "stop", reason)
+                        self._add(self._hold_step(self._manager.context.members[member], reason))
+                case ev.SetStop(members, request):
+                    for member in members:
+                        self._notify(member, "set_stop", request)
+                case ev.AskToStop(members, reason, ends):
+                    for member in members:
+                        self._notify(member, "stop", reason, ends)
                 case ev.AnnounceLoss(exit):
                     self._flush_book()
                     self._runtime.member_lost(exit)
@@ -211,6 +219,16 @@ class Executor:
                 self._post(ev.MemberFailed(role, rank, member.incarnation, failed))
             return
         self._post(ev.RunBegan(role, rank, member.incarnation, bool(has_run)))
+
+    async def _hold_step(self, member: Member, reason: str) -> None:
+        incarnation = member.incarnation
+        try:
+            step = await self._control(member).options(timeout_s=HOLD_TIMEOUT_S).call("hold_step", reason)
+        except CallError as error:
+            logger.warning("%s did not say at which step it is: %s", member.name, _text(error))
+            self._post(ev.StepHeld(*member.id, incarnation, None, answered=False))
+            return
+        self._post(ev.StepHeld(*member.id, incarnation, step))
 
     def _bound(self) -> list[Member]:
         members = self._manager.context.members.values()

@@ -134,8 +134,8 @@ class Head:
 
     def __init__(self, options: HeadOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.options, self._clock = options, clock
-        self.on_signal: Callable[[str], None] | None = None
-        """Called when a node's ``launch`` was asked to end, with a text that says so."""
+        self.on_signal: Callable[[int, str], None] | None = None
+        """Called when a node's ``launch`` got a signal, with its number and a text that says so."""
         self.on_full: Callable[[str], None] | None = None
         """Called once when the nodes are together, with a text that names them."""
         self._began = clock()
@@ -333,7 +333,7 @@ class Head:
         with self._lock:
             entry = self._roster.find(token)
         if entry is not None and self.on_signal is not None:
-            self.on_signal(f"{_signal_name(number)} at node {entry.label}")
+            self.on_signal(number, f"{_signal_name(number)} at node {entry.label}")
 
     def node_left(self, token: str) -> None:
         with self._lock:

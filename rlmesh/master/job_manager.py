@@ -14,6 +14,7 @@ running → stopping → succeeded, failed or stopped::
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 from rlmesh.errors import PlacementError
@@ -28,6 +29,7 @@ from rlmesh.master.job_state import SERVING, JobState, LastLines
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.master.recovery import Recoveries
 from rlmesh.master.scheduler import Scheduler, by_node
+from rlmesh.master.stop_together import StopTogether
 from rlmesh.placement.inventory import NodeInfo
 
 _DOING: dict[MemberState, str] = {
@@ -67,7 +69,8 @@ class JobManager:
         self.context = JobContext(spec, started_at=now)
         self._state = JobState(self.context, Deadlines(spec.limits, now), last_lines)
         self._scheduler = scheduler
-        self._ending = Ending(self._state)
+        self._together = StopTogether(spec.grace_s)
+        self._ending = Ending(self._state, self._together)
         self._recoveries = Recoveries(self._state)
         rules = {role.name: role.restart for role in spec.roles}
         self._failover = FailoverCoordinator(rules, {role.name: role.members for role in spec.roles})
@@ -115,6 +118,8 @@ class JobManager:
                 self._reported(record, now)
             case ev.StopRequested(reason, grace_s):
                 self._stop(reason, grace_s, now)
+            case ev.NoticeGiven(reason, within_s, grace_s):
+                self._notice(reason, within_s, grace_s, now)
             case ev.MemberExited(_, exit):
                 self._process_exited(exit, now)
             case ev.Tick():
@@ -124,9 +129,10 @@ class JobManager:
 
     def _member_event(
         self,
-        event: ev.MemberBound | ev.MemberReady | ev.RunBegan | ev.RunFinished | ev.MemberFailed,
+        event: ev.MemberBound | ev.MemberReady | ev.RunBegan | ev.RunFinished | ev.MemberFailed | ev.StepHeld
+        | ev.StoppedAt,
         now: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         member = self.context.members.get((event.role, event.rank))
         if member is None or member.incarnation != event.incarnation or member.gone:
             return
@@ -143,10 +149,18 @@ class JobManager:
                 if has_run and member.state == "ready":
                     member.in_run = True
                     member.enter("running", now)
+                    if member in self._ending.drivers():
+                        self._state.do(*self._together.joined(member.id))
             case ev.RunFinished():
                 member.has_run, member.in_run, member.has_finished = True, False, True
                 if member.state in ("ready", "running"):
                     member.enter("finished", now)
+                self._state.do(*self._together.gone(member.id))
+            case ev.StepHeld(step=step):
+                self._state.do(*self._together.held(member.id, step))
+            case ev.StoppedAt(step=step):
+                if wrong := self._together.stopped(member.id, step):
+                    self._fail(Weight.OWN, FailureInfo(wrong, *member.id, at=now), now)
             case ev.MemberFailed(error=error, traceback=traceback, from_call=from_call):
                 self._member_failed(member, error, traceback, from_call, now)
 
@@ -217,6 +231,9 @@ class JobManager:
         told = member.state == "failed"
         expected = member.ended_by_us or (member.asked_to_end and exit.ok)
         member.exit = exit
+        if member.ended_by_us and exit.signal == signal.SIGKILL:
+            self.context.killed.append(member.name)
+        self._state.do(*self._together.gone(member.id))
         if told:
             self._failures.note_exit(*member.id, exit)
             if not self._state.undecided:
@@ -309,6 +326,16 @@ class JobManager:
             self._recoveries.abandon()
             self._ending.end_all(reason, grace_s, now)
 
+    def _notice(self, reason: str, within_s: float, grace_s: float, now: float) -> None:
+        """The job must end soon. Before the drivers run there is nothing to save."""
+        if not self._state.undecided or self.context.stage not in ("starting", "running"):
+            return
+        self.context.resumable = True
+        if self.context.stage == "starting":
+            self._stop(reason, grace_s, now)
+        elif self._together.notice(reason, within_s, grace_s, now):
+            self.context.note = f"{reason}: all ranks stop at the same step"
+
     def _advance(self, now: float) -> None:
         """Go to the next stage if it is time."""
         context = self.context
@@ -322,6 +349,8 @@ class JobManager:
             context.stage = "running"
             context.all_serving_s = self._since_submit(now)
             self._state.do(*(ev.BeginRun(member.id) for member in members))
+        if context.stage == "running" and self._together.wanted and all(m.has_run is not None for m in members):
+            self._state.do(*self._together.begin(m.id for m in self._ending.drivers() if m.in_run))
         if context.stage == "running" and not self._failures:
             self._end_if_driven(now)
         if context.stage == "stopping":
@@ -352,6 +381,10 @@ class JobManager:
                 self._fail(weight, info, now)
             if self.context.stage == "starting":
                 self.context.note = self._state.deadlines.waiting_for(self.context, now) or self.context.note
+        if self.context.stage == "running":
+            running = [member.name for member in self._ending.drivers() if member.in_run]
+            if why := self._together.expired(now, running):
+                self._stop(why, self._together.grace_s, now)
         self._ending.look_at_deadlines(now)
 
     def _reported(self, record: MetricRecord, now: float) -> None:

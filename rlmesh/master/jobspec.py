@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlmesh.job.context import Resume
 from rlmesh.job.entry import Entry
 from rlmesh.job.restarts import Scope
 from rlmesh.placement.demand import JobDemand
@@ -91,6 +92,7 @@ class JobSpec:
     grace_s: float = 5.0
     limits: Limits = field(default_factory=Limits)
     submitted_at: float = 0.0
+    resume: Resume | None = None
 
     def role(self, name: str) -> RoleSpec:
         return next(role for role in self.roles if role.name == name)

@@ -25,6 +25,7 @@ from rlmesh.agent.start import GuardianProcess
 from rlmesh.errors import CallError, CallTimeout, LaunchError, PeerLost, RemoteError, WireError
 from rlmesh.master.head import host_name
 from rlmesh.master.merged_logs import MergedLogs
+from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.rendezvous import (
     ANY_RANK,
     RENDEZVOUS,
@@ -107,7 +108,8 @@ class _Node:
         self._token = secrets.token_hex(8)
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._signals: list[int] = []
-        self._told = 0
+        self._notices: list[int] = []
+        self._told: set[int] = set()
         self._job = ""
         self._guardian: GuardianProcess | None = None
         self._folder: NodeFolder | None = None
@@ -321,9 +323,10 @@ class _Node:
             self._signals += [signal.SIGHUP, signal.SIGHUP]
 
     def _look_at_signals(self) -> None:
-        if self._told == 0 and self._signals:
-            self._told = 1
-            self._head.notify("signalled", self._token, self._signals[0])
+        for number in [*self._notices, *self._signals[:1]]:
+            if number not in self._told:
+                self._told.add(number)
+                self._head.notify("signalled", self._token, number)
         if len(self._signals) > 1:
             name = signal.Signals(self._signals[-1]).name
             self._over = Over(128 + self._signals[-1], f"{name} at this node")
@@ -335,10 +338,10 @@ class _Node:
             return
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
+            (self._notices if gives_notice(number) else self._signals).append(number)
             self._wake()
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGHUP, *HEEDED)}
         try:
             yield
         finally:

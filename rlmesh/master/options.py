@@ -59,6 +59,12 @@ class LaunchOptions:
     """a new one for each job"""
     submitted_at: float | None = None
     """now; seconds since the epoch, when ``submit`` was called"""
+    grace_s: float | None = None
+    """2.5; seconds between SIGTERM and SIGKILL when the job is stopped"""
+    stop_within_s: float | None = None
+    """600; seconds that all ranks have to come to the step at which they stop together"""
+    restarts: int | None = None
+    """0; how often a scheduler has started the job before"""
     limits: Limits = field(default_factory=Limits)
 
     def over(self, other: LaunchOptions) -> LaunchOptions:
@@ -74,6 +80,9 @@ class RunningJob(Protocol):
 
     def stop(self, reason: str) -> None:
         """End it, if it still runs. Returns at once."""
+
+    def notice(self, reason: str) -> None:
+        """Let all its ranks stop at the same step, save what must survive, and end. Returns at once."""
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Whether it ended within the time, with all its processes."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlmesh.agent.protocol import ExitReport
-from rlmesh.errors import CallError, JobFailed, LaunchError, PeerLost, RemoteError, RestartBudgetExhausted
+from rlmesh.errors import (
+    CallError,
+    JobFailed,
+    JobStopped,
+    LaunchError,
+    PeerLost,
+    RemoteError,
+    RestartBudgetExhausted,
+)
 from rlmesh.job.status import FailureInfo, JobStatus
 
 SHOWN_LOG_LINES = 20
@@ -28,6 +37,33 @@ class JobResult:
     run_dir: Path
     report: Path | None = None
     exit_reports: tuple[ExitReport, ...] = ()
+
+
+class StoppedBySignal(KeyboardInterrupt):
+    """The job was stopped by a signal; ``number`` is the signal's, 2 for Ctrl-C."""
+
+    number: int = int(signal.SIGINT)
+
+
+def job_interrupted(job_name: str, reason: str, note: str) -> StoppedBySignal:
+    """What ends the wait for a job that was stopped wherever it was."""
+    error = StoppedBySignal(f"job {job_name} was stopped: {reason}" + (f" ({note})" if note else ""))
+    if reason in signal.Signals.__members__:
+        error.number = signal.Signals[reason]
+    return error
+
+
+def job_stopped(job_name: str, status: JobStatus, reason: str, run_dir: Path) -> JobStopped:
+    """The error for a job that had notice and can be resumed."""
+    where = "before a step at which all ranks could stop"
+    if status.stopped_at is not None:
+        where = f"after step {status.stopped_at}, all ranks at the same"
+    note = f" ({status.note})" if status.note and status.stopped_at is None else ""
+    error = JobStopped(
+        f"job {job_name} stopped {where}: {reason}{note}. Start it again with --run-dir {run_dir} to resume it"
+    )
+    error.step, error.run_dir = status.stopped_at, str(run_dir)
+    return error
 
 
 def describe_failure(failure: FailureInfo) -> str:

@@ -175,6 +175,10 @@ class PrimeMaster:
         self.post(ev.RunFinished(role, rank, incarnation))
 
     @rpc
+    async def stopping_at(self, role: str, rank: int, incarnation: int, step: int) -> None:
+        self.post(ev.StoppedAt(role, rank, incarnation, step))
+
+    @rpc
     async def report(self, record: MetricRecord) -> None:
         self.post(ev.Reported(record))
 
@@ -219,6 +223,11 @@ class PrimeMaster:
     @rpc
     async def stop(self, reason: str, grace_s: float) -> None:
         self.post(ev.StopRequested(reason, grace_s))
+
+    @rpc
+    async def notice(self, reason: str, within_s: float, grace_s: float) -> None:
+        """The job must end soon: its ranks stop together, save what must survive, and end."""
+        self.post(ev.NoticeGiven(reason, within_s, grace_s))
 
     @rpc
     async def goodbye(self) -> None:

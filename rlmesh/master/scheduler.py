@@ -89,6 +89,7 @@ class Scheduler:
             grace_s=spec.grace_s,
             call_timeout_s=spec.call_timeout_s,
             restart=restart,
+            resume=spec.resume,
         )
 
     def _collocated_with(self, role: str) -> tuple[str, ...]:

@@ -21,9 +21,10 @@ from rlmesh.agent.start import GuardianProcess
 from rlmesh.errors import CallError, LaunchError, RLMeshError
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.merged_logs import MergedLogs
-from rlmesh.master.outcome import JobResult, job_failed
+from rlmesh.master.outcome import JobResult, job_failed, job_interrupted, job_stopped
 from rlmesh.master.processes import ProcessWatch, tail_of
 from rlmesh.master.remote import RemoteNode
+from rlmesh.master.starts import note_end
 from rlmesh.master.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ POLL_S = 0.2
 START_POLL_S = 0.02
 STOP_GRACE_S = 2.5
 """Grace of the members after Ctrl-C; all must be gone within 5 s."""
-STOP_LIMIT_S = 3.2
-"""After this the agents are killed and the guardians end what is left."""
+STOP_WITHIN_S = 600.0
+"""How long the ranks have to come to the step at which they stop together."""
+STOP_MARGIN_S = 0.7
+"""After the grace and this the agents are killed and the guardians end what is left."""
 NODE_END_S = 10.0
 SILENCE_S = 30.0
 """How long a master that lives may leave the driver without an answer."""
@@ -49,11 +52,15 @@ ENDED = ("succeeded", "failed", "stopped")
 
 
 class Interrupt:
-    """Asks a session to stop: once with grace, twice at once. Safe to call from signal handlers and threads."""
+    """Asks a session to stop: once with grace, twice at once. Safe to call from signal handlers and threads.
+
+    Before that, ``notice`` asks it to let all ranks stop at the same step.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.reason = ""
+        self.noticed = ""
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # Reentrant: a signal handler may run while this thread is inside.
         self._lock = threading.RLock()
@@ -68,6 +75,11 @@ class Interrupt:
                 return
             self.count += 1
             self.reason = self.reason or reason
+            self.wake()
+
+    def notice(self, reason: str) -> None:
+        with self._lock:
+            self.noticed = self.noticed or reason
             self.wake()
 
     def wake(self) -> None:
@@ -107,29 +119,34 @@ class Session:
         first_answer_s: how long the master may take to come up.
         report: draws the picture of a run that succeeded.
         head: where the nodes of other machines are, all but the first.
+        grace_s: between SIGTERM and SIGKILL when it is stopped.
+        stop_within_s: how long its ranks have to stop together.
     """
 
     def __init__(
         self, job_name: str, space: Workspace, configs: Sequence[AgentConfig], interrupt: Interrupt, *,
         make_view: Callable[[], JobView], first_answer_s: float, report: Callable[[Path], Path | None],
-        head: Head | None = None,
+        head: Head | None = None, grace_s: float = STOP_GRACE_S, stop_within_s: float = STOP_WITHIN_S,
     ) -> None:  # fmt: skip
         self.status = JobStatus(job_name, space.job_id, "starting", configs[0].submitted_at, str(space.run_dir))
         self._job_name, self._space, self._configs = job_name, space, configs
         self._make_view, self._interrupt, self._report = make_view, interrupt, report
         self._first_answer_s = first_answer_s
         self._head = head
+        self._grace_s, self._stop_within_s = grace_s, stop_within_s
         self._nodes: list[GuardianProcess | RemoteNode] = []
         self._lost: set[int] = set()
         self._watch = ProcessWatch()
         self._records = 0
         self._stop_sent_at: float | None = None
+        self._notice_sent = False
 
     def run(self) -> JobResult:
         """Run the job to its end.
 
         Raises:
             JobFailed: it failed, or one of its own processes died.
+            JobStopped: it had notice, and stopped where it can be resumed.
             KeyboardInterrupt: it was stopped by ``interrupt``.
         """
         try:
@@ -200,9 +217,7 @@ class Session:
         answer = master.options(timeout_s=SILENCE_S).call("status", self._records)
         answer.add_done_callback(lambda _: self._interrupt.wake())
         while not answer.done():
-            if self._interrupt.count and self._stop_sent_at is None:
-                self._stop_sent_at = time.monotonic()
-                master.notify("stop", self._interrupt.reason, STOP_GRACE_S)
+            self._pass_on(master)
             if self._is_cut_short():
                 answer.cancel()
                 self._watch.kill_agents()
@@ -234,8 +249,18 @@ class Session:
                 report = node.wait(0.0)
                 master.notify("agent_ended", node.node_rank, f"has ended: {report.why or 'it gave no reason'}")
 
+    def _pass_on(self, master: MemberHandle) -> None:
+        """Tell the master what was asked, once."""
+        if self._interrupt.noticed and not self._notice_sent:
+            self._notice_sent = True
+            master.notify("notice", self._interrupt.noticed, self._stop_within_s, self._grace_s)
+        if self._interrupt.count and self._stop_sent_at is None:
+            self._stop_sent_at = time.monotonic()
+            master.notify("stop", self._interrupt.reason, self._grace_s)
+
     def _is_cut_short(self) -> bool:
-        late = self._stop_sent_at is not None and time.monotonic() - self._stop_sent_at > STOP_LIMIT_S
+        limit_s = self._grace_s + STOP_MARGIN_S
+        late = self._stop_sent_at is not None and time.monotonic() - self._stop_sent_at > limit_s
         return late or self._interrupt.count > 1
 
     def _wait(self, seconds: float) -> None:
@@ -284,8 +309,11 @@ class Session:
         self.status = replace(status, records=())
         picture = self._report(run_dir) if status.stage == "succeeded" else None
         self._view.finish(replace(status, records_from=self._records, records=()), picture)
+        note_end(run_dir, succeeded=status.stage == "succeeded", stopped_at=status.stopped_at)
+        if status.stage == "stopped" and status.resumable and not self._interrupt.count:
+            raise job_stopped(self._job_name, status, self._interrupt.noticed, run_dir)
         if status.stage == "stopped":
-            raise KeyboardInterrupt(f"job {self._job_name} was stopped: {self._interrupt.reason}")
+            raise job_interrupted(self._job_name, self._interrupt.reason, status.killed)
         if status.stage == "failed":
             raise job_failed(self._job_name, status.failures, run_dir)
         return JobResult(self.status, run_dir, picture, reports)

@@ -11,6 +11,7 @@ import cloudpickle
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import JobSpecError
 from rlmesh.job.config import DLConfig
+from rlmesh.job.context import Resume
 from rlmesh.job.descriptors import BaseWorkloadDesc
 from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
 from rlmesh.master.options import Cluster
@@ -82,7 +83,7 @@ def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
 
 def job_spec(
     config: DLConfig, job_name: str, demand: JobDemand, cluster: Cluster, space: Workspace, *,
-    limits: Limits, restart: str | None, submitted_at: float, grace_s: float,
+    limits: Limits, restart: str | None, submitted_at: float, grace_s: float, resume: Resume | None = None,
 ) -> JobSpec:  # fmt: skip
     """The job as the master needs it.
 
@@ -116,6 +117,7 @@ def job_spec(
         grace_s=grace_s,
         limits=limits,
         submitted_at=submitted_at,
+        resume=resume,
     )
 
 

@@ -27,12 +27,16 @@ class Link:
         self.request: StopRequest | None = None
         self.events: list[RestartEvent] = []
         self.listeners: list[Callable[[RestartEvent], object]] = []
+        self.stopped_at: int | None = None
 
     def report(self, record: MetricRecord) -> None:
         self.records.append(record)
 
-    def stop_request(self) -> StopRequest | None:
+    def boundary(self, step: int) -> StopRequest | None:
         return self.request
+
+    def stopping(self, step: int) -> None:
+        self.stopped_at = step
 
     def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
         return tuple(self.events)
