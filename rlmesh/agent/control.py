@@ -140,6 +140,7 @@ class Orders:
     def handle_signals(self) -> None:
         """Main thread only."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(ownership.REMINDER, self._on_reminder)
         for number in NOTICES:  # ignored until now; programs that this process starts must not ignore them
             signal.signal(number, _leave_to_launcher)
 
@@ -176,12 +177,12 @@ class Orders:
         self.give("end", now=True)  # while run() runs: what comes when it returns
 
     def _remind(self) -> None:
-        asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, self._interrupt)
+        asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, _signal_main, ownership.REMINDER)
 
-    def _interrupt(self) -> None:
-        """Unless the user's code handles the signal itself by now: it gets it once, and the grace is its own."""
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            _interrupt_main()
+    def _on_reminder(self, number: int, frame: FrameType | None) -> None:
+        """Unless the user's code handles SIGTERM itself by now: then the grace is its own."""
+        if self.phase != "ending" and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            raise Terminated
 
 
 def _interrupt_main() -> None:

@@ -28,6 +28,9 @@ NODE_MARK = "RLMESH_NODE"
 SHARED_SIGNALS = "RLMESH_SHARED_SIGNALS"
 """Environment variable that is 1 where somebody signals all processes of the job at once, as Slurm does: then SIGTERM
 to one of them means what the launcher, who gets it too, makes of it."""
+REMINDER = signal.SIGRTMAX - 3
+"""Follows SIGTERM when most of the grace is over. A signal of its own, so that code which handles SIGTERM itself gets
+that once, and has the whole of its grace."""
 MEMBER_MARK = "RLMESH_MEMBER"
 """Environment variable of a worker and of what it starts: ``ROLE:rank:incarnation``."""
 
@@ -35,6 +38,16 @@ MEMBER_MARK = "RLMESH_MEMBER"
 def signals_are_shared() -> bool:
     """See ``SHARED_SIGNALS``."""
     return os.environ.get(SHARED_SIGNALS) == "1"
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def prctl(option: int, value: int | bytes) -> None:

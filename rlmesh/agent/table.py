@@ -18,6 +18,8 @@ __all__ = ["Child", "ProcessTable", "wait_processes"]
 
 logger = logging.getLogger(__name__)
 
+REMIND = 0.6
+"""Share of the grace after which a worker's ``run()`` is interrupted, if it did not come to a step boundary."""
 ORPHAN_GRACE_S = 0.5
 """Between SIGTERM and SIGKILL for what a dead process left behind."""
 ORPHAN_WAIT_S = 5.0
@@ -117,17 +119,19 @@ class ProcessTable:
         return True
 
     async def stop(self, child: Child, grace_s: float) -> Ended:
-        """SIGTERM, once, and SIGKILL when the grace is over, without grace at once; what it leaves behind is for
-        ``end_orphans``.
+        """SIGTERM, once; a reminder when ``REMIND`` of the grace is over; then SIGKILL, without grace at once. What it
+        leaves behind is for ``end_orphans``.
 
         Raises:
             TimeoutError: SIGKILL did not end it within 5 s (it waits in the kernel).
         """
         if grace_s <= 0:
             return await self.kill(child)
-        self.signal(child, signal.SIGTERM)
-        with suppress(TimeoutError):
-            return await asyncio.wait_for(asyncio.shield(child.ended), grace_s)
+        for number, share in ((signal.SIGTERM, REMIND), (ownership.REMINDER, 1 - REMIND)):
+            if number == signal.SIGTERM or ownership.handles(child.pid, number):
+                self.signal(child, number)
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(asyncio.shield(child.ended), grace_s * share)
         logger.warning("%s (pid %d) did not end within %g s of SIGTERM: SIGKILL", child.name, child.pid, grace_s)
         return await self.kill(child)
 
