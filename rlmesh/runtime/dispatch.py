@@ -47,7 +47,7 @@ class Host(Protocol):
         ...
 
     def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Run ``fn`` on the loop that runs ``async def`` methods of members."""
+        """Run ``fn`` on the loop that runs ``async def`` methods of members; at once where that loop runs."""
         ...
 
     def system_exit(self, code: object) -> None:

@@ -66,6 +66,10 @@ class LoopThread:
             turn_loops.pop(ident, None)
             self.loop.close()
 
+    def is_here(self) -> bool:
+        """Whether the calling thread is the loop's."""
+        return threading.get_ident() == self._thread.ident
+
     def run(self, fn: Callable[[], Any]) -> Any:
         """Run ``fn`` on the loop and give its result."""
         done: Future[Any] = Future()

@@ -353,10 +353,13 @@ class Runtime(Submission, Reception):
         self._posts.put(fn, *args)
 
     def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Run ``fn`` on the loop of ``async def`` methods, from any thread, soon."""
+        """Run ``fn`` on the loop of ``async def`` methods, from any thread: soon, or at once where that loop runs."""
         if self._user is None:
             self._user = LoopThread(f"rlmesh-user-{self.name}")
-        self._user.posts.put(fn, *args)
+        if self._user.is_here():
+            fn(*args)
+        else:
+            self._user.posts.put(fn, *args)
 
     def system_exit(self, code: object) -> None:
         if self.exit_hook is not None:
