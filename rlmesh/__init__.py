@@ -36,10 +36,19 @@ if TYPE_CHECKING:
     from rlmesh.runtime.sequence import FutureSequence as FutureSequence
     from rlmesh.runtime.split import shared as shared
     from rlmesh.runtime.streams import Stream as Stream
+    from rlmesh.weights.arrays import ArraySink as ArraySink
+    from rlmesh.weights.arrays import ArraySource as ArraySource
+    from rlmesh.weights.members import ReceivesWeights as ReceivesWeights
+    from rlmesh.weights.members import SendsWeights as SendsWeights
+    from rlmesh.weights.modules import ModuleSink as ModuleSink
+    from rlmesh.weights.modules import ModuleSource as ModuleSource
+    from rlmesh.weights.sync import WeightSync as WeightSync
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "ArraySink": "rlmesh.weights.arrays",
+    "ArraySource": "rlmesh.weights.arrays",
     "BaseRLTrainer": "rlmesh.job.workload",
     "BaseRLWorkload": "rlmesh.job.workload",
     "BaseTrainer": "rlmesh.job.workload",
@@ -52,16 +61,21 @@ _WHERE = {
     "Future": "rlmesh.runtime.future",
     "FutureSequence": "rlmesh.runtime.sequence",
     "MemberHandle": "rlmesh.runtime.handle",
+    "ModuleSink": "rlmesh.weights.modules",
+    "ModuleSource": "rlmesh.weights.modules",
     "PrimeMaster": "rlmesh.master.prime_master",
     "RLJobBuilder": "rlmesh.job.rl_builder",
     "RLRoleType": "rlmesh.job.roles",
+    "ReceivesWeights": "rlmesh.weights.members",
     "ResourceDesc": "rlmesh.job.descriptors",
     "RestartEvent": "rlmesh.job.restarts",
     "RestartPolicy": "rlmesh.job.restart_policy",
     "RoleGroup": "rlmesh.runtime.group",
     "Runtime": "rlmesh.runtime.runtime",
+    "SendsWeights": "rlmesh.weights.members",
     "SimpleWorkloadDesc": "rlmesh.job.descriptors",
     "Stream": "rlmesh.runtime.streams",
+    "WeightSync": "rlmesh.weights.sync",
     "current_worker": "rlmesh.job.workload",
     "rpc": "rlmesh.runtime.rpc",
     "shared": "rlmesh.runtime.split",

@@ -30,6 +30,7 @@
       LaunchError                     processes could not be started
       PreflightError                  a check before the start failed
       WeightSyncError                 a weight sync was not committed
+        WeightsNotReady               a member was asked to serve weights that it does not have
       RestartBudgetExhausted          a role failed more often than its policy allows
       JobStopped                      the job was stopped before its end, and can be resumed
       JobFailed                       an ExceptionGroup of the first causes, oldest first
@@ -74,6 +75,7 @@ __all__ = [
     "UsageError",
     "VersionMismatch",
     "WeightSyncError",
+    "WeightsNotReady",
     "WireError",
     "WouldDeadlock",
 ]
@@ -322,9 +324,25 @@ class PreflightError(RLMeshError):
 
 
 class WeightSyncError(RLMeshError):
-    """A weight sync was not committed; all sinks keep what they had."""
+    """A weight sync was not committed; all sinks keep what they had, except ``in_place`` ones that were being written
+    to: those refuse to serve until they are pushed to again.
+
+    Attributes:
+        version: the version that was pushed, where there was one.
+        receiver: the member that failed (``ROLLOUT:1``), where one did.
+        bucket: the bucket at which it failed.
+    """
 
     code = "RM500"
+    version: int | None = None
+    receiver: str | None = None
+    bucket: int | None = None
+
+
+class WeightsNotReady(WeightSyncError):
+    """The member has no weights of a known version, so it refuses to serve."""
+
+    code = "RM501"
 
 
 class RestartBudgetExhausted(RLMeshError):

@@ -24,6 +24,7 @@ LAYERS = (
     ("rlmesh.observe",),
     ("rlmesh.agent",),
     ("rlmesh.master",),
+    ("rlmesh.weights",),
     ("rlmesh.rl", "rlmesh.testing", "rlmesh_launcher"),
     ("rlmesh.cli",),
 )
@@ -39,10 +40,10 @@ NOT_FROM_INSIDE = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
 MAY_IMPORT_THEM = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
 
 HEAVY = {
-    "torch": ("rlmesh.rl", "rlmesh.wire", "rlmesh.runtime", "rlmesh.agent"),
+    "torch": ("rlmesh.rl", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime", "rlmesh.agent"),
     "transformers": ("rlmesh.rl",),
     "datasets": ("rlmesh.rl",),
-    "numpy": ("rlmesh.rl", "rlmesh.wire", "rlmesh.runtime"),
+    "numpy": ("rlmesh.rl", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime"),
     "matplotlib": ("rlmesh.observe.report",),
     "tensorboard": (),
     "omegaconf": (),

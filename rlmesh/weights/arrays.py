@@ -1,0 +1,114 @@
+"""Weights as NumPy arrays: `ArraySource` and `ArraySink`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlmesh.weights.manifest import Manifest, TensorSpec
+from rlmesh.weights.pieces import dtype_name
+from rlmesh.weights.plan import Mode
+from rlmesh.weights.protocols import Framework
+
+
+def manifest_of(arrays: Mapping[str, Any]) -> Manifest:
+    """Names, shapes and types; arrays that are the same memory are tied."""
+    owners: dict[object, str] = {}
+    specs = []
+    for name, array in arrays.items():
+        key = (array.ctypes.data, array.shape, array.strides, array.dtype.str) if array.size else name
+        owner = owners.setdefault(key, name)
+        tie = owner if owner != name else None
+        specs.append(TensorSpec(name, tuple(array.shape), dtype_name(array), alias_of=tie))
+    return Manifest(tuple(specs))
+
+
+class ArraySource:
+    """Arrays by name. Change their contents in place; call `changed` if a fenced push is to notice.
+
+    Args:
+        arrays: name → array of any shape and strides.
+    """
+
+    device = "cpu"
+    lasting = True
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self.arrays = arrays
+        self._changes = 0
+
+    def changed(self) -> None:
+        """The contents are others now."""
+        self._changes += 1
+
+    def manifest(self) -> Manifest:
+        return manifest_of(self.arrays)
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+        yield {name: self.arrays[name] for name in names}
+
+    def stamp(self) -> object:
+        return self._changes
+
+
+class ArraySink:
+    """Arrays by name, in ``arrays``: take it anew for each request, since a flip of a `double_buffer` sink replaces it.
+
+    Args:
+        arrays: name → array; shapes, types and ties are what it takes, contents are not looked at.
+        mode: see `WeightSink`.
+        keep_shared: use memory that the source shares, as it is, instead of copying it. It is read-only.
+    """
+
+    framework: Framework = "numpy"
+    device = "cpu"
+
+    def __init__(self, arrays: Mapping[str, Any], mode: Mode = "double_buffer", *, keep_shared: bool = True) -> None:
+        self.arrays = dict(arrays)
+        self.mode: Mode = mode
+        self._manifest = manifest_of(self.arrays)
+        self._keep = keep_shared
+        self._staged: dict[str, Any] = {}
+        self._previous: dict[str, Any] = {}
+        self._spare: dict[str, Any] = {}
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def begin(self, version: int) -> None:
+        # Copies go into the memory of the version before, which nobody can go back to any more.
+        self._spare = {} if self._keep else self._previous
+        self._previous, self._staged = {}, {}
+
+    def stage(self, tensors: Mapping[str, Any], *, keep: bool) -> None:
+        import numpy as np
+
+        for owner, sent in self._manifest.by_owner(tensors).items():
+            spec = self._manifest.owner(owner)
+            if self.mode == "in_place":
+                np.copyto(self.arrays[owner], sent, casting="unsafe")
+                continue
+            if keep and self._keep and dtype_name(sent) == spec.dtype:
+                array = sent.view()
+                array.flags.writeable = False
+            else:
+                array = self._spare.get(owner)
+                if array is None:
+                    array = np.empty(spec.shape, spec.dtype)
+                np.copyto(array, sent, casting="unsafe")
+            self._staged[owner] = array
+
+    def flip(self, version: int) -> None:
+        if self.mode == "in_place":
+            return
+        names = [spec.name for spec in self._manifest]
+        staged = {name: self._staged[self._manifest.owner(name).name] for name in names}
+        self._previous, self.arrays, self._staged = self.arrays, staged, {}
+
+    def rollback(self) -> None:
+        self.arrays, self._previous = self._previous, {}
+
+    def discard(self) -> None:
+        self._staged = {}

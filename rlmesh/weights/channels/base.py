@@ -1,0 +1,126 @@
+"""The contract of a channel: an outlet at the source, an inlet at each sink.
+
+What happens to one bucket, in this order:
+
+=========  ==================================================================================================
+outlet     ``put``: take the tensors' bytes, or note where they are; checksums are made here
+outlet     ``payload``: a small value per sink, which travels in the command that announces the bucket
+outlet     ``transmit``: move the bytes, if the channel moves them at all; the commands are on their way by then
+inlet      ``take``: the bucket's pieces; waits for bytes that are still coming, at most ``timeout_s``
+inlet      ``done``: the sink has copied what it needs
+outlet     ``taken``: all sinks have answered, well or badly: the bucket's memory may be used again
+=========  ==================================================================================================
+
+Outlets are made by ``open_outlet`` of their module, which listens or allocates; then every sink gets ``info`` and makes
+its inlet by ``open_inlet``, while the outlet is in ``connect``. An outlet is used by one thread at a time, and so is an
+inlet. ``close`` of either may come at any moment after, from any thread, and must leave nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlmesh.weights.plan import Bucket
+
+
+@dataclass(eq=False)
+class Parcel:
+    """One bucket on its way. ``checksums`` are those of its entries, in their order."""
+
+    bucket: Bucket
+    checksums: list[int]
+    data: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSettings:
+    """What both halves of a channel know.
+
+    Attributes:
+        session: names this plan of this `WeightSync`, in logs and file names.
+        job_id, node_rank: in the names of shared memory, by which the node's guardian finds what was left.
+        source: the member that sends.
+        sinks: those that receive, in the order of their ranks in a group.
+        keep: the bytes must outlive ``put``: the source does not wait for the sinks (a snapshot).
+        timeout_s: how long a bucket, or a connection, may take.
+        private: the operator's word that nobody else listens on the network.
+        verify: checksums are made and compared.
+        lasting: what the source gives are its weights themselves, which stay where they are; otherwise they are made
+            for each push (gathered, merged).
+    """
+
+    session: str
+    job_id: str
+    node_rank: int
+    source: str
+    sinks: tuple[str, ...]
+    keep: bool
+    timeout_s: float
+    private: bool = False
+    verify: bool = True
+    lasting: bool = False
+
+
+class Outlet(Protocol):
+    """The sending half, for all sinks of one route."""
+
+    def info(self, sink: str) -> Mapping[str, Any]:
+        """What this sink needs to connect."""
+        ...
+
+    def connect(self) -> None:
+        """Wait until all sinks are connected."""
+        ...
+
+    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
+        """Take a bucket. With ``keep`` the tensors may change afterwards; otherwise only after ``taken``."""
+        ...
+
+    def payload(self, parcel: Parcel, sink: str) -> Any: ...
+
+    def transmit(self, parcel: Parcel) -> None:
+        """Raises:
+        ChannelBroken: with the sink that could not be sent to, where one can be named.
+        """
+        ...
+
+    def taken(self, parcel: Parcel) -> None: ...
+
+    def abandon(self) -> None:
+        """The push failed: free what was taken for it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Inlet(Protocol):
+    """The receiving half, at one sink.
+
+    Attributes:
+        keeps: pieces stay valid for as long as somebody refers to them; otherwise until ``done``.
+        verified: ``take`` has compared the checksums already, while it copied.
+    """
+
+    keeps: bool
+
+    def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
+        """The pieces of the entries, in their order: ``[n]`` of uint8 each."""
+        ...
+
+    def done(self) -> None: ...
+
+    def settle(self) -> None:
+        """A push begins: nothing of the one before the last is used any more."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ChannelBroken(Exception):
+    """Bytes could not be moved; ``sink`` is whose end failed, if that is known."""
+
+    def __init__(self, message: str, sink: str | None = None) -> None:
+        super().__init__(message)
+        self.sink = sink

@@ -1,0 +1,141 @@
+"""Shared memory: a bucket is written once for all sinks of a node, and read in place.
+
+The outlet puts each bucket into a slot of a pool of reused segments (`rlmesh.memory`). The sinks map the slot and hold
+its lock; a `double_buffer` sink on a CPU may use that memory as its weights until the next flip, so that nothing is
+copied out. The outlet needs no message to know when a slot is free: the kernel tells whether a lock is held, also after
+a sink has died.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlmesh.memory.attach import Attachments, writable
+from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack
+from rlmesh.memory.pool import PoolExhausted, SegmentPool
+from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
+from rlmesh.weights.checksum import copy_with_checksum
+from rlmesh.weights.pieces import host_bytes
+from rlmesh.weights.plan import Bucket
+
+_POLL_S = 0.002
+
+
+class _BucketFiller:
+    """Writes a bucket's tensors where the pool says, and sums them up on the way."""
+
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], verify: bool) -> None:
+        self._bucket, self._tensors, self._verify = bucket, tensors, verify
+        self.checksums: list[int] = []
+        self.nbytes = max(bucket.nbytes, 1)
+
+    def fill(self, into: memoryview) -> None:
+        import numpy as np
+
+        target = np.frombuffer(into, np.uint8)
+        for entry in self._bucket.entries:
+            source = host_bytes(self._tensors[entry.name], entry.dtype)
+            place = target[entry.offset : entry.offset + entry.nbytes]
+            if self._verify:
+                self.checksums.append(copy_with_checksum(source, place))
+            else:
+                np.copyto(place, source)
+
+
+class ShmOutlet:
+    """See `channels.base.Outlet`."""
+
+    def __init__(
+        self, settings: RouteSettings, *, directory: str = DIRECTORY, clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:  # fmt: skip
+        plain = re.sub("[^A-Za-z0-9_]", ".", settings.source)
+        owner = f"n{settings.node_rank}-weights-{plain}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._settings, self._clock, self._wait = settings, clock, wait
+        self.pool = SegmentPool(settings.job_id, owner, directory=directory)
+        self._directory = directory
+
+    def info(self, sink: str) -> Mapping[str, Any]:
+        return {"job_id": self._settings.job_id, "directory": self._directory}
+
+    def connect(self) -> None:
+        return
+
+    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
+        filler = _BucketFiller(bucket, tensors, self._settings.verify)
+        frame = self._written(filler, bucket.index, self._clock() + self._settings.timeout_s)
+        lent = {sink: self.pool.lend(frame, sink) for sink in self._settings.sinks}
+        return Parcel(bucket, filler.checksums, lent)
+
+    def _written(self, filler: _BucketFiller, bucket: int, deadline: float) -> memoryview:
+        while True:
+            try:
+                return self.pool.put([filler])[0]
+            except PoolExhausted as error:
+                # Sinks that copy give slots back one after the other; those that keep them never will.
+                filler.checksums.clear()
+                if not self.pool.stats().slots or self._clock() >= deadline:
+                    raise ChannelBroken(
+                        f"bucket {bucket} finds no room in shared memory: {error}. Smaller buckets with in_place "
+                        "sinks, or sinks with keep_shared=False, need room for two buckets only"
+                    ) from error
+                self._wait(_POLL_S)
+
+    def payload(self, parcel: Parcel, sink: str) -> Any:
+        return list(parcel.data[sink])
+
+    def transmit(self, parcel: Parcel) -> None:
+        return
+
+    def taken(self, parcel: Parcel) -> None:
+        for sink, lent in parcel.data.items():
+            self.pool.give_back([GiveBack(lent.segment, lent.slot, lent.generation, 1)], sink)
+        parcel.data = {}
+
+    def abandon(self) -> None:
+        for sink in self._settings.sinks:
+            self.pool.receiver_lost(sink)
+        self.pool.trim(0.0)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class ShmInlet:
+    """See `channels.base.Inlet`."""
+
+    keeps = True
+
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        self._attachments = Attachments(info["job_id"], on_ended=lambda: None, directory=info["directory"])
+
+    def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
+        import numpy as np
+
+        view = self._attachments.borrow(Descriptor.parse(payload), "source")
+        data = np.frombuffer(writable(view), np.uint8)
+        return [data[entry.offset : entry.offset + entry.nbytes] for entry in bucket.entries]
+
+    def done(self) -> None:
+        self._attachments.collect()
+
+    def settle(self) -> None:
+        self._attachments.collect()
+        self._attachments.forget_removed()
+
+    def close(self) -> None:
+        self._attachments.collect()
+        self._attachments.close()
+
+
+def open_outlet(settings: RouteSettings) -> ShmOutlet:
+    return ShmOutlet(settings)
+
+
+def open_inlet(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> ShmInlet:
+    return ShmInlet(info)

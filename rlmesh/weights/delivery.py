@@ -1,0 +1,170 @@
+"""`Delivery`: one route of one push. Announces buckets to the route's sinks and waits for their answers.
+
+It runs on a thread of its own, so that the next bucket is gathered while the sinks verify the last, and so that a
+snapshotted source trains on meanwhile. At most ``window`` buckets are unanswered at a time. The first failure ends it:
+what comes afterwards is dropped, and `result` tells who failed, and in which bucket.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as PlainFuture
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlmesh.weights.channels.base import ChannelBroken, Outlet, Parcel
+
+WINDOW = 2
+
+
+class Command(Protocol):
+    """How to send a command to a sink: what `RoleGroup` and `MemberHandle` do."""
+
+    def __call__(self, sink: str, method: str, *args: Any, timeout_s: float) -> PlainFuture[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Who failed, in which bucket (-1: in none), and how. ``error`` is the text; ``kind`` the error's type."""
+
+    member: str
+    bucket: int
+    kind: str
+    error: str
+
+    def to_wire(self) -> list[Any]:
+        return [self.member, self.bucket, self.kind, self.error]
+
+    @classmethod
+    def of(cls, member: str, bucket: int, error: BaseException) -> Failure:
+        return cls(member, bucket, type(error).__name__, str(error) or type(error).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What every command of a push says."""
+
+    session: str
+    push: int
+    version: int
+    flip_s: float
+    bucket_s: float
+
+
+class Delivery:
+    """See the module.
+
+    Args:
+        outlet: the sending half of the route's channel.
+        sinks: who gets the buckets.
+        command: sends a command to a sink.
+        header: of the push.
+        source: the member that sends, for errors of its own.
+    """
+
+    def __init__(
+        self, outlet: Outlet, sinks: Sequence[str], command: Command, header: Header, source: str, *,
+        window: int = WINDOW, start: Callable[[threading.Thread], None] = threading.Thread.start,
+    ) -> None:  # fmt: skip
+        self._outlet, self._sinks, self._command, self._header = outlet, tuple(sinks), command, header
+        self._source, self._window = source, window
+        self._parcels: queue.Queue[Parcel | None] = queue.Queue()
+        self._room = threading.Semaphore(window)
+        self._unanswered: deque[tuple[Parcel, dict[str, PlainFuture[Any]]]] = deque()
+        self._failure: Failure | None = None
+        self._thread = threading.Thread(target=self._run, name=f"rlmesh-weights-{source}", daemon=True)
+        start(self._thread)
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def wait_for_room(self) -> None:
+        """Before the next bucket is put, so that at most so many are in memory. Bounded by the buckets' deadlines."""
+        self._room.acquire()
+
+    def skip(self) -> None:
+        """The bucket that there was room for does not come."""
+        self._room.release()
+
+    def send(self, parcel: Parcel) -> None:
+        self._parcels.put(parcel)
+
+    def put_failed(self, bucket: int, error: BaseException) -> None:
+        """The source itself could not make a bucket."""
+        self._failure = self._failure or Failure.of(self._source, bucket, error)
+
+    def end(self) -> None:
+        """No more buckets come."""
+        self._parcels.put(None)
+
+    def result(self) -> Failure | None:
+        """Wait for the last answer. Bounded by the deadlines of the buckets."""
+        self._thread.join()
+        return self._failure
+
+    # On its own thread.
+
+    def _run(self) -> None:
+        while (parcel := self._parcels.get()) is not None:
+            if self._failure is None:
+                self._announce(parcel)
+            else:
+                self._forget(parcel)
+            while self._unanswered and (len(self._unanswered) >= self._window or self._failure is not None):
+                self._settle()
+        while self._unanswered:
+            self._settle()
+        if self._failure is not None:
+            self._outlet.abandon()
+
+    def _announce(self, parcel: Parcel) -> None:
+        header, index = self._header, parcel.bucket.index
+        answers: dict[str, PlainFuture[Any]] = {}
+        self._unanswered.append((parcel, answers))
+        try:
+            for sink in self._sinks:
+                answers[sink] = self._command(
+                    sink, "weights_stage", header.session, header.push, header.version, index,
+                    self._outlet.payload(parcel, sink), parcel.checksums, header.flip_s, timeout_s=header.bucket_s,
+                )  # fmt: skip
+            self._outlet.transmit(parcel)
+        except ChannelBroken as error:
+            # The sink's own answer says more than a broken connection, if it comes.
+            told = self._told(answers, error.sink)
+            self._failure = told or Failure.of(error.sink or self._source, index, error)
+        except Exception as error:
+            self._failure = Failure.of(self._source, index, error)
+
+    def _told(self, answers: dict[str, PlainFuture[Any]], sink: str | None) -> Failure | None:
+        for name in [sink] if sink is not None else list(answers):
+            answer = answers.get(name)
+            if answer is None:
+                continue
+            try:
+                error = answer.exception(timeout=1.0)
+            except TimeoutError:
+                continue
+            if error is not None:
+                return Failure.of(name, self._unanswered[-1][0].bucket.index, error)
+        return None
+
+    def _settle(self) -> None:
+        """Wait for the answers to the oldest bucket."""
+        parcel, answers = self._unanswered.popleft()
+        for sink, answer in answers.items():
+            if self._failure is not None:
+                answer.cancel()
+                continue
+            try:
+                answer.result()
+            except Exception as error:
+                self._failure = Failure.of(sink, parcel.bucket.index, error)
+        self._forget(parcel)
+
+    def _forget(self, parcel: Parcel) -> None:
+        self._outlet.taken(parcel)
+        self._room.release()

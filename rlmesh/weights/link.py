@@ -1,0 +1,210 @@
+"""`Link`: a plan that is connected, and the commands of a push over it.
+
+A link is good for one set of members: when one restarts or joins, or when a push fails, it is dropped and the next push
+makes another. That is all there is to joining late: a sink that is in no committed push serves nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future as PlainFuture
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Any
+
+from rlmesh.errors import WeightSyncError
+from rlmesh.weights.delivery import Failure
+from rlmesh.weights.plan import Party, WeightPlan, Wishes, make_plan
+from rlmesh.weights.remote import End, Incarnations, party_of
+
+ABORT_S = 0.4
+"""How long the sinks that did not fail may take to go back; a failed one is told and not waited for."""
+
+Answers = Mapping[str, PlainFuture[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds; see `WeightSync`."""
+
+    bucket_s: float
+    flip_s: float
+    push_s: float
+    connect_s: float
+
+
+class Link:
+    """See the module. Made by `open`."""
+
+    def __init__(
+        self, session: str, plan: WeightPlan, source: End, sinks: End, timeouts: Timeouts, members: Incarnations,
+        verify: bool,
+    ) -> None:  # fmt: skip
+        self._verify = verify
+        self.session, self.plan, self.failed = session, plan, False
+        self._closed = False
+        self._source, self._sinks, self._timeouts, self._members = source, sinks, timeouts, members
+        self._source_names = [party.name for party in plan.sources]
+        self._sink_names = [party.name for party in plan.sinks]
+
+    @classmethod
+    def open(
+        cls, source: End, sinks: End, wishes: Wishes, timeouts: Timeouts, *, only: Collection[str] | None = None
+    ) -> Link:
+        """Ask everybody, make the plan, and connect the channels.
+
+        Raises:
+            WeightSyncError: they do not fit, or somebody could not be asked or connected; nothing is left behind.
+        """
+        members = {**source.incarnations(), **sinks.incarnations()}
+        wanted = [name for name in sinks.incarnations() if only is None or name in only]
+        sources = _ask(source, list(source.incarnations()), "weights_source_describe", timeouts.connect_s)
+        targets = _ask(sinks, wanted, "weights_sink_describe", timeouts.connect_s)
+        plan = make_plan(sources, targets, wishes)
+        link = cls(secrets.token_hex(8), plan, source, sinks, timeouts, members, wishes.verify)
+        try:
+            link._connect()
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def is_of(self, source: End, sinks: End) -> bool:
+        """Are the members still those that the plan was made for?"""
+        return self._members == {**source.incarnations(), **sinks.incarnations()}
+
+    def _connect(self) -> None:
+        plan, limit = self.plan, self._timeouts.connect_s
+        cut = [bucket.to_wire() for bucket in plan.buckets]
+        keep = plan.source_mode == "snapshot"
+        opening = {
+            name: self._source.call(
+                name, "weights_open", self.session, cut,
+                [(route.channel, route.sinks) for route in plan.routes if route.source == name], keep,
+                self._timeouts.bucket_s, self._verify, timeout_s=limit,
+            )
+            for name in self._source_names
+        }  # fmt: skip
+        opened: dict[str, Any] = {}
+        for name, answer in opening.items():
+            opened.update(_result(answer, name, "open its channels"))
+        attaching = {
+            name: self._sinks.call(name, "weights_attach", opened[name], cut, timeout_s=limit)
+            for name in self._sink_names
+        }
+        connecting = {
+            name: self._source.call(name, "weights_connect", self.session, timeout_s=limit)
+            for name in self._source_names
+        }
+        for name, answer in {**attaching, **connecting}.items():
+            _result(answer, name, "connect to its channel")
+
+    # A push.
+
+    def capture(self, push: int, version: int) -> Answers:
+        """Tell all ranks of the source to give their weights."""
+        limits = self._timeouts
+        return {
+            name: self._source.call(
+                name, "weights_capture", self.session, push, version, limits.flip_s, limits.bucket_s,
+                timeout_s=limits.push_s,
+            )
+            for name in self._source_names
+        }  # fmt: skip
+
+    def wait_captured(self, captures: Answers) -> Failure | None:
+        return _first_failure(captures)
+
+    def wait_sent(self, push: int, failure: Failure | None) -> Failure | None:
+        """With a snapshot: until the sinks have it."""
+        if self.plan.source_mode != "snapshot":
+            return failure
+        limit = self._timeouts.push_s
+        sent = {
+            n: self._source.call(n, "weights_sent", self.session, push, timeout_s=limit) for n in self._source_names
+        }
+        return failure or _first_failure(sent)
+
+    def flip(self, push: int, version: int) -> Failure | None:
+        """Everything is staged everywhere: let all sinks flip."""
+        limit = self._timeouts.flip_s
+        flips = {
+            name: self._sinks.call(
+                name, "weights_flip", push, version, limit, timeout_s=limit + self._timeouts.bucket_s
+            )
+            for name in self._sink_names
+        }
+        failure: Failure | None = None
+        for name, answer in flips.items():
+            try:
+                answer.result()
+            except Exception as error:
+                failure = failure or Failure.of(name, -1, error)
+        return failure
+
+    def conclude(self, push: int) -> None:
+        """All have flipped: let them serve. A sink that dies now is one that restarts and serves nothing; one that
+        does not hear it serves nothing either."""
+        for name in self._sink_names:
+            self._sinks.call(name, "weights_conclude", push, timeout_s=self._timeouts.bucket_s)
+
+    def abort(self, push: int, failure: Failure) -> dict[str, int | str | None]:
+        """Let all sinks go back, and close the channels; what each serves then, or why that is not known."""
+        self.failed = True
+        aborted = {
+            name: self._sinks.call(name, "weights_abort", self.session, push, timeout_s=self._timeouts.connect_s)
+            for name in self._sink_names
+        }
+        kept: dict[str, int | str | None] = {}
+        for name, answer in aborted.items():
+            if name == failure.member:
+                continue
+            try:
+                kept[name] = answer.result(timeout=ABORT_S)
+            except Exception as error:
+                kept[name] = type(error).__name__
+        self._closed = True
+        self._close_sources(ABORT_S)
+        return kept
+
+    def close(self) -> None:
+        """Free what the channels hold."""
+        if self._closed:
+            return
+        self._closed = True
+        # Sinks let go first: what they have open of the source's memory is freed after that.
+        limit = self._timeouts.connect_s
+        detaching = [self._sinks.call(n, "weights_detach", self.session, timeout_s=limit) for n in self._sink_names]
+        wait(detaching, ABORT_S if self.failed else limit)
+        self._close_sources(ABORT_S if self.failed else self._timeouts.connect_s)
+
+    def _close_sources(self, wait_s: float) -> None:
+        """Tell all ranks of the source; one that does not answer in time does it later, or is dead."""
+        limit = self._timeouts.connect_s
+        closing = [self._source.call(n, "weights_close", self.session, timeout_s=limit) for n in self._source_names]
+        wait(closing, wait_s)
+
+
+def _ask(end: End, names: list[str], method: str, timeout_s: float) -> list[Party]:
+    asked = {name: end.call(name, method, timeout_s=timeout_s) for name in names}
+    return [party_of(_result(answer, name, "say what weights it has")) for name, answer in asked.items()]
+
+
+def _result(answer: PlainFuture[Any], name: str, what: str) -> Any:
+    try:
+        return answer.result()
+    except Exception as error:
+        raise WeightSyncError(f"{name} could not {what}: {type(error).__name__}: {error}") from error
+
+
+def _first_failure(answers: Answers) -> Failure | None:
+    found: Failure | None = None
+    for name, answer in answers.items():
+        try:
+            wire = answer.result()
+        except Exception as error:
+            found = found or Failure.of(name, -1, error)
+        else:
+            found = found or (Failure(*wire) if wire is not None else None)
+    return found

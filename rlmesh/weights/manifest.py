@@ -1,0 +1,188 @@
+"""What a source has and what a sink takes: names, shapes, element types, ties. Pure.
+
+Tensors that share memory (tied embeddings) appear under each of their names; all but the first say ``alias_of``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, TypeVar
+
+from rlmesh.errors import WeightSyncError
+from rlmesh.weights.dtypes import ITEM_BYTES, is_float
+
+T = TypeVar("T")
+Kind = Literal["parameter", "buffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor, whole (not a shard). ``alias_of`` is the name under which its memory is sent."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind = "parameter"
+    alias_of: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        tie = f", tied to {self.alias_of}" if self.alias_of else ""
+        return f"{self.name} [{', '.join(map(str, self.shape))}] {self.dtype}{tie}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of one side, in order. ``excluded`` are names that it has and keeps to itself."""
+
+    tensors: tuple[TensorSpec, ...]
+    excluded: tuple[str, ...] = ()
+    _by_name: dict[str, TensorSpec] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        by_name = {spec.name: spec for spec in self.tensors}
+        if len(by_name) != len(self.tensors):
+            raise WeightSyncError(f"names appear twice: {_list(_repeated(s.name for s in self.tensors))}")
+        for spec in self.tensors:
+            if spec.dtype not in ITEM_BYTES:
+                raise WeightSyncError(f"{spec}: elements of this type cannot be synced; known are {_list(ITEM_BYTES)}")
+            owner = by_name.get(spec.alias_of) if spec.alias_of is not None else spec
+            if owner is None or owner.alias_of is not None:
+                raise WeightSyncError(f"{spec}: the name that it is tied to owns no memory")
+        object.__setattr__(self, "_by_name", by_name)
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def find(self, name: str) -> TensorSpec | None:
+        return self._by_name.get(name)
+
+    def owner(self, name: str) -> TensorSpec:
+        """The tensor whose memory ``name`` shows."""
+        spec = self._by_name[name]
+        return self._by_name[spec.alias_of] if spec.alias_of is not None else spec
+
+    def by_owner(self, tensors: Mapping[str, T]) -> dict[str, T]:
+        """Of tensors that came, one for each memory that they go to; names that are tied here came with the same."""
+        return {self.owner(name).name: tensor for name, tensor in tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, tied ones once."""
+        return sum(spec.nbytes for spec in self.tensors if spec.alias_of is None)
+
+    def digest(self) -> str:
+        """Equal for equal manifests."""
+        text = repr([(s.name, s.shape, s.dtype, s.kind, s.alias_of) for s in self.tensors])
+        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+    def to_wire(self) -> dict[str, Any]:
+        rows = [[s.name, list(s.shape), s.dtype, s.kind, s.alias_of] for s in self.tensors]
+        return {"tensors": rows, "excluded": list(self.excluded)}
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, Any]) -> Manifest:
+        specs = [TensorSpec(n, tuple(shape), dtype, kind, tie) for n, shape, dtype, kind, tie in fields["tensors"]]
+        return cls(tuple(specs), tuple(fields["excluded"]))
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Which changes of the element type are allowed, by (from, to). ``everything`` allows all between floats."""
+
+    pairs: frozenset[tuple[str, str]] = frozenset()
+    everything: bool = False
+
+    @classmethod
+    def of(cls, allow: bool | Mapping[str, str] | Iterable[tuple[str, str]]) -> Casts:
+        """From what users write: ``True``, ``{"float32": "bfloat16"}``, or pairs."""
+        if isinstance(allow, bool):
+            return cls(everything=allow)
+        return cls(frozenset(allow.items() if isinstance(allow, Mapping) else allow))
+
+    def allow(self, source: str, sink: str) -> bool:
+        if source == sink:
+            return True
+        return (source, sink) in self.pairs or (self.everything and is_float(source) and is_float(sink))
+
+
+NO_CASTS = Casts()
+
+
+def misfits(source: Manifest, sink: Manifest, casts: Casts) -> list[str]:
+    """Why these two do not fit together: one line for each fault, none if they fit.
+
+    A sink may have a name of its own for memory that the source ties to another name; the reverse is refused, since
+    the source's two tensors could differ and the sink has room for one.
+    """
+    faults = _name_faults(source, sink)
+    owners: dict[str, TensorSpec] = {}
+    for mine in sink:
+        theirs = source.find(mine.name)
+        if theirs is None:
+            continue
+        if theirs.shape != mine.shape:
+            faults.append(f"{mine.name}: the source has shape {_shape(theirs)}, the sink {_shape(mine)}")
+        if not casts.allow(theirs.dtype, mine.dtype):
+            advice = (
+                f"; allow it with allow_cast={{{theirs.dtype!r}: {mine.dtype!r}}}"
+                if is_float(theirs.dtype) and is_float(mine.dtype)
+                else ""
+            )
+            faults.append(f"{mine.name}: the source has {theirs.dtype}, the sink {mine.dtype}{advice}")
+        tie = sink.owner(mine.name).name
+        owner = source.owner(mine.name)
+        if owners.setdefault(tie, owner).name != owner.name:
+            faults.append(
+                f"{mine.name}: tied to {tie} at the sink, but the source has two tensors, {owners[tie].name} and "
+                f"{owner.name}: they could differ. Tie them at the source, or untie them at the sink"
+            )
+    return faults
+
+
+def _name_faults(source: Manifest, sink: Manifest) -> list[str]:
+    here, there = [s.name for s in source], [s.name for s in sink]
+    missing = [name for name in there if source.find(name) is None]
+    more = [name for name in here if sink.find(name) is None]
+    faults = []
+    if missing:
+        near = difflib.get_close_matches(missing[0], here, n=1)
+        hint = f"; the nearest name there is {near[0]!r}" if near else ""
+        kept = sorted(set(missing) & set(source.excluded))
+        if kept:
+            hint += f"; the source excludes {_list(kept)}"
+        faults.append(f"the source has no {_list(missing)}, which the sink needs{hint}")
+    if more:
+        kept = sorted(set(more) & set(sink.excluded))
+        hint = f"; the sink excludes {_list(kept)}" if kept else ""
+        faults.append(f"the sink has no {_list(more)}, which the source has{hint}")
+    return faults
+
+
+def _shape(spec: TensorSpec) -> str:
+    return f"[{', '.join(map(str, spec.shape))}]"
+
+
+def _list(names: Iterable[str], most: int = 8) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]

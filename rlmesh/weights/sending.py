@@ -1,0 +1,179 @@
+"""`Sender`: one rank of the source. Gathers bucket after bucket and hands it to the routes that start at this rank.
+
+Nothing here knows of RPC but the ``command`` that it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlmesh.errors import WeightSyncError
+from rlmesh.weights.channels.base import Outlet, RouteSettings
+from rlmesh.weights.channels.registry import open_outlet
+from rlmesh.weights.delivery import Command, Delivery, Failure, Header
+from rlmesh.weights.places import place_of
+from rlmesh.weights.plan import Bucket, Channel
+from rlmesh.weights.protocols import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What this process knows of its job; see `RouteSettings`."""
+
+    job_id: str
+    node_rank: int = 0
+    private: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a sink needs to attach to a route."""
+
+    settings: RouteSettings
+    channel: Channel
+    info: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class _Session:
+    buckets: tuple[Bucket, ...]
+    keep: bool
+    routes: list[tuple[RouteSettings, Outlet]]
+    deliveries: dict[int, list[Delivery]] = field(default_factory=dict)
+
+
+class Sender:
+    """One source rank.
+
+    Args:
+        source: the weights.
+        who: the member's name.
+        command: sends commands to sinks.
+        origin: its job.
+        incarnation: how often the member was restarted.
+        node: its node's name, if it is not this machine's.
+    """
+
+    def __init__(
+        self, source: WeightSource, who: str, command: Command, origin: Origin, *, incarnation: int = 0,
+        node: str | None = None,
+    ) -> None:  # fmt: skip
+        self.source, self.who, self.incarnation = source, who, incarnation
+        self._command, self._origin, self._node = command, origin, node
+        self._sessions: dict[str, _Session] = {}
+
+    def describe(self) -> dict[str, Any]:
+        place = place_of(self.source.device, self._node)
+        return {
+            "name": self.who,
+            "incarnation": self.incarnation,
+            "mode": "double_buffer",
+            "version": None,
+            "place": [place.node, place.shm, place.device, list(place.peers), place.cuda_ipc, place.why_no_ipc],
+            "manifest": self.source.manifest().to_wire(),
+        }
+
+    def open(
+        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, tuple[str, ...]]], keep: bool,
+        timeout_s: float, verify: bool,
+    ) -> dict[str, Opened]:  # fmt: skip
+        """Open the routes that start here; gives what each sink needs to connect."""
+        made: list[tuple[RouteSettings, Outlet]] = []
+        self._sessions[session] = _Session(tuple(Bucket.from_wire(bucket) for bucket in buckets), keep, made)
+        opened: dict[str, Opened] = {}
+        job = self._origin
+        for channel, sinks in routes:
+            settings = RouteSettings(
+                session,
+                job.job_id,
+                job.node_rank,
+                self.who,
+                tuple(sinks),
+                keep,
+                timeout_s,
+                job.private,
+                verify,
+                self.source.lasting,
+            )
+            outlet = open_outlet(channel, settings)
+            made.append((settings, outlet))
+            opened.update({sink: Opened(settings, channel, outlet.info(sink)) for sink in sinks})
+        return opened
+
+    def connect(self, session: str) -> None:
+        """Wait until the sinks are connected."""
+        for _, outlet in self._find(session).routes:
+            outlet.connect()
+
+    def capture(self, session: str, push: int, version: int, flip_s: float, bucket_s: float) -> Failure | None:
+        """Give all buckets to the routes. Returns when the weights may change: with a fenced source when all sinks
+        have all of it, with a snapshot when all of it is copied; `sent` then waits for the sinks.
+
+        All ranks run it side by side, since gathering may be a collective step: a rank whose sinks failed goes on
+        gathering for the others.
+        """
+        found = self._find(session)
+        header = Header(session, push, version, flip_s, bucket_s)
+        deliveries = [
+            Delivery(outlet, settings.sinks, self._command, header, self.who) for settings, outlet in found.routes
+        ]
+        before = self.source.stamp()
+        try:
+            for bucket in found.buckets:
+                self._gather(bucket, found, deliveries)
+        finally:
+            for delivery in deliveries:
+                delivery.end()
+            found.deliveries[push] = deliveries
+        if found.keep:
+            return None
+        failure = self.sent(session, push)
+        if failure is None and self.source.stamp() != before:
+            text = "the weights were changed before all sinks had them: wait for the push, or push with snapshot"
+            failure = Failure(self.who, -1, "WeightSyncError", text)
+        return failure
+
+    def _gather(self, bucket: Bucket, found: _Session, deliveries: Sequence[Delivery]) -> None:
+        if not found.keep:
+            for delivery in deliveries:
+                delivery.wait_for_room()
+        with self.source.gather([entry.name for entry in bucket.entries]) as tensors:
+            for delivery, (_, outlet) in zip(deliveries, found.routes, strict=True):
+                if delivery.failed:
+                    delivery.skip()
+                    continue
+                try:
+                    delivery.send(outlet.put(bucket, tensors))
+                except Exception as error:
+                    delivery.put_failed(bucket.index, error)
+                    delivery.skip()
+
+    def sent(self, session: str, push: int) -> Failure | None:
+        """Wait for the sinks' last answers; the first failure, if there is one."""
+        deliveries = self._find(session).deliveries.pop(push, [])
+        results = [delivery.result() for delivery in deliveries]
+        return next((failure for failure in results if failure is not None), None)
+
+    def close_session(self, session: str) -> None:
+        gone = self._sessions.pop(session, None)
+        if gone is None:
+            return
+        for deliveries in gone.deliveries.values():
+            for delivery in deliveries:
+                delivery.result()
+        for _, outlet in gone.routes:
+            outlet.close()
+
+    def close(self) -> None:
+        for session in list(self._sessions):
+            self.close_session(session)
+
+    def _find(self, session: str) -> _Session:
+        found = self._sessions.get(session)
+        if found is None:
+            raise WeightSyncError(
+                f"{self.who} knows nothing of this weight sync: it has restarted since. The next push makes a new plan"
+            )
+        return found

@@ -1,0 +1,250 @@
+"""`WeightSync`: brings the weights of a source to its sinks, on all of them or on none.
+
+::
+
+    sync = WeightSync(RoleGroup("ACTOR"), RoleGroup("ROLLOUT"))
+    future = sync.push(version)         # returns at once
+    …                                   # train on, if the source is snapshotted
+    future.result()                     # committed: all sinks serve it
+
+A push has two phases. *Stage*: the source's ranks give bucket after bucket to the sinks, which verify it and keep it
+beside what they serve (`double_buffer`) or write it over their weights, serving nothing meanwhile (`in_place`).
+*Commit*: when every sink has everything, all flip; when all have flipped, all serve. Whatever fails before that undoes
+it everywhere. The bytes go by the channels of the plan, the commands by ordinary calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlmesh.errors import UsageError, WeightSyncError
+from rlmesh.runtime.future import Future, reject, resolve
+from rlmesh.runtime.group import RoleGroup
+from rlmesh.runtime.runtime import Runtime, default_runtime
+from rlmesh.weights.delivery import Failure
+from rlmesh.weights.link import Link, Timeouts
+from rlmesh.weights.manifest import Casts
+from rlmesh.weights.plan import DEFAULT_BUCKET_BYTES, WeightPlan, Wishes
+from rlmesh.weights.protocols import WeightSource
+from rlmesh.weights.remote import LocalSource, Members
+
+_pushes = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """A push that was committed.
+
+    Attributes:
+        version: what all ``sinks`` serve now.
+        nbytes: bytes that each sink got.
+        captured_s: from the start until the source could train on.
+        staged_s: until all sinks had everything.
+        seconds: until all sinks served it.
+    """
+
+    version: int
+    sinks: tuple[str, ...]
+    nbytes: int
+    captured_s: float
+    staged_s: float
+    seconds: float
+
+
+class WeightSync:
+    """From one source to its sinks.
+
+    Args:
+        source: the role that trains (its class inherits `SendsWeights`), or a `WeightSource` of this process.
+        sinks: the role that samples (`ReceivesWeights`), or several.
+        snapshot: copy the weights first, so that the source may train on while they travel; otherwise the source is
+            fenced: no optimizer step before the last sink has everything.
+        verify: make checksums of all tensors at the source and compare them at the sinks.
+        allow_cast: changes of element types that are allowed: ``{"float32": "bfloat16"}``, or True for all floats.
+        channel: "auto", one for all, or a mapping from role or member: "shm", "cuda_ipc", "collective", "stream".
+        bucket_bytes: what is staged and acknowledged at a time.
+        bucket_timeout_s: how long a sink may take to acknowledge a bucket.
+        flip_timeout_s: how long a sink's running requests may hold up a flip.
+        timeout_s: how long a push may take in all.
+        connect_timeout_s: how long members may take to answer when the plan is made.
+    """
+
+    def __init__(
+        self, source: RoleGroup[Any] | WeightSource, sinks: RoleGroup[Any] | Sequence[RoleGroup[Any]], *,
+        snapshot: bool = False, verify: bool = True,
+        allow_cast: bool | Mapping[str, str] | Iterable[tuple[str, str]] = False,
+        channel: str | Mapping[str, str] = "auto", bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_timeout_s: float = 60.0, flip_timeout_s: float = 60.0, timeout_s: float = 600.0,
+        connect_timeout_s: float = 60.0, runtime: Runtime | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        groups = [sinks] if isinstance(sinks, RoleGroup) else list(sinks)
+        if not groups:
+            raise UsageError("WeightSync(source, sinks): name at least one role that receives weights")
+        runtime = runtime or groups[0]._runtime or default_runtime()
+        self._sinks = Members(groups, runtime)
+        self._source = Members([source], runtime) if isinstance(source, RoleGroup) else LocalSource(source, runtime)
+        self._wishes = Wishes(bucket_bytes, Casts.of(allow_cast), channel, "snapshot" if snapshot else "fenced", verify)
+        self._timeouts = Timeouts(bucket_timeout_s, flip_timeout_s, timeout_s, connect_timeout_s)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._running: threading.Thread | None = None
+        self._closed = False
+        self.version: int | None = None
+        """What was committed last."""
+
+    # For users.
+
+    def plan(self) -> WeightPlan:
+        """Who gets what from whom, by which channel: made now if there is none, or if members have changed."""
+        with self._lock:
+            self._wait_for_last()
+            return self._current_link().plan
+
+    def push(self, version: int) -> Future[PushReport]:
+        """Bring the source's weights to all sinks, under this number.
+
+        Returns when the source has been told to give its weights, so a call to it that is made afterwards (an
+        optimizer step) comes after that; of a source in this process, when the weights may be changed. One push at a
+        time: this one first waits for the last.
+
+        Raises (here, or by the future):
+            WeightSyncError: nothing was committed; names receiver and bucket.
+        """
+        with self._lock:
+            self._wait_for_last()
+            return self._start(self._current_link(), version, done=self._committed)
+
+    def catch_up(self) -> tuple[str, ...]:
+        """Bring the last committed version to the sinks that do not serve it, since they restarted or joined later;
+        gives their names. The source must still have those weights."""
+        with self._lock:
+            self._wait_for_last()
+            if self.version is None:
+                raise WeightSyncError("no version was committed yet: push(version) first")
+            behind = self._sinks.behind(self.version, self._timeouts.connect_s)
+            if behind:
+                link = Link.open(self._source, self._sinks, self._wishes, self._timeouts, only=behind)
+                try:
+                    self._start(link, self.version, done=lambda report: None).result()
+                finally:
+                    link.close()
+            return tuple(sorted(behind))
+
+    def rollback(self) -> int:
+        """Let all sinks serve the version before again; only `double_buffer` sinks can, until the next push.
+
+        Raises:
+            WeightSyncError: a sink could not; the others have not gone back either, or say that they have.
+        """
+        with self._lock:
+            self._wait_for_last()
+            self.version = self._sinks.rollback(self._timeouts.flip_s, self._timeouts.flip_s + self._timeouts.bucket_s)
+            return self.version
+
+    def close(self) -> None:
+        """Wait for the push under way, and free what the channels hold. Sinks serve on."""
+        with self._lock:
+            if self._closed:
+                return
+            self._wait_for_last()
+            self._closed = True
+            self._drop_link()
+        self._source.close()
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # A push.
+
+    def _wait_for_last(self) -> None:
+        if self._closed:
+            raise UsageError("this WeightSync is closed")
+        running, self._running = self._running, None
+        if running is not None and running is not threading.current_thread():
+            running.join()
+
+    def _current_link(self) -> Link:
+        if self._link is not None and self._link.failed:
+            self._drop_link()
+        if self._link is not None and not self._link.is_of(self._source, self._sinks):
+            self._drop_link()
+        if self._link is None:
+            self._link = Link.open(self._source, self._sinks, self._wishes, self._timeouts)
+        return self._link
+
+    def _drop_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _committed(self, report: PushReport) -> None:
+        self.version = report.version
+
+    def _start(self, link: Link, version: int, *, done: Callable[[PushReport], None]) -> Future[PushReport]:
+        future: Future[PushReport] = Future()
+        push = (secrets.randbits(31) << 20) + next(_pushes)
+        began = self._clock()
+        captures = link.capture(push, version)
+        self._running = threading.Thread(
+            target=self._finish, args=(link, push, version, captures, began, future, done),
+            name=f"rlmesh-weights-push-{version}", daemon=True,
+        )  # fmt: skip
+        self._running.start()
+        return future
+
+    def _finish(
+        self, link: Link, push: int, version: int, captures: Mapping[str, Any], began: float,
+        future: Future[PushReport], done: Callable[[PushReport], None],
+    ) -> None:  # fmt: skip
+        try:
+            failure = link.wait_captured(captures)
+            captured_s = self._clock() - began
+            failure = link.wait_sent(push, failure)
+            staged_s = self._clock() - began
+            failure = failure or link.flip(push, version)
+            if failure is not None:
+                kept = link.abort(push, failure)
+                raise _error(link.plan, version, failure, kept)
+            link.conclude(push)
+        except BaseException as error:
+            link.failed = True
+            reject(future, error)
+            return
+        names = tuple(sink.name for sink in link.plan.sinks)
+        report = PushReport(version, names, link.plan.nbytes, captured_s, staged_s, self._clock() - began)
+        done(report)
+        resolve(future, report)
+
+
+def _error(plan: WeightPlan, version: int, failure: Failure, kept: Mapping[str, int | str | None]) -> WeightSyncError:
+    """Who failed, where and how, what the others serve, and what to do."""
+    of_sink = {name: route.channel for route in plan.routes for name in route.sinks}
+    is_sink = failure.member in of_sink
+    where = f" in bucket {failure.bucket} of {len(plan.buckets)}" if failure.bucket >= 0 else ""
+    by = f" (by {of_sink[failure.member]})" if is_sink and where else ""
+    others = []
+    for name, now in kept.items():
+        if isinstance(now, str):
+            others.append(f"{name} did not answer ({now})")
+        else:
+            others.append(f"{name} serves nothing until it is pushed to" if now is None else f"{name} keeps {now}")
+    text = (
+        f"version {version} was not committed: {'receiver' if is_sink else 'source'} {failure.member} failed{where}"
+        f"{by}: {failure.kind}: {failure.error}. {'; '.join(others)}. The next push makes a new plan"
+    )
+    error = WeightSyncError(text)
+    error.version = version
+    error.receiver = failure.member if is_sink else None
+    error.bucket = failure.bucket if failure.bucket >= 0 else None
+    return error

@@ -1,0 +1,216 @@
+"""Cases O16 and O17: receivers that fail in the middle, versions that can be trusted; on every channel of a CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlmesh.errors import WeightsNotReady, WeightSyncError
+from rlmesh.weights.arrays import ArraySink, ArraySource
+from rlmesh.weights.plan import Mode
+from tests.weights.mesh import WeightMesh, arrays, segments
+
+BUCKETS = 20
+SIZES = [4096] * BUCKETS
+OPTIONS: dict[str, Any] = {"bucket_bytes": 4 * 4096}
+CHANNELS = ["shm"]
+
+
+class Fault:
+    """A tap that does something when one bucket of one push is staged."""
+
+    def __init__(self, action: Any, bucket: int = 7) -> None:
+        self.action, self.bucket, self.armed = action, bucket, False
+
+    def __call__(self, step: str, bucket: int) -> None:
+        if self.armed and step == "stage" and bucket == self.bucket:
+            self.armed = False
+            self.action()
+
+
+def check_serves(sink: ArraySink, member: Any, version: int, weights: dict[str, Any]) -> None:
+    with member.weights.serving(1) as served:
+        assert served == version
+        for name, value in weights.items():
+            np.testing.assert_array_equal(sink.arrays[name], value)
+
+
+@pytest.mark.case("O16")
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+@pytest.mark.parametrize("how", ["raises", "is late"])
+def test_a_receiver_that_fails_in_bucket_7(mesh: WeightMesh, mode: Mode, how: str, channel: str) -> None:
+    late = threading.Event()
+
+    def fail() -> None:
+        if how == "raises":
+            raise ValueError("out of cheese")
+        late.wait(10)
+
+    fault = Fault(fail)
+    first, second = arrays(1, SIZES), arrays(2, SIZES)
+    weights = dict(first)
+    sinks = [ArraySink(arrays(0, SIZES), mode, keep_shared=False) for _ in range(2)]
+    members = [mesh.add_sink(sinks[0], 0), mesh.add_sink(sinks[1], 1, tap=fault)]
+    mesh.add_source(ArraySource(weights))
+    sync = mesh.sync(channel=channel, bucket_timeout_s=2.0, **OPTIONS)
+    sync.push(1).result(10)
+    assert len(sync.plan().buckets) == BUCKETS
+    fault.armed = True
+    weights.update(second)
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError) as failed:
+        sync.push(2).result(10)
+    assert time.monotonic() - began < 2.5
+    error = failed.value
+    assert (error.version, error.receiver, error.bucket) == (2, "ROLLOUT:1", 7)
+    assert "version 2 was not committed: receiver ROLLOUT:1 failed in bucket 7 of 20" in str(error)
+    assert ("ValueError: out of cheese" if how == "raises" else "gave no answer within its deadline") in str(error)
+    if mode == "double_buffer":
+        assert "ROLLOUT:0 keeps 1" in str(error)
+        check_serves(sinks[0], members[0], 1, first)
+    else:
+        assert "ROLLOUT:0 serves nothing until it is pushed to" in str(error)
+        with pytest.raises(WeightsNotReady, match="a push that was under way failed"), members[0].weights.serving():
+            pass
+    assert segments() == []
+    late.set()
+    sync.push(3).result(10)
+    for sink, member in zip(sinks, members, strict=True):
+        check_serves(sink, member, 3, second)
+
+
+@pytest.mark.case("O16")
+def test_a_flip_that_fails_on_one_sink_is_undone_on_all(mesh: WeightMesh) -> None:
+    class Stubborn(ArraySink):
+        refuses = False
+
+        def flip(self, version: int) -> None:
+            if self.refuses:
+                raise RuntimeError("no")
+            super().flip(version)
+
+    sinks = [ArraySink(arrays(0)), Stubborn(arrays(0))]
+    members = [mesh.add_sink(sink, rank) for rank, sink in enumerate(sinks)]
+    first, second = arrays(1), arrays(2)
+    weights = dict(first)
+    sync = mesh.sync(ArraySource(weights))
+    sync.push(1).result(10)
+    weights.update(second)
+    Stubborn.refuses = True
+    with pytest.raises(WeightSyncError, match=r"receiver ROLLOUT:1 failed: RuntimeError.*no.*ROLLOUT:0 keeps 1"):
+        sync.push(2).result(10)
+    Stubborn.refuses = False
+    for sink, member in zip(sinks, members, strict=True):
+        check_serves(sink, member, 1, first)
+    sync.push(3).result(10)
+    for sink, member in zip(sinks, members, strict=True):
+        check_serves(sink, member, 3, second)
+
+
+def test_bytes_that_change_on_the_way_are_found_out(mesh: WeightMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = ArraySink(arrays(0))
+    member = mesh.add_sink(sink, 0)
+    sync = mesh.sync(ArraySource(arrays(1)))
+    from rlmesh.weights.channels.shm import ShmInlet
+
+    take = ShmInlet.take
+
+    def altered(self: ShmInlet, *args: Any) -> Any:
+        pieces = take(self, *args)
+        pieces[1][-1] ^= 1
+        return pieces
+
+    monkeypatch.setattr(ShmInlet, "take", altered)
+    with pytest.raises(WeightSyncError, match=r"bucket 0 arrived altered: the checksums of layer.1 \(1 of 5 tensors\)"):
+        sync.push(1).result(10)
+    assert member.weights.version is None
+
+
+@pytest.mark.case("O17")
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("hold", ["per rollout", "per token"])
+def test_versions_can_be_trusted(mesh: WeightMesh, hold: str, channel: str) -> None:
+    weights = arrays(1)
+    sink = ArraySink(arrays(0))
+    member = mesh.add_sink(sink, 0)
+    sync = mesh.sync(ArraySource(weights), channel=channel)
+    with pytest.raises(WeightsNotReady, match="ROLLOUT:0 has no weights to serve"), member.weights.serving():
+        pass
+    sync.push(1).result(10)
+    truth = {1: weights["layer.0"].copy(), 2: arrays(2)["layer.0"]}
+    started, used = threading.Event(), list[int]()
+
+    def token() -> None:
+        with member.weights.serving() as version:
+            np.testing.assert_array_equal(sink.arrays["layer.0"], truth[version])
+            used.append(version)
+            started.set()
+            time.sleep(0.01)
+            np.testing.assert_array_equal(sink.arrays["layer.0"], truth[version])
+
+    def rollout() -> None:
+        if hold == "per rollout":
+            with member.weights.serving():
+                for _ in range(30):
+                    token()
+        else:
+            while len(used) < 30 or used[-1] == 1:
+                token()
+
+    thread = threading.Thread(target=rollout)
+    thread.start()
+    assert started.wait(5)
+    for name, value in arrays(2).items():
+        weights[name][...] = value
+    sync.push(2).result(10)
+    thread.join(10)
+    assert member.weights.version == sync.version == 2
+    assert used == sorted(used) and set(used) == ({1} if hold == "per rollout" else {1, 2})
+    fresh = ArraySink(arrays(0))
+    back = mesh.restart_sink(fresh, 0)
+    assert back.weights.version is None
+    with pytest.raises(WeightsNotReady), back.weights.serving():
+        pass
+    assert sync.catch_up() == ("ROLLOUT:0",) and sync.catch_up() == ()
+    check_serves(fresh, back, 2, arrays(2))
+
+
+def test_a_sink_that_joins_later_is_part_of_the_next_push(mesh: WeightMesh) -> None:
+    weights = arrays(1)
+    sinks = [ArraySink(arrays(0)) for _ in range(2)]
+    mesh.add_sink(sinks[0], 0)
+    sync = mesh.sync(ArraySource(weights))
+    sync.push(1).result(10)
+    late = mesh.add_sink(sinks[1], 1)
+    assert late.weights.version is None
+    assert sync.push(2).result(10).sinks == ("ROLLOUT:0", "ROLLOUT:1")
+    check_serves(sinks[1], late, 2, weights)
+
+
+def test_two_pushes_one_after_the_other_and_a_snapshot_that_stands_still(mesh: WeightMesh) -> None:
+    weights = arrays(1, SIZES)
+    sink = ArraySink(arrays(0, SIZES))
+    gate = threading.Event()
+    fault = Fault(lambda: gate.wait(10), bucket=0)
+    member = mesh.add_sink(sink, 0, tap=fault)
+    mesh.add_source(ArraySource(weights))
+    sync = mesh.sync(snapshot=True, **OPTIONS)
+    sync.push(1).result(10)
+    fault.armed = True
+    before = {name: value.copy() for name, value in weights.items()}
+    future = sync.push(2)
+    # The source takes its next call: it is free, and nothing has arrived at the sink.
+    sync._source.call("ACTOR:0", "weights_source_describe", timeout_s=5).result(5)
+    for value in weights.values():
+        value += 1
+    assert not future.done() and member.weights.version == 1
+    gate.set()
+    assert sync.push(3).result(10).version == 3
+    assert future.result(0).version == 2
+    assert sync.rollback() == 2
+    check_serves(sink, member, 2, before)
