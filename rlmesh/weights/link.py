@@ -6,6 +6,7 @@ makes another. That is all there is to joining late: a sink that is in no commit
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future as PlainFuture
@@ -17,6 +18,8 @@ from rlmesh.errors import WeightSyncError
 from rlmesh.weights.delivery import Failure
 from rlmesh.weights.plan import Party, WeightPlan, Wishes, make_plan
 from rlmesh.weights.remote import End, Incarnations, party_of
+
+logger = logging.getLogger(__name__)
 
 ABORT_S = 0.4
 """How long the sinks that did not fail may take to go back; a failed one is told and not waited for."""
@@ -144,10 +147,15 @@ class Link:
         return failure
 
     def conclude(self, push: int) -> None:
-        """All have flipped: let them serve. A sink that dies now is one that restarts and serves nothing; one that
-        does not hear it serves nothing either."""
-        for name in self._sink_names:
-            self._sinks.call(name, "weights_conclude", push, timeout_s=self._timeouts.bucket_s)
+        """All have flipped: let them serve, and wait until they do. A sink that dies now is one that restarts and
+        serves nothing; one that does not hear it serves nothing either."""
+        limit = self._timeouts.bucket_s
+        told = {name: self._sinks.call(name, "weights_conclude", push, timeout_s=limit) for name in self._sink_names}
+        for name, answer in told.items():
+            error = answer.exception()
+            if error is not None:
+                self.failed = True
+                logger.warning("%s has the new weights but does not serve them until the next push: %s", name, error)
 
     def abort(self, push: int, failure: Failure) -> dict[str, int | str | None]:
         """Let all sinks go back, and close the channels; what each serves then, or why that is not known."""

@@ -29,6 +29,8 @@ class Model(nn.Module):
         self.across = nn.Parameter(torch.randn(6, 4).t())
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.scale = nn.Parameter(torch.randn(()))
+        self.mean: torch.Tensor
+        self.cache: torch.Tensor
         self.register_buffer("mean", torch.randn(8))
         self.register_buffer("cache", torch.randn(3), persistent=False)
         if extra:
