@@ -27,6 +27,7 @@ from rlmesh.errors import (
 )
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook, member_name, split_name
+from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.future import Future, reject, resolve
@@ -69,6 +70,7 @@ class Calls(Knowledge):
         self._parked: dict[int, PendingCall] = {}
         self._detours = 0
         self._held = HeldCalls(post, self._arguments_are_there)
+        self.busy_poll: BusyPoll | None = None
         self.fetch: Callable[[Elsewhere, float | None], Future[Any]]
         """Set by the runtime: gets a result from its producer."""
         self._deadlines = Deadlines(loop, self._lock, self._expired)
@@ -257,14 +259,9 @@ class Calls(Knowledge):
         peer = self._by_link.get(link)
         if peer is None:
             return
-        with self._lock:
-            call = peer.pending.pop(reply.call_id, None)
-            if call is None:
-                return  # Cancelled or past its deadline: the answer comes too late.
-            Deadlines.remove(call)
-            if peer.waiting:
-                self._refill(peer)
-                peer.channel.kick()
+        call = self._answered(peer, reply.call_id)
+        if call is None:
+            return  # The answer comes too late.
         peer.queued_ns = reply.queued_ns
         times = (call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns)
         call.done(times, message_bytes(frames))

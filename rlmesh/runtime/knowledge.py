@@ -65,6 +65,11 @@ class Knowledge:
             self._lost.pop(endpoint or (member.endpoint if member is not None else None) or "", None)
         return False
 
+    def on_their_way(self) -> int:
+        """Calls that were sent and not answered."""
+        with self._lock:
+            return sum(len(peer.pending) for peer in self._peers.values())
+
     def waiting(self, call: PendingCall) -> Waiting:
         """Whom a call waits for, and what is known of it."""
         role, rank = split_name(call.name)

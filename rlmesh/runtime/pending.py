@@ -74,6 +74,8 @@ class PendingCall:
         peer = self.peer
         if peer is not None and len(peer.pending) == 1:
             peer.channel.hurry()
+            if self.table.busy_poll is not None:
+                self.table.busy_poll.await_answer(self)
 
     def settled(self) -> bool:
         return False
@@ -87,6 +89,8 @@ class PendingCall:
     def done(self, times: tuple[str, int, int, int] | None, received_bytes: int = 0) -> None:
         """Note where its time went: name, executed, queued and run-queue ns of the member; None without answer."""
         now_ns = time.perf_counter_ns()
+        if self.peer is not None:
+            self.peer.answer_ns = now_ns - self.started_ns
         executed_ns, queued_ns = (times[1], times[2]) if times is not None else (0, 0)
         self.table.watch.note((
             self.name, self.method, self.call_id, self.started_ns, now_ns, times is not None, executed_ns, queued_ns,
@@ -149,6 +153,8 @@ class Peer:
         """Gates of the plain threads that wait for room."""
         self.queued_ns = 0
         """How long the call that it answered last had waited there."""
+        self.answer_ns = 0
+        """How long the call that ended last was on its way."""
         self.opening: asyncio.TimerHandle | None = None
 
     def begun(self) -> Executed:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.dispatch import Dispatcher
@@ -87,6 +88,8 @@ class Runtime(Submission, Reception):
         )  # fmt: skip
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._calls.fetch = self.fetch
+        if embedded and self.network.busy_poll_s > 0:
+            self._calls.busy_poll = BusyPoll(loop, self.network.busy_poll_s)
         self._dispatcher = Dispatcher(self, loop)
         self._lanes = Lanes(self, loop, self.network)
         self._incoming: dict[Link, Channel] = {}
