@@ -30,9 +30,12 @@ LAYERS = (
 )
 """From the bottom up; a package imports from its own layer's packages and from those below."""
 
-UPWARD = {("rlmesh.job", "rlmesh.master.driver")}
-"""``submit`` starts the driver: one import upwards, made when it is called."""
-UPWARD_IN_ANNOTATIONS = UPWARD | {("rlmesh.runtime", "rlmesh.job.status")}
+UPWARD = {("rlmesh.job", "rlmesh.master.driver"), ("rlmesh.job", "rlmesh.placement.preview")}
+"""``submit`` starts the driver, ``plan`` the planner: imports upwards, made when they are called."""
+UPWARD_IN_ANNOTATIONS = UPWARD | {
+    ("rlmesh.runtime", "rlmesh.job.status"),
+    ("rlmesh.job", "rlmesh.placement.planner"),
+}
 """The runtime is told of a member's death by a value that the job layer defines; it reads a few attributes."""
 
 NOT_FROM_INSIDE = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
@@ -50,7 +53,7 @@ HEAVY = {
     "gymnasium": (),
     "vllm": (),
     "deepspeed": (),
-    "pynvml": (),
+    "pynvml": ("rlmesh.placement.nvml",),
 }
 """What a login node may lack, and the packages or modules that may import it."""
 

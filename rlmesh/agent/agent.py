@@ -166,7 +166,7 @@ class Agent:
         env = {**self._network_env(), **spec.env} if "MASTER_ADDR" in spec.env else spec.env
         return replace(
             spec, key_hex=config.key_hex, master_endpoint=config.master_endpoint, socket_dir=config.socket_dir,
-            host=config.host, env=env,
+            host=config.host, env=env, nvml=config.nvml,
         )  # fmt: skip
 
     def _network_env(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from rlmesh.job.context import Resume
 from rlmesh.job.entry import Entry as Entry
 from rlmesh.job.entry import EntryKind as EntryKind
 from rlmesh.job.restarts import RestartEvent
+from rlmesh.placement.binding import Binding as Binding
 from rlmesh.placement.inventory import Device as Device
 from rlmesh.placement.inventory import NodeInfo as NodeInfo
 
@@ -29,7 +30,8 @@ class AgentConfig:
     ``key_hex`` is the job's secret. ``socket_dir`` has mode 0700 and is removed by the guardian at the end.
     ``job_path`` is the pickled job, only read where ``start_master`` is set. ``env`` is what all workers of
     the job have in common: the processes that workers are forked from start with it. ``host`` is set where the job
-    has several machines: the numeric address at which this one's processes listen for the others'.
+    has several machines: the numeric address at which this one's processes listen for the others'. ``nvml`` names
+    a library in place of pynvml (``module:attribute``), for machines without GPUs.
     """
 
     job_id: str
@@ -50,6 +52,7 @@ class AgentConfig:
     submitted_at: float = 0.0
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
+    nvml: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,9 @@ class WorkerSpec:
     restart: RestartEvent | None = None
     host: str = ""
     resume: Resume | None = None
+    group: str = ""
+    binding: Binding | None = None
+    nvml: str = ""
 
 
 @dataclass(frozen=True, slots=True)

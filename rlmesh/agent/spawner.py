@@ -58,7 +58,7 @@ AT_IMPORT = (
 )  # fmt: skip
 """What libraries of the preload list read when they are imported."""
 
-LATER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL_")
+LATER = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL_")
 """Exceptions: read when a device or a process group is opened, which zygotes never do."""
 
 

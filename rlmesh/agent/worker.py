@@ -41,7 +41,12 @@ from rlmesh.agent.protocol import CONTROL, MASTER, MemberHello, WorkerSpec, port
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError
 from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
+from rlmesh.placement.affinity import bind
+from rlmesh.placement.environment import mask_disagrees
+from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
 from rlmesh.placement.inventory import VIRTUAL
+from rlmesh.placement.proof import prove, prove_by_torch
+from rlmesh.placement.system import Machine
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
 from rlmesh.wire.failure import format_error
@@ -94,6 +99,9 @@ def _become(spec: WorkerSpec, agent: int) -> int:
         return 1
     os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
+    if spec.binding is not None:
+        for failed in bind(spec.binding):  # before there are other threads, which inherit it
+            print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")
     _flush_c_output_by_line()
     extend_path(spec.import_roots)
     sys.argv = [spec.main_path or "rlmesh-worker"]
@@ -221,21 +229,36 @@ class Member:
         own, public = self._runtime.endpoint, self._runtime.public_endpoint or ""
         assert own is not None
         self._tell("register_member", MemberHello(*self._who, os.getpid(), own, public))
+        self._attempt("does not have what the plan gave it", self._prove)
         loaded = self._attempt("the import of its entry point failed", self._load)
         if loaded.build is not None:
             self._object = self._attempt("its __init__() failed", loaded.build)
+        self._keep_mask()
         run = loaded.run or getattr(self._object, "run", None)
         self._orders.has_run = run is not None
         self._await_book()
         self._attempt("setup() failed", lambda: self._hook("setup"))
         if (restart := self.spec.restart) is not None:
             self._attempt("on_restart() failed", lambda: self._hook("on_restart", restart))
+        self._attempt("does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices))
         self._runtime.serve(self.name, self._object, incarnation=self.spec.incarnation, functions=loaded.functions)
         self._tell("member_ready")
         while self._attempt("a listener of on_event() failed", self._orders.take) == "run":
             assert run is not None
             self._run(run)
         self._teardown()
+
+    def _prove(self) -> None:
+        spec = self.spec
+        sight = prove(self.name, spec.devices, spec.binding, Machine(nvml=spec.nvml), os.environ)
+        if sight is not None:
+            print_error(f"{self.name}: sees {sight}, as planned")
+
+    def _keep_mask(self) -> None:
+        """The code of a role may set the mask when it is imported; the plan owns it."""
+        if wrong := mask_disagrees(self.spec.devices, os.environ):
+            print_error(f"{self.name}: its code changed what rlmesh had set: {wrong}; it is set back")
+            os.environ.update({name: self.spec.env[name] for name in (CUDA_MASK, CUDA_ORDER)})
 
     def _load(self) -> Loaded:
         spec = self.spec
@@ -259,6 +282,7 @@ class Member:
             node_name=spec.node_name,
             incarnation=spec.incarnation,
             run_dir=Path(spec.run_dir),
+            group=spec.group,
         )
 
     def _await_book(self) -> None:

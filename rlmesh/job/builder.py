@@ -15,7 +15,7 @@ Nothing is checked before ``build()``, which reports all faults at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -24,6 +24,7 @@ from rlmesh.job.checks import collocation_problems
 from rlmesh.job.config import DLJob
 from rlmesh.job.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
 from rlmesh.job.entry import EntryLike
+from rlmesh.job.placing import Apart, ResourcePoolManager, SeparationDesc, placing_problems, pools_of
 from rlmesh.job.restarts import Scope
 from rlmesh.job.role_builder import (
     CustomRoleBuilder,
@@ -54,6 +55,8 @@ class DLJobBuilder:
         self._role: str | None = None
         self._together: list[tuple[str, ...]] = []
         self._all_but: tuple[str, ...] | None = None
+        self._apart: list[tuple[tuple[str, ...], Apart]] = []
+        self._pool_of: dict[str, str] = {}
         self._node_check = True
         self._problems: list[str] = []
 
@@ -186,6 +189,38 @@ class DLJobBuilder:
         self._all_but = tuple(map(role_name, exclude_roles))
         return self
 
+    def with_separation(self, *roles: str | Enum, by: Apart = "device") -> Self:
+        """Keep roles apart; groups of a role are named ``"ROLLOUT/prefill"``.
+
+        Args:
+            roles: a single one is kept apart from itself: its members from each other.
+            by: ``device``: they share no device; ``node``: no node has members of two of them; ``spread``: the
+                members of each are divided among as many nodes as the cluster allows.
+        """
+        self._apart.append((tuple(map(role_name, roles)), by))
+        return self
+
+    def with_pools(
+        self, spec: ResourcePoolManager | Mapping[str, Sequence[int]], mapping: Mapping[Any, str] | None = None
+    ) -> Self:
+        """Divide the devices into pools; the roles of a pool share its devices, rank by rank.
+
+        A role that says nothing else has a member on every device of its pool.
+
+        Args:
+            spec: pool → devices on each of its nodes, such as ``{"global_pool": [8, 8]}``; or a manager, which has
+                the mapping as well.
+            mapping: role → pool.
+        """
+        pools, self._pool_of = pools_of(spec, mapping)
+        self._fields["pools"] = pools
+        return self
+
+    def spare_nodes(self, num: int = 1) -> Self:
+        """How many nodes stay empty, to take the place of one that is lost or has a bad device."""
+        self._fields["spare_nodes"] = num
+        return self
+
     def build(self) -> DLJob:
         """The job's description.
 
@@ -196,10 +231,15 @@ class DLJobBuilder:
         problems = list(self._problems)
         workloads, broken = self._describe_roles(problems)
         job = DLJob(**self._valid_fields(problems), workloads=workloads)
+        job.separations = self._separations(problems)
         if workloads or not problems:
             problems += job.problems()
         job.collocations = [set(roles) for roles in self._collocations(workloads, problems)]
         problems += collocation_problems(job.collocations, workloads, broken)
+        if job.collocations and job.separations:
+            said = set(problems)
+            checked = placing_problems(workloads, job.separations, job.pools, job.collocations)
+            problems += [problem for problem in checked if problem not in said]
         problems += self._job_problems({*workloads, *broken})
         if problems:
             raise JobSpecError(problems)
@@ -220,7 +260,10 @@ class DLJobBuilder:
             if role in workloads or role in broken:
                 problems.append(f"role {role}: is defined twice")
                 continue
-            workload = builder.describe(default, problems)
+            pool = self._pools().get(role.lower())
+            if pool is not None:
+                builder.use_pool(*pool)
+            workload = builder.describe(ResourceDesc(accelerator=1) if pool else default, problems)
             if workload is None:
                 broken.add(role)
                 continue
@@ -228,6 +271,20 @@ class DLJobBuilder:
                 workload.comm_pre_check = self._node_check
             workloads[role] = workload
         return workloads, broken
+
+    def _pools(self) -> dict[str, tuple[str, Sequence[int]]]:
+        """For each role that is mapped to a pool, in lower case, the pool and its sizes."""
+        pools = self._fields.get("pools", {})
+        return {role.lower(): (pool, pools.get(pool, ())) for role, pool in self._pool_of.items()}
+
+    def _separations(self, problems: list[str]) -> list[SeparationDesc]:
+        found = []
+        for roles, by in self._apart:
+            try:
+                found.append(SeparationDesc(roles=set(map(self._spelled, roles)), by=by))
+            except SpecError as error:
+                problems += [f"separation of {', '.join(roles)}: {problem}" for problem in error.problems]
+        return found
 
     def _valid_fields(self, problems: list[str]) -> dict[str, Any]:
         """Those of the job's own settings that are right; the others are reported."""
@@ -259,7 +316,8 @@ class DLJobBuilder:
 
     def _spelled(self, role: str) -> str:
         names = {builder.role_name.lower(): builder.role_name for builder in self._roles}
-        return names.get(role.lower(), role)
+        name, slash, group = role.partition("/")
+        return names.get(name.lower(), name) + slash + group
 
     def _add(self, builder: RoleT) -> RoleT:
         self._roles.append(builder)

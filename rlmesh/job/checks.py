@@ -10,7 +10,16 @@ from rlmesh.job.descriptors import BaseWorkloadDesc, ElasticWorkloadDesc
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.roles import RLRoleType
 
-__all__ = ["call_problems", "collocation_problems", "driver_problems", "member_problems", "role_name_problems"]
+__all__ = [
+    "call_problems",
+    "collocation_problems",
+    "driver_problems",
+    "mask_problems",
+    "member_problems",
+    "role_name_problems",
+]
+
+MASKS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 _ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
@@ -50,6 +59,19 @@ def member_problems(workload: BaseWorkloadDesc, node_number: int | None, device_
             f"is {node_number}"
         )
     return found
+
+
+def mask_problems(workloads: Mapping[str, BaseWorkloadDesc], global_env: Mapping[str, str]) -> list[str]:
+    """Whether somebody else than the plan would say which devices a member sees."""
+    hint = "rlmesh sets it for members with accelerators: leave it out, or choose devices with on_devices(...)"
+    users = [role for role, workload in workloads.items() if workload.resource.accelerator > 0]
+    found = [f"global_env: {name}={global_env[name]}: {hint}" for name in MASKS if users and name in global_env]
+    return found + [
+        f"role {role}: envs: {name}={workloads[role].envs[name]}: {hint}"
+        for role in users
+        for name in MASKS
+        if name in workloads[role].envs
+    ]
 
 
 def driver_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
@@ -94,17 +116,24 @@ def collocation_problems(
     """
     found: list[str] = []
     placed: dict[str, int] = {}
+    asked = {role: workload.resource.accelerator_milli for role, workload in workloads.items()}
+    for role, workload in workloads.items():
+        for name, group in workload.groups.items():
+            asked[f"{role}/{name}"] = (group.resource or workload.resource).accelerator_milli
     for number, roles in enumerate(collocations):
         where = f"collocation of {', '.join(sorted(roles)) or 'nothing'}"
         if len(roles) < 2:
             found.append(f"{where}: needs at least two roles")
         for role in sorted(roles):
-            if role not in workloads and role not in others:
-                hint = did_you_mean(role, {*workloads, *others})
+            if role not in asked and role not in others:
+                hint = did_you_mean(role, {*asked, *others})
                 found.append(f"{where}: the job has no role {role!r}.{hint}")
+            elif role in workloads and workloads[role].groups:
+                groups = ", ".join(f"{role}/{group}" for group in workloads[role].groups)
+                found.append(f"{where}: role {role} has groups: name one of {groups}")
             elif placed.setdefault(role, number) != number:
                 found.append(f"{where}: role {role} is in another collocation already")
-        known = [workloads[role].resource.accelerator_milli for role in roles if role in workloads]
+        known = [asked[role] for role in roles if role in asked]
         shares = sum(share for share in known if share < 1000)
         if shares > 1000:
             found.append(

@@ -21,11 +21,19 @@ from pydantic import (
 )
 
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.checks import call_problems, collocation_problems, driver_problems, member_problems, role_name_problems
+from rlmesh.job.checks import (
+    call_problems,
+    collocation_problems,
+    driver_problems,
+    mask_problems,
+    member_problems,
+    role_name_problems,
+)
 from rlmesh.job.descriptors import WorkloadDesc, env_texts
 from rlmesh.job.entry import main_path
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.placing import SeparationDesc, placing_problems
 from rlmesh.job.restart_policy import RestartPolicy, effective_policy
 from rlmesh.job.spec import Spec
 
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
 
     from rlmesh.job.handle import JobHandle
     from rlmesh.master.driver import JobResult, LaunchOptions
+    from rlmesh.placement.planner import Plan
+    from rlmesh.placement.preview import ClusterLike
 
 __all__ = ["DLConfig", "DLJob"]
 
@@ -53,6 +63,9 @@ class DLConfig(Spec):
         node_number: nodes that the job may use; ``None``: all that the cluster has.
         device_per_node: accelerators of each node that it may use; ``None``: all that the node has.
         device_type: ``GPU``, or ``CPU`` where accelerators are virtual slots that only limit placement.
+        separations: sets of roles that are kept apart.
+        pools: divisions of the devices: so many on each of its nodes; roles name theirs with ``pool``.
+        spare_nodes: nodes that stay empty, to take the place of others.
         collocations: sets of roles whose members share devices, rank by rank.
         restart: what happens when a member fails, for roles without a policy of their own; a text is a scope
             (``never``, ``member``, ``role``, ``job``).
@@ -74,6 +87,9 @@ class DLConfig(Spec):
         default="GPU", validation_alias=AliasChoices("device_type", "accelerator_type")
     )
     collocations: list[set[str]] = Field(default_factory=list)
+    separations: list[SeparationDesc] = Field(default_factory=list)
+    pools: dict[str, list[int]] = Field(default_factory=dict)
+    spare_nodes: int = Field(default=0, ge=0)
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
     call_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
     preload: tuple[str, ...] | None = None
@@ -110,6 +126,9 @@ class DLConfig(Spec):
             limits = (self.node_number, self.device_per_node)
             found += [f"role {role}: {problem}" for problem in member_problems(workload, *limits)]
         found += call_problems(self.workloads)
+        if self.device_type == "GPU":
+            found += mask_problems(self.workloads, self.global_env)
+        found += placing_problems(self.workloads, self.separations, self.pools, self.collocations)
         return found + collocation_problems(self.collocations, self.workloads)
 
     def _faults(self) -> list[str]:
@@ -123,6 +142,22 @@ class DLConfig(Spec):
         """Raise ``JobSpecError`` with all of ``problems()``, if there are any."""
         if problems := self.problems():
             raise JobSpecError(problems)
+
+    def plan(self, cluster: ClusterLike | None = None) -> Plan:
+        """Where its members would run, without starting anything.
+
+        Args:
+            cluster: a TOML file that describes one, the same as a mapping, or what nodes are; without it, this
+                machine.
+
+        Raises:
+            JobSpecError: the description cannot work; lists all its faults.
+            PlacementError: the cluster cannot hold it; has the table of what is short.
+        """
+        self.check()
+        from rlmesh.placement.preview import plan_job
+
+        return plan_job(self, cluster)
 
     def envs_of(self, role: str) -> dict[str, str]:
         """The variables that the job sets for the members of a role: ``global_env``, then the role's own."""

@@ -105,7 +105,8 @@ class WorkerContext:
     """Who this worker is, and its way to report.
 
     ``rank``, ``world_size``, ``local_rank`` and ``local_world_size`` count the members of this worker's role,
-    as torchrun does; ``node_rank`` is the node's number in the job.
+    as torchrun does; ``node_rank`` is the node's number in the job;
+    ``group`` the name of the member's group, in roles that have groups.
     """
 
     job_info: JobInfo
@@ -120,6 +121,7 @@ class WorkerContext:
     incarnation: int = 0
     pid: int = field(default_factory=os.getpid)
     run_dir: Path = field(default_factory=Path)
+    group: str = ""
     clock: Callable[[], float] = time.time
     _step: int | None = field(default=None, init=False, repr=False)
     _boundary: int | None = field(default=None, init=False, repr=False)

@@ -11,7 +11,6 @@ Each kind of role has a descriptor, told apart by ``backend``:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from decimal import ROUND_HALF_EVEN, Decimal
 from enum import Enum
 from math import prod
 from typing import Annotated, Any, Literal, TypeAlias
@@ -19,6 +18,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AliasChoices, Field, PrivateAttr, field_validator, model_validator
 
 from rlmesh.job.entry import Entry, Resolved, entry_text, resolve_entry
+from rlmesh.job.placing import GroupDesc
+from rlmesh.job.resources import ResourceDesc
 from rlmesh.job.restart_policy import RestartPolicy, restart_problems
 from rlmesh.job.spec import Spec
 
@@ -49,40 +50,6 @@ TORCH_ENV = frozenset(
 """Variables that rlmesh itself sets for the members of an elastic role."""
 
 
-class ResourceDesc(Spec):
-    """What one member needs.
-
-    Attributes:
-        cpu: cores; 0 reserves none.
-        memory: MiB; 0 reserves none.
-        accelerator: devices: a share of one (0 to 1, counted in thousandths) or a whole number of them.
-    """
-
-    cpu: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    memory: int = Field(default=0, ge=0, validation_alias=AliasChoices("memory", "mem"))
-    accelerator: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, validation_alias=AliasChoices("accelerator", "acc", "gpu")
-    )
-
-    @field_validator("accelerator")
-    @classmethod
-    def _possible_share(cls, value: float) -> float:
-        if value > 1 and not value.is_integer():
-            raise ValueError(f"{value:g} is neither a share of one accelerator (at most 1) nor a whole number of them")
-        if value > 0 and _milli(value) == 0:
-            raise ValueError(f"{value:g} is less than the smallest share, 0.001")
-        return value
-
-    @property
-    def accelerator_milli(self) -> int:
-        """``accelerator`` in thousandths: a whole number, so that sums are exact."""
-        return _milli(self.accelerator)
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.memory * 2**20
-
-
 class BaseWorkloadDesc(Spec):
     """What all kinds of roles have.
 
@@ -97,6 +64,12 @@ class BaseWorkloadDesc(Spec):
         restart: what happens when a member fails; ``None``: the job's policy, in which elastic roles restart as a
             group and other members alone. A text is a scope: ``never``, ``member``, ``role``, ``job``.
         max_restarts: in place of the policy's own number; 0 is ``never``.
+        groups: groups within the role, such as prefill and decode, each with resources and a place of its own.
+        together: so many consecutive members are always on one node, on devices close to each other.
+        nodes: names of the only nodes that the role may run on; empty: any.
+        devices: the only devices that it may use, by UUID or its beginning, kind (``gpu``, ``mig``) or model;
+            empty: any.
+        pool: the pool whose devices it uses.
         mesh: names and sizes of the axes along which the members are numbered, slowest first; empty if there are
             none. Without ``total`` the role has as many members as they describe.
         calls: roles that its members call, as far as the job declares it.
@@ -112,6 +85,11 @@ class BaseWorkloadDesc(Spec):
     envs: dict[str, str] = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
     restart: RestartPolicy | None = None
     max_restarts: int | None = Field(default=None, ge=0, validation_alias=AliasChoices("max_restarts", "max_restart"))
+    groups: dict[str, GroupDesc] = Field(default_factory=dict)
+    together: int = Field(default=1, ge=1)
+    nodes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    pool: str | None = None
     mesh: dict[str, int] = Field(default_factory=dict)
     calls: list[str] = Field(default_factory=list)
     is_driver: bool | None = None
@@ -132,6 +110,24 @@ class BaseWorkloadDesc(Spec):
         if sized & set(data) or not all(type(size) is int and size > 0 for size in axes.values()):
             return data
         return {**data, "total": prod(axes.values())} if axes else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _total_of_groups(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(groups := data.get("groups"), Mapping) or not groups:
+            return data
+        if {"total", "num", "number", "nnodes", "nproc_per_node", "mesh"} & set(data):
+            return data
+        sizes = [g.get("total", 1) if isinstance(g, Mapping) else getattr(g, "total", None) for g in groups.values()]
+        return {**data, "total": sum(sizes)} if all(type(size) is int for size in sizes) else data
+
+    @field_validator("groups")
+    @classmethod
+    def _possible_groups(cls, value: dict[str, GroupDesc]) -> dict[str, GroupDesc]:
+        for name in value:
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} is no name of a group: letters, digits and _, such as prefill")
+        return value
 
     @field_validator("mesh")
     @classmethod
@@ -174,6 +170,11 @@ class BaseWorkloadDesc(Spec):
         if self.mesh and prod(self.mesh.values()) != self.total:
             axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
             found.append(f"mesh: {axes} is {prod(self.mesh.values())} members, but the role has {self.total}")
+        members = sum(group.total for group in self.groups.values())
+        if self.groups and members != self.total:
+            found.append(f"groups: they have {members} members in all, and the role has {self.total}")
+        if self.total % self.together and not self.groups:
+            found.append(f"together: {self.total} members cannot be kept together {self.together} by {self.together}")
         return found + restart_problems(self.backend == "elastic", self.restart)
 
 
@@ -266,11 +267,6 @@ class CustomWorkloadDesc(BaseWorkloadDesc):
 AnyWorkloadDesc: TypeAlias = ElasticWorkloadDesc | SimpleWorkloadDesc | CustomWorkloadDesc
 WorkloadDesc: TypeAlias = Annotated[AnyWorkloadDesc, Field(discriminator="backend")]
 """Any of the three kinds; a mapping is told apart by its ``backend``."""
-
-
-def _milli(amount: float) -> int:
-    """``amount`` in thousandths, rounded by its decimal spelling: 0.1 is 100, 1/3 is 333."""
-    return int((Decimal(str(amount)) * 1000).to_integral_value(ROUND_HALF_EVEN))
 
 
 def env_texts(value: object) -> object:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from math import prod
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from rlmesh.errors import UsageError
@@ -16,6 +17,7 @@ from rlmesh.job.descriptors import (
 )
 from rlmesh.job.entry import EntryLike, entry_text
 from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.placing import Apart, GroupDesc, ResourcePoolManager
 from rlmesh.job.restarts import Scope
 from rlmesh.job.roles import role_name
 from rlmesh.job.spec import SpecError
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["CustomRoleBuilder", "ElasticRoleBuilder", "RoleBuilder", "SimpleRoleBuilder", "UnknownMethod"]
 
 JobT = TypeVar("JobT", bound="DLJobBuilder", covariant=True)
+
+
+RESOURCE_KEYS = {"cpu", "memory", "mem", "accelerator", "gpu", "acc"}
 
 
 class UnknownMethod(UsageError, AttributeError):
@@ -57,6 +62,8 @@ class RoleBuilder(Generic[JobT]):
         self._fields: dict[str, Any] = {}
         self._env: dict[str, Any] = {}
         self._resource: dict[str, Any] | None = None
+        self._groups: dict[str, int | Mapping[str, Any]] = {}
+        self._together: int | str | None = None
 
     if not TYPE_CHECKING:  # hidden, so that type checkers know which methods there are
 
@@ -141,6 +148,57 @@ class RoleBuilder(Generic[JobT]):
         self._fields["calls"] = [*self._fields.get("calls", ()), *map(role_name, roles)]
         return self
 
+    def with_groups(self, **groups: int | Mapping[str, Any]) -> Self:
+        """Divide the role into groups, each with a place and resources of its own.
+
+        ::
+
+            .rollout(Engine).with_groups(
+                prefill={"total": 2, "accelerator": 2, "together": 1},
+                decode={"total": 8, "accelerator": 1, "nodes": ["big-0", "big-1"]},
+            )
+
+        The groups number the role's members through: prefill has ranks 0 and 1, decode 2 to 9. A member finds the
+        name of its group in ``current_worker().group``. Collocations and separations name a group
+        ``"ROLLOUT/prefill"``.
+
+        Args:
+            groups: number of members, or ``total``, ``per_node``, ``together``, ``nodes``, ``devices`` and, for
+                each member, ``cpu``, ``memory``, ``accelerator``. What is left out is as for the role.
+        """
+        self._groups.update(groups)
+        return self
+
+    def keep_together(self, axis: int | str) -> Self:
+        """Keep members on one node and on devices close to each other.
+
+        Args:
+            axis: so many consecutive members; or the name of an axis of ``mesh``: the members that differ only in
+                it and in the axes after it, such as ``"tp"`` of ``mesh(dp=2, tp=4)``: ranks 0 to 3, and 4 to 7.
+        """
+        self._together = axis
+        return self
+
+    def on_nodes(self, *names: str) -> Self:
+        """The only nodes that the role may run on."""
+        self._fields["nodes"] = names
+        return self
+
+    def on_devices(self, *names: str) -> Self:
+        """The only devices that the role may use: by UUID or its beginning, kind (``gpu``, ``mig``) or model."""
+        self._fields["devices"] = names
+        return self
+
+    def use_pool(self, name: str, sizes: Sequence[int]) -> None:
+        """The role's devices are those of a pool; called by the job's builder, which knows the pools."""
+        self._fields["pool"] = name
+        asked = {"accelerator": 1, **(self._resource or {})}
+        each = max(1, int(asked.get("gpu", asked.get("acc", asked["accelerator"])) or 1))
+        if not {"total", "nnodes", "nproc_per_node", "mesh"} & set(self._fields) and sizes and not self._groups:
+            self._fields["total"] = max(1, sum(sizes) // each)
+            if len(set(sizes)) == 1:
+                self._fields.setdefault("per_node", max(1, sizes[0] // each))
+
     def not_driver(self) -> Self:
         """The job does not wait for this role's ``run()``."""
         self._fields["is_driver"] = False
@@ -157,11 +215,15 @@ class RoleBuilder(Generic[JobT]):
         besides those of ``resource``.
         """
         fields = {"resource": default.model_copy(), **self._fields}
+        if self._together is not None:
+            fields["together"] = self._members_together(problems)
         if self._resource is not None:
             try:
                 fields["resource"] = ResourceDesc(**self._resource)
             except SpecError as error:
                 problems += [f"role {self.role_name}: resource.{problem}" for problem in error.problems]
+        if self._groups:
+            fields["groups"] = self._describe_groups(fields["resource"], problems)
         try:
             return self._kind(entry_point=self._entry_text(), envs=self._env, **fields)
         except SpecError as error:
@@ -169,6 +231,32 @@ class RoleBuilder(Generic[JobT]):
         except ValueError as error:
             problems.append(f"role {self.role_name}: entry_point: {error}")
         return None
+
+    def _members_together(self, problems: list[str]) -> int:
+        if isinstance(self._together, int):
+            return self._together
+        axes: dict[str, int] = self._fields.get("mesh", {})
+        names = list(axes)
+        if self._together not in names:
+            problems.append(
+                f"role {self.role_name}: keep_together: mesh has no axis {self._together!r}."
+                f"{did_you_mean(str(self._together), names)}"
+            )
+            return 1
+        return prod(axes[name] for name in names[names.index(str(self._together)) :])
+
+    def _describe_groups(self, resource: ResourceDesc, problems: list[str]) -> dict[str, GroupDesc]:
+        found: dict[str, GroupDesc] = {}
+        for name, given in self._groups.items():
+            fields: dict[str, Any] = {"total": given} if isinstance(given, int) else dict(given)
+            own = {key: fields.pop(key) for key in RESOURCE_KEYS & set(fields)}
+            try:
+                if own:
+                    fields["resource"] = ResourceDesc(**{**resource.model_dump(), **own})
+                found[name] = GroupDesc(**fields)
+            except SpecError as error:
+                problems += [f"role {self.role_name}: group {name}: {problem}" for problem in error.problems]
+        return found
 
     def _entry_text(self) -> str:
         entry, class_name = self._entry
@@ -249,6 +337,20 @@ class RoleBuilder(Generic[JobT]):
     ) -> SimpleRoleBuilder[DLJobBuilder]:
         """As the job builder's."""
         return self._job.workload(role, entrypoint, class_name)
+
+    def with_separation(self, *roles: str | Enum, by: Apart = "device") -> JobT:
+        """As the job builder's."""
+        return self._job.with_separation(*roles, by=by)
+
+    def with_pools(
+        self, spec: ResourcePoolManager | Mapping[str, Sequence[int]], mapping: Mapping[Any, str] | None = None
+    ) -> JobT:
+        """As the job builder's."""
+        return self._job.with_pools(spec, mapping)
+
+    def spare_nodes(self, num: int = 1) -> JobT:
+        """As the job builder's."""
+        return self._job.spare_nodes(num)
 
     def build(self) -> DLJob:
         """As the job builder's."""

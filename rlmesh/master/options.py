@@ -25,13 +25,14 @@ class Cluster:
     so many virtual slots. ``names`` are the nodes' names; the first one's agent starts the master.
 
     ``ranks`` are the nodes' ranks, 0, 1, … if not given; ``hosts`` their addresses, given where they are on several
-    machines.
+    machines. ``nvml`` names a library in place of pynvml.
     """
 
     names: tuple[str, ...]
     devices_per_node: int | None = None
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
+    nvml: str = ""
 
     def node_ranks(self) -> tuple[int, ...]:
         return self.ranks or tuple(range(len(self.names)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlmesh.agent.protocol import WorkerSpec
@@ -11,6 +11,7 @@ from rlmesh.job.context import COLLOCATION_ENV
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.master.context import MemberId
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.placement.environment import device_environment
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.placement.planner import Placement, Plan, make_plan
 
@@ -32,13 +33,24 @@ class Scheduler:
         self._spec = spec
         self._site = site
 
-    def plan(self, nodes: Iterable[NodeInfo]) -> Plan:
-        """Place all members.
+    def plan(
+        self,
+        nodes: Iterable[NodeInfo],
+        *,
+        kept: Sequence[Placement] = (),
+        excluded_nodes: Collection[int] = (),
+        excluded_devices: Collection[str] = (),
+        spare_nodes: int | None = None,
+    ) -> Plan:
+        """Place all members, those that are ``kept`` where they are; see :func:`make_plan`.
 
         Raises:
             PlacementError: with the table of what is short.
         """
-        return make_plan(self._spec.demand, tuple(nodes))
+        return make_plan(
+            self._spec.demand, tuple(nodes), kept=kept, excluded_nodes=excluded_nodes,
+            excluded_devices=excluded_devices, spare_nodes=spare_nodes,
+        )  # fmt: skip
 
     def group_leaders(self, plan: Plan) -> dict[str, int]:
         """For each elastic role the node of its rank 0, where the process group's port must be."""
@@ -56,8 +68,10 @@ class Scheduler:
         the address of the node that it is reserved on where that is not loopback; ``restart`` is why it takes
         another process's place."""
         spec, role = self._spec, self._spec.role(placement.role)
-        env = dict(role.env)
-        together = self._collocated_with(role.name)
+        devices = tuple(share.device for share in placement.devices)
+        env = {**role.env, **device_environment(devices, node.devices, spec.demand.device_type, role.env)}
+        key = f"{role.name}/{placement.group}" if placement.group else role.name
+        together = spec.demand.sharing(key)
         if together:
             env[COLLOCATION_ENV] = ",".join(together)
         if role.backend == "elastic":
@@ -85,15 +99,14 @@ class Scheduler:
             main_path=spec.main_path,
             import_roots=spec.import_roots,
             env=env,
-            devices=tuple(share.device for share in placement.devices),
+            devices=devices,
+            group=placement.group,
+            binding=placement.binding,
             grace_s=spec.grace_s,
             call_timeout_s=spec.call_timeout_s,
             restart=restart,
             resume=spec.resume,
         )
-
-    def _collocated_with(self, role: str) -> tuple[str, ...]:
-        return next((names for names in self._spec.demand.collocations if role in names), ())
 
 
 def _socket_dir(node: NodeInfo) -> str:

@@ -12,37 +12,14 @@ from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import JobSpecError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import Resume
-from rlmesh.job.descriptors import BaseWorkloadDesc
 from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
 from rlmesh.master.options import Cluster
 from rlmesh.master.workspace import Workspace
-from rlmesh.placement.chunks import layout_of
-from rlmesh.placement.demand import WHOLE, JobDemand, RoleDemand, milli
+from rlmesh.placement.demand import JobDemand
 from rlmesh.placement.inventory import Device, NodeInfo
-
-
-def demand_of(config: DLConfig) -> JobDemand:
-    """What the job asks of its nodes."""
-    order = list(config.workloads)
-    return JobDemand(
-        roles=tuple(_role_demand(name, workload) for name, workload in config.workloads.items()),
-        collocations=tuple(tuple(sorted(roles, key=order.index)) for roles in config.collocations),
-        device_type=config.device_type,
-        max_nodes=config.node_number,
-        max_devices_per_node=config.device_per_node,
-    )
-
-
-def _role_demand(name: str, workload: BaseWorkloadDesc) -> RoleDemand:
-    return RoleDemand(
-        role=name,
-        members=workload.total,
-        per_node=workload.per_node,
-        elastic=workload.backend == "elastic",
-        accelerator_milli=workload.resource.accelerator_milli,
-        cpu_milli=milli(workload.resource.cpu),
-        memory_bytes=workload.resource.memory_bytes,
-    )
+from rlmesh.placement.preview import demand_of as demand_of
+from rlmesh.placement.preview import slots_asked as slots_asked
+from rlmesh.placement.system import Machine
 
 
 def cluster_for(config: DLConfig, demand: JobDemand, given: Cluster | None) -> Cluster:
@@ -60,23 +37,20 @@ def cluster_for(config: DLConfig, demand: JobDemand, given: Cluster | None) -> C
     return replace(cluster, devices_per_node=slots)
 
 
-def slots_asked(demand: JobDemand) -> int:
-    """Enough devices for all of a job: whole ones for each slot that takes one, shares rounded up per chunk."""
-    chunks = layout_of(demand).chunks
-    whole = sum(s.devices for chunk in chunks for s in chunk.slots if s.share_milli > WHOLE // 2)
-    shares = sum(s.devices * s.share_milli for chunk in chunks for s in chunk.slots if s.share_milli <= WHOLE // 2)
-    return whole + -(-2 * shares // WHOLE)
-
-
 def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
-    """What the agents of virtual nodes will report, so that a plan can be tried before anything starts."""
-    if cluster.devices_per_node is None or cluster.hosts:
+    """What the agents of nodes on this machine will report, so that a plan can be tried before anything starts."""
+    if cluster.hosts:
         return None  # Only they know what they have.
-    slots = tuple(Device(i, f"virtual-{i}") for i in range(cluster.devices_per_node))
-    cpus = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = Machine(nvml=cluster.nvml)
+    notes: tuple[str, ...] = ()
+    if cluster.devices_per_node is None:
+        devices, notes = machine.devices(os.environ)
+    else:
+        devices = tuple(Device(i, f"virtual-{i}") for i in range(cluster.devices_per_node))
+    here, numa = os.uname().nodename, machine.numa()
+    cpus, memory = machine.cpus(os.environ), machine.memory_bytes(os.environ)
     return tuple(
-        NodeInfo(rank, name, os.uname().nodename, "", 0, cpus, memory, slots)
+        NodeInfo(rank, name, here, "", 0, cpus, memory, devices, numa, notes)
         for rank, name in zip(cluster.node_ranks(), cluster.names, strict=True)
     )
 
@@ -150,6 +124,7 @@ def agent_configs(
             start_master=rank == 0,
             job_path=str(space.job_path),
             virtual_devices=cluster.devices_per_node,
+            nvml=cluster.nvml,
             preload=tuple(preload),
             import_roots=spec.import_roots,
             grace_s=spec.grace_s,

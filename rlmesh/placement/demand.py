@@ -113,3 +113,13 @@ class JobDemand:
     fusions: tuple[tuple[str, ...], ...] = ()
     pools: tuple[Pool, ...] = ()
     spare_nodes: int = 0
+
+    def sharing(self, key: str) -> tuple[str, ...]:
+        """The roles whose members share devices with those of a role, or group; itself among them, unless there are
+        none."""
+        found = next((names for names in self.collocations if key in names), ())
+        pool = next((role.pool for role in self.roles if role.key == key and role.accelerator_milli), "")
+        if pool:
+            found = tuple(r.key for r in self.roles if r.pool == pool and r.accelerator_milli)
+        roles = tuple(dict.fromkeys(name.partition("/")[0] for name in found))
+        return roles if len(found) > 1 else ()

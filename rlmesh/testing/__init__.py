@@ -5,9 +5,22 @@ from __future__ import annotations
 
 from rlmesh.testing.clock import NothingLeft as NothingLeft
 from rlmesh.testing.clock import VirtualLoop as VirtualLoop
+from rlmesh.testing.fake_nvml import FakeGpu as FakeGpu
+from rlmesh.testing.fake_nvml import FakeNvml as FakeNvml
+from rlmesh.testing.fake_nvml import FakeSlice as FakeSlice
 from rlmesh.testing.faults import FaultPlan as FaultPlan
 from rlmesh.testing.faults import faulty as faulty
 from rlmesh.testing.local_cluster import LocalCluster as LocalCluster
 from rlmesh.testing.loopback import LoopbackNetwork as LoopbackNetwork
 
-__all__ = ["FaultPlan", "LocalCluster", "LoopbackNetwork", "NothingLeft", "VirtualLoop", "faulty"]
+__all__ = [
+    "FakeGpu",
+    "FakeNvml",
+    "FakeSlice",
+    "FaultPlan",
+    "LocalCluster",
+    "LoopbackNetwork",
+    "NothingLeft",
+    "VirtualLoop",
+    "faulty",
+]

@@ -33,18 +33,19 @@ class LocalCluster:
         view: how jobs are shown.
         run_root: folder for the jobs' run directories; ``runs`` if not given.
         limits: deadlines of the jobs' phases.
+        nvml: ``module:attribute`` of a :class:`FakeNvml`, whose GPUs every node then has in place of virtual slots.
     """
 
     def __init__(
         self, nodes: int = 1, devices_per_node: int = 8, *, view: ViewMode = "none",
-        run_root: Path | None = None, limits: Limits | None = None,
+        run_root: Path | None = None, limits: Limits | None = None, nvml: str = "",
     ) -> None:  # fmt: skip
         if nodes < 1 or devices_per_node < 0:
             raise UsageError(
                 f"LocalCluster(nodes={nodes}, devices_per_node={devices_per_node}): at least 1 node and 0 devices"
             )
         names = tuple(f"node-{rank}" for rank in range(nodes))
-        self.cluster = Cluster(names, devices_per_node)
+        self.cluster = Cluster(names, None if nvml else devices_per_node, nvml=nvml)
         self._options = LaunchOptions(
             view=view, cluster=self.cluster, run_root=run_root, report=False, limits=limits or Limits()
         )

@@ -1,0 +1,152 @@
+"""Inherited masks are read as CUDA reads them, and never widened; NVML's answers become an inventory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlmesh.placement.gpus import GpuFacts, SliceFacts, cuda_visible, usable_devices
+from rlmesh.placement.nvml import Nvml, NvmlFailed, library
+from rlmesh.testing import FakeGpu, FakeNvml
+from tests.placement import four_gpus
+from tests.placement.four_gpus import DIVIDED, FAST, GIB, OTHER, SLICES, SLOW
+
+ALIKE = [GpuFacts(f"GPU-{u}", f"00000000:0{i}:00.0", "H100") for i, u in enumerate(("ab11", "ab22", "cd33"))]
+
+
+def shown(mask: str | None, gpus: list[GpuFacts] | None = None, **env: str) -> list[str]:
+    masks = env if mask is None else {"CUDA_VISIBLE_DEVICES": mask, **env}
+    return [device.uuid for device in usable_devices(gpus or ALIKE, masks)[0]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (None, "ab11 ab22 cd33"), ("", ""), ("-1", ""), ("NoDevFiles", ""), ("none", ""), (",", ""),
+        ("0", "ab11"), ("2,0", "ab11 cd33"), (" 1 , 2", "ab22 cd33"), ("0,-1,1", "ab11"), ("0,3,1", "ab11"),
+        ("0,x,1", "ab11"), ("1,,2", "ab22"), ("1,1", ""), ("0,1,0", ""), ("+1", "ab22"), ("1x,2", "ab22 cd33"),
+        ("GPU-ab11", "ab11"), ("GPU-cd", "cd33"), ("GPU-ab", ""), ("gpu-CD33,GPU-ab11", "ab11 cd33"),
+        ("GPU-cd33,1", "cd33"), ("GPU-cd33,GPU-ff,GPU-ab11", "cd33"), ("0,GPU-cd33", "ab11"), ("GPU-cd,GPU-cd33", ""),
+        ("MIG-aa", ""), ("all", ""),
+    ],
+)  # fmt: skip
+def test_cudas_mask(mask: str | None, expected: str) -> None:
+    assert shown(mask) == [f"GPU-{uuid}" for uuid in expected.split()]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [("all", "ab11 ab22 cd33"), ("none", ""), ("void", "ab11 ab22 cd33"), ("", "ab11 ab22 cd33"),
+     ("7", "ab11 ab22 cd33"),
+     ("GPU-cd33", "cd33"), ("GPU-cd33,GPU-ab11", "ab11 cd33"), ("GPU-ff", ""),
+     ("/var/run/nvidia-container-devices", "ab11 ab22 cd33")],
+)  # fmt: skip
+def test_the_containers_mask(mask: str, expected: str) -> None:
+    assert shown(None, NVIDIA_VISIBLE_DEVICES=mask) == [f"GPU-{uuid}" for uuid in expected.split()]
+
+
+def test_both_masks_hold() -> None:
+    assert shown("GPU-ab11,GPU-cd33", NVIDIA_VISIBLE_DEVICES="GPU-cd33,GPU-ab22") == ["GPU-cd33"]
+
+
+MIG = [
+    replace(ALIKE[0], mig=True, slices=(SliceFacts("MIG-x1", GIB, 1), SliceFacts("MIG-x2", GIB, 2))),
+    replace(ALIKE[1], mig=True),
+    ALIKE[2],
+]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [(None, "MIG-x1 MIG-x2 GPU-cd33"), ("MIG-x2", "MIG-x2"), ("MIG-x", ""), ("MIG-GPU-ab11/2/0", "MIG-x2"),
+     ("MIG-GPU-ab11/7/0", ""), ("0", "MIG-x1"), ("1,2", ""), ("GPU-cd33,MIG-x1", "MIG-x1 GPU-cd33"), ("2", "GPU-cd33")],
+)  # fmt: skip
+def test_masks_with_slices(mask: str | None, expected: str) -> None:
+    """Of a divided GPU only slices can be used, and a number means its first one."""
+    assert shown(mask, MIG) == expected.split()
+
+
+def test_numbers_that_count_in_an_unknown_order_show_nothing() -> None:
+    gpus = [replace(ALIKE[0], model="A100"), *ALIKE[1:]]
+    devices, notes = usable_devices(gpus, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert devices == ()
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in notes[0]
+    assert shown("1", gpus, CUDA_DEVICE_ORDER="PCI_BUS_ID") == ["GPU-ab22"]
+    assert shown("2,1,0", gpus) == ["GPU-ab11", "GPU-ab22", "GPU-cd33"]
+
+
+ITEMS = st.sampled_from(["0", "1", "2", "3", "-1", "x", "GPU-ab11", "GPU-ab", "GPU-cd", "MIG-x1", ""])
+
+
+@given(st.lists(ITEMS, max_size=5), st.booleans())
+def test_a_mask_never_widens(items: list[str], divided: bool) -> None:
+    gpus = MIG if divided else ALIKE
+    everything = set(shown(None, gpus))
+    found = shown(",".join(items), gpus)
+    assert set(found) <= everything
+    assert len(found) == len(set(found))
+    # A longer mask either shows all that the shorter one shows, or nothing.
+    longer, _ = cuda_visible(",".join([*items, "2"]), gpus, by_bus=True)
+    shorter, _ = cuda_visible(",".join(items), gpus, by_bus=True)
+    if items:
+        assert not longer or set(shorter) <= set(longer)
+
+
+def test_nvml_orders_are_turned_into_that_of_the_bus() -> None:
+    facts = Nvml(four_gpus.gpus).read()
+    devices, _ = usable_devices(facts, {})
+    assert [d.uuid for d in devices] == [SLOW, *SLICES, FAST, OTHER]
+    assert [d.index for d in devices] == [0, 1, 2, 3, 4]
+    assert [d.memory_bytes // GIB for d in devices] == [40, 20, 40, 192, 80]
+    assert [d.kind for d in devices] == ["gpu", "mig", "mig", "gpu", "gpu"]
+    assert {d.parent for d in devices} == {"", DIVIDED}
+    assert four_gpus.gpus.opened == 0
+
+
+def test_nvlinks() -> None:
+    pair = [
+        FakeGpu("GPU-a", "1", links=(("GPU-b", 4),)),
+        FakeGpu("GPU-b", "2", links=(("GPU-a", 4),)),
+        FakeGpu("GPU-c", "3"),
+    ]
+    found = {gpu.uuid: gpu.links for gpu in Nvml(FakeNvml(pair)).read()}
+    assert found == {"GPU-a": (("GPU-b", 4),), "GPU-b": (("GPU-a", 4),), "GPU-c": ()}
+    on_switch = Nvml(FakeNvml([FakeGpu("GPU-a", "1", switch=True), FakeGpu("GPU-b", "2", switch=True)])).read()
+    assert on_switch[0].links == (("GPU-b", 18),)
+
+
+def test_broken_gpus_are_known_and_not_used(tmp_path: Any) -> None:
+    events = tmp_path / "events"
+    fake = FakeNvml([FakeGpu(f"GPU-{c}", c) for c in "abc"] + [FakeGpu("GPU-d", "d", prohibited=True)], events)
+    fake.happen("GPU-a", "lost")
+    fake.happen("GPU-b", "remap")
+    faults = {gpu.uuid: gpu.fault for gpu in Nvml(fake).read()}
+    assert faults["GPU-a"] == "NVML: GPU is lost"
+    assert "remapped" in faults["GPU-b"]
+    assert faults["GPU-c"] == ""
+    assert "PROHIBITED" in faults["GPU-d"]
+
+
+def test_nvml_that_does_not_work_says_why() -> None:
+    with pytest.raises(NvmlFailed, match="Driver Not Loaded"):
+        Nvml(FakeNvml([], broken=9)).read()
+    with pytest.raises(NvmlFailed, match="no_such_library"):
+        library("no_such_library:x")
+    assert library("tests.placement.four_gpus:gpus") is four_gpus.gpus
+
+
+def test_the_real_library_has_every_name_that_is_used() -> None:
+    """The fake stands for pynvml: what it has, pynvml must have too."""
+    pynvml = pytest.importorskip("pynvml")
+    names = [name for name in dir(FakeNvml) if name.startswith(("nvml", "NVML"))]
+    assert len(names) > 30
+    assert [name for name in names if not hasattr(pynvml, name)] == []
+    for name in ("NVML_ERROR_TIMEOUT", "NVML_ERROR_GPU_IS_LOST", "NVML_ERROR_RESET_REQUIRED", "NVML_VOLATILE_ECC",
+                 "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_P2P_CAPS_INDEX_NVLINK", "NVML_P2P_STATUS_OK",
+                 "NVML_COMPUTEMODE_PROHIBITED", "nvmlEventTypeXidCriticalError", "nvmlEventTypeDoubleBitEccError",
+                 "NVML_DEVICE_MIG_ENABLE", "NVML_FEATURE_ENABLED"):  # fmt: skip
+        assert getattr(pynvml, name) == getattr(FakeNvml, name), name
