@@ -44,11 +44,14 @@ def leak_check(pytestconfig: pytest.Config) -> Iterator[LeakCheck]:
     session = "/".join(filter(None, (os.environ.get(MARKER), uuid.uuid4().hex)))
     # Short, since the path of a socket holds at most 107 bytes.
     runtime_dir = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
+    state_dir = Path(tempfile.mkdtemp(prefix="rt-state-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARKER, session)
         patch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
+        patch.setenv("XDG_STATE_HOME", str(state_dir))
         yield LeakCheck(session, runtime_dir, float(pytestconfig.getini("leak_grace_s")))
     shutil.rmtree(runtime_dir, ignore_errors=True)
+    shutil.rmtree(state_dir, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

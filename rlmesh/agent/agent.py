@@ -25,6 +25,7 @@ from rlmesh.agent.node import node_info
 from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import AGENT, MASTER, AgentConfig, ExitReport, Leftover, WorkerSpec
 from rlmesh.agent.spawner import Spawner
+from rlmesh.agent.stacks import dump_stacks, stacks_file
 from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.errors import CallError, LaunchError, ShuttingDown
 from rlmesh.job.status import ExitInfo
@@ -135,6 +136,16 @@ class Agent:
         self._ports.append(holder)
         port: int = holder.getsockname()[1]
         return port
+
+    @rpc(concurrent=4)
+    async def stacks(self) -> dict[MemberKey, str]:
+        """The Python stacks of the node's members, or for each the reason why there are none."""
+        members = list(self._members.items())
+        files = [stacks_file(self._config.socket_dir, spec.role, spec.rank) for _, spec in members]
+        texts = await asyncio.gather(
+            *(dump_stacks(child.pid, file) for (child, _), file in zip(members, files, strict=True))
+        )
+        return {_key(spec): text for (_, spec), text in zip(members, texts, strict=True)}
 
     @rpc
     async def shutdown(self, grace_s: float) -> ExitReport:

@@ -38,6 +38,7 @@ from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_c
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
+from rlmesh.agent.stacks import listen
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError
 from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
@@ -99,6 +100,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
         return 1
     os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
+    listen(spec.socket_dir, spec.role, spec.rank)
     if spec.binding is not None:
         for failed in bind(spec.binding):  # before there are other threads, which inherit it
             print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rlmesh.cli import keygen, launch, ps, version
+from rlmesh.cli import doctor, keygen, launch, logs, ps, stacks, status, stop, version
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -22,6 +22,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     launch.add_to(commands)
     ps.add_to(commands)
+    status.add_to(commands)
+    logs.add_to(commands)
+    stacks.add_to(commands)
+    stop.add_to(commands)
+    doctor.add_to(commands)
     keygen.add_to(commands)
     version.add_to(commands)
     return parser

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any
 
+from rlmesh.cli.jobs import asking, headline
 from rlmesh.errors import RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, MemberWaits
 from rlmesh.master.discovery import RunningJob, find_job, running_jobs
 from rlmesh.master.graph import CallGraph, graph_lines
+from rlmesh.master.records import ended_jobs
 from rlmesh.master.workspace import KEY_FILE
 
-ASK_TIMEOUT_S = 10.0
 _NO_RECORDS = 1 << 62
 
 
@@ -30,6 +30,7 @@ def add_to(commands: Any) -> None:
         "--pending", action="store_true", help="whom each member waits for, since when, and what that member does"
     )
     parser.add_argument("--graph", action="store_true", help="who called whom, how often, how long and how many bytes")
+    parser.add_argument("--all", action="store_true", help="the jobs that have ended too")
     parser.set_defaults(run=run)
 
 
@@ -39,12 +40,13 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if options.job is None and not (options.pending or options.graph):
         if not jobs:
             print("no job of yours runs on this machine")
-        for job in jobs:
-            print(_headline(job))
+        ended = ended_jobs(job.run_dir for job in jobs) if options.all else []
+        for line in [*map(headline, ended), *map(headline, jobs)]:
+            print(line)
         return 0
     try:
         job = find_job(options.job, jobs)
-        print(_headline(job))
+        print(headline(job))
         print(f"  {job.master_endpoint}  key file {job.folder / KEY_FILE}")
         for line in ask(job, pending=options.pending, graph=options.graph):
             print(line)
@@ -60,20 +62,12 @@ def ask(job: RunningJob, *, pending: bool = False, graph: bool = False) -> list[
     Raises:
         CallError: the master does not answer.
     """
-    from rlmesh.agent.protocol import MASTER
-    from rlmesh.runtime.runtime import Runtime
-
-    with Runtime.start(name="ps", key=job.key(), bind=False) as runtime:
-        master = runtime.peer(MASTER, job.master_endpoint).options(timeout_s=ASK_TIMEOUT_S)
+    with asking(job) as master:
         if pending:
             return list(pending_lines(master.call("pending").result()))
         if graph:
             return [f"  {line}" for line in graph_lines(CallGraph.of_plain(master.call("graph").result()))]
         return list(member_lines(master.call("status", _NO_RECORDS).result()))
-
-
-def _headline(job: RunningJob) -> str:
-    return f"{job.job_id}  {job.job_name}  for {_age(time.time() - job.started_at)}  {job.run_dir}"
 
 
 def member_lines(status: JobStatus) -> Iterable[str]:
@@ -102,9 +96,3 @@ def pending_lines(members: Iterable[MemberWaits]) -> Iterable[str]:
             yield f"    {serving}"
     if idle:
         yield f"  nothing is pending at {', '.join(idle)}"
-
-
-def _age(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

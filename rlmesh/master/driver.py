@@ -24,6 +24,7 @@ from rlmesh.job.status import JobStatus
 from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
+from rlmesh.master.records import remember
 from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Interrupt, Session
 from rlmesh.master.starts import note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
@@ -140,6 +141,7 @@ class Driver:
             )  # fmt: skip
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
             (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
+            remember(space.run_dir)
         except BaseException as error:
             space.remove_sockets()
             if isinstance(error, OSError):

@@ -108,6 +108,26 @@ class Executor:
         """What each member waits for; one that does not answer within ``PENDING_TIMEOUT_S`` is told as such."""
         return tuple(await asyncio.gather(*(self._ask_pending(member) for member in self._bound())))
 
+    async def ask_stacks(self) -> dict[str, str]:
+        """The stacks of all members by name, as their agents got them; else why there are none."""
+        members = [member for member in self._manager.context.members.values() if not member.gone]
+        nodes = sorted({member.placement.node_rank for member in members})
+        answers = await asyncio.gather(*map(self._ask_stacks, nodes))
+        found = {key: text for answer in answers if isinstance(answer, dict) for key, text in answer.items()}
+        silent = {node: answer for node, answer in zip(nodes, answers, strict=True) if isinstance(answer, str)}
+        return {
+            member.name: found.get((*member.id, member.incarnation))
+            or silent.get(member.placement.node_rank, "its agent does not know it")
+            for member in members
+        }
+
+    async def _ask_stacks(self, node_rank: int) -> dict[tuple[str, int, int], str] | str:
+        try:
+            answer: dict[tuple[str, int, int], str] = await self.agent(node_rank).call("stacks")
+        except CallError as error:
+            return f"its agent does not answer: {error}"
+        return answer
+
     async def _ask_pending(self, member: Member) -> MemberWaits:
         known = MemberWaits(*member.id, member.pid, member.state, member.step)
         control = self._control(member).options(timeout_s=PENDING_TIMEOUT_S)

@@ -220,6 +220,11 @@ class PrimeMaster:
         """The graph of calls, as plain values."""
         return self.manager.context.graph.plain()
 
+    @rpc(concurrent=4)
+    async def stacks(self) -> dict[str, str]:
+        """The Python stacks of all members, by name."""
+        return await self._executor.ask_stacks()
+
     @rpc
     async def stop(self, reason: str, grace_s: float) -> None:
         self.post(ev.StopRequested(reason, grace_s))

@@ -23,6 +23,7 @@ from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.merged_logs import MergedLogs
 from rlmesh.master.outcome import JobResult, job_failed, job_interrupted, job_stopped
 from rlmesh.master.processes import ProcessWatch, tail_of
+from rlmesh.master.records import write_end
 from rlmesh.master.remote import RemoteNode
 from rlmesh.master.starts import note_end
 from rlmesh.master.workspace import Workspace
@@ -307,6 +308,7 @@ class Session:
         elif status.stage not in ENDED:
             status = replace(status, stage="stopped")
         self.status = replace(status, records=())
+        write_end(self.status)
         picture = self._report(run_dir) if status.stage == "succeeded" else None
         self._view.finish(replace(status, records_from=self._records, records=()), picture)
         note_end(run_dir, succeeded=status.stage == "succeeded", stopped_at=status.stopped_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import subprocess
@@ -87,6 +88,17 @@ class Echo:
 
     def teardown(self) -> None:
         self.note("teardown")
+
+
+class Holder(Echo):
+    @rpc
+    def hold_the_lock(self, seconds: float) -> int:
+        """Be in C, with the interpreter's lock, so that no other thread of this process runs Python."""
+        libc = ctypes.PyDLL(None)
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            libc.usleep(ctypes.c_uint(500_000))
+        return os.getpid()
 
 
 class SlowSetup(Echo):

@@ -25,6 +25,11 @@ commands:
   COMMAND
     launch    run a script that submits a job
     ps        list the jobs that run on this machine
+    status    the state of a job, or how it ended
+    logs      what members printed
+    stacks    what each thread of each member is doing
+    stop      end a job and prove that nothing is left
+    doctor    check whether this machine is fit for jobs
     keygen    make a job's key
     version   print the versions of rlmesh and Python
 

@@ -1,0 +1,119 @@
+"""What the commands about jobs have alike: finding the job that is meant, asking its master, choosing members."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmesh.errors import RLMeshError, UsageError
+from rlmesh.master.discovery import RunningJob, find_job, running_jobs
+from rlmesh.master.records import EndedJob, ended_jobs, read_end
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.handle import MemberHandle
+
+ASK_TIMEOUT_S = 10.0
+
+
+def age(seconds: float) -> str:
+    """``1:02`` or ``1:02:03``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def headline(job: RunningJob | EndedJob, now: float | None = None) -> str:
+    """A job in one line."""
+    if isinstance(job, RunningJob):
+        return f"{job.job_id}  {job.job_name}  for {age((now or time.time()) - job.started_at)}  {job.run_dir}"
+    took = f" after {age(job.ended_at - job.started_at)}" if job.ended_at else ""
+    return f"{job.job_id or '-'}  {job.job_name}  {job.stage}{took}  {job.run_dir}"
+
+
+def find_any(what: str | None) -> RunningJob | EndedJob:
+    """A job that runs or has ended, by its id, name or run directory; without any the only one that runs, else the one
+    that ended last.
+
+    Raises:
+        UsageError: none matches, or several do.
+    """
+    running = running_jobs()
+    ended = ended_jobs(job.run_dir for job in running)
+    if what is None:
+        return find_job(None, running) if running or not ended else ended[-1]
+    folder = os.path.abspath(what)
+    if any(what in (job.job_id, job.job_name) or folder == job.run_dir for job in running):
+        return find_job(what, running)
+    there = read_end(Path(folder))
+    matching = [there] if there else [job for job in ended if what in (job.job_id, job.job_name)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        folders = ", ".join(job.run_dir for job in matching)
+        raise UsageError(f"{len(matching)} jobs that have ended are called {what!r}; name one by its folder: {folders}")
+    known = ", ".join(job.job_id for job in running) or "none"
+    raise UsageError(f"no job {what!r} runs here or is known to have ended (running: {known}); see `rlmesh ps --all`")
+
+
+@contextmanager
+def asking(job: RunningJob, timeout_s: float = ASK_TIMEOUT_S) -> Iterator[MemberHandle]:
+    """The master of a running job.
+
+    Raises:
+        UsageError: its key is gone, since it has ended just now.
+    """
+    from rlmesh.agent.protocol import MASTER
+    from rlmesh.runtime.runtime import Runtime
+
+    with Runtime.start(name="cli", key=job.key(), bind=False) as runtime:
+        yield runtime.peer(MASTER, job.master_endpoint).options(timeout_s=timeout_s)
+
+
+def matches(name: str, who: str | None) -> bool:
+    """Whether a member ``ROLE:rank`` is meant by ``ROLE`` or ``ROLE:rank``; by nothing, all are."""
+    return who is None or name.lower() == who.lower() or name.rpartition(":")[0].lower() == who.lower()
+
+
+def checked(names: list[str], who: str | None) -> list[str]:
+    """The members that are meant.
+
+    Raises:
+        UsageError: there are none; names those there are.
+    """
+    chosen = [name for name in names if matches(name, who)]
+    if not chosen:
+        raise UsageError(f"the job has no member {who!r}; it has {', '.join(names) or 'none yet'}")
+    return chosen
+
+
+def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace, list[str]], int]:
+    """A command's ``run``, with errors for people and Ctrl-C as an end."""
+
+    def run(options: argparse.Namespace, rest: list[str]) -> int:
+        try:
+            return work(options)
+        except RLMeshError as error:
+            print(f"rlmesh {command}: {error}", file=sys.stderr)
+            return 2 if isinstance(error, UsageError) else 1
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush does not complain
+            return 141
+
+    return run
+
+
+def add_job_argument(parser: Any, *, option: bool = False) -> None:
+    """``JOB``, or ``--job JOB`` where another word is the command's own."""
+    text = "a job's id, name or run directory; not needed where there is only one"
+    if option:
+        parser.add_argument("--job", metavar="JOB", help=text)
+    else:
+        parser.add_argument("job", metavar="JOB", nargs="?", help=text)

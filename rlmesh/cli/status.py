@@ -1,0 +1,86 @@
+"""``rlmesh status [JOB]``: the state of a job that runs, or how one ended."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rlmesh.cli.jobs import add_job_argument, age, asking, find_any, headline, told
+from rlmesh.job.status import JobStatus, MemberStatus
+from rlmesh.master.discovery import RunningJob
+from rlmesh.master.records import EndedJob
+
+_NO_RECORDS = 1 << 62
+STUCK_S = 60.0
+"""A running member that has not reported for so long is shown with that time."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to ``rlmesh``'s subparsers."""
+    parser = commands.add_parser("status", help="the state of a job, or how it ended", description=__doc__)
+    add_job_argument(parser)
+    parser.set_defaults(run=told("status", show))
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print it; 0 if the job runs or succeeded, 1 if it did not."""
+    job = find_any(options.job)
+    print(headline(job))
+    if isinstance(job, EndedJob):
+        print("\n".join(end_lines(job)))
+        return 0 if job.stage == "succeeded" else 1
+    print("\n".join(status_lines(_ask(job))))
+    return 0
+
+
+def _ask(job: RunningJob) -> JobStatus:
+    with asking(job) as master:
+        status: JobStatus = master.call("status", _NO_RECORDS).result()
+    return status
+
+
+def status_lines(status: JobStatus) -> Iterator[str]:
+    """The stage, each role in one line, and what failed."""
+    yield f"  {status.stage}{': ' + status.note if status.note else ''}"
+    by_role: dict[str, list[MemberStatus]] = {}
+    for member in status.members:
+        by_role.setdefault(member.role, []).append(member)
+    for role, members in by_role.items():
+        yield f"  {role}  {_counted(member.state for member in members)}{_details(members)}"
+    yield from _failure_lines([failure.message for failure in status.failures])
+
+
+def _details(members: list[MemberStatus]) -> str:
+    steps = sorted({member.step for member in members if member.step is not None})
+    text = f"  step {steps[0]}" if len(steps) == 1 else f"  steps {steps[0]} to {steps[-1]}" if steps else ""
+    restarts = sum(member.incarnation for member in members)
+    nodes = sorted({member.node_rank for member in members})
+    text += f"  restarted {restarts} times" if restarts else ""
+    return text + (f"  on nodes {', '.join(map(str, nodes))}" if nodes != [0] else "")
+
+
+def _counted(states: Iterable[str]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in Counter(states).items())
+
+
+def end_lines(job: EndedJob) -> Iterator[str]:
+    """How a job ended."""
+    if job.stage == "lost":
+        yield "  its driver died before it could say how the job ended; the logs and exit-node*.json tell more"
+    else:
+        yield f"  {job.stage} after {age(job.ended_at - job.started_at)}"
+    by_role: dict[str, list[str]] = {}
+    for name, state in job.members:
+        by_role.setdefault(name.rpartition(":")[0], []).append(state)
+    for role, states in by_role.items():
+        yield f"  {role}  {_counted(states)}"
+    yield from _failure_lines(job.failures)
+
+
+def _failure_lines(failures: Iterable[str]) -> Iterator[str]:
+    for number, text in enumerate(failures):
+        first, *more = text.splitlines() or [""]
+        yield f"  {'first cause' if number == 0 else 'then'}: {first}"
+        yield from (f"    {line}" for line in more[:20])
