@@ -33,8 +33,8 @@ commands:
     keygen    make a job's key
     version   print the versions of rlmesh and Python
 
-Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 130 stopped by
-Ctrl-C.
+Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 75 it stopped
+after notice and can be resumed, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 LAUNCH_HELP = """\
@@ -59,6 +59,10 @@ options:
   --key-file FILE       the job's key, made by rlmesh keygen (default: the
                         file that RLMESH_KEY_FILE names, else a new key)
   --dry-run             print how nodes would be started, and start nothing
+  --grace S             seconds between SIGTERM and SIGKILL when the job is
+                        stopped (default 2.5)
+  --stop-within S       seconds that all ranks have, after notice, to come to
+                        the step at which they stop together (default 600)
 
 several nodes, as torchrun:
   --nnodes N[:MAX]      number of nodes, the same on each (default 1)
