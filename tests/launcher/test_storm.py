@@ -33,9 +33,9 @@ def test_port_storms(tmp_path: Path) -> None:
     for number in range(ROUNDS):
         with ExitStack() as stack:
             occupy(stack, 29500, DEFAULT_PORT)
-            jobs = []
-            for job in range(JOBS):
-                folder = tmp_path / f"{number}-{job}"
+            jobs: list[Launched] = []
+            for each in range(JOBS):
+                folder = tmp_path / f"{number}-{each}"
                 folder.mkdir()
                 words = ["-m", "rlmesh.cli.main", "launch", "--view", "plain", str(STORM)]
                 jobs.append(stack.enter_context(Launched(words, folder)))
@@ -52,9 +52,9 @@ def test_port_storms(tmp_path: Path) -> None:
 def test_jobs_of_two_nodes_side_by_side(tmp_path: Path) -> None:
     with ExitStack() as stack:
         occupy(stack, 29500, DEFAULT_PORT)
-        nodes = []
-        for number in range(3):
-            folder = tmp_path / str(number)
+        nodes: list[Launched] = []
+        for each in range(3):
+            folder = tmp_path / str(each)
             folder.mkdir()
             nodes += stack.enter_context(two_nodes(folder, "127.0.0.1"))
         for node in nodes:
