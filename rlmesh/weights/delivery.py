@@ -11,6 +11,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from concurrent.futures import Future as PlainFuture
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 from rlmesh.weights.channels.base import ChannelBroken, Outlet, Parcel
 
 WINDOW = 2
+TELL_S = 0.3
+"""How long the sinks may take to say what they know of a broken channel."""
 
 
 class Command(Protocol):
@@ -40,7 +43,8 @@ class Failure:
 
     @classmethod
     def of(cls, member: str, bucket: int, error: BaseException) -> Failure:
-        return cls(member, bucket, type(error).__name__, str(error) or type(error).__name__)
+        kind = getattr(error, "remote_type", "") or type(error).__name__
+        return cls(member, bucket, kind.rpartition(".")[2], str(error) or kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,40 +135,38 @@ class Delivery:
                     sink, "weights_stage", header.session, header.push, header.version, index,
                     self._outlet.payload(parcel, sink), parcel.checksums, header.flip_s, timeout_s=header.bucket_s,
                 )  # fmt: skip
-            self._outlet.transmit(parcel)
+            self._outlet.transmit(parcel, lambda: any(_has_failed(answer) for answer in answers.values()))
         except ChannelBroken as error:
-            # The sink's own answer says more than a broken connection, if it comes.
-            told = self._told(answers, error.sink)
-            self._failure = told or Failure.of(error.sink or self._source, index, error)
+            named = Failure.of(error.sink or self._source, index, error)
+            told = self._told(answers, index)
+            self._failure = told if told is not None and told.member == (error.sink or told.member) else named
         except Exception as error:
             self._failure = Failure.of(self._source, index, error)
 
-    def _told(self, answers: dict[str, PlainFuture[Any]], sink: str | None) -> Failure | None:
-        for name in [sink] if sink is not None else list(answers):
-            answer = answers.get(name)
-            if answer is None:
-                continue
-            try:
-                error = answer.exception(timeout=1.0)
-            except TimeoutError:
-                continue
-            if error is not None:
-                return Failure.of(name, self._unanswered[-1][0].bucket.index, error)
-        return None
+    def _told(self, answers: dict[str, PlainFuture[Any]], bucket: int) -> Failure | None:
+        """What the sinks themselves say of a broken channel: whose own fault it is comes before those who only lost
+        their connection."""
+        wait(answers.values(), TELL_S, FIRST_EXCEPTION)
+        failed = [(sink, answer.exception()) for sink, answer in answers.items() if _has_failed(answer)]
+        told = [Failure.of(sink, bucket, error) for sink, error in failed if error is not None]
+        return min(told, key=lambda failure: failure.kind == ChannelBroken.__name__, default=None)
 
     def _settle(self) -> None:
         """Wait for the answers to the oldest bucket."""
         parcel, answers = self._unanswered.popleft()
-        for sink, answer in answers.items():
-            if self._failure is not None:
+        if self._failure is None:
+            wait(answers.values(), return_when=FIRST_EXCEPTION)
+            if any(_has_failed(answer) for answer in answers.values()):
+                self._failure = self._told(answers, parcel.bucket.index)
+        for answer in answers.values():
+            if not answer.done():
                 answer.cancel()
-                continue
-            try:
-                answer.result()
-            except Exception as error:
-                self._failure = Failure.of(sink, parcel.bucket.index, error)
         self._forget(parcel)
 
     def _forget(self, parcel: Parcel) -> None:
         self._outlet.taken(parcel)
         self._room.release()
+
+
+def _has_failed(answer: PlainFuture[Any]) -> bool:
+    return answer.done() and (answer.cancelled() or answer.exception() is not None)

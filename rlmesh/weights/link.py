@@ -81,11 +81,14 @@ class Link:
         plan, limit = self.plan, self._timeouts.connect_s
         cut = [bucket.to_wire() for bucket in plan.buckets]
         keep = plan.source_mode == "snapshot"
+        starting = {
+            name: [(r.channel, r.sinks, plan.on_gpus(r)) for r in plan.routes if r.source == name]
+            for name in self._source_names
+        }
         opening = {
             name: self._source.call(
                 name, "weights_open", self.session, cut,
-                [(route.channel, route.sinks) for route in plan.routes if route.source == name], keep,
-                self._timeouts.bucket_s, self._verify, timeout_s=limit,
+                starting[name], keep, self._timeouts.bucket_s, self._verify, timeout_s=limit,
             )
             for name in self._source_names
         }  # fmt: skip

@@ -55,11 +55,19 @@ def commander(runtime: Runtime) -> Command:
 
 def origin_of(runtime: Runtime) -> Origin:
     """The job of this process; outside of a job, one of its own."""
+    private, host = runtime.network.private, _host_of(runtime.endpoint)
     try:
         worker = current_worker()
     except UsageError:
-        return Origin("w" + secrets.token_hex(6), private=runtime.network.private)
-    return Origin(worker.job_info.job_id, worker.node_rank, runtime.network.private)
+        return Origin("w" + secrets.token_hex(6), private=private, host=host)
+    return Origin(worker.job_info.job_id, worker.node_rank, private, host)
+
+
+def _host_of(endpoint: str | None) -> str:
+    """Where this process can be reached: as its calls are, or by the loopback if these never leave the machine."""
+    if endpoint is None or not endpoint.startswith("tcp://"):
+        return "127.0.0.1"
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _set_result(future: asyncio.Future[T], result: T) -> None:
@@ -212,7 +220,7 @@ class SendsWeights:
 
     @rpc
     def weights_open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, tuple[str, ...]]], keep: bool,
+        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, tuple[str, ...], bool]], keep: bool,
         timeout_s: float, verify: bool,
     ) -> Mapping[str, Opened]:  # fmt: skip
         return self.__its_sender().open(session, buckets, routes, keep, timeout_s, verify)

@@ -129,6 +129,12 @@ class WeightPlan:
         """Bytes that one sink gets."""
         return sum(entry.nbytes for bucket in self.buckets for entry in bucket.entries)
 
+    def on_gpus(self, route: Route) -> bool:
+        """Are all ends of a route on GPUs, each on one of its own?"""
+        names = {route.source, *route.sinks}
+        devices = [party.place.device for party in (*self.sources, *self.sinks) if party.name in names]
+        return all(devices) and len(set(devices)) == len(devices)
+
     def __str__(self) -> str:
         tied = [spec for spec in self.manifest if spec.alias_of is not None]
         count = sum(len(bucket.entries) for bucket in self.buckets)

@@ -25,6 +25,7 @@ class Origin:
     job_id: str
     node_rank: int = 0
     private: bool = False
+    host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Sender:
         }
 
     def open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, tuple[str, ...]]], keep: bool,
+        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, tuple[str, ...], bool]], keep: bool,
         timeout_s: float, verify: bool,
     ) -> dict[str, Opened]:  # fmt: skip
         """Open the routes that start here; gives what each sink needs to connect."""
@@ -84,19 +85,12 @@ class Sender:
         self._sessions[session] = _Session(tuple(Bucket.from_wire(bucket) for bucket in buckets), keep, made)
         opened: dict[str, Opened] = {}
         job = self._origin
-        for channel, sinks in routes:
+        for channel, sinks, on_gpu in routes:
             settings = RouteSettings(
-                session,
-                job.job_id,
-                job.node_rank,
-                self.who,
-                tuple(sinks),
-                keep,
-                timeout_s,
-                job.private,
-                verify,
-                self.source.lasting,
-            )
+                session=session, job_id=job.job_id, node_rank=job.node_rank, source=self.who, sinks=tuple(sinks),
+                keep=keep, timeout_s=timeout_s, private=job.private, host=job.host, on_gpu=on_gpu, verify=verify,
+                lasting=self.source.lasting,
+            )  # fmt: skip
             outlet = open_outlet(channel, settings)
             made.append((settings, outlet))
             opened.update({sink: Opened(settings, channel, outlet.info(sink)) for sink in sinks})

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.weights.mesh import WeightMesh
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_gloo_keeps(leak_check: object) -> None:
+    """Gloo opens a pipe when it is first used, and keeps it for the life of the process."""
+    import torch.distributed as dist
+
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5)).barrier().wait()
 
 
 @pytest.fixture

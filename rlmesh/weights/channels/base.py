@@ -18,11 +18,14 @@ inlet. ``close`` of either may come at any moment after, from any thread, and mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlmesh.weights.plan import Bucket
+
+SOONER = 0.9
+"""A sender gives up this much sooner than the call that announced the bucket, and so can name the sink that is late."""
 
 
 @dataclass(eq=False)
@@ -46,6 +49,8 @@ class RouteSettings:
         keep: the bytes must outlive ``put``: the source does not wait for the sinks (a snapshot).
         timeout_s: how long a bucket, or a connection, may take.
         private: the operator's word that nobody else listens on the network.
+        host: where the source listens for others, as an address.
+        on_gpu: source and sinks have their weights on GPUs, each on one of its own.
         verify: checksums are made and compared.
         lasting: what the source gives are its weights themselves, which stay where they are; otherwise they are made
             for each push (gathered, merged).
@@ -59,6 +64,8 @@ class RouteSettings:
     keep: bool
     timeout_s: float
     private: bool = False
+    host: str = "127.0.0.1"
+    on_gpu: bool = False
     verify: bool = True
     lasting: bool = False
 
@@ -80,16 +87,18 @@ class Outlet(Protocol):
 
     def payload(self, parcel: Parcel, sink: str) -> Any: ...
 
-    def transmit(self, parcel: Parcel) -> None:
-        """Raises:
-        ChannelBroken: with the sink that could not be sent to, where one can be named.
+    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
+        """Move the bytes. Whenever it waits it looks whether it is ``stopped``: a sink has answered that it failed.
+
+        Raises:
+            ChannelBroken: with the sink that could not be sent to, where one can be named.
         """
         ...
 
     def taken(self, parcel: Parcel) -> None: ...
 
     def abandon(self) -> None:
-        """The push failed: free what was taken for it."""
+        """The push failed: free what was taken for it, and let no sink wait for more. No push follows."""
         ...
 
     def close(self) -> None: ...

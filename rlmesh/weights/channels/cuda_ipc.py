@@ -12,7 +12,7 @@ anything (`Link.close` waits for that).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
@@ -102,7 +102,7 @@ class CudaOutlet:
         number = {handle: i for i, handle in enumerate(handles)}
         return [uuid, handles, [(number[handle], offset) for handle, offset in places]]
 
-    def transmit(self, parcel: Parcel) -> None:
+    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
         return
 
     def taken(self, parcel: Parcel) -> None:

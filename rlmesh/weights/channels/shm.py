@@ -89,7 +89,7 @@ class ShmOutlet:
     def payload(self, parcel: Parcel, sink: str) -> Any:
         return list(parcel.data[sink])
 
-    def transmit(self, parcel: Parcel) -> None:
+    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
         return
 
     def taken(self, parcel: Parcel) -> None:

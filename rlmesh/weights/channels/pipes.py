@@ -1,0 +1,250 @@
+"""Pipes for bytes between two processes that share a secret: plain TCP, and ZeroMQ under CURVE.
+
+A pipe carries buffers that both ends know the sizes of, in one direction, without frames of its own. All waits are
+bounded; errors are OSError.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import zmq
+
+SLICE_S = 0.05
+"""How often a sender that waits looks whether it was stopped."""
+NONCE_BYTES = 32
+PART_BYTES = 512 << 10
+MAX_STRANGERS = 64
+
+
+class Pipe(Protocol):
+    def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
+        """Send all; ends with an error as soon as ``stopped`` says so."""
+        ...
+
+    def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
+        """Fill all."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StoppedSending(OSError):
+    """A sink has failed, so nobody waits for the rest."""
+
+
+def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, role + nonce, "sha256")
+
+
+class PlainPipe:
+    """TCP, with a handshake in which each side proves that it knows the secret."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def to(cls, address: str, secret: bytes, timeout_s: float) -> PlainPipe:
+        """Connect; of the two, this side proves itself first."""
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        try:
+            theirs = _read(connection, NONCE_BYTES)
+            mine = secrets.token_bytes(NONCE_BYTES)
+            connection.sendall(_proof(secret, b"sink", theirs) + mine)
+            if not hmac.compare_digest(_read(connection, NONCE_BYTES), _proof(secret, b"source", mine)):
+                raise ConnectionError(f"whoever listens at {address} does not know the session's secret")
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
+        end = time.monotonic() + timeout_s
+        self._socket.settimeout(SLICE_S)
+        for buffer in buffers:
+            rest = buffer.cast("B")
+            while rest.nbytes:
+                try:
+                    rest = rest[self._socket.send(rest) :]
+                except TimeoutError:
+                    _go_on(end, stopped)
+
+    def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        for buffer in buffers:
+            rest = buffer.cast("B")
+            while rest.nbytes:
+                self._socket.settimeout(max(1e-3, end - time.monotonic()))
+                count = self._socket.recv_into(rest)
+                if not count:
+                    raise ConnectionResetError("the source closed the connection")
+                rest = rest[count:]
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was first
+        self._socket.close()
+
+
+class PlainListener:
+    """Waits for the one peer that knows the secret."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._secret = secret
+        self._socket = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
+        port = self._socket.getsockname()[1]
+        self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+
+    def accept(self, timeout_s: float) -> PlainPipe:
+        end = time.monotonic() + timeout_s
+        for _ in range(MAX_STRANGERS):
+            self._socket.settimeout(max(1e-3, end - time.monotonic()))
+            connection, _ = self._socket.accept()
+            try:
+                # A stranger that says nothing holds up others for a second.
+                connection.settimeout(1.0)
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                connection.sendall(nonce)
+                answer = _read(connection, 2 * NONCE_BYTES)
+                proof, theirs = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+                if hmac.compare_digest(proof, _proof(self._secret, b"sink", nonce)):
+                    connection.sendall(_proof(self._secret, b"source", theirs))
+                    self.close()
+                    return PlainPipe(connection)
+            except OSError:
+                pass
+            connection.close()
+        raise ConnectionError(f"{MAX_STRANGERS} strangers connected, and no sink")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class CurvePipe:
+    """A pair of ZeroMQ sockets under CURVE."""
+
+    def __init__(self, context: zmq.Context[Any], pair: zmq.Socket[Any]) -> None:
+        self._context, self._pair = context, pair
+
+    @classmethod
+    def to(cls, address: str, secret: bytes, timeout_s: float) -> CurvePipe:
+        from rlmesh.runtime.security import CurveKeys
+
+        context, pair = _make_pair()
+        keys = CurveKeys(secret)
+        pair.curve_serverkey = keys.listener[0]
+        pair.curve_publickey, pair.curve_secretkey = keys.caller
+        pair.connect(f"tcp://{address}")
+        pair.send(b"here")
+        pipe = cls(context, pair)
+        try:
+            _wait(pair, timeout_s, "the source's answer")
+        except OSError:
+            pipe.close()
+            raise
+        pair.recv()
+        return pipe
+
+    def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
+        import zmq
+
+        end = time.monotonic() + timeout_s
+        for buffer in buffers:
+            data = buffer.cast("B")
+            for at in range(0, data.nbytes, PART_BYTES):
+                while not self._pair.poll(SLICE_S * 1000, zmq.POLLOUT):
+                    _go_on(end, stopped)
+                self._pair.send(data[at : at + PART_BYTES], zmq.NOBLOCK, copy=True)
+
+    def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        for buffer in buffers:
+            data = buffer.cast("B")
+            for at in range(0, data.nbytes, PART_BYTES):
+                _wait(self._pair, end - time.monotonic(), "more bytes")
+                part = self._pair.recv(copy=False).buffer
+                if not part.nbytes:
+                    raise ConnectionResetError("the source closed the connection")
+                data[at : at + PART_BYTES] = part
+
+    def close(self) -> None:
+        import zmq
+
+        if not self._pair.closed:
+            try:
+                self._pair.send(b"", zmq.NOBLOCK)  # ZeroMQ does not tell that a peer has gone
+            except zmq.ZMQError:
+                pass
+            self._pair.close(linger=200)
+            self._context.term()
+
+
+class CurveListener:
+    """Waits for the one peer that knows the secret."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        from rlmesh.runtime.security import CurveKeys
+
+        self._context, self._pair = _make_pair()
+        keys = CurveKeys(secret)
+        self._pair.curve_server = True
+        self._pair.curve_publickey, self._pair.curve_secretkey = keys.listener
+        shown = f"[{host}]" if ":" in host else host
+        self._pair.ipv6 = ":" in host
+        self.address = f"{shown}:{self._pair.bind_to_random_port(f'tcp://{shown}')}"
+        self._accepted = False
+
+    def accept(self, timeout_s: float) -> CurvePipe:
+        _wait(self._pair, timeout_s, "the sink")
+        self._pair.recv()
+        self._pair.send(b"here")
+        self._accepted = True
+        return CurvePipe(self._context, self._pair)
+
+    def close(self) -> None:
+        if not self._accepted and not self._pair.closed:
+            self._pair.close(linger=0)
+            self._context.term()
+
+
+def _make_pair() -> tuple[zmq.Context[Any], zmq.Socket[Any]]:
+    import zmq
+
+    context: zmq.Context[Any] = zmq.Context()
+    pair = context.socket(zmq.PAIR)
+    pair.setsockopt(zmq.SNDHWM, 16)
+    pair.setsockopt(zmq.RCVHWM, 16)
+    return context, pair
+
+
+def _wait(pair: Any, timeout_s: float, what: str) -> None:
+    if not pair.poll(max(0.0, timeout_s) * 1000):
+        raise TimeoutError(f"{what} did not come in time")
+
+
+def _go_on(end: float, stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise StoppedSending("a sink has failed")
+    if time.monotonic() >= end:
+        raise TimeoutError("the sink did not take the bytes in time")
+
+
+def _read(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        part = connection.recv(nbytes - len(data))
+        if not part:
+            raise ConnectionResetError("the other side closed the connection")
+        data += part
+    return data

@@ -1,0 +1,171 @@
+"""One suite for every channel: what `channels.base` promises, tried on outlet and inlets without any calls between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlmesh.weights.channels.base import ChannelBroken, Inlet, Outlet, RouteSettings
+from rlmesh.weights.channels.registry import open_inlet, open_outlet
+from rlmesh.weights.checksum import reference
+from rlmesh.weights.manifest import Manifest, TensorSpec
+from rlmesh.weights.pieces import checksums_of
+from rlmesh.weights.plan import Bucket, cut
+from tests.weights.mesh import segments
+
+SINKS = ("R:0", "R:1")
+CHANNELS = ["shm", "stream", "stream under CURVE", "collective"]
+SPECS = Manifest(
+    (TensorSpec("a", (1000,), "float32"), TensorSpec("empty", (0, 3), "float32"), TensorSpec("b", (7,), "int64"),
+     TensorSpec("big", (300, 1000), "float32"))
+)  # fmt: skip
+BUCKETS = cut(SPECS, {spec.name: spec.dtype for spec in SPECS}, 8192)
+
+
+def some(seed: int) -> dict[str, Any]:
+    generator = np.random.default_rng(seed)
+    return {spec.name: (generator.standard_normal(spec.shape) * 100).astype(spec.dtype) for spec in SPECS}
+
+
+class Route:
+    """An outlet and its inlets, connected."""
+
+    def __init__(self, channel: str, *, keep: bool = False, timeout_s: float = 5.0) -> None:
+        # An address that is no loopback by its name, so that the stream is encrypted.
+        host = "0.0.0.0" if "CURVE" in channel else "127.0.0.1"
+        settings = RouteSettings("s", "job", 0, "A:0", SINKS, keep, timeout_s, host=host)
+        kind: Any = channel.split()[0]
+        self.threads = ThreadPoolExecutor(8)
+        self.outlet: Outlet = open_outlet(kind, settings)
+        infos = {sink: dict(self.outlet.info(sink)) for sink in SINKS}
+        for info in infos.values():
+            if "address" in info:
+                info["address"] = info["address"].replace("0.0.0.0", "127.0.0.1")
+        opening = [self.threads.submit(open_inlet, kind, settings, sink, infos[sink]) for sink in SINKS]
+        self.outlet.connect()
+        self.inlets: list[Inlet] = [each.result(10) for each in opening]
+
+    def send(self, bucket: Bucket, tensors: dict[str, Any], stopped: Callable[[], bool] = lambda: False) -> Any:
+        parcel = self.outlet.put(bucket, tensors)
+        taking = [
+            self.threads.submit(inlet.take, bucket, self.outlet.payload(parcel, sink), 5.0)
+            for sink, inlet in zip(SINKS, self.inlets, strict=True)
+        ]
+        self.outlet.transmit(parcel, stopped)
+        return parcel, [each.result(10) for each in taking]
+
+    def close(self) -> None:
+        for inlet in self.inlets:
+            inlet.close()
+        self.outlet.close()
+        self.threads.shutdown()
+
+
+@pytest.fixture(params=CHANNELS)
+def route(request: pytest.FixtureRequest) -> Iterator[Route]:
+    made = Route(request.param)
+    yield made
+    made.close()
+    assert segments() == []
+
+
+def test_every_sink_gets_every_byte_and_the_right_checksums(route: Route) -> None:
+    assert len(BUCKETS) > 1
+    for push in range(3):
+        tensors = some(push)
+        for inlet in route.inlets:
+            inlet.settle()
+        for bucket in BUCKETS:
+            parcel, taken = route.send(bucket, tensors)
+            wanted = [tensors[entry.name].tobytes() for entry in bucket.entries]
+            assert parcel.checksums == [reference(data) for data in wanted]
+            for pieces in taken:
+                assert [piece.tobytes() for piece in pieces] == wanted
+                assert checksums_of(pieces) == parcel.checksums
+                assert not wanted[0] or not np.shares_memory(pieces[0], tensors[bucket.entries[0].name])
+            del taken, pieces
+            for inlet in route.inlets:
+                inlet.done()
+            route.outlet.taken(parcel)
+
+
+def test_what_may_be_kept_stays_as_it_was(route: Route) -> None:
+    if not all(inlet.keeps for inlet in route.inlets):
+        pytest.skip("this channel's pieces are valid until done()")
+    tensors = some(1)
+    kept, wanted = [], []
+    for _ in range(4):
+        parcel, taken = route.send(BUCKETS[0], tensors)
+        kept.append(taken)
+        wanted.append(tensors["a"].copy())
+        for inlet in route.inlets:
+            inlet.done()
+        route.outlet.taken(parcel)
+        tensors["a"] += 1
+    for expected, taken in zip(wanted, kept, strict=True):
+        for pieces in taken:
+            np.testing.assert_array_equal(pieces[0].view(np.float32), expected)
+    kept.clear()
+    del taken, pieces
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_snapshot_is_taken_when_put_returns(channel: str) -> None:
+    route = Route(channel, keep=True)
+    tensors = some(1)
+    wanted = [[tensors[entry.name].tobytes() for entry in bucket.entries] for bucket in BUCKETS]
+    parcels = [route.outlet.put(bucket, tensors) for bucket in BUCKETS]
+    for value in tensors.values():
+        value[...] = 0
+    for bucket, parcel, expected in zip(BUCKETS, parcels, wanted, strict=True):
+        taking = [
+            route.threads.submit(inlet.take, bucket, route.outlet.payload(parcel, sink), 5.0)
+            for sink, inlet in zip(SINKS, route.inlets, strict=True)
+        ]
+        route.outlet.transmit(parcel, lambda: False)
+        assert [[piece.tobytes() for piece in each.result(10)] for each in taking] == [expected, expected]
+        taking.clear()
+        for inlet in route.inlets:
+            inlet.done()
+        route.outlet.taken(parcel)
+    route.close()
+
+
+def test_a_sink_that_does_not_come_holds_nobody_up(route: Route) -> None:
+    """It has answered that it failed: the source stops, and lets the other sink go."""
+    if route.inlets[0].keeps:
+        pytest.skip("nobody waits for anybody in this channel")
+    bucket, failed = BUCKETS[-1], threading.Event()
+    parcel = route.outlet.put(bucket, {"big": np.zeros((300, 1000), np.float32), "b": some(1)["b"]})
+    waiting = route.threads.submit(route.inlets[0].take, bucket, None, 20.0)
+    threading.Timer(0.1, failed.set).start()
+    try:
+        route.outlet.transmit(parcel, failed.is_set)
+    except ChannelBroken:
+        pass  # buffers of the system may have taken it all
+    route.outlet.abandon()
+    try:
+        waiting.result(5)
+    except ChannelBroken:
+        pass
+    failed.wait(5)
+
+
+@pytest.mark.parametrize("channel", ["stream", "stream under CURVE"])
+def test_strangers_get_no_weights(channel: str) -> None:
+    host = "0.0.0.0" if "CURVE" in channel else "127.0.0.1"
+    settings = RouteSettings("s", "job", 0, "A:0", ("R:0",), False, 1.0, host=host)
+    outlet = open_outlet("stream", settings)
+    info = dict(outlet.info("R:0"))
+    info["address"] = info["address"].replace("0.0.0.0", "127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        stranger = threads.submit(open_inlet, "stream", settings, "R:0", {**info, "secret": bytes(32)})
+        with pytest.raises(ChannelBroken, match="R:0 did not connect to"):
+            outlet.connect()
+        assert isinstance(stranger.exception(5), OSError)
+    outlet.close()
