@@ -88,12 +88,12 @@ class CollectiveOutlet:
     """See `channels.base.Outlet`. Rank 0 of its group."""
 
     def __init__(self, settings: RouteSettings) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed.distributed_c10d import TCPStore
 
         self._settings = settings
         self._backend = "nccl" if settings.on_gpu else "gloo"
         timeout = timedelta(seconds=settings.timeout_s)
-        self._store = TCPStore(settings.host, 0, None, True, timeout, wait_for_workers=False)
+        self._store: Any = TCPStore(settings.host, 0, None, True, timeout, wait_for_workers=False)
         self._group: Any = None
         self._number = 0
         self._turns: dict[int, Any] = {}
@@ -146,7 +146,7 @@ class CollectiveOutlet:
             if len(late) == 1 and not stopped():
                 raise ChannelBroken(f"{late[0]} was not ready for the broadcast; {error}", late[0]) from error
             raise
-        self._store.set(_go(self._number), b"")
+        self._store.set(_go(self._number), "")
         for old in (*ready, _go(self._number - 1)):
             self._store.delete_key(old)
         _broadcast(self._group, parcel.data, self._settings.timeout_s)
@@ -162,7 +162,7 @@ class CollectiveOutlet:
 
     def abandon(self) -> None:
         if self._store is not None:
-            self._store.set(STOP, b"")
+            self._store.set(STOP, "")
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -178,10 +178,10 @@ class CollectiveInlet:
     keeps = False
 
     def __init__(self, settings: RouteSettings, info: Mapping[str, Any]) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed.distributed_c10d import TCPStore
 
         timeout = timedelta(seconds=settings.timeout_s)
-        self._store = TCPStore(info["host"], info["port"], None, False, timeout)
+        self._store: Any = TCPStore(info["host"], info["port"], None, False, timeout)
         size = len(settings.sinks) + 1
         self._backend = info["backend"]
         self._group = _make_group(self._backend, self._store, info["rank"], size, settings.timeout_s)
@@ -197,7 +197,7 @@ class CollectiveInlet:
             self._buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         flat = self._buffer[:nbytes]
         self._number += 1
-        self._store.set(_ready(self._number, self._rank), b"")
+        self._store.set(_ready(self._number, self._rank), "")
 
         def may_go() -> bool:
             if self._store.check([STOP]):

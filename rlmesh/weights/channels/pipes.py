@@ -163,7 +163,7 @@ class CurvePipe:
         for buffer in buffers:
             data = buffer.cast("B")
             for at in range(0, data.nbytes, PART_BYTES):
-                while not self._pair.poll(SLICE_S * 1000, zmq.POLLOUT):
+                while not self._pair.poll(int(SLICE_S * 1000), zmq.POLLOUT):
                     _go_on(end, stopped)
                 self._pair.send(data[at : at + PART_BYTES], zmq.NOBLOCK, copy=True)
 
@@ -229,7 +229,7 @@ def _make_pair() -> tuple[zmq.Context[Any], zmq.Socket[Any]]:
 
 
 def _wait(pair: Any, timeout_s: float, what: str) -> None:
-    if not pair.poll(max(0.0, timeout_s) * 1000):
+    if not pair.poll(int(max(0.0, timeout_s) * 1000)):
         raise TimeoutError(f"{what} did not come in time")
 
 
