@@ -207,7 +207,9 @@ class SendsWeights:
         if self.__sender is not None:
             self.__sender.close()
 
-    def __its_sender(self) -> Sender:
+    @property
+    def weights_source(self) -> Sender:
+        """The sender."""
         if self.__sender is None:
             raise WeightSyncError(
                 f"{type(self).__qualname__} has no weights to send yet: call send_weights(source) in setup()"
@@ -216,31 +218,31 @@ class SendsWeights:
 
     @rpc
     def weights_source_describe(self) -> dict[str, Any]:
-        return self.__its_sender().describe()
+        return self.weights_source.describe()
 
     @rpc
     def weights_open(
         self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, tuple[str, ...], bool]], keep: bool,
         timeout_s: float, verify: bool,
     ) -> Mapping[str, Opened]:  # fmt: skip
-        return self.__its_sender().open(session, buckets, routes, keep, timeout_s, verify)
+        return self.weights_source.open(session, buckets, routes, keep, timeout_s, verify)
 
     @rpc
     def weights_connect(self, session: str) -> None:
-        self.__its_sender().connect(session)
+        self.weights_source.connect(session)
 
     @rpc
     def weights_capture(
         self, session: str, push: int, version: int, flip_s: float, bucket_s: float
     ) -> list[Any] | None:
-        failure = self.__its_sender().capture(session, push, version, flip_s, bucket_s)
+        failure = self.weights_source.capture(session, push, version, flip_s, bucket_s)
         return failure.to_wire() if failure is not None else None
 
     @rpc(concurrent=2)
     def weights_sent(self, session: str, push: int) -> list[Any] | None:
-        failure = self.__its_sender().sent(session, push)
+        failure = self.weights_source.sent(session, push)
         return failure.to_wire() if failure is not None else None
 
     @rpc
     def weights_close(self, session: str) -> None:
-        self.__its_sender().close_session(session)
+        self.weights_source.close_session(session)

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,10 @@ from tests.weights.mesh import WeightMesh
 @pytest.fixture(scope="session", autouse=True)
 def what_gloo_keeps(leak_check: object) -> None:
     """Gloo opens a pipe when it is first used, and keeps it for the life of the process."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
-    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5)).barrier().wait()
+    group: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5))
+    group.barrier().wait()
 
 
 @pytest.fixture

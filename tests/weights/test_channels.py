@@ -98,6 +98,8 @@ def test_what_may_be_kept_stays_as_it_was(route: Route) -> None:
     if not all(inlet.keeps for inlet in route.inlets):
         pytest.skip("this channel's pieces are valid until done()")
     tensors = some(1)
+    taken: Any = None
+    pieces: Any = None
     kept, wanted = [], []
     for _ in range(4):
         parcel, taken = route.send(BUCKETS[0], tensors)
@@ -111,7 +113,7 @@ def test_what_may_be_kept_stays_as_it_was(route: Route) -> None:
         for pieces in taken:
             np.testing.assert_array_equal(pieces[0].view(np.float32), expected)
     kept.clear()
-    del taken, pieces
+    taken = pieces = None
 
 
 @pytest.mark.parametrize("channel", CHANNELS)

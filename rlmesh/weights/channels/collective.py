@@ -88,7 +88,7 @@ class CollectiveOutlet:
     """See `channels.base.Outlet`. Rank 0 of its group."""
 
     def __init__(self, settings: RouteSettings) -> None:
-        from torch.distributed.distributed_c10d import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         self._settings = settings
         self._backend = "nccl" if settings.on_gpu else "gloo"
@@ -178,7 +178,7 @@ class CollectiveInlet:
     keeps = False
 
     def __init__(self, settings: RouteSettings, info: Mapping[str, Any]) -> None:
-        from torch.distributed.distributed_c10d import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         timeout = timedelta(seconds=settings.timeout_s)
         self._store: Any = TCPStore(info["host"], info["port"], None, False, timeout)
