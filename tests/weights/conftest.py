@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +13,11 @@ from tests.weights.mesh import WeightMesh
 
 
 @pytest.fixture(scope="session", autouse=True)
-def what_gloo_keeps(leak_check: object) -> None:
-    """Gloo opens a pipe when it is first used, and keeps it for the life of the process."""
-    from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
+def what_stores_keep(leak_check: object) -> None:
+    """The library below torch's stores opens a pipe when it is first used, and keeps it for the life of the process."""
+    from torch._C._distributed_c10d import TCPStore
 
-    group: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5))
-    group.barrier().wait()
+    TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
 
 
 @pytest.fixture
