@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rlmesh.cli import doctor, keygen, launch, logs, ps, stacks, status, stop, version
+from rlmesh.cli import doctor, keygen, launch, logs, plan, ps, stacks, status, stop, version
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -27,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     stacks.add_to(commands)
     stop.add_to(commands)
     doctor.add_to(commands)
+    plan.add_to(commands)
     keygen.add_to(commands)
     version.add_to(commands)
     return parser

@@ -81,6 +81,8 @@ class Driver:
         self._options = effective(options)
         self._submitted_at = self._options.submitted_at or time.time()
         self.job_name = job_name or config.job_name or DEFAULT_NAME
+        if self._options.preview is not None:
+            self._options.preview(config, self.job_name)
         self._demand = demand_of(config)
         self._cluster = cluster_for(config, self._demand, self._options.cluster)
         if self._options.head is not None:

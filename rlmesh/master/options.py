@@ -6,15 +6,16 @@ set around the script wins over what the script says, since whoever starts a scr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from rlmesh.master.jobspec import Limits
 
 if TYPE_CHECKING:
+    from rlmesh.job.config import DLConfig
     from rlmesh.master.head import Head
     from rlmesh.observe.live import ViewMode
 
@@ -66,6 +67,8 @@ class LaunchOptions:
     """600; seconds that all ranks have to come to the step at which they stop together"""
     restarts: int | None = None
     """0; how often a scheduler has started the job before"""
+    preview: Callable[[DLConfig, str], NoReturn] | None = field(default=None, repr=False)
+    """the job is run; else this is called with its description and name, and ends the script"""
     limits: Limits = field(default_factory=Limits)
 
     def over(self, other: LaunchOptions) -> LaunchOptions:

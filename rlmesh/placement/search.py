@@ -58,7 +58,7 @@ def preference(fleet: Fleet, chunk: Chunk, shape: int) -> float:
     if not chunk.device_milli:
         return fleet.crowd(shape)
     free = fleet.free_milli(shape)
-    return -free if chunk.adds else free
+    return -free if any(label in fleet.limits for label, _ in chunk.adds) else free
 
 
 def _one_after_the_other(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rlmesh.agent.ownership import MEMBER_MARK
 from rlmesh.testing import FakeGpu, FakeNvml, FakeSlice
 
 GIB = 2**30
@@ -26,3 +27,16 @@ gpus = FakeNvml(
 
 healthy = FakeNvml([FakeGpu(f"GPU-{i}", f"00000000:0{i}:00.0", switch=True, minor=i) for i in range(4)], gpus.events)
 """Four GPUs alike, on a switch."""
+
+
+class _Swapped(FakeNvml):
+    """Shows members another GPU than the agents: as if the machine had renumbered them."""
+
+    def nvmlDeviceGetUUID(self, handle: FakeGpu | FakeSlice) -> str:
+        uuid = super().nvmlDeviceGetUUID(handle)
+        if MEMBER_MARK not in os.environ:
+            return uuid
+        return {"GPU-0": "GPU-1", "GPU-1": "GPU-0"}.get(uuid, uuid)
+
+
+swapped = _Swapped(healthy.gpus)

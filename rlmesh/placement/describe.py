@@ -1,0 +1,106 @@
+"""A plan as text for people, and as plain values for programs. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rlmesh.placement.binding import ranges
+from rlmesh.placement.demand import WHOLE
+from rlmesh.placement.inventory import Device, NodeInfo
+from rlmesh.placement.planner import Placement, Plan
+
+DETAILED_NODES = 8
+"""Up to so many nodes each device has a line; beyond, nodes that hold the same are one line."""
+
+
+def describe_plan(plan: Plan) -> str:
+    """Which members are where, on which devices, with which share."""
+    used = {placement.node_rank for placement in plan.placements}
+    head = f"{len(plan.placements)} members on {len(used)} of {len(plan.nodes)} nodes"
+    if plan.spares:
+        head += f", {len(plan.spares)} more held back: {_fold([node.name for node in plan.spares])}"
+    body = _devices(plan) if len(plan.nodes) <= DETAILED_NODES else _folded(plan)
+    return "\n".join([head, *body, *(f"note: {note}" for note in plan.notes)])
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON holds it. Shares are in thousandths of a device, CPUs in thousandths of a core."""
+    names = {node.node_rank: node.name for node in plan.nodes}
+    return {
+        "members": [
+            {
+                "role": p.role,
+                "rank": p.rank,
+                "group": p.group,
+                "node": names[p.node_rank],
+                "node_rank": p.node_rank,
+                "local_rank": p.local_rank,
+                "devices": [{"uuid": s.device.uuid, "index": s.device.index, "milli": s.milli} for s in p.devices],
+                "cpu_milli": p.cpu_milli,
+                "memory_bytes": p.memory_bytes,
+                "cpus": ranges(p.binding.cpus) if p.binding else "",
+                "numa": list(p.binding.numa) if p.binding else [],
+            }
+            for p in plan.placements
+        ],
+        "nodes": [
+            {"node_rank": node.node_rank, "name": node.name, "cpus": node.cpus, "devices": len(node.devices)}
+            for node in plan.nodes
+        ],
+        "spares": [node.name for node in plan.spares],
+        "notes": list(plan.notes),
+    }
+
+
+def _devices(plan: Plan) -> list[str]:
+    lines = []
+    for node in plan.nodes:
+        here = plan.on(node.node_rank)
+        lines.append(f"{node.name}: {_room(node)}, {len(here)} members")
+        for device in node.devices:
+            tenants = [
+                f"{_name(p)} {share.milli / WHOLE:g}" for p in here for share in p.devices if share.device == device
+            ]
+            lines.append(f"  {_device(device)}  {', '.join(tenants) or '-'}")
+        others = [f"{_name(p)}{_cores(p)}" for p in here if not p.devices]
+        if others:
+            lines.append(f"  without device  {', '.join(others)}")
+    return lines
+
+
+def _folded(plan: Plan) -> list[str]:
+    of_node: dict[int, Counter[str]] = {node.node_rank: Counter() for node in plan.nodes}
+    for placement in plan.placements:
+        share = f" ({placement.devices[0].milli / WHOLE:g})" if placement.devices else ""
+        many = f" on {len(placement.devices)}" if len(placement.devices) > 1 else ""
+        key = f"{placement.role}/{placement.group}" if placement.group else placement.role
+        of_node[placement.node_rank][f"{key}{share}{many}"] += 1
+    same: dict[tuple[str, str], list[str]] = {}
+    for node in plan.nodes:
+        held = ", ".join(f"{count} × {what}" for what, count in sorted(of_node[node.node_rank].items()))
+        same.setdefault((_room(node), held or "nothing"), []).append(node.name)
+    return [f"{_fold(names)}: {room}: {held}" for (room, held), names in same.items()]
+
+
+def _fold(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def _room(node: NodeInfo) -> str:
+    kinds = Counter(device.kind for device in node.devices)
+    return ", ".join([*(f"{count} {kind}" for kind, count in kinds.items()), f"{node.cpus} CPUs"])
+
+
+def _device(device: Device) -> str:
+    fault = f" ({device.fault})" if device.fault else ""
+    return f"{device.index} {device.uuid}{fault}"
+
+
+def _name(placement: Placement) -> str:
+    return f"{placement.role}:{placement.rank}"
+
+
+def _cores(placement: Placement) -> str:
+    return f" {placement.cpu_milli / WHOLE:g} CPUs" if placement.cpu_milli else ""
