@@ -105,9 +105,9 @@ def cuda_visible(mask: str, gpus: Sequence[GpuFacts], *, by_bus: bool) -> tuple[
         by_bus: whether numbers count in that order. Otherwise CUDA counts the fastest first, which is the same
             order where all GPUs are of one model, and unknown where they are not.
     """
-    items = [item.strip() for item in mask.split(",")]
+    items = mask.split(",")
     found: list[Choice] = []
-    numbered = not items[0].upper().startswith(("GPU-", "MIG-"))
+    numbered = not items[0].startswith(("GPU-", "MIG-"))
     for item in items:
         choice = _by_number(item, gpus) if numbered else _by_name(item, gpus)
         if choice is None:
@@ -125,7 +125,7 @@ def cuda_visible(mask: str, gpus: Sequence[GpuFacts], *, by_bus: bool) -> tuple[
 
 def _by_number(item: str, gpus: Sequence[GpuFacts]) -> Choice | None:
     """CUDA reads as many digits as there are; -1, NoDevFiles and the like name nothing."""
-    number = re.match(r"[+-]?\d+", item)
+    number = re.match(r"\s*[+-]?\d+", item)
     if number is None or not 0 <= (i := int(number[0])) < len(gpus):
         return None
     if not gpus[i].mig:
@@ -134,7 +134,10 @@ def _by_number(item: str, gpus: Sequence[GpuFacts]) -> Choice | None:
 
 
 def _by_name(item: str, gpus: Sequence[GpuFacts]) -> Choice | None:
-    """A UUID, or the beginning of one if only one begins so."""
+    """A UUID, or the beginning of one if only one begins so. Its digits may be in capitals; CUDA wants the prefix as
+    it is, and no space before it."""
+    if not item.startswith(("GPU-", "MIG-")):
+        return None
     text = item.upper()
     if old := re.fullmatch(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)", text):
         matching = [
@@ -145,8 +148,6 @@ def _by_name(item: str, gpus: Sequence[GpuFacts]) -> Choice | None:
             and (part.gpu_instance, part.compute_instance) == (int(old[2]), int(old[3]))
         ]
         return matching[0] if len(matching) == 1 else None
-    if not text.startswith(("GPU-", "MIG-")):
-        return None
     names: list[tuple[str, Choice | None]] = []
     for i, gpu in enumerate(gpus):
         names += [(part.uuid, (i, j)) for j, part in enumerate(gpu.slices)]

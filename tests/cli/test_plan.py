@@ -161,7 +161,7 @@ def test_a_described_cluster_on_a_laptop() -> None:
     assert {p.node_rank for p in prefill} & {p.node_rank for p in plan.of("ACTOR")} == set()
     assert [str(p.binding) for p in prefill] == ["NUMA 0 (CPUs 0-15)", "NUMA 1 (CPUs 16-31)"]
     big = ppo().plan({"nodes": [{"name": "g", "count": 40, "gpus": 4, "cpus": 32}]})
-    assert "g-4 … g-39 (36): 4 gpu, 32 CPUs: nothing" in describe_plan(big)
+    assert "g-5 … g-39 (35): 4 gpu, 32 CPUs: nothing" in describe_plan(big)
 
 
 def test_a_described_cluster_with_faults() -> None:
