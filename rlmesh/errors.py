@@ -27,6 +27,7 @@
         PayloadTooLarge
         SlotGone                      shared memory of a message went with the process that sent it
       PlacementError                  the cluster cannot hold the job
+        LeaseTimeout (TimeoutError)   another role kept the devices too long
       LaunchError                     processes could not be started
       PreflightError                  a check before the start failed
       WeightSyncError                 a weight sync was not committed
@@ -56,6 +57,7 @@ __all__ = [
     "JobSpecError",
     "JobStopped",
     "LaunchError",
+    "LeaseTimeout",
     "MailboxFull",
     "MalformedFrame",
     "MethodNotFound",
@@ -309,6 +311,12 @@ class PlacementError(RLMeshError):
     """The cluster cannot hold the job; the message has the table of what is short."""
 
     code = "RM400"
+
+
+class LeaseTimeout(PlacementError, TimeoutError):
+    """A member did not get its devices in time, since another role has them."""
+
+    code = "RM401"
 
 
 class LaunchError(RLMeshError):

@@ -20,6 +20,7 @@ from typing import Any
 
 from rlmesh.agent import ownership
 from rlmesh.agent.boot import Boot
+from rlmesh.agent.leases import Leases
 from rlmesh.agent.logs import LAST_LINES, last_lines
 from rlmesh.agent.node import node_info
 from rlmesh.agent.process import Ended
@@ -30,6 +31,7 @@ from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.errors import CallError, LaunchError, ShuttingDown
 from rlmesh.job.status import ExitInfo
 from rlmesh.memory.layout import remove_segments_of_process
+from rlmesh.placement.lease import LeaseAnswer
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import interface_of, join_host_port
 from rlmesh.runtime.rpc import rpc
@@ -82,6 +84,7 @@ class Agent:
         self._env, self._interface = started.env, None if config.host else "lo"
         self._members: dict[Child, WorkerSpec] = {}
         self._ports: list[socket.socket] = []
+        self._leases = Leases()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leftovers: list[Leftover] = []
         self._closing = False
@@ -147,6 +150,21 @@ class Agent:
         )
         return {_key(spec): text for (_, spec), text in zip(members, texts, strict=True)}
 
+    @rpc(concurrent=4096)
+    async def lease_devices(self, key: MemberKey, timeout_s: float) -> LeaseAnswer:
+        """Give a member its devices when no other role has them; called by the member, in ``device_lease()``."""
+        specs = [spec for spec in self._members.values() if spec.role == key[0]]
+        own = [spec for spec in specs if _key(spec) == key]
+        if not own:
+            raise ShuttingDown(f"{key[0]}:{key[1]} is no member on node {self._config.node_name}", executed="no")
+        turn = specs if own[0].backend == "elastic" else own
+        together = {_key(spec): tuple(device.uuid for device in spec.devices) for spec in turn}
+        return await self._leases.take(key, together, timeout_s)
+
+    @rpc(concurrent=64)
+    async def return_devices(self, key: MemberKey) -> None:
+        self._leases.give_back(key)
+
     @rpc
     async def shutdown(self, grace_s: float) -> ExitReport:
         """End all members and what they left; the agent ends soon after (with the master, where it runs)."""
@@ -177,7 +195,7 @@ class Agent:
         env = {**self._network_env(), **spec.env} if "MASTER_ADDR" in spec.env else spec.env
         return replace(
             spec, key_hex=config.key_hex, master_endpoint=config.master_endpoint, socket_dir=config.socket_dir,
-            host=config.host, env=env, nvml=config.nvml,
+            host=config.host, env=env, nvml=config.nvml, agent_endpoint=self._runtime.endpoint or "",
         )  # fmt: skip
 
     def _network_env(self) -> dict[str, str]:
@@ -203,6 +221,7 @@ class Agent:
 
     def _member_ended(self, child: Child, ended: Ended) -> None:
         spec = self._members.pop(child)
+        self._leases.gone(_key(spec))
         info = ExitInfo(
             role=spec.role,
             rank=spec.rank,

@@ -91,6 +91,7 @@ class WorkerSpec:
     group: str = ""
     binding: Binding | None = None
     nvml: str = ""
+    agent_endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.agent import ownership
-from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
+from rlmesh.agent.control import AgentLink, Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.process import become_member, open_log
-from rlmesh.agent.protocol import CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
+from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
 from rlmesh.agent.stacks import listen
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError
@@ -189,6 +189,7 @@ class Member:
             self._runtime = runtime
             runtime.read_last_lines(self._last_line_of)
             self._master = runtime.peer(MASTER, spec.master_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
+            self._agent = runtime.peer(AGENT, spec.agent_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
             self._orders = Orders(runtime, spec.grace_s)
             runtime.exit_hook = self._orders.exit
             self._orders.handle_signals()
@@ -278,6 +279,7 @@ class Member:
             rank=spec.rank,
             world_size=spec.world_size,
             link=MasterLink(self._runtime, self._master, self._orders, self._who),
+            lessor=AgentLink(self._agent, self._who),
             local_rank=spec.local_rank,
             local_world_size=spec.local_world_size,
             node_rank=spec.node_rank,
@@ -285,6 +287,8 @@ class Member:
             incarnation=spec.incarnation,
             run_dir=Path(spec.run_dir),
             group=spec.group,
+            devices=tuple(device.uuid for device in spec.devices),
+            lease_timeout_s=spec.call_timeout_s,
         )
 
     def _await_book(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
+from rlmesh.job.lease import DeviceLease, Hook, LeaseDesk, LeaseLink
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import CallStats, MetricRecord
 
@@ -106,7 +107,7 @@ class WorkerContext:
 
     ``rank``, ``world_size``, ``local_rank`` and ``local_world_size`` count the members of this worker's role,
     as torchrun does; ``node_rank`` is the node's number in the job;
-    ``group`` the name of the member's group, in roles that have groups.
+    ``group`` the name of the member's group, in roles that have groups; ``devices`` the UUIDs of its devices.
     """
 
     job_info: JobInfo
@@ -122,9 +123,13 @@ class WorkerContext:
     pid: int = field(default_factory=os.getpid)
     run_dir: Path = field(default_factory=Path)
     group: str = ""
+    devices: tuple[str, ...] = ()
+    lessor: LeaseLink | None = None
+    lease_timeout_s: float = 1800.0
     clock: Callable[[], float] = time.time
     _step: int | None = field(default=None, init=False, repr=False)
     _boundary: int | None = field(default=None, init=False, repr=False)
+    _desk: LeaseDesk | None = field(default=None, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -145,6 +150,31 @@ class WorkerContext:
     def collocated_roles(self) -> frozenset[str]:
         """The roles that share this member's device, its own among them; empty if it shares with none."""
         return frozenset(filter(None, os.environ.get(COLLOCATION_ENV, "").split(",")))
+
+    def device_lease(
+        self, timeout_s: float | None = None, *, wake: Hook | None = None, sleep: Hook | None = None
+    ) -> DeviceLease:
+        """A block in which no member of another role is awake on this member's devices::
+
+            with current_worker().device_lease(wake=self.engine.wake_up, sleep=self.engine.sleep):
+                return self.engine.generate(prompts)
+
+        Use ``async with`` in ``async def`` methods. Roles that share a device take turns, in the order in which they
+        ask; the local members of an elastic role have their turn together. The lease of a member that dies is free.
+
+        Args:
+            timeout_s: how long to wait for the devices; without it, as long as a call may take.
+            wake: called when the devices are there: load weights, put state back onto the device.
+            sleep: called before they are given back: free the device's memory. If it raises, they are not.
+
+        Raises:
+            LeaseTimeout: another role kept them; says which member, and since when.
+        """
+        if self._desk is None:
+            if self.lessor is None:
+                raise UsageError(f"{self.name}: device_lease() needs an agent that grants it, and there is none here")
+            self._desk = LeaseDesk(self.name, self.lessor)
+        return DeviceLease(self._desk, self.lease_timeout_s if timeout_s is None else timeout_s, wake, sleep)
 
     def report(self, step: int | None = None, **metrics: Any) -> None:
         """Report metrics of a step: numbers, or what ``float()`` accepts, such as tensors with one item.

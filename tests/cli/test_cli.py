@@ -30,6 +30,7 @@ commands:
     stacks    what each thread of each member is doing
     stop      end a job and prove that nothing is left
     doctor    check whether this machine is fit for jobs
+    plan      print where a job's members would run
     keygen    make a job's key
     version   print the versions of rlmesh and Python
 

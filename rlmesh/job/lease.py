@@ -1,0 +1,172 @@
+"""A member's lease of its devices: while it holds it, no member of another role is awake on them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
+
+from rlmesh.errors import LeaseTimeout, UsageError
+
+__all__ = ["DeviceLease", "Hook", "LeaseDesk", "LeaseLink"]
+
+Hook: TypeAlias = Callable[[], Awaitable[object] | object]
+
+
+class LeaseLink(Protocol):
+    """How a lease reaches whoever grants it. Usable from any thread; returns at once."""
+
+    def lease_devices(self, timeout_s: float) -> Future[Any]:
+        """Ask for this member's devices; gives an answer with ``granted``, ``devices``, ``waited_s``, ``why``."""
+
+    def return_devices(self) -> Future[Any]:
+        """Give them back."""
+
+
+class LeaseDesk:
+    """What a process knows of its own lease: how many blocks use it. One per member; for any thread."""
+
+    def __init__(self, name: str, link: LeaseLink) -> None:
+        self._name, self._link = name, link
+        self._lock = threading.Lock()
+        self._users = 0
+        self._answer: Future[Any] | None = None
+
+    def enter(self, timeout_s: float) -> tuple[Future[Any], bool]:
+        """The answer to wait for, and whether this block is the one that asked: it wakes, others find it awake."""
+        with self._lock:
+            self._users += 1
+            first = self._answer is None
+            if self._answer is None:
+                self._answer = self._link.lease_devices(timeout_s)
+            return self._answer, first
+
+    def check(self, answer: Any, timeout_s: float) -> Any:
+        """The answer if it grants the devices.
+
+        Raises:
+            LeaseTimeout: others had them; says who.
+        """
+        if not answer.granted:
+            self.forget()
+            raise LeaseTimeout(
+                f"{self._name} did not get {', '.join(answer.devices)} within {timeout_s:g} s: {answer.why}. Let the "
+                "others leave their device_lease() blocks earlier, or wait longer with device_lease(timeout_s=...)"
+            )
+        return answer
+
+    def forget(self) -> None:
+        """A block has not got it, or does not wait any more. What may be granted all the same is given back."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            answer, self._answer = self._answer, None
+            waits = answer is None or answer.cancel() or answer.cancelled()
+            if waits or (answer is not None and answer.exception() is None and answer.result().granted):
+                self._link.return_devices()
+
+    def leave(self) -> bool:
+        """Whether this was the last block, which is to put to sleep and give back."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return False
+            self._answer = None
+            return True
+
+    def give_back(self) -> Future[Any]:
+        return self._link.return_devices()
+
+
+class DeviceLease:
+    """One block in which the member has its devices for itself; made by ``current_worker().device_lease()``.
+
+    ``with`` is for ``def`` methods, ``async with`` for ``async def`` ones. Blocks inside blocks, and blocks of
+    methods that run at the same time, share one lease: the first wakes, the last puts to sleep.
+
+    Attributes:
+        devices: UUIDs of the devices; empty if the member has none, and then there is nothing to wait for.
+        waited_s: how long it waited for them.
+    """
+
+    def __init__(self, desk: LeaseDesk, timeout_s: float, wake: Hook | None, sleep: Hook | None) -> None:
+        self._desk, self._timeout_s = desk, timeout_s
+        self._wake, self._sleep = wake, sleep
+        self.devices: tuple[str, ...] = ()
+        self.waited_s = 0.0
+
+    def _take(self, answer: Any) -> None:
+        found = self._desk.check(answer, self._timeout_s)
+        self.devices, self.waited_s = tuple(found.devices), float(found.waited_s)
+
+    def __enter__(self) -> DeviceLease:
+        answer, first = self._desk.enter(self._timeout_s)
+        try:
+            found = answer.result()
+        except BaseException:
+            self._desk.forget()
+            raise
+        self._take(found)
+        if first and self._wake is not None:
+            try:
+                _run(self._wake)
+            except BaseException:
+                self._end()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._desk.leave():
+            # If it cannot be put to sleep, its memory is not free: then the devices stay with it.
+            if self._sleep is not None:
+                _run(self._sleep)
+            self._desk.give_back().result()
+
+    async def __aenter__(self) -> DeviceLease:
+        answer, first = self._desk.enter(self._timeout_s)
+        try:
+            found = await asyncio.shield(asyncio.wrap_future(answer))
+        except BaseException:
+            self._desk.forget()
+            raise
+        self._take(found)
+        if first and self._wake is not None:
+            try:
+                await _await(self._wake)
+            except BaseException:
+                await self._aend()
+                raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._aend()
+
+    async def _aend(self) -> None:
+        if self._desk.leave():
+            if self._sleep is not None:
+                await _await(self._sleep)
+            await asyncio.wrap_future(self._desk.give_back())
+
+
+def _run(hook: Hook) -> None:
+    if inspect.isawaitable(made := hook()):
+        if inspect.iscoroutine(made):
+            made.close()
+        raise UsageError("device_lease(): wake and sleep that are async need  async with")
+
+
+async def _await(hook: Hook) -> None:
+    if inspect.isawaitable(made := hook()):
+        await made

@@ -1,0 +1,134 @@
+"""Who may use a device now, where roles take turns: a table of leases. Pure; a node's agent keeps it.
+
+Two roles never hold the same device at once; members of one role may, since they were given shares of it for that.
+Who asked first gets its turn first. The members of an elastic role on a node have their turn together: each of
+them has to be awake for any of them to get on, so that none may wait behind a role that waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+MemberKey: TypeAlias = tuple[str, int, int]
+"""Role, rank, incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAnswer:
+    """What a member is told that asked for its devices; ``why`` says who has them if it did not get them."""
+
+    granted: bool
+    devices: tuple[str, ...] = ()
+    waited_s: float = 0.0
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One use of devices by a member, or by the members of an elastic role on this node.
+
+    ``left`` are those that have not given their devices back, asked for them or not.
+    """
+
+    role: str
+    devices: dict[MemberKey, tuple[str, ...]]
+    asked_at: float
+    asked: set[MemberKey] = field(default_factory=set)
+    left: set[MemberKey] = field(default_factory=set)
+    granted_at: float | None = None
+
+    def needs(self) -> set[str]:
+        return {device for key in self.left for device in self.devices[key]}
+
+
+class LeaseTable:
+    """The turns of one node, oldest first. Each method returns the members that have got their devices by it."""
+
+    def __init__(self) -> None:
+        self._turns: list[_Turn] = []
+
+    def ask(self, key: MemberKey, together: Mapping[MemberKey, Sequence[str]], now: float) -> list[MemberKey]:
+        """A member wants its devices.
+
+        Args:
+            key: the member.
+            together: the members that have their turn with it, itself among them, and the devices of each.
+        """
+        held = self._of(key, lambda turn: key in turn.asked)
+        if held is not None:
+            return [key] if held.granted_at is not None else []
+        turn = self._of(key, lambda turn: True)
+        if turn is None:
+            devices = {member: tuple(uuids) for member, uuids in together.items()}
+            turn = _Turn(key[0], devices, now, left=set(devices))
+            self._turns.append(turn)
+        turn.asked.add(key)
+        if turn.granted_at is not None:
+            return [key]
+        return self._advance(now)
+
+    def give_back(self, key: MemberKey, now: float) -> list[MemberKey]:
+        """A member has its devices no more, or does not want them any more."""
+        turn = self._of(key, lambda turn: key in turn.asked)
+        if turn is None:
+            return []
+        turn.asked.discard(key)
+        if turn.granted_at is not None:
+            turn.left.discard(key)
+        elif not turn.asked:
+            self._turns.remove(turn)
+        return self._advance(now)
+
+    def gone(self, key: MemberKey, now: float) -> list[MemberKey]:
+        """A member's process has ended; whatever it had is free."""
+        for turn in self._turns:
+            turn.asked.discard(key)
+            turn.left.discard(key)
+        return self._advance(now)
+
+    def holders(self, device: str) -> list[MemberKey]:
+        """Who may use a device now."""
+        return [
+            key
+            for turn in self._turns
+            if turn.granted_at is not None
+            for key in sorted(turn.left)
+            if device in turn.devices[key]
+        ]
+
+    def why_not(self, key: MemberKey, now: float) -> str:
+        """Who is before a member, since when, for people."""
+        own = self._of(key, lambda turn: key in turn.asked)
+        said = []
+        for turn in self._turns:
+            if turn is own:
+                break
+            if own is None or not turn.needs() & own.needs() or turn.role == own.role:
+                continue
+            for member in sorted(turn.left):
+                who = f"{member[0]}:{member[1]}"
+                if turn.granted_at is None:
+                    said.append(f"{who} has waited before it for {now - turn.asked_at:.1f} s")
+                elif member in turn.asked:
+                    said.append(f"{who} has had {', '.join(turn.devices[member])} for {now - turn.granted_at:.1f} s")
+                else:
+                    said.append(f"it is the turn of {turn.role}, and {who} has not come for it")
+        return "; ".join(said) or "nobody is before it"
+
+    def _of(self, key: MemberKey, wanted: Callable[[_Turn], bool]) -> _Turn | None:
+        return next((turn for turn in self._turns if key in turn.left and wanted(turn)), None)
+
+    def _advance(self, now: float) -> list[MemberKey]:
+        """Give every turn its devices that no other role has, or waits for before it."""
+        self._turns = [turn for turn in self._turns if turn.left and (turn.asked or turn.granted_at is not None)]
+        got: list[MemberKey] = []
+        before: list[_Turn] = []
+        for turn in self._turns:
+            blocked = any(other.role != turn.role and other.needs() & turn.needs() for other in before)
+            if turn.granted_at is None and not blocked:
+                turn.granted_at = now
+                got += sorted(turn.asked)
+            before.append(turn)
+        return got
