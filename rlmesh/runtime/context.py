@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context, ContextVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
 from rlmesh.runtime import clock
 
 if TYPE_CHECKING:
     from rlmesh.runtime.future import Future
+
+
+T = TypeVar("T")
 
 
 class CallContext:
@@ -56,3 +60,28 @@ def served_call() -> CallContext | None:
     """The call on whose behalf the current thread or task acts, if there is one that has not been answered."""
     context = current_call.get()
     return None if context is None or context.over else context
+
+
+class InContext(Generic[T]):
+    """Awaits a coroutine that runs in a context other than its task's."""
+
+    __slots__ = ("_context", "_coroutine")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], context: Context) -> None:
+        self._coroutine, self._context = coroutine, context
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        run, coroutine = self._context.run, self._coroutine
+        resume: Callable[[Any], Any] = coroutine.send
+        value: Any = None
+        while True:
+            try:
+                waited = run(resume, value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                value = yield waited
+                resume = coroutine.send
+            except BaseException as error:  # The task was cancelled, or is closed.
+                resume, value = coroutine.throw, error

@@ -7,9 +7,11 @@ network I/O never share a thread, unless an object was served ``inline`` (contro
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +19,7 @@ from rlmesh.errors import CallCancelled, CallError, MalformedFrame, MethodNotFou
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
-from rlmesh.runtime.context import CallContext, current_call
+from rlmesh.runtime.context import CallContext, InContext, current_call
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
 from rlmesh.runtime.outflow import Outflow
@@ -31,6 +33,9 @@ from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Cr
 from rlmesh.wire.passed import Elsewhere, Part, unpack_passed
 
 logger = logging.getLogger(__name__)
+
+_CALLS_PER_TURN = 64
+"""So many short calls of one method run before the loop's other tasks have their turn."""
 
 _NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(Flag.PASSED), int(Flag.KEEP)
 
@@ -67,6 +72,9 @@ class Incoming:
     passed: Arrivals | None = None
     keep = False
     refused = False
+    hands_over = False
+    """Whoever runs it takes the next call of its method as well."""
+    following: Incoming | None = None
 
     def __init__(self, channel: Channel, call: Call, frames: Frames, method: Method, run_queue_ns: int) -> None:
         self.channel, self.call, self.frames, self.method = channel, call, frames, method
@@ -310,7 +318,7 @@ class Dispatcher:
         self._incoming.pop(incoming.key, None)
         method, call = incoming.method, incoming.call
         if method.is_async or not method.serial:
-            self._give_place_back(method, ended_ns)
+            self._give_place_back(incoming, ended_ns)
         if incoming.cancelled or call.flags & _NO_REPLY:
             return
         queued = incoming.ready_ns - incoming.received_ns
@@ -324,7 +332,8 @@ class Dispatcher:
         else:
             incoming.channel.hurry()  # No other reply of this turn can travel with it.
 
-    def _give_place_back(self, method: Method, now_ns: int) -> None:
+    def _give_place_back(self, incoming: Incoming, now_ns: int) -> None:
+        method = incoming.method
         following: Incoming | None = None
         with method.lock:
             if method.queue:
@@ -333,7 +342,10 @@ class Dispatcher:
                 method.running -= 1
         if following is not None:
             following.ready_ns = now_ns
-            self.begin(following)
+            if incoming.hands_over:
+                incoming.following = following
+            else:
+                self.begin(following)
 
     def _keep(self, incoming: Incoming, frames: Frames, nbytes: int, executed_ns: int, queued_ns: int) -> None:
         call = incoming.call
@@ -355,7 +367,31 @@ class Dispatcher:
         incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
 
     def _coroutine(self, incoming: Incoming) -> Coroutine[Any, Any, None]:
-        return self._run_async(incoming) if incoming.outflow is None else incoming.outflow.run_async()
+        if incoming.outflow is not None:
+            return incoming.outflow.run_async()
+        return self._run_serially(incoming) if incoming.method.serial else self._run_async(incoming)
+
+    async def _run_serially(self, first: Incoming) -> None:
+        """A call of a serial method, and those that queue behind it: a task and a turn of the loop for each would cost
+        more than most of them. Each has a context of its own, as it would have in a task of its own."""
+        task = asyncio.current_task()
+        assert task is not None
+        context = copy_context()
+        incoming: Incoming | None = first
+        for number in itertools.count(1):
+            if incoming is None or self.ending:
+                return
+            if incoming.outflow is not None:
+                self.begin(incoming)
+                return
+            incoming.task = task
+            incoming.hands_over = True
+            await InContext(self._run_async(incoming), context.copy())
+            while task.cancelling():
+                task.uncancel()  # That call was cancelled, not those behind it.
+            incoming = incoming.following
+            if number % _CALLS_PER_TURN == 0:
+                await asyncio.sleep(0)
 
     async def _run_async(self, incoming: Incoming) -> None:
         if incoming.cancelled:
@@ -431,5 +467,5 @@ class Dispatcher:
 def _cancel_task(incoming: Incoming) -> None:
     """On the task's loop. A task that was cancelled before its first step would never run the lines that give its
     place back; it looks for itself whether it was cancelled."""
-    if incoming.started_ns and incoming.task is not None:
+    if incoming.started_ns and incoming.task is not None and not incoming.context.over:
         incoming.task.cancel()

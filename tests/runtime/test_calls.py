@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -317,3 +318,51 @@ def test_thousands_of_calls_at_once_are_all_answered(mesh: Mesh) -> None:
     futures = [handle.call("echo", number) for number in range(5000)]
     assert [future.result(60) for future in futures] == list(range(5000))
     assert mesh.caller.pending() == []
+
+
+_seen: ContextVar[int] = ContextVar("seen", default=0)
+
+
+class Serial:
+    """Coroutines of one method that run one after the other."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+
+    @rpc
+    async def visit(self, number: int, pause_s: float = 0.0) -> tuple[int, bool]:
+        before = _seen.get()
+        _seen.set(number)
+        self.order.append(number)
+        if pause_s:
+            async with asyncio.timeout(pause_s + 5):
+                await asyncio.sleep(pause_s)
+        if number == 3:
+            raise ValueError("three")
+        return before, _seen.get() == number
+
+
+def test_queued_coroutines_share_neither_context_nor_errors(mesh: Mesh) -> None:
+    serial = Serial()
+    handle = mesh.serve("S", serial)[0]
+    futures = [handle.call(Serial.visit, number, 0.001 if number % 2 else 0.0) for number in range(1, 200)]
+    for number, future in enumerate(futures, 1):
+        if number == 3:
+            with pytest.raises(ValueError, match="three"):
+                future.result()
+        else:
+            assert future.result() == (0, True)
+    assert serial.order == list(range(1, 200))
+
+
+def test_cancelling_one_of_the_queued_coroutines_ends_that_one(mesh: Mesh, until: Callable[..., None]) -> None:
+    serial = Serial()
+    handle = mesh.serve("S", serial)[0]
+    long = handle.call(Serial.visit, 1, 30.0)
+    second, third, fourth = (handle.call(Serial.visit, number, 0.01) for number in (2, 4, 5))
+    until(lambda: serial.order == [1])
+    assert third.cancel()
+    assert long.cancel()
+    assert second.result(5) == (0, True)
+    assert fourth.result(5) == (0, True)
+    assert serial.order == [1, 2, 5]
