@@ -20,6 +20,7 @@ from typing import Any
 
 from rlmesh.agent import ownership
 from rlmesh.agent.boot import Boot
+from rlmesh.agent.device_watch import DeviceWatch
 from rlmesh.agent.leases import Leases
 from rlmesh.agent.logs import LAST_LINES, last_lines
 from rlmesh.agent.node import node_info
@@ -28,9 +29,10 @@ from rlmesh.agent.protocol import AGENT, MASTER, AgentConfig, ExitReport, Leftov
 from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.stacks import dump_stacks, stacks_file
 from rlmesh.agent.table import Child, ProcessTable
-from rlmesh.errors import CallError, LaunchError, ShuttingDown
+from rlmesh.errors import CallError, LaunchError, RLMeshError, ShuttingDown
 from rlmesh.job.status import ExitInfo
 from rlmesh.memory.layout import remove_segments_of_process
+from rlmesh.placement.health import DeviceBad
 from rlmesh.placement.lease import LeaseAnswer
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import interface_of, join_host_port
@@ -85,6 +87,7 @@ class Agent:
         self._members: dict[Child, WorkerSpec] = {}
         self._ports: list[socket.socket] = []
         self._leases = Leases()
+        self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leftovers: list[Leftover] = []
         self._closing = False
@@ -282,6 +285,8 @@ class Agent:
         self._do(self._register())
         over = await self._over
         self._loop.remove_reader(0)
+        if self._watch is not None:
+            self._watch.cancel()
         logger.info("node %s ends: %s", self._config.node_name, over.why)
         report = await self._end_members(over.grace_s)
         await self._end_master()
@@ -299,6 +304,18 @@ class Agent:
             await self._master.options(timeout_s=REGISTER_WAIT_S).call("register_agent", info)
         except CallError as error:
             self._end(_Over(f"the master did not take this node: {error}", 1))
+            return
+        watch = DeviceWatch(self._config.node_rank, info.devices, self._config.nvml, self._device_is_bad)
+        self._watch = self._loop.create_task(watch.run())
+
+    async def _device_is_bad(self, bad: DeviceBad) -> None:
+        logger.error("%s", bad.describe())
+        try:
+            for uuid in bad.uuids:
+                master = self._master.options(timeout_s=REPORT_WAIT_S)
+                await master.call("device_failed", bad.node_rank, uuid, bad.why)
+        except RLMeshError as error:
+            logger.error("the master was not told that %s: %s", bad.describe(), error)
 
     def _on_input(self) -> None:
         """The guardian's pipe: a number of seconds may come before its end."""
@@ -344,7 +361,7 @@ class Agent:
             await asyncio.wait(self._tasks, timeout=0.5)
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *([self._watch] if self._watch else []), return_exceptions=True)
         self._table.close()
 
 

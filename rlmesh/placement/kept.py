@@ -93,7 +93,7 @@ class Kept:
             places = {device.uuid: i for i, device in enumerate(fleet.devices[position])}
             uuids = [share.device.uuid for share in placement.devices]
             if part.count:
-                uuids = self._uuids_of_pool(slot.parts, slot.devices, places)
+                uuids = self._uuids_of_pool(slot.parts, slot.devices, places, placement.node_rank)
             if missing := [uuid for uuid in uuids if uuid not in places]:
                 raise PlacementError(
                     f"{part.role}:{part.rank} is to stay on device {missing[0]}, which may not be used: let it be "
@@ -103,7 +103,7 @@ class Kept:
         assert found is not None
         return Taken(found, tuple(devices))
 
-    def _uuids_of_pool(self, parts: Sequence[Part], size: int, there: Iterable[str]) -> list[str]:
+    def _uuids_of_pool(self, parts: Sequence[Part], size: int, there: Iterable[str], node: int) -> list[str]:
         """The devices of a pool's part on a node, in their order; for members that are placed anew the first ones
         that nobody has who stays."""
         uuids = [""] * size
@@ -111,7 +111,8 @@ class Kept:
             if self._kept(part):
                 shares = self._at[part.role, part.rank].devices
                 uuids[part.first : part.first + part.count] = [share.device.uuid for share in shares]
-        had = {share.device.uuid for placement in self._at.values() for share in placement.devices}
+        here = [placement for placement in self._at.values() if placement.node_rank == node]
+        had = {share.device.uuid for placement in here for share in placement.devices}
         free = iter([uuid for uuid in there if uuid not in had])
         return [uuid or next(free, "(none is free)") for uuid in uuids]
 
