@@ -378,7 +378,9 @@ class JobFailed(ExceptionGroup[Exception], RLMeshError):
 
     Attributes:
         run_dir: where the job's logs and metrics are (a path as text, empty if none was made).
+        incident: the file that tells what happened (empty if none was written).
     """
 
     code = "RM700"
     run_dir: str = ""
+    incident: str = ""

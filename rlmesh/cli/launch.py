@@ -241,6 +241,8 @@ def tell_failure(error: JobFailed) -> str:
     if others:
         lines.append("What followed:")
         lines += [_indented(str(other).splitlines()[0]) for other in others]
+    if error.incident:
+        lines.append(f"What happened, in order: {error.incident}")
     lines.append(f"Logs and metrics: {error.run_dir}")
     return "\n".join(lines)
 

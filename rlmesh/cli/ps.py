@@ -76,6 +76,8 @@ def member_lines(status: JobStatus) -> Iterable[str]:
     for member in status.members:
         step = f"  step {member.step}" if member.step is not None else ""
         yield f"  {member.role}:{member.rank}  {member.state}  pid {member.pid}{step}"
+    for path in status.incidents:
+        yield f"  incident: {path}"
 
 
 def pending_lines(members: Iterable[MemberWaits]) -> Iterable[str]:

@@ -139,7 +139,7 @@ class RestartRecord:
 @dataclass(frozen=True, slots=True)
 class JobStatus:
     """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all
-    so far, oldest first. ``resumable``: it had notice that it must end; ``stopped_at`` is then the step after which
+    so far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must end; ``stopped_at`` is then the step after which
     all ranks stopped, if they did. ``killed`` names the members whose grace was not enough."""
 
     job_name: str
@@ -159,6 +159,7 @@ class JobStatus:
     killed: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
     restarts: tuple[RestartRecord, ...] = ()
+    incidents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class JobContext:
     stopped_at: int | None = None
     killed: list[str] = field(default_factory=list)
     stop_grace_s: float = 0.0
+    incidents: list[str] = field(default_factory=list)
+    """Paths of their readable files."""
 
     def add_record(self, record: MetricRecord) -> None:
         self.records.append(record)
@@ -161,6 +163,7 @@ class JobContext:
             resumable=self.resumable,
             stopped_at=self.stopped_at,
             killed=f"SIGKILL after {self.stop_grace_s:g} s: {', '.join(self.killed)}" if self.killed else "",
+            incidents=tuple(self.incidents),
         )
 
 

@@ -15,6 +15,7 @@ running → stopping → succeeded, failed or stopped::
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rlmesh.errors import PlacementError
@@ -75,6 +76,8 @@ class JobManager:
         rules = {role.name: role.restart for role in spec.roles}
         self._failover = FailoverCoordinator(rules, {role.name: role.members for role in spec.roles})
         self._failures = Failures(spec.limits.settle_s)
+        self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
+        """Is told of each event that was handled, and of what came of it."""
 
     @property
     def ended(self) -> bool:
@@ -95,6 +98,8 @@ class JobManager:
             self._dispatch(event, now)
             self._look_at_deadlines(now)
             self._advance(now)
+            if self.watcher is not None:
+                self.watcher(event, self._state.actions, now)
         return self._state.actions
 
     def _dispatch(self, event: ev.Event, now: float) -> None:

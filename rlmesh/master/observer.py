@@ -1,50 +1,98 @@
-"""What the master remembers of a job for those who look at it: the graph of calls.
+"""What the master remembers of a job for those who look at it: the graph of calls, the events, the incidents.
 
-It sees every event after the job manager has handled it, and changes nothing that the job manager decides on.
+It sees every event after the job manager has handled it, and changes nothing that the job manager decides on: the
+graph and the list of incidents in the job's context are its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from rlmesh.agent.protocol import CONTROL
 from rlmesh.job.status import EdgeStats
-from rlmesh.master.context import JobContext
+from rlmesh.master import events as ev
+from rlmesh.master.context import JobContext, Member
+from rlmesh.master.incident_keeper import IncidentKeeper
+from rlmesh.master.job_manager import JobManager
+from rlmesh.observe.eventlog import EventLog, entry_of
+from rlmesh.runtime.runtime import Runtime
 
 __all__ = ["Observer"]
 
+logger = logging.getLogger(__name__)
+
+STACKS_S = 2.0
+_UNTOLD = (ev.Tick, ev.Reported, ev.PublishBook)
+"""Too many, and told elsewhere."""
+
 
 class Observer:
-    """For one job.
+    """For one job; it watches from its making on.
 
     Args:
-        context: of the job; its ``graph`` is kept up here.
+        manager: of the job.
+        runtime: to ask members.
         clock: seconds since the epoch.
     """
 
-    def __init__(self, context: JobContext, clock: Callable[[], float]) -> None:
-        self._context = context
-        self._clock = clock
+    def __init__(self, manager: JobManager, runtime: Runtime, clock: Callable[[], float]) -> None:
+        self._manager, self._runtime, self._clock = manager, runtime, clock
+        self._log = EventLog(Path(manager.context.spec.run_dir))
+        self._incidents = IncidentKeeper(manager.context, self._log, self._ask_stacks)
+        self._stage = manager.context.stage
+        manager.watcher = self.saw
 
     def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
         """A member says whom it called."""
-        self._draw()
-        self._context.graph.observe(caller, edges, self._clock())
+        draw(self._manager.context)
+        self._manager.context.graph.observe(caller, edges, self._clock())
 
-    def _draw(self) -> None:
-        """Put into the graph what the job declares, once it is placed."""
-        context, graph = self._context, self._context.graph
-        if graph.members or context.plan is None:
-            return
-        on_device: dict[tuple[int, str], list[str]] = {}
-        for placement in context.plan.placements:
-            graph.add_member(placement.role, placement.rank)
-            for share in placement.devices:
-                name = f"{placement.role}:{placement.rank}"
-                on_device.setdefault((placement.node_rank, share.device.uuid), []).append(name)
-        for role in context.spec.roles:
-            if role.backend == "elastic" and role.members > 1:
-                graph.declare_group(role.name)
-            for callee in role.calls:
-                graph.declare(role.name, callee)
-        for members in on_device.values():
-            graph.declare_collocation(members)
+    def saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
+        """An event was handled. Never raises: a fault here must not touch the job."""
+        try:
+            self._saw(event, actions, now)
+        except Exception:
+            logger.exception("a job's event could not be noted")
+
+    def _saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
+        context = self._manager.context
+        for item in (event, *actions):
+            if not isinstance(item, _UNTOLD):
+                self._log.add(entry_of(item, now))
+        if context.stage != self._stage:
+            self._log.add({"at": round(now, 6), "event": "Stage", "before": self._stage, "now": context.stage})
+            self._stage = context.stage
+        draw(context)
+        if isinstance(event, ev.MemberExited):
+            self._incidents.exited(event.exit, now)
+        self._incidents.look(now)
+
+    async def _ask_stacks(self, member: Member) -> str:
+        control = self._runtime.peer(CONTROL, member.endpoint).options(timeout_s=STACKS_S)
+        return str(await control.call("stacks"))
+
+    async def close(self) -> None:
+        await self._incidents.close(self._clock())
+        self._log.close()
+
+
+def draw(context: JobContext) -> None:
+    """Put into the graph what the job declares, once it is placed."""
+    graph = context.graph
+    if graph.members or context.plan is None:
+        return
+    on_device: dict[tuple[int, str], list[str]] = {}
+    for placement in context.plan.placements:
+        graph.add_member(placement.role, placement.rank)
+        for share in placement.devices:
+            name = f"{placement.role}:{placement.rank}"
+            on_device.setdefault((placement.node_rank, share.device.uuid), []).append(name)
+    for role in context.spec.roles:
+        if role.backend == "elastic" and role.members > 1:
+            graph.declare_group(role.name)
+        for callee in role.calls:
+            graph.declare(role.name, callee)
+    for members in on_device.values():
+        graph.declare_collocation(members)

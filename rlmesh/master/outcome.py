@@ -18,6 +18,7 @@ from rlmesh.errors import (
     RestartBudgetExhausted,
 )
 from rlmesh.job.status import FailureInfo, JobStatus
+from rlmesh.observe.incidents import newest_incident
 
 SHOWN_LOG_LINES = 20
 
@@ -82,9 +83,12 @@ def describe_failure(failure: FailureInfo) -> str:
 def job_failed(job_name: str, failures: Sequence[FailureInfo], run_dir: Path) -> JobFailed:
     """The error for a job that failed; its first exception is the first cause."""
     first = failures[0].message.splitlines()[0] if failures else "no cause was recorded"
-    text = f"job {job_name} failed: {first} (logs and metrics: {run_dir})"
+    incident = newest_incident(run_dir)
+    files = f"what happened: {incident}; logs and metrics: {run_dir}" if incident else f"logs and metrics: {run_dir}"
+    text = f"job {job_name} failed: {first} ({files})"
     error = JobFailed(text, [_as_exception(failure) for failure in failures] or [LaunchError(text)])
     error.run_dir = str(run_dir)
+    error.incident = str(incident or "")
     return error
 
 

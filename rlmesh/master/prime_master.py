@@ -69,7 +69,7 @@ class PrimeMaster:
         self._writer: MetricsWriter | None = None
         self._goodbye = asyncio.Event()
         self._watched: dict[int, int] = {}
-        self._observer = Observer(self.manager.context, clock)
+        self._observer = Observer(self.manager, runtime, clock)
 
     def post(self, event: ev.Event) -> None:
         """Put an event behind those that came before."""
@@ -141,6 +141,7 @@ class PrimeMaster:
     async def _close(self) -> None:
         for node_rank in list(self._watched):
             self._unwatch(node_rank)
+        await self._observer.close()
         await self._executor.close()
         if self._writer is not None:
             self._writer.close()

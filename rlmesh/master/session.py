@@ -22,6 +22,7 @@ from rlmesh.errors import CallError, LaunchError, RLMeshError
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.merged_logs import MergedLogs
 from rlmesh.master.outcome import JobResult, job_failed, job_interrupted, job_stopped
+from rlmesh.master.post_mortem import write_post_mortem
 from rlmesh.master.processes import ProcessWatch, tail_of
 from rlmesh.master.records import write_end
 from rlmesh.master.remote import RemoteNode
@@ -305,6 +306,8 @@ class Session:
             cause = broken or self._watch.cause_of_death(self._configs, reports, self._nodes, run_dir)
             failure = FailureInfo(cause, at=time.time())
             status = replace(status, stage="failed", failures=(failure, *status.failures))
+            if told := write_post_mortem(status, run_dir, failure):
+                status = replace(status, incidents=(*status.incidents, str(told)))
         elif status.stage not in ENDED:
             status = replace(status, stage="stopped")
         self.status = replace(status, records=())

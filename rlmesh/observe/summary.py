@@ -49,6 +49,7 @@ def closing_lines(progress: JobProgress, status: JobStatus, report_png: Path | N
             serving += f", all {len(status.members)} after {status.all_serving_s:.2f} s"
         lines.append(serving)
     lines += [f"first cause: {failure_line(failure)}" for failure in status.failures[:1]]
+    lines += [f"incident: {path}" for path in status.incidents[-3:]]
     lines += _curve_ends(progress)
     lines += format_time_use(progress.time_use.callers())
     if status.run_dir:
