@@ -124,6 +124,16 @@ class Agent:
         await self._stop(chosen, grace_s)
 
     @rpc
+    async def signal(self, member: MemberKey | None, number: int) -> None:
+        """Send a signal to a member that lives, or to this agent itself: a rehearsal of a failure."""
+        if member is None:
+            os.kill(os.getpid(), number)
+        for child, spec in self._members.items():
+            if _key(spec) == member and child in self._table:
+                logger.warning("rehearsal: signal %d to %s (pid %d)", number, child.name, child.pid)
+                os.kill(child.pid, number)
+
+    @rpc
     async def reserve_port(self, instead_of: int | None = None) -> int:
         """A port of this node's address (loopback in a job of one machine) that no ``bind(0)`` gets until the node
         ends, but that a server which sets SO_REUSEADDR (torch's store does) can bind: nobody listens on it.

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from rlmesh.agent import ownership
 from rlmesh.agent.protocol import CONTROL
 from rlmesh.agent.stopping import Stopping
+from rlmesh.agent.tripwire import Tripwires
 from rlmesh.job.context import RestartEvent, StopRequest
 from rlmesh.job.status import CallStats, ExitInfo, MetricRecord
 from rlmesh.runtime.address import AddressBook
@@ -207,9 +208,10 @@ def _leave_to_launcher(number: int, frame: FrameType | None) -> None:
 class Control:
     """Served as ``@control``; called by the master."""
 
-    def __init__(self, runtime: Runtime, orders: Orders) -> None:
+    def __init__(self, runtime: Runtime, orders: Orders, tripwires: Tripwires) -> None:
         self._runtime = runtime
         self._orders = orders
+        self._tripwires = tripwires
 
     @rpc
     async def update_book(self, book: AddressBook) -> None:
@@ -262,6 +264,11 @@ class Control:
         """Whom this member waits for, and what it was asked and has not answered."""
         own = [call for call in self._runtime.serving() if not call.method.startswith(CONTROL)]
         return self._runtime.waiting(), tuple(own)
+
+    @rpc
+    async def arm(self, method: str, kill: str) -> None:
+        """Tell the master when ``method`` is called next: somebody is to be killed then."""
+        self._tripwires.arm(method, kill)
 
     @rpc
     async def stacks(self) -> str:

@@ -39,6 +39,7 @@ from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
 from rlmesh.agent.stacks import listen
+from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError
 from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
@@ -194,7 +195,8 @@ class Member:
             runtime.exit_hook = self._orders.exit
             self._orders.handle_signals()
             runtime.expect(self.name)
-            runtime.serve(CONTROL, Control(runtime, self._orders), inline=True)
+            self._tripwires = Tripwires(runtime, self._master, self.name)
+            runtime.serve(CONTROL, Control(runtime, self._orders, self._tripwires), inline=True)
             set_default_runtime(runtime)
             reporter = CallReporter(runtime, self._master, self.name)
             reporter.start()
@@ -245,6 +247,7 @@ class Member:
             self._attempt("on_restart() failed", lambda: self._hook("on_restart", restart))
         self._attempt("does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices))
         self._runtime.serve(self.name, self._object, incarnation=self.spec.incarnation, functions=loaded.functions)
+        self._tripwires.served()
         self._tell("member_ready")
         while self._attempt("a listener of on_event() failed", self._orders.take) == "run":
             assert run is not None

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlmesh.cli import observe
 from rlmesh.cli.hosts import add_host_flags, launch_on_hosts
 from rlmesh.cli.signals import heeding_signals
 from rlmesh.cli.torchrun_flags import NodeFlags, add_node_flags, read_node_flags
@@ -66,6 +67,7 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help=f"the job's key, made by rlmesh keygen (default: the file that {KEY_VARIABLE} names, else a new key)",
     )
+    observe.add_options(parser)
     parser.add_argument("--key-stdin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print how nodes would be started, and start nothing")
     add_node_flags(parser)
@@ -160,6 +162,7 @@ def _options_of(options: argparse.Namespace, flags: NodeFlags, key: bytes | None
     return LaunchOptions(
         view=options.view, restart=options.restart, run_dir=options.run_dir, run_root=flags.log_root, key=key,
         cluster=cluster, grace_s=options.grace, stop_within_s=options.stop_within,
+        observe=observe.options_of(options),
     )  # fmt: skip
 
 

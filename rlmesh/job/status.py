@@ -139,8 +139,9 @@ class RestartRecord:
 @dataclass(frozen=True, slots=True)
 class JobStatus:
     """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all
-    so far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must end; ``stopped_at`` is then the step after which
-    all ranks stopped, if they did. ``killed`` names the members whose grace was not enough."""
+    so far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must
+    end; ``stopped_at`` is then the step after which all ranks stopped, if they did. ``killed`` names the members whose
+    grace was not enough."""
 
     job_name: str
     job_id: str

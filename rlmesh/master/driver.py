@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from rlmesh.errors import LaunchError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
+from rlmesh.master.kills import parse_kills
 from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
@@ -141,6 +143,9 @@ class Driver:
                 config, self.job_name, self._demand, self._cluster, space, limits=options.limits,
                 restart=options.restart, submitted_at=self._submitted_at, grace_s=grace_s, resume=resume,
             )  # fmt: skip
+            if options.observe is not None:
+                parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
+                spec = replace(spec, observe=options.observe)
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
             (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
             remember(space.run_dir)

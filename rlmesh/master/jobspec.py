@@ -60,6 +60,21 @@ class RestartRule:
 
 
 @dataclass(frozen=True, slots=True)
+class ObserveOptions:
+    """What is watched and rehearsed.
+
+    Attributes:
+        chaos: kills, as texts (``rlmesh.master.kills``).
+        metrics: where Prometheus may ask: ``HOST:PORT`` or ``unix:PATH``; empty: nowhere.
+        timeline: note single calls, for ``rlmesh timeline``.
+    """
+
+    chaos: tuple[str, ...] = ()
+    metrics: str = ""
+    timeline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RoleSpec:
     """One role. ``driver``: the job lasts as long as its ``run()``; None: it does if the role has one. ``mesh``: the
     sizes of its axes, slowest first. ``calls``: roles that it is declared to call."""
@@ -93,6 +108,7 @@ class JobSpec:
     limits: Limits = field(default_factory=Limits)
     submitted_at: float = 0.0
     resume: Resume | None = None
+    observe: ObserveOptions = ObserveOptions()
 
     def role(self, name: str) -> RoleSpec:
         return next(role for role in self.roles if role.name == name)

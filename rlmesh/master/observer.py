@@ -13,9 +13,11 @@ from pathlib import Path
 from rlmesh.agent.protocol import CONTROL
 from rlmesh.job.status import EdgeStats
 from rlmesh.master import events as ev
+from rlmesh.master.chaos import Chaos
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.incident_keeper import IncidentKeeper
 from rlmesh.master.job_manager import JobManager
+from rlmesh.master.kills import parse_kills
 from rlmesh.observe.eventlog import EventLog, entry_of
 from rlmesh.runtime.runtime import Runtime
 
@@ -42,12 +44,33 @@ class Observer:
         self._log = EventLog(Path(manager.context.spec.run_dir))
         self._incidents = IncidentKeeper(manager.context, self._log, self._ask_stacks)
         self._stage = manager.context.stage
+        spec = manager.context.spec
+        self._sizes = {role.name: role.members for role in spec.roles}
+        self._chaos = Chaos(manager.context, runtime, parse_kills(spec.observe.chaos, self._sizes), clock)
         manager.watcher = self.saw
 
     def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
         """A member says whom it called."""
         draw(self._manager.context)
         self._manager.context.graph.observe(caller, edges, self._clock())
+
+    def rehearse(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """Kill these when their moments come; returns them with their ranks.
+
+        Raises:
+            UsageError: one of them cannot be.
+        """
+        kills = parse_kills(texts, self._sizes)
+        self._chaos.add(kills)
+        return tuple(map(str, kills))
+
+    def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The kills that happened, and those that did not yet."""
+        return tuple(self._chaos.done), tuple(map(str, self._chaos.left))
+
+    async def reached(self, kill: str) -> None:
+        """A member has come to the call at which somebody is to be killed."""
+        await self._chaos.reached(kill)
 
     def saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
         """An event was handled. Never raises: a fault here must not touch the job."""
@@ -68,6 +91,7 @@ class Observer:
         if isinstance(event, ev.MemberExited):
             self._incidents.exited(event.exit, now)
         self._incidents.look(now)
+        self._chaos.saw(event, actions, now)
 
     async def _ask_stacks(self, member: Member) -> str:
         control = self._runtime.peer(CONTROL, member.endpoint).options(timeout_s=STACKS_S)
@@ -75,6 +99,7 @@ class Observer:
 
     async def close(self) -> None:
         await self._incidents.close(self._clock())
+        await self._chaos.close()
         self._log.close()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from rlmesh.master.jobspec import Limits
+from rlmesh.master.jobspec import Limits, ObserveOptions
 
 if TYPE_CHECKING:
     from rlmesh.job.config import DLConfig
@@ -57,6 +57,8 @@ class LaunchOptions:
     """no other machines; else where they come together"""
     report: bool | None = None
     """draw the report"""
+    observe: ObserveOptions | None = None
+    """nothing besides what is always seen"""
     key: bytes | None = field(default=None, repr=False)
     """a new one for each job"""
     submitted_at: float | None = None

@@ -188,6 +188,11 @@ class PrimeMaster:
         """Whom a member called since it said so before."""
         self._observer.observed(caller, edges)
 
+    @rpc(concurrent=64)
+    async def reached(self, kill: str) -> None:
+        """The member has come to a call at which somebody is to be killed; answered when the signal was sent."""
+        await self._observer.reached(kill)
+
     # Called by services that joined
 
     @rpc(concurrent=256)
@@ -215,6 +220,16 @@ class PrimeMaster:
     async def pending(self) -> tuple[MemberWaits, ...]:
         """Whom each member waits for; asked of the members themselves."""
         return await self._executor.ask_pending()
+
+    @rpc
+    async def rehearse(self, kills: tuple[str, ...]) -> tuple[str, ...]:
+        """Kill somebody when the moment comes; the kills, with what was drawn."""
+        return self._observer.rehearse(kills)
+
+    @rpc
+    async def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The kills that happened, and those that are still to come."""
+        return self._observer.rehearsed()
 
     @rpc
     async def graph(self) -> dict[str, Any]:

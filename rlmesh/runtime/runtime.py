@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import UsageError
+from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.calls import Calls
@@ -295,6 +295,19 @@ class Runtime(Submission, Reception):
             served.executor.hold()
         self._dispatcher.serve(served)
         self._on_loop(self._dispatcher.release, name)
+
+    def wrap_method(self, name: str, method: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put what ``make`` makes of a served method in its place; for rehearsals of failures.
+
+        Raises:
+            MethodNotFound: nothing of that name is served here.
+        """
+        for served in self._dispatcher.served():
+            if served.name == name:
+                found = served.find(method)
+                found.function = make(found.function)
+                return
+        raise MethodNotFound(f"this process does not serve {name!r}")
 
     def unserve(self, name: str) -> None:
         """Serve ``name`` no longer; calls that run already end normally."""

@@ -1,0 +1,84 @@
+"""Rehearsed kills at calls: a method is wrapped, so that its next call tells the master, which sends the signal.
+
+The call waits until it was sent, and goes on if it was meant for somebody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rlmesh.errors import MethodNotFound, RLMeshError
+from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.runtime import Runtime
+
+__all__ = ["Tripwires"]
+
+logger = logging.getLogger(__name__)
+
+REACHED_S = 2.0
+
+
+class Tripwires:
+    """Of one member.
+
+    Args:
+        runtime: serves the member.
+        master: is told when a wire is reached.
+        name: the member's.
+    """
+
+    def __init__(self, runtime: Runtime, master: MemberHandle, name: str) -> None:
+        self._runtime, self._name = runtime, name
+        self._master = master.options(timeout_s=REACHED_S)
+        self._waiting: list[tuple[str, str]] = []
+        self._is_served = False
+
+    def arm(self, method: str, kill: str) -> None:
+        """Wrap a method, now or as soon as the member is served."""
+        if self._is_served:
+            self._wrap(method, kill)
+        else:
+            self._waiting.append((method, kill))
+
+    def served(self) -> None:
+        """The member is served from now on."""
+        self._is_served = True
+        waiting, self._waiting = self._waiting, []
+        for method, kill in waiting:
+            self._wrap(method, kill)
+
+    def _wrap(self, method: str, kill: str) -> None:
+        try:
+            self._runtime.wrap_method(self._name, method, lambda function: self._wrapped(function, kill))
+        except MethodNotFound as error:
+            logger.error("rehearsal %s cannot happen: %s", kill, error)
+
+    def _wrapped(self, function: Callable[..., Any], kill: str) -> Callable[..., Any]:
+        unreached = [kill]
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def run_async(*args: Any, **kwargs: Any) -> Any:
+                if unreached:
+                    try:
+                        await self._master.call("reached", unreached.pop())
+                    except RLMeshError as error:
+                        logger.info("rehearsal %s: %s", kill, error)
+                return await function(*args, **kwargs)
+
+            return run_async
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if unreached:
+                try:
+                    self._master.call("reached", unreached.pop()).result()
+                except RLMeshError as error:
+                    logger.info("rehearsal %s: %s", kill, error)
+            return function(*args, **kwargs)
+
+        return run

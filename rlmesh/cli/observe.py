@@ -1,0 +1,32 @@
+"""Options of ``rlmesh launch`` for who wants to see more of a job, or to rehearse its failures."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlmesh.master.jobspec import ObserveOptions
+from rlmesh.master.kills import parse_kill
+
+__all__ = ["add_options", "options_of"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add them to the parser of ``rlmesh launch``."""
+    parser.add_argument(
+        "--chaos", action="append", default=[], metavar="KILL",
+        help="rehearse a failure, such as REWARD:0@step=5, ACTOR@call=save, master@shutdown or "
+        "random:seed=1,kills=3,within=30; may be given several times (rlmesh chaos --help says more)",
+    )  # fmt: skip
+
+
+def options_of(parsed: argparse.Namespace) -> ObserveOptions | None:
+    """What was asked for; None if nothing was.
+
+    Raises:
+        UsageError: a kill is none.
+    """
+    for text in parsed.chaos:
+        if not text.startswith("random"):
+            parse_kill(text)
+    options = ObserveOptions(chaos=tuple(parsed.chaos))
+    return options if options != ObserveOptions() else None
