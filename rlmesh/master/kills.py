@@ -119,7 +119,7 @@ def parse_kill(text: str) -> Kill:
         role = role or (target if target not in (MASTER, AGENT) else "")
         if not role:
             raise UsageError(f"{text!r}: say at whose call, as in {target}@call=ACTOR.save")
-    return Kill(target, rank, point, number, role, method, _signal(found["signal"], text))  # type: ignore[arg-type]
+    return Kill(target, rank, point, number, role, method, _signal(found["signal"], text))
 
 
 def parse_kills(texts: Sequence[str], sizes: Mapping[str, int]) -> list[Kill]:
