@@ -109,10 +109,10 @@ def test_the_graph_of_a_running_job(tmp_path: Path) -> None:
         running = find_job(None, running_jobs())
         deadline = time.monotonic() + 10.0
         lines: list[str] = []
-        while not any("TRAINER:0 → ADDER:0-1  add" in line for line in lines):
+        while not any("TRAINER:0 → ADDER:0-1  rank  4 calls" in line for line in lines):
             assert time.monotonic() < deadline, lines
             time.sleep(0.05)
             lines = ask(running, graph=True)
-        assert any("rank  4 calls" in line for line in lines), lines
+        assert any("TRAINER:0 → ADDER:0-1  add" in line for line in lines), lines
         os.kill(job.process.pid, signal.SIGINT)
         assert job.ended() == 130
