@@ -30,6 +30,8 @@ from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.stacks import dump_stacks, stacks_file
 from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.errors import CallError, LaunchError, RLMeshError, ShuttingDown
+from rlmesh.agent.usage import NodeUse, read_use
+from rlmesh.errors import CallError, LaunchError, ShuttingDown
 from rlmesh.job.status import ExitInfo
 from rlmesh.memory.layout import remove_segments_of_process
 from rlmesh.placement.health import DeviceBad
@@ -152,6 +154,11 @@ class Agent:
         self._ports.append(holder)
         port: int = holder.getsockname()[1]
         return port
+
+    @rpc
+    async def usage(self) -> NodeUse:
+        """What the node and its members use now."""
+        return read_use({f"{spec.role}:{spec.rank}": child.pid for child, spec in self._members.items()})
 
     @rpc(concurrent=4)
     async def stacks(self) -> dict[MemberKey, str]:

@@ -6,6 +6,7 @@ import argparse
 
 from rlmesh.master.jobspec import ObserveOptions
 from rlmesh.master.kills import parse_kill
+from rlmesh.observe.scrape import parse_address
 
 __all__ = ["add_options", "options_of"]
 
@@ -17,16 +18,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="rehearse a failure, such as REWARD:0@step=5, ACTOR@call=save, master@shutdown or "
         "random:seed=1,kills=3,within=30; may be given several times (rlmesh chaos --help says more)",
     )  # fmt: skip
+    parser.add_argument(
+        "--metrics", default="", metavar="ADDRESS",
+        help="serve metrics to Prometheus at 127.0.0.1:PORT (0: any; it is in metrics.address) or unix:PATH",
+    )  # fmt: skip
+    parser.add_argument("--timeline", action="store_true", help="note single calls, for rlmesh timeline")
 
 
 def options_of(parsed: argparse.Namespace) -> ObserveOptions | None:
     """What was asked for; None if nothing was.
 
     Raises:
-        UsageError: a kill is none.
+        UsageError: a kill or an address is none.
     """
     for text in parsed.chaos:
         if not text.startswith("random"):
             parse_kill(text)
-    options = ObserveOptions(chaos=tuple(parsed.chaos))
+    if parsed.metrics:
+        parse_address(parsed.metrics)
+    options = ObserveOptions(tuple(parsed.chaos), parsed.metrics, parsed.timeline)
     return options if options != ObserveOptions() else None

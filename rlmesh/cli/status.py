@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rlmesh.cli.jobs import add_job_argument, age, asking, find_any, headline, told
 from rlmesh.job.status import JobStatus, MemberStatus
 from rlmesh.master.discovery import RunningJob
 from rlmesh.master.records import EndedJob
+from rlmesh.observe.incidents import newest_incident
 
 _NO_RECORDS = 1 << 62
 STUCK_S = 60.0
@@ -50,6 +52,8 @@ def status_lines(status: JobStatus) -> Iterator[str]:
     for role, members in by_role.items():
         yield f"  {role}  {_counted(member.state for member in members)}{_details(members)}"
     yield from _failure_lines([failure.message for failure in status.failures])
+    for path in status.incidents:
+        yield f"  incident: {path}"
 
 
 def _details(members: list[MemberStatus]) -> str:
@@ -77,6 +81,8 @@ def end_lines(job: EndedJob) -> Iterator[str]:
     for role, states in by_role.items():
         yield f"  {role}  {_counted(states)}"
     yield from _failure_lines(job.failures)
+    if told := newest_incident(Path(job.run_dir)):
+        yield f"  incident: {told}"
 
 
 def _failure_lines(failures: Iterable[str]) -> Iterator[str]:

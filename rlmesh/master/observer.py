@@ -6,11 +6,14 @@ graph and the list of incidents in the job's context are its own.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlmesh.agent.protocol import CONTROL
+from rlmesh.agent.protocol import AGENT, CONTROL
+from rlmesh.agent.usage import NodeUse
+from rlmesh.errors import CallError, UsageError
 from rlmesh.job.status import EdgeStats
 from rlmesh.master import events as ev
 from rlmesh.master.chaos import Chaos
@@ -18,7 +21,11 @@ from rlmesh.master.context import JobContext, Member
 from rlmesh.master.incident_keeper import IncidentKeeper
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.kills import parse_kills
+from rlmesh.master.metrics_page import families
 from rlmesh.observe.eventlog import EventLog, entry_of
+from rlmesh.observe.exposition import exposition
+from rlmesh.observe.scrape import ScrapeServer, parse_address
+from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.runtime import Runtime
 
 __all__ = ["Observer"]
@@ -26,6 +33,10 @@ __all__ = ["Observer"]
 logger = logging.getLogger(__name__)
 
 STACKS_S = 2.0
+USAGE_S = 1.0
+"""How long a scrape waits for a node."""
+METRICS_ADDRESS = "metrics.address"
+"""In the run directory: where the metrics are, since the port may have been left to the system."""
 _UNTOLD = (ev.Tick, ev.Reported, ev.PublishBook)
 """Too many, and told elsewhere."""
 
@@ -47,6 +58,7 @@ class Observer:
         spec = manager.context.spec
         self._sizes = {role.name: role.members for role in spec.roles}
         self._chaos = Chaos(manager.context, runtime, parse_kills(spec.observe.chaos, self._sizes), clock)
+        self._server: ScrapeServer | None = None
         manager.watcher = self.saw
 
     def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
@@ -93,6 +105,35 @@ class Observer:
         self._incidents.look(now)
         self._chaos.saw(event, actions, now)
 
+    async def open(self) -> None:
+        """Serve metrics, if the job asks for it. An address that cannot be had is told, and the job goes on."""
+        spec = self._manager.context.spec
+        if not spec.observe.metrics:
+            return
+        server = ScrapeServer(self._metrics)
+        try:
+            where = await server.start(parse_address(spec.observe.metrics))
+        except (OSError, UsageError) as error:
+            logger.warning("metrics cannot be served at %s: %s", spec.observe.metrics, error)
+            return
+        self._server = server
+        logger.info("metrics: %s", where)
+        (Path(spec.run_dir) / METRICS_ADDRESS).write_text(where + "\n")
+
+    async def _metrics(self) -> str:
+        context = self._manager.context
+        uses = await asyncio.gather(*map(self._usage, context.nodes.values()))
+        known = {node: use for node, use in zip(context.nodes, uses, strict=True) if use is not None}
+        return exposition(families(context, known, self._clock()))
+
+    async def _usage(self, node: NodeInfo) -> NodeUse | None:
+        agent = self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=USAGE_S)
+        try:
+            use: NodeUse = await agent.call("usage")
+        except CallError:
+            return None
+        return use
+
     async def _ask_stacks(self, member: Member) -> str:
         control = self._runtime.peer(CONTROL, member.endpoint).options(timeout_s=STACKS_S)
         return str(await control.call("stacks"))
@@ -100,6 +141,8 @@ class Observer:
     async def close(self) -> None:
         await self._incidents.close(self._clock())
         await self._chaos.close()
+        if self._server is not None:
+            await self._server.close()
         self._log.close()
 
 

@@ -78,6 +78,7 @@ class PrimeMaster:
     async def serve(self) -> None:
         """Run the job until the driver has said goodbye, or did not within ``GOODBYE_WAIT_S`` of its end."""
         ended_at: float | None = None
+        await self._observer.open()
         try:
             while not self._goodbye.is_set():
                 try:

@@ -31,6 +31,7 @@ commands:
     stop      end a job and prove that nothing is left
     doctor    check whether this machine is fit for jobs
     plan      print where a job's members would run
+    chaos     rehearse the failure of a running job
     keygen    make a job's key
     version   print the versions of rlmesh and Python
 
@@ -59,6 +60,13 @@ options:
                         job says (never: the job fails)
   --key-file FILE       the job's key, made by rlmesh keygen (default: the
                         file that RLMESH_KEY_FILE names, else a new key)
+  --chaos KILL          rehearse a failure, such as REWARD:0@step=5,
+                        ACTOR@call=save, master@shutdown or
+                        random:seed=1,kills=3,within=30; may be given several
+                        times (rlmesh chaos --help says more)
+  --metrics ADDRESS     serve metrics to Prometheus at 127.0.0.1:PORT (0: any;
+                        it is in metrics.address) or unix:PATH
+  --timeline            note single calls, for rlmesh timeline
   --dry-run             print how nodes would be started, and start nothing
   --grace S             seconds between SIGTERM and SIGKILL when the job is
                         stopped (default 2.5)
