@@ -17,6 +17,7 @@ from rlmesh.agent import ownership
 from rlmesh.agent.protocol import CONTROL
 from rlmesh.agent.stopping import Stopping
 from rlmesh.agent.tripwire import Tripwires
+from rlmesh.agent.watching import CallReporter
 from rlmesh.job.context import RestartEvent, StopRequest
 from rlmesh.job.status import CallStats, ExitInfo, MetricRecord
 from rlmesh.runtime.address import AddressBook
@@ -208,10 +209,11 @@ def _leave_to_launcher(number: int, frame: FrameType | None) -> None:
 class Control:
     """Served as ``@control``; called by the master."""
 
-    def __init__(self, runtime: Runtime, orders: Orders, tripwires: Tripwires) -> None:
+    def __init__(self, runtime: Runtime, orders: Orders, tripwires: Tripwires, reporter: CallReporter) -> None:
         self._runtime = runtime
         self._orders = orders
         self._tripwires = tripwires
+        self._reporter = reporter
 
     @rpc
     async def update_book(self, book: AddressBook) -> None:
@@ -264,6 +266,11 @@ class Control:
         """Whom this member waits for, and what it was asked and has not answered."""
         own = [call for call in self._runtime.serving() if not call.method.startswith(CONTROL)]
         return self._runtime.waiting(), tuple(own)
+
+    @rpc
+    async def note_calls(self) -> None:
+        """Note single calls from now on, for the job's timeline."""
+        self._reporter.note_calls()
 
     @rpc
     async def arm(self, method: str, kill: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+from rlmesh.agent.tracing import CallTrace
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 
@@ -21,14 +23,29 @@ class CallReporter:
         runtime: whose calls are told.
         master: the master, whose ``observed`` is notified.
         name: the member's, as ``ROLE:rank``.
+        run_dir: of the job, for single calls.
     """
 
-    def __init__(self, runtime: Runtime, master: MemberHandle, name: str) -> None:
-        self._runtime, self._master, self._name = runtime, master, name
+    def __init__(self, runtime: Runtime, master: MemberHandle, name: str, run_dir: Path) -> None:
+        self._runtime, self._master, self._name, self._run_dir = runtime, master, name, run_dir
         self._pause_s = FIRST_S
+        self._trace: CallTrace | None = None
 
     def start(self) -> None:
         self._runtime.call_soon(self._again)
+
+    def note_calls(self) -> None:
+        """Note single calls as well, from now on. On the runtime's loop."""
+        if self._trace is None:
+            role, _, rank = self._name.rpartition(":")
+            self._trace = CallTrace(self._run_dir, role, int(rank))
+            self._runtime.trace_calls(self._trace.add)
+
+    def close(self) -> None:
+        """Send and write what is left. From any thread."""
+        self.flush()
+        if self._trace is not None:
+            self._trace.close()
 
     def flush(self) -> None:
         """Send what was seen since the last time. From any thread; never waits and never fails."""
@@ -40,5 +57,7 @@ class CallReporter:
 
     def _tick(self) -> None:
         self.flush()
+        if self._trace is not None:
+            self._trace.flush()
         self._pause_s = min(EVERY_S, 1.5 * self._pause_s)
         self._again()

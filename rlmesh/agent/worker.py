@@ -196,12 +196,12 @@ class Member:
             self._orders.handle_signals()
             runtime.expect(self.name)
             self._tripwires = Tripwires(runtime, self._master, self.name)
-            runtime.serve(CONTROL, Control(runtime, self._orders, self._tripwires), inline=True)
-            set_default_runtime(runtime)
-            reporter = CallReporter(runtime, self._master, self.name)
+            reporter = CallReporter(runtime, self._master, self.name, Path(spec.run_dir))
+            runtime.serve(CONTROL, Control(runtime, self._orders, self._tripwires, reporter), inline=True)
             reporter.start()
+            set_default_runtime(runtime)
             code = self._guarded(self._work)
-            reporter.flush()
+            reporter.close()
             self._by_signal = self._orders.terminated and code == 0
         return code
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rlmesh.cli import doctor, keygen, launch, logs, plan, ps, stacks, status, stop, version
 from rlmesh.cli import chaos, doctor, keygen, launch, logs, ps, stacks, status, stop, version
+from rlmesh.cli import chaos, doctor, keygen, launch, logs, ps, stacks, status, stop, timeline, version
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     stop.add_to(commands)
     doctor.add_to(commands)
     plan.add_to(commands)
+    timeline.add_to(commands)
     chaos.add_to(commands)
     keygen.add_to(commands)
     version.add_to(commands)

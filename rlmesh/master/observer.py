@@ -100,6 +100,8 @@ class Observer:
             self._log.add({"at": round(now, 6), "event": "Stage", "before": self._stage, "now": context.stage})
             self._stage = context.stage
         draw(context)
+        if isinstance(event, ev.MemberBound) and context.spec.observe.timeline:
+            self._runtime.peer(CONTROL, event.endpoint).notify("note_calls")
         if isinstance(event, ev.MemberExited):
             self._incidents.exited(event.exit, now)
         self._incidents.look(now)

@@ -12,7 +12,7 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.kept import FETCH
 from rlmesh.runtime.network import NetworkOptions
-from rlmesh.runtime.observed import EdgeStats
+from rlmesh.runtime.observed import EdgeStats, EndedCall
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
@@ -183,6 +183,10 @@ class Submission:
     def take_edges(self) -> tuple[EdgeStats, ...]:
         """Whom this process called since the last take, summed by member and method."""
         return self._calls.watch.take()
+
+    def trace_calls(self, trace: Callable[[Sequence[EndedCall]], None]) -> None:
+        """Give single calls to ``trace``, some time after they ended; from any thread."""
+        self._calls.watch.trace = trace
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         """Where the time of this process's calls went since this was called before."""

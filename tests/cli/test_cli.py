@@ -31,6 +31,7 @@ commands:
     stop      end a job and prove that nothing is left
     doctor    check whether this machine is fit for jobs
     plan      print where a job's members would run
+    timeline  a job as a trace for Perfetto
     chaos     rehearse the failure of a running job
     keygen    make a job's key
     version   print the versions of rlmesh and Python

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_real_prometheus_takes_it(job: Launched, tmp_path: Path) -> None:
 def query(port: int, text: str) -> bytes:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", "/api/v1/query?query=" + urllib.request.quote(text))
+        connection.request("GET", "/api/v1/query?query=" + urllib.parse.quote(text))
         return connection.getresponse().read()
     except OSError as error:
         return str(error).encode()
