@@ -29,9 +29,8 @@ from rlmesh.agent.protocol import AGENT, MASTER, AgentConfig, ExitReport, Leftov
 from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.stacks import dump_stacks, stacks_file
 from rlmesh.agent.table import Child, ProcessTable
-from rlmesh.errors import CallError, LaunchError, RLMeshError, ShuttingDown
 from rlmesh.agent.usage import NodeUse, read_use
-from rlmesh.errors import CallError, LaunchError, ShuttingDown
+from rlmesh.errors import CallError, LaunchError, RLMeshError, ShuttingDown
 from rlmesh.job.status import ExitInfo
 from rlmesh.memory.layout import remove_segments_of_process
 from rlmesh.placement.health import DeviceBad

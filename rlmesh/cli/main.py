@@ -6,9 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rlmesh.cli import doctor, keygen, launch, logs, plan, ps, stacks, status, stop, version
-from rlmesh.cli import chaos, doctor, keygen, launch, logs, ps, stacks, status, stop, version
-from rlmesh.cli import chaos, doctor, keygen, launch, logs, ps, stacks, status, stop, timeline, version
+from rlmesh.cli import chaos, doctor, keygen, launch, logs, plan, ps, stacks, status, stop, timeline, version
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

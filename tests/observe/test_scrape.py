@@ -27,7 +27,7 @@ from rlmesh.observe.exposition import CONTENT_TYPE, Family, exposition
 from rlmesh.observe.scrape import ScrapeServer, parse_address
 from tests.master.launched import TOY, Launched
 
-texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
 @given(st.lists(st.tuples(texts, st.floats())), texts)
