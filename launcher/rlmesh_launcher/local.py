@@ -34,6 +34,7 @@ class NodePlace:
         name: of this node in messages; by default the host's.
         host_here: the numeric address to advertise for this node, where the system's choice is not right.
         lifeline: a descriptor whose end of file ends this node.
+        group: nodes of the same group are one machine, so that their processes share its memory and sockets.
     """
 
     least: int
@@ -47,6 +48,7 @@ class NodePlace:
     name: str = ""
     host_here: str = ""
     lifeline: int | None = None
+    group: str = ""
 
 
 def is_head(place: NodePlace) -> bool | None:
@@ -100,7 +102,7 @@ def _head_options(place: NodePlace) -> HeadOptions:
     return HeadOptions(
         least=place.least, most=place.most, host=place.host, port=place.port, key=place.key,
         version=rlmesh.__version__, timeout_s=place.join_s, last_call_s=place.last_call_s,
-        name=place.name or host_name(), host_here=place.host_here,
+        name=place.name or host_name(), host_here=place.host_here, group=place.group,
     )  # fmt: skip
 
 
@@ -109,5 +111,5 @@ def _node_options(place: NodePlace) -> NodeOptions:
         host=place.host, port=place.port, key=place.key, version=rlmesh.__version__,
         node_rank=ANY_RANK if place.node_rank is None else place.node_rank,
         nnodes=place.most if place.least == place.most else 0, timeout_s=place.join_s, name=place.name,
-        host_here=place.host_here, lifeline=place.lifeline,
+        host_here=place.host_here, lifeline=place.lifeline, group=place.group,
     )  # fmt: skip

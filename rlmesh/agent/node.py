@@ -48,4 +48,5 @@ def node_info(
         machine=machine_id(),
         numa=machine.numa(),
         notes=notes,
+        group=config.group,
     )

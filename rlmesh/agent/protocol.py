@@ -31,7 +31,8 @@ class AgentConfig:
     ``job_path`` is the pickled job, only read where ``start_master`` is set. ``env`` is what all workers of
     the job have in common: the processes that workers are forked from start with it. ``host`` is set where the job
     has several machines: the numeric address at which this one's processes listen for the others'. ``nvml`` names
-    a library in place of pynvml (``module:attribute``), for machines without GPUs.
+    a library in place of pynvml (``module:attribute``), for machines without GPUs. Agents of the same ``group`` are on
+    one machine.
     """
 
     job_id: str
@@ -53,6 +54,7 @@ class AgentConfig:
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     nvml: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

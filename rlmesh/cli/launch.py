@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.cli import observe
 from rlmesh.cli.hosts import add_host_flags, launch_on_hosts
 from rlmesh.cli.signals import heeding_signals
+from rlmesh.cli.slurm import FOLDER_VARIABLE, StepPlace, add_slurm_flags, task_of_slurm
 from rlmesh.cli.torchrun_flags import NodeFlags, add_node_flags, read_node_flags
 from rlmesh.errors import JobFailed, JobStopped, RLMeshError, UsageError
 from rlmesh.job.restarts import SCOPES
@@ -30,6 +31,7 @@ from rlmesh.runtime.security import KEY_TEXT_VARIABLE, KEY_VARIABLE, find_key, p
 
 if TYPE_CHECKING:
     from rlmesh.master.head import Head
+    from rlmesh_launcher.slurm import Task
 
 DESCRIPTION = (
     "Run a script that submits a job. What stands after the script is for it. With --nnodes, run the command on each "
@@ -48,6 +50,12 @@ def add_to(commands: Any) -> None:
         description=DESCRIPTION,
         usage="rlmesh launch [options] JOB.py [script arguments]",
     )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     parser.add_argument("job", metavar="JOB.py", nargs="?", default="", help="the script; it calls submit() on a job")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -72,6 +80,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print how nodes would be started, and start nothing")
     add_node_flags(parser)
     add_host_flags(parser)
+    add_slurm_flags(parser)
     parser.add_argument(
         "--grace",
         type=float,
@@ -84,7 +93,6 @@ def add_to(commands: Any) -> None:
         metavar="S",
         help="seconds that all ranks have, after notice, to come to the step at which they stop together (default 600)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -97,6 +105,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         if options.hosts is not None:
             _check_script(options.job, module=True)
             return launch_on_hosts(options, arguments, _key_of(options, needed=False))
+        if (task := task_of_slurm(options)) is not None:
+            return _run_task(task, options, flags, arguments)
         joins = flags.node_rank is not None and flags.node_rank > 0
         if not joins:
             _check_script(options.job, flags.module)
@@ -118,7 +128,23 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         return 1
     except KeyboardInterrupt as error:
         print(f"rlmesh launch: {error or 'stopped'}", file=sys.stderr)
-        return 130
+        return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
+
+
+def _run_task(task: Task, options: argparse.Namespace, flags: NodeFlags, arguments: list[str]) -> int:
+    """As a task of a Slurm step."""
+    if task.rank == 0:
+        _check_script(options.job, flags.module)
+    key = _key_of(options, needed=False)
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or ".rlmesh")
+    place = StepPlace(task, folder, key, flags.local_addr, flags.join_s)
+    launch = place.options(_options_of(options, flags, key), options.job)
+
+    def script(head: Head | None) -> int:
+        with ambient(replace(launch, head=head)) as block, heeding_signals(block):
+            return run_script(options.job, arguments, module=flags.module)
+
+    return place.run(script)
 
 
 def _script_code(options: argparse.Namespace, flags: NodeFlags, arguments: list[str]) -> int:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rlmesh.cli import chaos, doctor, keygen, launch, logs, plan, ps, stacks, status, stop, timeline, version
+from rlmesh.cli import chaos, doctor, keygen, launch, logs, plan, ps, slurm, stacks, status, stop, timeline, version
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -38,6 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; wrong usage raises ``SystemExit(2)``, as argparse does."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["launch"] and slurm.asks_for_sbatch(words[1:]):
+        parser = argparse.ArgumentParser(prog="rlmesh launch --slurm")
+        launch.add_options(parser)
+        return slurm.submit_words(words[1:], parser)
     own, _, rest = split_at_dashes(words)
     parsed = build_parser().parse_args(own)
     code: int = parsed.run(parsed, rest)

@@ -17,6 +17,7 @@ from rlmesh.job.status import (
 )
 from rlmesh.master.graph import CallGraph
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.placement.groups import node_groups
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.placement.planner import Placement, Plan
 from rlmesh.runtime.address import AddressBook, MemberAddress
@@ -141,6 +142,7 @@ class JobContext:
                 for member in self.members.values()
             ),
             tuple((role.name, Axes.of(role.mesh)) for role in self.spec.roles if role.mesh),
+            tuple(node_groups(self.nodes.values())),
         )
 
     def status(self, records_from: int = 0) -> JobStatus:

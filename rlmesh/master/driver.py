@@ -170,6 +170,7 @@ class Driver:
             self._options.cluster.devices_per_node if self._options.cluster is not None else None,
             tuple(node.node_rank for node in nodes),
             tuple(node.host for node in nodes),
+            groups=tuple(node.group for node in nodes),
         )
         return cluster_for(self._config, self._demand, given)
 

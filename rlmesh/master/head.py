@@ -70,6 +70,7 @@ class HeadOptions:
         last_call_s: with ``least`` nodes there, how long to wait for more.
         name: of this node, for messages.
         host_here: the address to advertise for this node, where the one by which others reach it is not right.
+        group: nodes of the same group are one machine; empty for a machine of its own.
     """
 
     least: int
@@ -82,6 +83,7 @@ class HeadOptions:
     last_call_s: float = 30.0
     name: str = ""
     host_here: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class NodeAddress:
     node_rank: int
     name: str
     host: str
+    group: str = ""
 
 
 class _Service:
@@ -230,7 +233,8 @@ class Head:
         names = _unique([options.name or "head", *(node.hello.name for node in nodes)])
         ranks = [0, *(node.node_rank for node in nodes)]
         hosts = [options.host_here or head, *others]
-        return tuple(NodeAddress(*each) for each in zip(ranks, names, hosts, strict=True))
+        groups = [options.group, *(node.hello.group for node in nodes)]
+        return tuple(NodeAddress(*each) for each in zip(ranks, names, hosts, groups, strict=True))
 
     def start_node(self, config: AgentConfig) -> RemoteNode:
         """Have a node start its agent, as soon as the master's address is known (see `on_status`).

@@ -74,6 +74,7 @@ class NodeOptions:
             leave.
         output: takes the lines that this node's members print.
         lifeline: a descriptor; when it ends (end of file), so does the node.
+        group: nodes of the same group are one machine.
     """
 
     host: str
@@ -87,6 +88,7 @@ class NodeOptions:
     host_here: str = ""
     output: Callable[[str], None] | None = None
     lifeline: int | None = None
+    group: str = ""
 
 
 def join_and_serve(options: NodeOptions) -> int:
@@ -165,7 +167,7 @@ class _Node:
         head = self._runtime.peer(RENDEZVOUS, endpoint)
         hello = NodeHello(
             self._token, options.node_rank, options.name or host_name(), host, address, os.getpid(), options.version,
-            options.nnodes,
+            options.nnodes, options.group,
         )  # fmt: skip
         joined: Joined = head.options(timeout_s=timeout_s).call("join", hello).result()
         return head.options(timeout_s=ORDERS_TIMEOUT_S), joined.node_rank

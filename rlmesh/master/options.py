@@ -26,7 +26,7 @@ class Cluster:
     so many virtual slots. ``names`` are the nodes' names; the first one's agent starts the master.
 
     ``ranks`` are the nodes' ranks, 0, 1, … if not given; ``hosts`` their addresses, given where they are on several
-    machines. ``nvml`` names a library in place of pynvml.
+    machines; those with the same of ``groups`` are one machine. ``nvml`` names a library in place of pynvml.
     """
 
     names: tuple[str, ...]
@@ -34,6 +34,7 @@ class Cluster:
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     nvml: str = ""
+    groups: tuple[str, ...] = ()
 
     def node_ranks(self) -> tuple[int, ...]:
         return self.ranks or tuple(range(len(self.names)))

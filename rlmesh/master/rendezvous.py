@@ -35,6 +35,7 @@ class NodeHello:
         pid: of its ``launch``.
         version: of rlmesh.
         nnodes: how many nodes it was told that there are; 0 if it was not told.
+        group: equal for nodes that are one machine; empty for a machine of its own.
     """
 
     token: str
@@ -45,6 +46,7 @@ class NodeHello:
     pid: int
     version: str
     nnodes: int = 0
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.job.context import COLLOCATION_ENV
@@ -12,6 +12,7 @@ from rlmesh.job.restarts import RestartEvent
 from rlmesh.master.context import MemberId
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.placement.environment import device_environment
+from rlmesh.placement.groups import ipc_notes
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.placement.planner import Placement, Plan, make_plan
 
@@ -47,10 +48,12 @@ class Scheduler:
         Raises:
             PlacementError: with the table of what is short.
         """
-        return make_plan(
-            self._spec.demand, tuple(nodes), kept=kept, excluded_nodes=excluded_nodes,
+        nodes = tuple(nodes)
+        plan = make_plan(
+            self._spec.demand, nodes, kept=kept, excluded_nodes=excluded_nodes,
             excluded_devices=excluded_devices, spare_nodes=spare_nodes,
         )  # fmt: skip
+        return replace(plan, notes=(*plan.notes, *ipc_notes(nodes)))
 
     def group_leaders(self, plan: Plan) -> dict[str, int]:
         """For each elastic role the node of its rank 0, where the process group's port must be."""

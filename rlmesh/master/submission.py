@@ -110,6 +110,7 @@ def agent_configs(
     spec: JobSpec, cluster: Cluster, space: Workspace, preload: Sequence[str], env: Mapping[str, str]
 ) -> list[AgentConfig]:
     """One configuration per node; the first one's agent starts the master."""
+    alone = [""] * len(cluster.names)
     return [
         AgentConfig(
             job_id=spec.job_id,
@@ -131,8 +132,9 @@ def agent_configs(
             submitted_at=spec.submitted_at,
             env=dict(env),
             host=host,
+            group=group,
         )
-        for rank, name, host in zip(
-            cluster.node_ranks(), cluster.names, cluster.hosts or [""] * len(cluster.names), strict=True
+        for rank, name, host, group in zip(
+            cluster.node_ranks(), cluster.names, cluster.hosts or alone, cluster.groups or alone, strict=True
         )
     ]

@@ -60,6 +60,7 @@ class NodeInfo:
         host: the numeric address at which the node's processes listen for those of others; empty in a job of one
             machine.
         machine: equal where processes see each other's process numbers; host names are not unique.
+        group: equal for agents that share a machine, one of them per task of Slurm; empty for a machine of its own.
     """
 
     node_rank: int
@@ -74,3 +75,4 @@ class NodeInfo:
     notes: tuple[str, ...] = ()
     host: str = ""
     machine: str = ""
+    group: str = ""

@@ -30,11 +30,12 @@ class MemberAddress:
 @dataclass(frozen=True)
 class AddressBook:
     """All members of a job; a higher ``version`` replaces a lower one. ``meshes`` are the axes of the roles that
-    declared some."""
+    declared some. ``groups`` are the ranks of nodes that are one machine."""
 
     version: int
     members: tuple[MemberAddress, ...]
     meshes: tuple[tuple[str, Axes], ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
     _by_role: dict[str, tuple[MemberAddress, ...]] = field(init=False, repr=False, compare=False, hash=False)
 
     _by_name: dict[str, MemberAddress] = field(init=False, repr=False, compare=False, hash=False)
@@ -49,15 +50,16 @@ class AddressBook:
 
     def seen_from(self, node_rank: int) -> AddressBook:
         """The book with the addresses that a process of a node uses; -1 for one that belongs to none."""
-        if all(not member.public or member.node_rank == node_rank for member in self.members):
+        near = next((group for group in self.groups if node_rank in group), (node_rank,))
+        if all(not member.public or member.node_rank in near for member in self.members):
             return self
         members = tuple(
             replace(member, endpoint=member.public, public="")
-            if member.public and member.node_rank != node_rank
+            if member.public and member.node_rank not in near
             else member
             for member in self.members
         )
-        return AddressBook(self.version, members, self.meshes)
+        return AddressBook(self.version, members, self.meshes, self.groups)
 
     def roles(self) -> tuple[str, ...]:
         return tuple(self._by_role)

@@ -1,0 +1,184 @@
+"""What Slurm's environment says about a step and about the task that this process is. Pure but for ``scontrol``.
+
+``srun rlmesh launch job.py`` runs in every task of a step. Each task becomes one node of the job, task 0 the head: so
+one task per node is one agent per node, and with one task per GPU the agents of a machine form a node group.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rlmesh.errors import LaunchError, UsageError
+from rlmesh_launcher.hostlist import expand_counts, expand_nodes
+
+__all__ = ["Allocation", "Names", "Task", "show_hostnames"]
+
+SCONTROL_TIMEOUT_S = 30.0
+_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+
+
+def show_hostnames(text: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> tuple[str, ...]:
+    """The names of a list, as ``scontrol show hostnames`` expands it.
+
+    Raises:
+        LaunchError: it could not; with what it said.
+    """
+    command = ["scontrol", "show", "hostnames", text]
+    try:
+        done = run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"the list of nodes {text!r} cannot be read, nor by {' '.join(command)}: {error}") from None
+    if done.returncode:
+        raise LaunchError(f"the list of nodes {text!r} cannot be read, nor by scontrol: {done.stderr.strip()}")
+    return tuple(done.stdout.split())
+
+
+class Names:
+    """Expands lists of nodes; what it cannot read itself it asks ``scontrol`` for, once in its life."""
+
+    def __init__(self, ask: Callable[[str], tuple[str, ...]] = show_hostnames) -> None:
+        self._ask = ask
+        self._asked: dict[str, tuple[str, ...]] = {}
+
+    def expand(self, text: str) -> tuple[str, ...]:
+        """
+        Raises:
+            LaunchError: it is no list of nodes.
+        """
+        try:
+            return expand_nodes(text)
+        except UsageError as error:
+            if text in self._asked:
+                return self._asked[text]
+            if self._asked:
+                raise LaunchError(f"{error}; scontrol was asked for another list already") from None
+            self._asked[text] = self._ask(text)
+            return self._asked[text]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The nodes of a step, or of the whole job outside of one.
+
+    Attributes:
+        nodes: names, in Slurm's order.
+        tasks: tasks on each of them.
+        cpus: CPUs of the job on each of the job's nodes, empty if Slurm does not say or the step has other nodes.
+    """
+
+    nodes: tuple[str, ...]
+    tasks: tuple[int, ...]
+    cpus: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, env: Mapping[str, str], names: Names | None = None) -> Allocation:
+        """
+        Raises:
+            LaunchError: the environment is none of Slurm's, or its lists do not fit each other; shows both.
+        """
+        names = names or Names()
+        nodes_name = next((name for name in _NODES if env.get(name)), None)
+        if nodes_name is None:
+            raise LaunchError(f"this is no process of a Slurm job: none of {', '.join(_NODES)} is set")
+        nodes = names.expand(env[nodes_name])
+        tasks_name = next((name for name in _TASKS if env.get(name)), None)
+        tasks = (1,) * len(nodes)
+        if tasks_name is not None:
+            tasks = _counts(env, tasks_name, nodes_name, nodes)
+        cpus: tuple[int, ...] = ()
+        if env.get("SLURM_JOB_CPUS_PER_NODE") and env[nodes_name] == env.get("SLURM_JOB_NODELIST", env[nodes_name]):
+            cpus = _counts(env, "SLURM_JOB_CPUS_PER_NODE", nodes_name, nodes)
+        return cls(nodes, tasks, cpus)
+
+    def describe(self) -> str:
+        """For people: ``4 tasks on 2 nodes (n1: 2, n2: 2)``."""
+        shown = ", ".join(f"{node}: {count}" for node, count in list(zip(self.nodes, self.tasks, strict=True))[:8])
+        more = ", …" if len(self.nodes) > 8 else ""
+        return f"{sum(self.tasks)} tasks on {len(self.nodes)} nodes ({shown}{more})"
+
+
+def _counts(env: Mapping[str, str], name: str, nodes_name: str, nodes: tuple[str, ...]) -> tuple[int, ...]:
+    try:
+        counts = expand_counts(env[name])
+    except UsageError as error:
+        raise LaunchError(f"{name}: {error}") from None
+    if len(counts) != len(nodes):
+        raise LaunchError(
+            f"{nodes_name}={env[nodes_name]} are {len(nodes)} nodes, but {name}={env[name]} has {len(counts)} entries: "
+            "was one of them changed by hand, or inherited from another job?"
+        )
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task of a step.
+
+    Attributes:
+        job, step: their numbers as Slurm writes them.
+        rank, size: of the task among the step's.
+        node, node_name: the number of its node in the step, and Slurm's name of it.
+        local_rank: of the task among those of its node.
+        local_size: how many these are.
+        restarts: how often Slurm has started the job before.
+        launcher: address of the node on which ``srun`` runs, empty if unknown.
+        job_name: as given to ``sbatch``.
+        array: ``12_3`` in an array, else empty.
+        gpus: what Slurm lets it see of the node's, as it says it; empty if it did not ask for any.
+    """
+
+    job: str
+    step: str
+    rank: int
+    size: int
+    node: int
+    node_name: str
+    local_rank: int = 0
+    local_size: int = 1
+    restarts: int = 0
+    launcher: str = ""
+    job_name: str = ""
+    array: str = ""
+    gpus: str = ""
+
+    @classmethod
+    def read(cls, env: Mapping[str, str]) -> Task | None:
+        """The task that this process is; None outside of ``srun``.
+
+        Raises:
+            LaunchError: a number is none.
+        """
+        step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+        if not (env.get("SLURM_JOB_ID") and step and env.get("SLURM_PROCID") and env.get("SLURM_NTASKS")):
+            return None
+        array = env.get("SLURM_ARRAY_JOB_ID", "")
+        return cls(
+            job=env["SLURM_JOB_ID"],
+            step=step,
+            rank=_number(env, "SLURM_PROCID"),
+            size=_number(env, "SLURM_NTASKS"),
+            node=_number(env, "SLURM_NODEID", 0),
+            node_name=env.get("SLURMD_NODENAME", ""),
+            local_rank=_number(env, "SLURM_LOCALID", 0),
+            local_size=len(env.get("SLURM_GTIDS", "0").split(",")),
+            restarts=_number(env, "SLURM_RESTART_COUNT", 0),
+            launcher=env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
+            job_name=env.get("SLURM_JOB_NAME", ""),
+            array=f"{array}_{env.get('SLURM_ARRAY_TASK_ID', '')}" if array else "",
+            gpus=env.get("CUDA_VISIBLE_DEVICES", "") if env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS") else "",
+        )
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"task {self.rank} of Slurm job {self.job}.{self.step} on {self.node_name or f'node {self.node}'}"
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise LaunchError(f"{name}={text!r} is no number: was it changed by hand?")
+    return int(text)

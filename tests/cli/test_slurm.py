@@ -1,0 +1,81 @@
+"""``rlmesh launch --slurm`` and launch as a task, as far as they need no Slurm."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlmesh.cli import main as cli
+from rlmesh.cli.slurm import StepPlace, asks_for_sbatch
+from rlmesh.master.options import LaunchOptions
+from rlmesh_launcher.slurm import Task
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "job.py"
+    path.write_text("print('ran')\n")
+    return path
+
+
+def test_a_dry_run_prints_the_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes=2", "--gpus-per-node", "4", "--time", "1:00:00", "--view", "plain", "--grace=9", "--dry-run"]
+    assert cli.main(["launch", "--slurm", *words, "job.py", "--", "--lr", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "#SBATCH --gpus-per-node=4\n" in said
+    assert f"{sys.executable} -m rlmesh.cli.main launch --view plain --grace=9 job.py -- --lr 1 &" in said
+    assert "--slurm" not in said
+    assert "--dry-run" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--partitoin=x", "job.py"], "Did you mean --partition?"),
+        (["nojob.py"], "there is no script nojob.py"),
+        (["--nodes=2"], "no script to run"),
+    ],
+)
+def test_wrong_use_is_told(words: list[str], why: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "--slurm", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_without_slurm_there_is_a_hint(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.main(["launch", "--slurm", "job.py"]) == 1
+    assert "no sbatch on PATH" in capsys.readouterr().err
+
+
+def test_the_option_belongs_before_the_script() -> None:
+    assert asks_for_sbatch(["--view", "plain", "--slurm", "job.py"])
+    assert not asks_for_sbatch(["job.py", "--slurm"])
+    assert not asks_for_sbatch(["--", "--slurm"])
+    assert not asks_for_sbatch(["job.py"])
+
+
+def test_a_batch_script_of_several_nodes_is_told_to_use_srun(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    assert cli.main(["launch", "job.py"]) == 2
+    assert "by `srun rlmesh launch …`" in capsys.readouterr().err
+    assert cli.main(["launch", "--standalone", "job.py"]) == 0
+
+
+def test_a_start_after_a_requeue_finds_its_run_directory() -> None:
+    def options(**task: object) -> LaunchOptions:
+        values = {"job": "17", "step": "0", "rank": 0, "size": 2, "node": 0, "node_name": "n1", **task}
+        return StepPlace(Task(**values), Path(".rlmesh"), None).options(LaunchOptions(), "a/train.py")  # type: ignore[arg-type]
+
+    assert options().run_dir == Path("runs/train-17")
+    assert (options(restarts=2).run_dir, options(restarts=2).restarts) == (Path("runs/train-17"), 2)
+    assert options(step="3").run_dir == Path("runs/train-17.3")
+    assert options(array="15_2").run_dir == Path("runs/train-15_2")

@@ -1,0 +1,51 @@
+"""A job that tells where its members are, what they see, and over which sockets they talk."""
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+import numpy
+
+from rlmesh import BaseWorkload, DLJobBuilder, RoleGroup, current_worker, rpc
+from rlmesh.runtime.runtime import default_runtime
+
+
+class Member(BaseWorkload):
+    @rpc
+    def facts(self) -> dict[str, Any]:
+        book = default_runtime()._calls._book  # what this member knows of the others
+        assert book is not None
+        endpoints = {member.name: member.endpoint.partition(":")[0] for member in book.members if member.endpoint}
+        return {
+            "task": os.environ["SLURM_PROCID"],
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "slurm_node": os.environ["SLURMD_NODENAME"],
+            "node": current_worker().node_name,
+            "schemes": endpoints,
+            "key": [name for name in os.environ if name == "RLMESH_KEY"],
+        }
+
+    @rpc
+    def total(self, array: Any) -> float:
+        return float(array.sum())
+
+
+class Trainer:
+    def run(self) -> None:
+        members = RoleGroup[Member]("MEMBER")
+        assert members.call("total", numpy.ones(1 << 20)).result() == [float(1 << 20)] * len(members)
+        facts = members.call("facts").result()
+        (current_worker().run_dir / "facts.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--members", type=int, default=3)
+    options = parser.parse_args()
+    builder = DLJobBuilder().device_type("CPU")
+    builder.role("MEMBER").run(Member).total(options.members).per_node(1)
+    builder.role("TRAINER").run(Trainer)
+    builder.build().submit("shapes")
+    sys.exit(0)

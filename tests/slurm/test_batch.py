@@ -1,0 +1,244 @@
+"""Jobs that ``rlmesh launch --slurm`` submits to a real Slurm: to their end, stopped early, resumed, cancelled."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.master.launched import alive
+from tests.slurm.cluster import SlurmCluster
+
+pytestmark = pytest.mark.slow
+
+LAUNCH = (sys.executable, "-m", "rlmesh.cli.main", "launch", "--slurm")
+STOPS = str(Path(__file__).parents[1] / "master" / "stop_job.py")
+TWO = ("--nodes=2", "--output=out")
+OPTIONS = ("--", "--ranks", "2", "--per-node", "1")
+
+
+def submit(slurm: SlurmCluster, folder: Path, *words: str) -> str:
+    said = slurm.run(*LAUNCH, *words, cwd=folder)
+    found = re.match(r"Slurm job (\d+)\n", said)
+    assert found, said
+    assert f"squeue --job={found[1]}" in said
+    return found[1]
+
+
+def output(folder: Path) -> str:
+    path = folder / "out"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def wait_for(folder: Path, pattern: str, times: int = 1, timeout_s: float = 60.0) -> list[str]:
+    deadline = time.monotonic() + timeout_s
+    while len(found := re.findall(pattern, output(folder))) < times:
+        assert time.monotonic() < deadline, f"{pattern} did not come {times} times:\n{output(folder)}"
+        time.sleep(0.1)
+    return [str(each) for each in found]
+
+
+def running(folder: Path, starts: int = 1) -> None:
+    for rank in (0, 1):
+        wait_for(folder, rf"rank {rank} starts at step", starts)
+        wait_for(folder, rf"rank {rank} at step \d*[1-9]0\b", 1)
+
+
+def stopped_step(folder: Path) -> int:
+    """Where both ranks stopped the last time; they saved that step themselves."""
+    (run,) = (folder / "runs").iterdir()
+    states = [json.loads((run / f"state.{rank}").read_text()) for rank in (0, 1)]
+    assert states[0] == states[1], states
+    assert states[0]["step"] == states[0]["own"]
+    return int(states[0]["step"])
+
+
+def processes_of(folder: Path) -> list[int]:
+    pids = [int(pid) for pid in re.findall(r"resume .*, pid (\d+)", output(folder))]
+    assert pids
+    return pids
+
+
+def until_gone(pids: list[int], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < deadline, f"{left} still run"
+        time.sleep(0.05)
+
+
+def resume_now(slurm: SlurmCluster, job: str) -> None:
+    """Slurm lets a requeued job wait for a while; tests do not."""
+    slurm.wait_job(job, "PENDING", "RUNNING")
+    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+
+
+def test_a_job_is_submitted_and_runs_to_its_end(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, *TWO, STOPS, *OPTIONS, "--steps", "20")
+    assert slurm.wait_job(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+    assert "result succeeded" in output(tmp_path)
+
+
+def test_a_job_that_fails_fails_in_slurm(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(9)\n")
+    job = submit(slurm, tmp_path, *TWO, str(script))
+    assert slurm.wait_job(job, "COMPLETED", "FAILED") == "FAILED"
+    assert "ExitCode=9:0" in slurm.run("scontrol", "show", "job", job)
+
+
+def test_what_sbatch_refuses_is_told(slurm: SlurmCluster, tmp_path: Path) -> None:
+    said = slurm.run(*LAUNCH, "--partition=nowhere", STOPS, cwd=tmp_path, check=False)
+    assert "sbatch refused the job: sbatch: error: invalid partition specified: nowhere" in said
+
+
+def test_notice_then_requeue_then_resume(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, *TWO, "--requeue", STOPS, *OPTIONS)
+    running(tmp_path)
+    first = processes_of(tmp_path)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_for(tmp_path, r"stops after step", 2)
+    until_gone(first)
+    resume_now(slurm, job)
+    running(tmp_path, starts=2)
+    text = output(tmp_path)
+    step = int(re.findall(r"stops after step (\d+)", text)[0])
+    assert set(re.findall(r"stops after step (\d+)", text)) == {str(step)}
+    resumed = re.findall(r"rank (\d) starts at step (\d+), resume Resume\(count=1, step=(\d+)\)", text)
+    assert sorted(resumed) == [("0", str(step + 1), str(step)), ("1", str(step + 1), str(step))]
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_for(tmp_path, r"stops after step", 4)
+    assert stopped_step(tmp_path) > step
+    slurm.run("scancel", job)
+    slurm.wait_job(job, "CANCELLED")
+    assert len(list((tmp_path / "runs").iterdir())) == 1, "one run directory for all starts"
+
+
+def test_preemption_stops_requeues_and_resumes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A job of a higher partition takes the nodes: SIGTERM to everybody is the notice."""
+    job = submit(slurm, tmp_path, "--nodes=3", "--exclusive", "--output=out", "--requeue", STOPS, *OPTIONS)
+    running(tmp_path)
+    urgent = slurm.run(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep 2", "-o", "/dev/null",
+        cwd=tmp_path,
+    ).strip()  # fmt: skip
+    wait_for(tmp_path, r"stops after step (\d+): SIGTERM", 2)
+    slurm.wait_job(urgent, "RUNNING", "COMPLETED")
+    step = stopped_step(tmp_path)
+    slurm.wait_job(urgent, "COMPLETED")
+    resume_now(slurm, job)
+    running(tmp_path, starts=2)
+    assert re.search(rf"rank 0 starts at step {step + 1}, resume Resume\(count=1, step={step}\)", output(tmp_path))
+    slurm.run("scancel", job)
+    slurm.wait_job(job, "CANCELLED")
+
+
+def test_the_time_limit_is_noticed_before(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, *TWO, "--time=1", "--signal=B:USR1@50", STOPS, *OPTIONS)
+    running(tmp_path)
+    assert slurm.wait_job(job, "FAILED", "TIMEOUT", timeout_s=80) == "FAILED"
+    assert "ExitCode=75:0" in slurm.run("scontrol", "show", "job", job)
+    assert stopped_step(tmp_path) > 0
+    assert "stopped after step" in output(tmp_path)
+
+
+def test_scancel_leaves_nothing_and_is_not_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, *TWO, "--requeue", STOPS, *OPTIONS)
+    running(tmp_path)
+    pids = processes_of(tmp_path)
+    marks = [pid for pid in _all_pids() if f"stop_job-{job}".encode() in _environ(pid) or _is_of(pid, job)]
+    assert len(marks) >= len(pids)
+    slurm.run("scancel", job)
+    slurm.wait_job(job, "CANCELLED")
+    until_gone([*pids, *marks], 15.0)
+    assert slurm.job_state(job) == "CANCELLED"
+    assert not list(Path("/dev/shm").glob(f"rlm*stop*{job}*"))
+    assert stopped_step(tmp_path) > 0, "and it has saved all the same"
+
+
+def _all_pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _is_of(pid: int, job: str) -> bool:
+    return f"SLURM_JOB_ID={job}\0".encode() in _environ(pid)
+
+
+def test_killed_at_once_leaves_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """SIGKILL to all launchers, and nothing else: what Slurm does when its own patience ends."""
+    job = submit(slurm, tmp_path, *TWO, STOPS, *OPTIONS)
+    running(tmp_path)
+    everybody = [pid for pid in _all_pids() if _is_of(pid, job)]
+    for pid in everybody:
+        if b"rlmesh.cli.main\0launch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    until_gone(everybody, 20.0)
+    slurm.wait_job(job, "FAILED", "CANCELLED")
+
+
+def test_a_lost_node_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, "--nodes=3", "--no-kill", "--output=out", STOPS, *OPTIONS, "--ranks", "3")
+    running(tmp_path)
+    everybody = [pid for pid in _all_pids() if _is_of(pid, job)]
+    lost = [pid for pid in everybody if b"SLURMD_NODENAME=node3\0" in _environ(pid)]
+    assert lost
+    slurm.kill_node(3)
+    try:
+        for pid in [*_step_daemons(job, "node3"), *lost]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        slurm.wait_job(job, "FAILED", "NODE_FAIL", "COMPLETED", timeout_s=90)
+        assert "node3" in output(tmp_path)
+        until_gone(everybody, 20.0)
+    finally:
+        slurm.run("scancel", job, check=False)
+        slurm.start_node(3)
+        deadline = time.monotonic() + 30
+        while slurm.states() != ["idle"] * 3:
+            assert time.monotonic() < deadline, slurm.states()
+            time.sleep(0.2)
+
+
+def _step_daemons(job: str, node: str) -> list[int]:
+    found = []
+    for pid in _all_pids():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if words.startswith(f"slurmstepd: [{job}.") and _below(pid, node):
+            found.append(pid)
+    return found
+
+
+def _below(pid: int, node: str) -> bool:
+    """Whether a step's daemon has a task of the node as its child."""
+    said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
+    return any(f"SLURMD_NODENAME={node}\0".encode() in _environ(int(child)) for child in said.split())
+
+
+def test_arrays_have_run_directories_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:
+    slurm.run(*LAUNCH, "--array=0-1", "--nodes=1", "--output=out-%a", STOPS, *OPTIONS, "--steps", "5", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while (
+        not all("result succeeded" in p.read_text() for p in tmp_path.glob("out-*"))
+        or len(list(tmp_path.glob("out-*"))) < 2
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert len(list((tmp_path / "runs").iterdir())) == 2
