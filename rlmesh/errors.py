@@ -26,6 +26,7 @@
         AuthenticationFailed
         PayloadTooLarge
         SlotGone                      shared memory of a message went with the process that sent it
+        DeviceUnreachable             a tensor lies on a device that the receiving process cannot reach
       PlacementError                  the cluster cannot hold the job
         LeaseTimeout (TimeoutError)   another role kept the devices too long
       LaunchError                     processes could not be started
@@ -51,6 +52,7 @@ __all__ = [
     "CallError",
     "CallRejected",
     "CallTimeout",
+    "DeviceUnreachable",
     "Executed",
     "GroupCallError",
     "JobFailed",
@@ -305,6 +307,12 @@ class SlotGone(WireError):
     this process could hold it. Asking again, or asking whoever made the value, gives a new message."""
 
     code = "RM306"
+
+
+class DeviceUnreachable(WireError):
+    """A tensor lies on a device that the receiving process does not see, or whose memory it cannot open."""
+
+    code = "RM307"
 
 
 class PlacementError(RLMeshError):

@@ -43,7 +43,7 @@ NOT_FROM_INSIDE = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
 MAY_IMPORT_THEM = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
 
 HEAVY = {
-    "torch": ("rlmesh.rl", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime", "rlmesh.agent"),
+    "torch": ("rlmesh.rl", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime", "rlmesh.agent", "rlmesh.memory.cuda"),
     "transformers": ("rlmesh.rl",),
     "datasets": ("rlmesh.rl",),
     "numpy": ("rlmesh.rl", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime"),
@@ -177,7 +177,7 @@ def test_outside_the_rl_layer_heavy_packages_are_imported_inside_functions(name:
         str(each)
         for each in IMPORTS
         if within(each.imports, (name,))
-        and not within(each.module, ("rlmesh.rl", "rlmesh.weights.triton_kernels"))
+        and not within(each.module, ("rlmesh.rl", "rlmesh.weights.triton_kernels", "rlmesh.memory.cuda"))
         and each.at_top
         and not each.typing_only
     ]

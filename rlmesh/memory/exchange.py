@@ -22,8 +22,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 from rlmesh.memory.attach import Attachments
+from rlmesh.memory.device import Exported, exported_of
 from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, place
 from rlmesh.memory.native import Buffer
 from rlmesh.memory.pool import BUFFERS, Filler, PoolExhausted, SegmentPool
@@ -64,7 +66,7 @@ class MemoryExchange:
         """Equal at a peer: it can open this process's segments."""
         self.pool = SegmentPool(
             job_id, owner, limit_bytes=limit_bytes, directory=directory, clock=clock, reclaim=self._reclaim,
-            may_wait=may_wait,
+            may_wait=may_wait, wake=wake,
         )  # fmt: skip
         self.attachments = Attachments(job_id, on_ended=wake, directory=directory)
         self.exhausted = 0
@@ -82,7 +84,10 @@ class MemoryExchange:
         shared: list[int] = []
         for i, item in enumerate(items):
             source = memoryview(item) if isinstance(item, BUFFERS) else item
-            if source.nbytes < self._min_bytes:
+            ticket = exported_of(source)
+            if ticket is not None:
+                frames[i] = self._put_ticket(source, ticket)
+            elif source.nbytes < self._min_bytes:
                 frames[i] = _copy(item)
             elif isinstance(source, memoryview) and (same := self._same(source)) is not None:
                 frames[i] = same
@@ -102,6 +107,14 @@ class MemoryExchange:
         if descriptor is None:
             return None
         return self.pool.frame_at(descriptor) or self.attachments.frame_at(descriptor)
+
+    def _put_ticket(self, source: Any, ticket: Exported) -> Buffer:
+        """A tensor on a device: it lives as long as somebody holds its ticket."""
+        try:
+            return self.pool.put([source], keeps=ticket)[0]
+        except PoolExhausted:
+            self.exhausted += 1
+            return ticket.contents()
 
     def _put(self, items: Sequence[Buffer | Filler]) -> Sequence[Buffer]:
         try:
@@ -158,6 +171,7 @@ class MemoryExchange:
 
     def take_give_backs(self) -> dict[Hashable, list[GiveBack]]:
         """What to send to whom. Call it when ``wake`` was called, from one thread at a time."""
+        self.pool.look()
         ended = self.attachments.collect()
         with self._owing:
             owed, self._owed = self._owed, {}

@@ -70,6 +70,8 @@ class _Slot:
     nbytes: int
     frames: int
     loans: dict[Hashable, int] = field(default_factory=dict)
+    keeps: object = None
+    """What must live until nobody holds the slot any more."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -97,6 +99,8 @@ class SegmentPool:
         clock: seconds; decides which segments are idle.
         reclaim: called before the pool grows; may make frames end.
         may_wait: may the calling thread wait until a slot is given back?
+        wake: called from any thread, at any moment, when `look` should be called soon: a frame has ended whose slot
+            keeps something.
         room: what is left in the directory and in memory.
 
     Raises:
@@ -107,10 +111,12 @@ class SegmentPool:
         self, job_id: str, owner: str, *, limit_bytes: int | None = None, directory: str = DIRECTORY,
         clock: Callable[[], float] = time.monotonic, room: Callable[[str], Room] = room_in,
         reclaim: Callable[[], None] = lambda: None, may_wait: Callable[[], bool] = lambda: False,
+        wake: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.directory, self.limit_bytes = directory, limit_bytes
         self._prefix = segment_prefix(job_id, owner)
         self._clock, self._room, self._reclaim, self._may_wait = clock, room, reclaim, may_wait
+        self._wake = wake
         self._lock, self._growth = threading.Lock(), threading.Lock()
         self._freed, self._waiting = threading.Condition(self._lock), 0
         self._segments: dict[str, Segment] = {}
@@ -126,8 +132,9 @@ class SegmentPool:
 
     # Filling.
 
-    def put(self, items: Sequence[Buffer | Filler]) -> list[memoryview]:
+    def put(self, items: Sequence[Buffer | Filler], keeps: object = None) -> list[memoryview]:
         """Copy buffers into one slot; read-only frames of it, in the same order. All are captured when it returns.
+        ``keeps`` is kept alive as long as somebody holds the slot.
 
         Raises:
             PoolExhausted: there is no room, by the pool's own limit or the system's; nothing was taken.
@@ -138,6 +145,7 @@ class SegmentPool:
             offsets.append(end)
             end = _round_up(end + source.nbytes, PART_ALIGNMENT)
         slot = self._make_slot(max(_round_up(end, PAGE_BYTES), PAGE_BYTES), len(sources))
+        slot.keeps = keeps
         base = slot.segment.mapping.address + slot.offset
         try:
             views = [view_of(export(base + at, each.nbytes, slot)) for at, each in zip(offsets, sources, strict=True)]
@@ -169,6 +177,14 @@ class SegmentPool:
     def _frame_ended(self, slot: _Slot) -> None:
         if not self._closed:
             self._ended.append(slot)
+            if slot.keeps is not None:
+                self._wake()
+
+    def look(self) -> None:
+        """Settle slots whose frames have ended."""
+        if self._ended:
+            with self._lock:
+                self._look_at_ended()
 
     def _make_slot(self, nbytes: int, frames: int) -> _Slot:
         if self._pid != os.getpid():
@@ -367,6 +383,7 @@ class SegmentPool:
             return
         self._lingering.discard(slot)
         del self._slots[slot.key]
+        slot.keeps = None
         if slot.segment.space.is_empty:
             slot.segment.idle_since = self._clock()
         if self._waiting:
@@ -401,11 +418,16 @@ class SegmentPool:
                 return
             self._look_at_ended()
             self._closed = True
+            _outliving.extend(slot.keeps for slot in self._slots.values() if slot.keeps is not None and slot.loans)
             segments = list(self._segments.values())
             for table in (self._segments, self._slots, self._lingering, self._ended):
                 table.clear()
         for segment in segments:
             segment.remove()
+
+
+_outliving: list[object] = []
+"""What receivers of closed pools may still use: kept until this process ends."""
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rlmesh.memory.device import contents
 from rlmesh.runtime.transport import Link
 from rlmesh.wire.envelope import Frames, Header, Lend, Message, pack
 from rlmesh.wire.greeting import Admission, Opening
@@ -99,6 +100,9 @@ class Channel:
             outbox = self._outbox
             while outbox:
                 messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
+                if self.lend is None:
+                    # The peer cannot open this node's shared memory, nor what tickets of device memory name.
+                    messages = [(header, contents(f) if len(f) > 1 else f) for header, f in messages]
                 if self.divert is not None and self.lend is None:
                     messages = [self._diverted(self.divert, *message) for message in messages]
                 self.link.send(pack(messages, self.lend))

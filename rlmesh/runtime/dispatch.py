@@ -88,11 +88,13 @@ class Incoming:
         """Decode them; once."""
         call = self.call
         self.refused = True
+        # Let go of now: what cannot be decoded must not hold its sender's memory until the next call comes.
+        frames, self.frames = self.frames, []
         try:
             if self.passed is None:
-                args, kwargs = codec.decode(self.frames)
+                args, kwargs = codec.decode(frames)
             else:
-                args, kwargs = self.passed.decode(self.frames)
+                args, kwargs = self.passed.decode(frames)
         except CallError:
             raise
         except Exception as error:
@@ -102,7 +104,6 @@ class Incoming:
                 f"{type(error).__name__}: {error}. Is the same code importable there?",
                 role=role, rank=rank, method=call.method, executed="no",
             ) from error  # fmt: skip
-        self.frames = []
         self.passed = None
         self.refused = False
         return args, kwargs

@@ -92,7 +92,8 @@ class Reception:
         elif kind is Cancel:
             self._dispatcher.on_cancel(channel, header.call_id)
         elif kind is Shares:
-            self._lending.on_shares(channel, header)
+            if self.network.share_memory:
+                self._lending.on_shares(channel, header)
         elif kind is GiveBacks:
             self._lending.on_give_backs(channel, header)
         elif kind is Item:

@@ -4,9 +4,9 @@
 each further frame is one large buffer (numpy array, torch tensor, bytes-like with the buffer protocol).
 ``decode`` gives arrays and tensors that the receiver owns and may write to.
 
-torch tensors on the CPU travel as raw bytes, in their own dtype and shape; a tensor that is part of an
-autograd graph arrives without it. Functions and classes of ``__main__``, lambdas and local functions travel
-by value (cloudpickle), unless both sides run the same main script (`set_main_importable`).
+torch tensors on the CPU travel as raw bytes, in their own dtype and shape, those on a GPU by `rlmesh.memory.device`; a
+tensor that is part of an autograd graph arrives without it. Functions and classes of ``__main__``, lambdas and local
+functions travel by value (cloudpickle), unless both sides run the same main script (`set_main_importable`).
 
 Never call ``decode`` on bytes from a peer that has not been authenticated: unpickling runs code.
 """
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import cloudpickle
 
 from rlmesh.errors import Unserializable
+from rlmesh.memory import device
 from rlmesh.wire.envelope import Buffer, Frames
 
 if TYPE_CHECKING:
@@ -71,8 +72,10 @@ def _is_writable(buffer: Buffer) -> bool:
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     torch = sys.modules["torch"]
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         return NotImplemented
+    if tensor.device.type != "cpu":
+        return _reduce_elsewhere(tensor)
     plain = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -82,6 +85,31 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     requires_grad = tensor.requires_grad and tensor.is_leaf
     raw: Any = b"" if plain.numel() == 0 else plain.reshape(-1).view(torch.uint8).numpy()
     return _rebuild_tensor, (pickle.PickleBuffer(raw), tensor.dtype, shape, requires_grad)
+
+
+def _reduce_elsewhere(tensor: torch.Tensor) -> Any:
+    """A tensor in the memory of a device."""
+    kind, shape = tensor.device.type, tuple(tensor.shape)
+    backend = device.backend_for(kind)
+    if backend is None:
+        return NotImplemented
+    nbytes = tensor.numel() * tensor.element_size()
+    what = device.export(backend, tensor, nbytes) if nbytes else b""
+    requires_grad = tensor.requires_grad and tensor.is_leaf
+    place = (kind, backend.device_of(tensor), nbytes, tensor.dtype, shape)
+    return _rebuild_elsewhere, (pickle.PickleBuffer(what), place, requires_grad)
+
+
+def _rebuild_elsewhere(buffer: Buffer, place: tuple[str, str, int, Any, tuple[int, ...]], requires_grad: bool) -> Any:
+    kind, name, nbytes, dtype, shape = place
+    if nbytes == 0:
+        import torch
+
+        tensor = torch.empty(shape, dtype=dtype, device=kind)
+    else:
+        data = buffer if _is_writable(buffer) else bytearray(buffer)
+        tensor = device.receive(data, kind, name, nbytes, dtype, shape)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _load_by_value(data: bytes) -> Any:
@@ -152,7 +180,7 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
         whole = out.getvalue()
     if not large and len(whole) < _MODEST_BYTES:
         return [whole]
-    return [whole, *(capture(large, len(whole)) if capture is not None else map(bytes, large))]
+    return [whole, *(capture(large, len(whole)) if capture is not None else map(bytes, device.contents(large)))]
 
 
 def _is_plain(value: Any) -> bool:
@@ -174,7 +202,8 @@ def decode(frames: Frames) -> Any:
 
 
 def size_bytes(frames: Frames) -> int:
-    return sum(memoryview(frame).nbytes for frame in frames)
+    """Bytes of a message's frames; of tickets, those that stand behind them."""
+    return sum(ticket.nbytes if (ticket := device.exported_of(f)) else memoryview(f).nbytes for f in frames)
 
 
 def _describe(value: Any) -> str:
