@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from rlmesh import DLJob, DLJobBuilder, RoleGroup, current_worker, rpc
+from rlmesh.errors import CallTimeout
 
 
 class Spread:
@@ -59,7 +60,10 @@ class Trainer:
         if options["torch"]:
             print(f"sums {group.call(Spread.add_up).result()}", flush=True)
         for step in range(options["steps"]):
-            group.call(Spread.where).result()
+            try:
+                group.options(timeout_s=options["deadline"]).call(Spread.where).result()
+            except CallTimeout as error:
+                print(f"late: {error}", flush=True)
             current_worker().report(step, nodes=options["nodes"])
             print(f"step {step}", flush=True)
             time.sleep(options["pause"])
@@ -81,6 +85,7 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--deadline", type=float, default=60.0)
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--fail", action="store_true")
