@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from rlmesh.runtime.sequence import FutureSequence as FutureSequence
     from rlmesh.runtime.split import shared as shared
     from rlmesh.runtime.streams import Stream as Stream
+    from rlmesh.runtime.subgraphs import Mesh as Mesh
+    from rlmesh.runtime.subgraphs import Subgraph as Subgraph
     from rlmesh.weights.arrays import ArraySink as ArraySink
     from rlmesh.weights.arrays import ArraySource as ArraySource
     from rlmesh.weights.members import ReceivesWeights as ReceivesWeights
@@ -63,6 +65,7 @@ _WHERE = {
     "MemberHandle": "rlmesh.runtime.handle",
     "ModuleSink": "rlmesh.weights.modules",
     "ModuleSource": "rlmesh.weights.modules",
+    "Mesh": "rlmesh.runtime.subgraphs",
     "PrimeMaster": "rlmesh.master.prime_master",
     "RLJobBuilder": "rlmesh.job.rl_builder",
     "RLRoleType": "rlmesh.job.roles",
@@ -76,6 +79,7 @@ _WHERE = {
     "SimpleWorkloadDesc": "rlmesh.job.descriptors",
     "Stream": "rlmesh.runtime.streams",
     "WeightSync": "rlmesh.weights.sync",
+    "Subgraph": "rlmesh.runtime.subgraphs",
     "current_worker": "rlmesh.job.workload",
     "rpc": "rlmesh.runtime.rpc",
     "shared": "rlmesh.runtime.split",

@@ -1,0 +1,194 @@
+"""Sub-graph scheduling: a batch goes through several roles along one axis, each part at its own pace.
+
+Run as a whole, a step waits after each role for the slowest member: a straggler in the first stalls all in the second.
+Along ``dp``, the members at ``dp=0`` of every role make one sub-graph, those at ``dp=1`` the next; nothing is shared
+but the roles without that axis. Each sub-graph takes its share of the batch through all roles, and none waits for
+another::
+
+    mesh = Mesh()
+
+    def step(part: Subgraph, prompts: list[str]) -> list[float]:
+        samples = part["ROLLOUT"].call_batch(Rollout.generate, len(prompts), prompts)
+        return list(part["REWARD"].call_batch(Reward.score, len(prompts), list(samples)))
+
+    rewards = mesh.subgraphs("dp").run(step, len(prompts), prompts)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from enum import Enum
+from typing import Any, overload
+
+from rlmesh.errors import UsageError
+from rlmesh.runtime.future import Future, reject, resolve
+from rlmesh.runtime.group import RoleGroup, role_name
+from rlmesh.runtime.runtime import Runtime, default_runtime
+from rlmesh.runtime.sequence import FutureSequence
+from rlmesh.runtime.split import balanced_sizes, split_call
+
+__all__ = ["Mesh", "Subgraph", "Subgraphs"]
+
+
+class Mesh:
+    """All roles of a job and their axes, as ``.mesh(dp=2, tp=4)`` declared them.
+
+    Args:
+        runtime: of this process; by default that of the worker.
+    """
+
+    def __init__(self, *, runtime: Runtime | None = None) -> None:
+        self._runtime = runtime
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self._caller().address_book().roles()
+
+    def __getitem__(self, role: str | Enum | type[Any]) -> RoleGroup[Any]:
+        return RoleGroup(role_name(role), runtime=self._runtime)
+
+    def subgraphs(self, axis: str) -> Subgraphs:
+        """The sub-graphs along an axis: as many as the smallest role has places on it.
+
+        A role with more of them gives each sub-graph as many neighbours; a role without the axis is whole in all.
+
+        Raises:
+            UsageError: no role has the axis, or the sizes do not divide each other.
+        """
+        book = self._caller().address_book()
+        sizes: dict[str, int] = {}
+        for role in book.roles():
+            axes = dict(book.meshes).get(role)
+            if axes is not None and axis in axes.names:
+                sizes[role] = axes.sizes[axes.names.index(axis)]
+        if not sizes:
+            known = sorted({name for _, axes in book.meshes for name in axes.names})
+            hint = f"the axes are {', '.join(known)}" if known else "no role has axes: declare them by .mesh(dp=2)"
+            raise UsageError(f"subgraphs({axis!r}): no role has that axis; {hint}")
+        count = min(sizes.values())
+        if odd := [f"{role} has {size}" for role, size in sizes.items() if size % count]:
+            raise UsageError(
+                f"subgraphs({axis!r}): the smallest role has {count} places on {axis}, and {', '.join(odd)}, which is "
+                f"no multiple of it: members cannot be shared out evenly"
+            )
+        return Subgraphs([self._subgraph(axis, index, count, sizes) for index in range(count)])
+
+    def _subgraph(self, axis: str, index: int, count: int, sizes: dict[str, int]) -> Subgraph:
+        book = self._caller().address_book()
+        groups: dict[str, RoleGroup[Any]] = {}
+        for role in book.roles():
+            ranks = None
+            if role in sizes:
+                axes, share = book.axes(role), sizes[role] // count
+                own = range(index * share, (index + 1) * share)
+                members = (member.rank for member in book.role(role))
+                ranks = tuple(rank for rank in members if axes.coordinates(rank)[axis] in own)
+            groups[role] = RoleGroup(role, runtime=self._runtime, ranks=ranks)
+        return Subgraph(axis, index, groups)
+
+    def _caller(self) -> Runtime:
+        return self._runtime or default_runtime()
+
+
+class Subgraph:
+    """One part of the job along an axis. ``part["ROLLOUT"]`` are its members of that role."""
+
+    def __init__(self, axis: str, index: int, groups: dict[str, RoleGroup[Any]]) -> None:
+        self.axis, self.index = axis, index
+        self._groups = groups
+
+    def __getitem__(self, role: str | Enum | type[Any]) -> RoleGroup[Any]:
+        name = role_name(role)
+        if name not in self._groups:
+            raise UsageError(f"there is no role {name!r} in {self}; its roles are {', '.join(self._groups)}")
+        return self._groups[name]
+
+    def __repr__(self) -> str:
+        return f"<Subgraph {self.axis}={self.index}>"
+
+
+class Subgraphs(Sequence[Subgraph]):
+    """All sub-graphs along an axis."""
+
+    def __init__(self, parts: Sequence[Subgraph]) -> None:
+        self._parts = list(parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Subgraph: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Subgraph]: ...
+    def __getitem__(self, index: int | slice) -> Subgraph | list[Subgraph]:
+        return self._parts[index]
+
+    def __iter__(self) -> Iterator[Subgraph]:
+        return iter(self._parts)
+
+    def run(self, function: Callable[..., Any], size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
+        """Run a batch along the sub-graphs.
+
+        Arguments are split as `RoleGroup.call_batch` splits them, balanced to within one item. A plain ``function``
+        runs on a thread per sub-graph, a coroutine function in a task per sub-graph on the running loop; both make
+        calls on behalf of whatever this thread or task serves. Sub-graphs that would get no item are not run.
+
+        Args:
+            function: takes a sub-graph and its share of each argument; gives one result per item.
+            size: number of items.
+
+        Returns:
+            one result per item of the batch; what is there can be taken while others still run. An error of a
+            sub-graph is raised by the items that it owes.
+        """
+        calls = split_call(size, len(self._parts), args, kwargs)
+        sizes = balanced_sizes(size, len(self._parts))[: len(calls)]
+        begin = _begin_task if inspect.iscoroutinefunction(function) else _begin_thread
+        futures = [begin(function, part, *call) for part, call in zip(self._parts, calls, strict=False)]
+        return FutureSequence(futures, sizes, getattr(function, "__name__", "run"))
+
+
+def _begin_thread(
+    function: Callable[..., Any], part: Subgraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Future[Any]:
+    future: Future[Any] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            value = context.run(function, part, *args, **kwargs)
+        except BaseException as error:
+            reject(future, error)
+        else:
+            resolve(future, value)
+
+    threading.Thread(target=work, name=f"rlmesh-{part.axis}={part.index}", daemon=True).start()
+    return future
+
+
+def _begin_task(
+    function: Callable[..., Coroutine[Any, Any, Any]], part: Subgraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Future[Any]:
+    future: Future[Any] = Future()
+    task = asyncio.get_running_loop().create_task(function(part, *args, **kwargs))
+
+    def ended(done: asyncio.Task[Any]) -> None:
+        if done.cancelled():
+            future.cancel()
+        elif (error := done.exception()) is not None:
+            reject(future, error)
+        else:
+            resolve(future, done.result())
+
+    task.add_done_callback(ended)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return future
+
+
+_running: set[asyncio.Task[Any]] = set()
+"""A loop keeps only weak references to its tasks."""
