@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
@@ -35,15 +36,29 @@ class LeaseDesk:
         self._lock = threading.Lock()
         self._users = 0
         self._answer: Future[Any] | None = None
+        self._woken: Future[None] | None = None
+        self._waker: object = None
 
-    def enter(self, timeout_s: float) -> tuple[Future[Any], bool]:
-        """The answer to wait for, and whether this block is the one that asked: it wakes, others find it awake."""
+    def enter(self, timeout_s: float) -> Future[Any]:
+        """The answer to wait for; asks if no other block has."""
         with self._lock:
             self._users += 1
-            first = self._answer is None
             if self._answer is None:
                 self._answer = self._link.lease_devices(timeout_s)
-            return self._answer, first
+            return self._answer
+
+    def claim_wake(self, me: object) -> tuple[Future[None], bool]:
+        """What is done once the member is awake, and whether it is this block that is to wake it. A block inside the
+        waking itself has nothing to wait for."""
+        with self._lock:
+            if self._woken is None:
+                self._woken, self._waker = Future(), me
+                return self._woken, True
+            if self._waker == me and not self._woken.done():
+                done: Future[None] = Future()
+                done.set_result(None)
+                return done, False
+            return self._woken, False
 
     def check(self, answer: Any, timeout_s: float) -> Any:
         """The answer if it grants the devices.
@@ -65,7 +80,7 @@ class LeaseDesk:
             self._users -= 1
             if self._users:
                 return
-            answer, self._answer = self._answer, None
+            answer, self._answer, self._woken = self._answer, None, None
             waits = answer is None or answer.cancel() or answer.cancelled()
             if waits or (answer is not None and answer.exception() is None and answer.result().granted):
                 self._link.return_devices()
@@ -76,7 +91,7 @@ class LeaseDesk:
             self._users -= 1
             if self._users:
                 return False
-            self._answer = None
+            self._answer = self._woken = None
             return True
 
     def give_back(self) -> Future[Any]:
@@ -105,19 +120,22 @@ class DeviceLease:
         self.devices, self.waited_s = tuple(found.devices), float(found.waited_s)
 
     def __enter__(self) -> DeviceLease:
-        answer, first = self._desk.enter(self._timeout_s)
+        answer = self._desk.enter(self._timeout_s)
         try:
             found = answer.result()
         except BaseException:
             self._desk.forget()
             raise
         self._take(found)
-        if first and self._wake is not None:
-            try:
-                _run(self._wake)
-            except BaseException:
-                self._end()
-                raise
+        woken, mine = self._desk.claim_wake(threading.get_ident())
+        try:
+            if mine:
+                with _finishing(woken):
+                    _run(self._wake)
+            woken.result()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -128,24 +146,26 @@ class DeviceLease:
     def _end(self) -> None:
         if self._desk.leave():
             # If it cannot be put to sleep, its memory is not free: then the devices stay with it.
-            if self._sleep is not None:
-                _run(self._sleep)
+            _run(self._sleep)
             self._desk.give_back().result()
 
     async def __aenter__(self) -> DeviceLease:
-        answer, first = self._desk.enter(self._timeout_s)
+        answer = self._desk.enter(self._timeout_s)
         try:
             found = await asyncio.shield(asyncio.wrap_future(answer))
         except BaseException:
             self._desk.forget()
             raise
         self._take(found)
-        if first and self._wake is not None:
-            try:
-                await _await(self._wake)
-            except BaseException:
-                await self._aend()
-                raise
+        woken, mine = self._desk.claim_wake(asyncio.current_task())
+        try:
+            if mine:
+                with _finishing(woken):
+                    await _await(self._wake)
+            await asyncio.shield(asyncio.wrap_future(woken))
+        except BaseException:
+            await self._aend()
+            raise
         return self
 
     async def __aexit__(
@@ -155,18 +175,30 @@ class DeviceLease:
 
     async def _aend(self) -> None:
         if self._desk.leave():
-            if self._sleep is not None:
-                await _await(self._sleep)
+            await _await(self._sleep)
             await asyncio.wrap_future(self._desk.give_back())
 
 
-def _run(hook: Hook) -> None:
+@contextmanager
+def _finishing(woken: Future[None]) -> Iterator[None]:
+    """Tell other blocks that the member is awake, or why it is not."""
+    try:
+        yield
+    except BaseException as error:
+        woken.set_exception(error)
+        raise
+    woken.set_result(None)
+
+
+def _run(hook: Hook | None) -> None:
+    if hook is None:
+        return
     if inspect.isawaitable(made := hook()):
         if inspect.iscoroutine(made):
             made.close()
         raise UsageError("device_lease(): wake and sleep that are async need  async with")
 
 
-async def _await(hook: Hook) -> None:
-    if inspect.isawaitable(made := hook()):
+async def _await(hook: Hook | None) -> None:
+    if hook is not None and inspect.isawaitable(made := hook()):
         await made

@@ -1,0 +1,219 @@
+"""Blocks of ``device_lease()``: who wakes, who puts to sleep, and that nothing is kept by who gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from rlmesh.errors import LeaseTimeout, UsageError
+from rlmesh.job.lease import DeviceLease, LeaseDesk
+from rlmesh.placement.lease import LeaseAnswer
+
+
+class Agent:
+    """Grants when told to; counts what is asked and given back."""
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        self.at_once = at_once
+        self.asked: list[Future[Any]] = []
+        self.returned = 0
+
+    def lease_devices(self, timeout_s: float) -> Future[Any]:
+        self.asked.append(Future())
+        if self.at_once:
+            self.grant()
+        return self.asked[-1]
+
+    def grant(self, granted: bool = True) -> None:
+        self.asked[-1].set_result(LeaseAnswer(granted, ("GPU-a",), 0.5, "B:0 has had GPU-a for 9.0 s"))
+
+    def return_devices(self) -> Future[Any]:
+        self.returned += 1
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+
+class Member:
+    def __init__(self, *, at_once: bool = True) -> None:
+        self.agent = Agent(at_once=at_once)
+        self.desk = LeaseDesk("A:0", self.agent)
+        self.did: list[str] = []
+
+    def lease(self, wake: Any = None, sleep: Any = None) -> DeviceLease:
+        return DeviceLease(self.desk, 3.0, wake or (lambda: self.did.append("wake")),
+                           sleep or (lambda: self.did.append("sleep")))  # fmt: skip
+
+    @property
+    def balance(self) -> int:
+        return len(self.agent.asked) - self.agent.returned
+
+
+def test_a_block_wakes_works_and_puts_to_sleep() -> None:
+    member = Member()
+    with member.lease() as lease:
+        assert (lease.devices, lease.waited_s) == (("GPU-a",), 0.5)
+        with member.lease():
+            member.did.append("work")
+        assert member.balance == 1
+    assert member.did == ["wake", "work", "sleep"]
+    assert member.balance == 0
+    with member.lease():
+        pass
+    assert len(member.agent.asked) == 2
+
+
+def test_a_block_that_raises_puts_to_sleep_all_the_same() -> None:
+    member = Member()
+    with pytest.raises(ValueError, match="work"), member.lease():
+        raise ValueError("work")
+    assert member.did == ["wake", "sleep"]
+    assert member.balance == 0
+
+
+def fails() -> None:
+    raise MemoryError("it does not fit")
+
+
+def test_what_cannot_be_woken_is_put_to_sleep_and_given_back() -> None:
+    member = Member()
+    with pytest.raises(MemoryError), member.lease(wake=fails):
+        raise AssertionError
+    assert member.did == ["sleep"]
+    assert member.balance == 0
+
+
+def test_what_cannot_be_put_to_sleep_keeps_its_devices() -> None:
+    member = Member()
+    with pytest.raises(MemoryError), member.lease(sleep=fails):
+        pass
+    assert member.balance == 1
+    with member.lease():  # the agent knows that the member has them, and says so again
+        pass
+    assert member.agent.returned == 1
+
+
+def test_who_waits_too_long_is_told_why() -> None:
+    member = Member(at_once=False)
+
+    def answer(timeout_s: float) -> Future[Any]:
+        found = Agent.lease_devices(member.agent, timeout_s)
+        member.agent.grant(False)
+        return found
+
+    member.agent.lease_devices = answer  # type: ignore[method-assign]
+    with pytest.raises(LeaseTimeout, match=r"A:0 did not get GPU-a within 3 s: B:0 has had GPU-a for 9.0 s"):
+        member.lease().__enter__()
+    assert isinstance(LeaseTimeout("x"), TimeoutError)
+    assert (member.did, member.agent.returned) == ([], 0)
+
+
+async def test_async_blocks_share_one_lease() -> None:
+    member = Member(at_once=False)
+    entered = asyncio.Event()
+    leave = asyncio.Event()
+
+    async def use(name: str) -> None:
+        async with member.lease():
+            member.did.append(name)
+            entered.set()
+            await leave.wait()
+
+    first, second = asyncio.create_task(use("one")), asyncio.create_task(use("two"))
+    await asyncio.sleep(0)
+    assert len(member.agent.asked) == 1
+    member.agent.grant()
+    await entered.wait()
+    leave.set()
+    await asyncio.gather(first, second)
+    assert member.did == ["wake", "one", "two", "sleep"]
+    assert member.balance == 0
+
+
+async def test_who_stops_waiting_keeps_nothing() -> None:
+    member = Member(at_once=False)
+    waiting = asyncio.create_task(member.lease().__aenter__())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert member.agent.asked[0].cancelled()
+    assert member.balance == 0
+    member.agent.at_once = True
+    async with member.lease():
+        pass
+    assert member.balance == 0
+
+
+async def test_one_of_two_that_wait_may_stop() -> None:
+    member = Member(at_once=False)
+    first = asyncio.create_task(member.lease().__aenter__())
+    second = asyncio.create_task(member.lease().__aenter__())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert not member.agent.asked[0].cancelled()
+    member.agent.grant()
+    lease = await second
+    assert member.did == ["wake"]
+    await lease.__aexit__(None, None, None)
+    assert member.balance == 0
+
+
+async def test_nobody_works_before_the_member_is_awake() -> None:
+    member = Member()
+    may_wake = asyncio.Event()
+
+    async def wake() -> None:
+        async with member.lease():  # as a method may do that is also called by itself
+            await may_wake.wait()
+        member.did.append("awake")
+
+    async def use(name: str) -> None:
+        async with member.lease(wake=wake):
+            member.did.append(name)
+
+    tasks = [asyncio.create_task(use(name)) for name in ("one", "two")]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert member.did == []
+    may_wake.set()
+    await asyncio.gather(*tasks)
+    assert member.did[0] == "awake"
+    assert sorted(member.did[1:3]) == ["one", "two"]
+    assert member.did[3:] == ["sleep"]
+    assert member.balance == 0
+
+
+async def test_all_are_told_if_it_cannot_be_woken() -> None:
+    member = Member()
+
+    async def wake() -> None:
+        await asyncio.sleep(0)
+        raise MemoryError("it does not fit")
+
+    async def use() -> None:
+        async with member.lease(wake=wake):
+            raise AssertionError
+
+    ends = await asyncio.gather(use(), use(), return_exceptions=True)
+    assert [type(end) for end in ends] == [MemoryError, MemoryError]
+    assert member.did == ["sleep"]
+    assert member.balance == 0
+
+
+async def test_async_hooks() -> None:
+    member = Member()
+
+    async def wake() -> None:
+        member.did.append("awake")
+
+    async with member.lease(wake=wake):
+        pass
+    assert member.did == ["awake", "sleep"]
+    with pytest.raises(UsageError, match="async with"):
+        member.lease(wake=wake).__enter__()
+    assert member.balance == 0
