@@ -22,7 +22,7 @@ from rlmesh.errors import LaunchError, UsageError
 from rlmesh.runtime.inet import join_host_port, split_host_port
 from rlmesh.runtime.security import KEY_TEXT_VARIABLE, make_key
 
-__all__ = ["FOLDER_VARIABLE", "MUNGE_SOCKET_VARIABLE", "Found", "Meeting", "Munge"]
+__all__ = ["FOLDER_VARIABLE", "MUNGE_SOCKET_VARIABLE", "Found", "HeadGone", "Meeting", "Munge"]
 
 FOLDER_VARIABLE = "RLMESH_RENDEZVOUS_DIR"
 MUNGE_SOCKET_VARIABLE = "RLMESH_MUNGE_SOCKET"
@@ -128,11 +128,12 @@ class Meeting:
             content = self._munge.seal(json.dumps({**values, "key": key.hex()}).encode())
         self._write(content)
 
-    def give_up(self, why: str) -> None:
-        """Tell the others that there will be no head, so that they do not wait for it. Nothing is signed: a file of
-        this user's that says so is enough to end. It stays until a later start finds it old."""
+    def give_up(self, why: str, code: int = 1) -> None:
+        """Tell tasks that come later that there is no head any more, so that they do not wait for it, and with which
+        exit code they end. Nothing is signed: a file of this user's that says so is enough to end. It stays until a
+        later start finds it old."""
         try:
-            self._write(_GAVE_UP + json.dumps({"name": self._name, "why": why}).encode())
+            self._write(_GAVE_UP + json.dumps({"name": self._name, "why": why, "code": code}).encode())
         except LaunchError:
             pass  # they wait for as long as they may, then
 
@@ -189,7 +190,7 @@ class Meeting:
 
     def _understand(self, content: bytes) -> Found:
         if content.startswith(_GAVE_UP) and self.path.stat().st_uid == os.getuid():
-            raise LaunchError(f"the head (task 0) gave up: {content[len(_GAVE_UP) :].decode(errors='replace')}")
+            raise _gone(content[len(_GAVE_UP) :])
         key = self._given
         body = content
         if key is not None:
@@ -214,6 +215,22 @@ class Meeting:
             self._folder.rmdir()
         except OSError:
             pass
+
+
+class HeadGone(LaunchError):
+    """The head ended before this task came; ``exit_code`` is how."""
+
+    exit_code: int = 1
+
+
+def _gone(content: bytes) -> HeadGone:
+    try:
+        values = json.loads(content)
+        error = HeadGone(f"the head (task 0) gave up: {values['why']}")
+        error.exit_code = int(values["code"])
+    except (ValueError, KeyError, TypeError):
+        error = HeadGone("the head (task 0) gave up")
+    return error
 
 
 def _signature(key: bytes, body: bytes) -> bytes:

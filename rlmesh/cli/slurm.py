@@ -173,12 +173,14 @@ class StepPlace:
         from rlmesh_launcher.slurm import Allocation
 
         meeting = self._meeting()
-        published = False
+        heads: list[Head] = []
+
+        def script(head: Head) -> int:
+            heads.append(head)
+            return run_script(head)
 
         def announce(endpoint: str) -> None:
-            nonlocal published
             meeting.publish(host, int(endpoint.rpartition(":")[2]), key)
-            published = True
             print(f"rlmesh: Slurm job {self.task.job}: {allocation.describe()}", file=sys.stderr, flush=True)
 
         try:
@@ -189,19 +191,26 @@ class StepPlace:
                 raise LaunchError(
                     f"{self.task.label}: the step has {self.task.size} tasks, not {allocation.describe()}"
                 )
-            return run_node(self._place(host, 0, key), run_script, announce)
-        except RLMeshError as error:
-            if not published:
-                meeting.give_up(str(error))
-            raise
-        finally:
-            if published:
+            code = run_node(self._place(host, 0, key), script, announce)
+            if all(head.is_full for head in heads):
                 meeting.forget()
+            else:
+                meeting.give_up(f"its script ended with exit code {code} before all tasks were there", code)
+            return code
+        except RLMeshError as error:
+            meeting.give_up(str(error))
+            raise
 
     def _join(self) -> int:
         from rlmesh_launcher.local import run_node
+        from rlmesh_launcher.meeting import HeadGone
 
-        found = self._meeting().find(self.join_s)
+        try:
+            found = self._meeting().find(self.join_s)
+        except HeadGone as gone:
+            if gone.exit_code:
+                print(f"rlmesh: {self.task.label}: {gone}", file=sys.stderr, flush=True)
+            return gone.exit_code
 
         def no_script(head: Head) -> int:
             raise LaunchError(f"{self.task.label} is not the head")

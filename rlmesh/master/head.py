@@ -167,6 +167,12 @@ class Head:
         self._runtime.serve(RENDEZVOUS, _Service(self), inline=True)
 
     @property
+    def is_full(self) -> bool:
+        """Whether all nodes have joined."""
+        with self._lock:
+            return len(self._roster) >= self.options.most
+
+    @property
     def endpoint(self) -> str:
         """What the other nodes pass as ``--rdzv-endpoint``."""
         return join_host_port(self.options.host, self.port)

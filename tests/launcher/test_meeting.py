@@ -11,7 +11,7 @@ import pytest
 
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.security import make_key
-from rlmesh_launcher.meeting import Found, Meeting, Munge
+from rlmesh_launcher.meeting import Found, HeadGone, Meeting, Munge
 
 
 class Clock:
@@ -80,9 +80,11 @@ def test_what_others_wrote_is_refused(change: str, tmp_path: Path) -> None:
 
 
 def test_a_head_that_gives_up_says_so(tmp_path: Path) -> None:
-    Meeting(tmp_path, "17.0-0", None, Munge("/nowhere")).give_up("no munge here")
-    with pytest.raises(LaunchError, match=r"the head \(task 0\) gave up: .*no munge here"):
+    Meeting(tmp_path, "17.0-0", None, Munge("/nowhere")).give_up("no munge here", 9)
+    with pytest.raises(LaunchError, match=r"the head \(task 0\) gave up: no munge here") as caught:
         Meeting(tmp_path, "17.0-0", make_key()).find(1.0)
+    assert isinstance(caught.value, HeadGone)
+    assert caught.value.exit_code == 9
 
 
 def test_old_files_are_removed(tmp_path: Path) -> None:
