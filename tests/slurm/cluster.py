@@ -166,10 +166,7 @@ class SlurmCluster:
     def stop(self) -> None:
         """Cancel what runs, and end every daemon."""
         if "slurmctld" in self.daemons and self.daemons["slurmctld"].poll() is None:
-            self.run("scancel", f"--user={getpass.getuser()}", check=False)
-            deadline = time.monotonic() + 20
-            while self.run("squeue", "-h", "-o", "%i", check=False).strip() and time.monotonic() < deadline:
-                time.sleep(0.1)
+            self.cancel_all()
         for name in sorted(self.daemons, key=lambda name: (name == "munged", name == "slurmctld")):
             daemon = self.daemons[name]
             daemon.send_signal(signal.SIGTERM)
@@ -179,6 +176,13 @@ class SlurmCluster:
                 daemon.kill()
                 daemon.wait(5)
         self.daemons.clear()
+
+    def cancel_all(self) -> None:
+        """Until no job is left."""
+        deadline = time.monotonic() + 20
+        while self.run("squeue", "-h", "-o", "%i", check=False).strip() and time.monotonic() < deadline:
+            self.run("scancel", f"--user={getpass.getuser()}", check=False)
+            time.sleep(0.1)
 
     # Commands
 

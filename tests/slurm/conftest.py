@@ -12,7 +12,7 @@ from tests.slurm.cluster import SlurmCluster, missing
 
 
 @pytest.fixture(scope="session")
-def slurm(session_leak_guard: None) -> Iterator[SlurmCluster]:
+def slurm_of_the_session(session_leak_guard: None) -> Iterator[SlurmCluster]:
     """Three nodes. Skips where Slurm is not installed."""
     if absent := missing():
         pytest.skip(f"Slurm is not installed here ({absent}): apt-get install slurmctld slurmd slurm-client munge")
@@ -20,3 +20,10 @@ def slurm(session_leak_guard: None) -> Iterator[SlurmCluster]:
         Path(folder).chmod(0o755)
         with SlurmCluster(Path(folder)) as cluster:
             yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_of_the_session: SlurmCluster, leak_guard: None) -> Iterator[SlurmCluster]:
+    """The cluster, without the jobs of a test that failed."""
+    yield slurm_of_the_session
+    slurm_of_the_session.cancel_all()
