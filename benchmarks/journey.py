@@ -53,6 +53,11 @@ class Member:
         return taken
 
 
+def stop_at_end_of_input(runtime: Runtime) -> None:
+    sys.stdin.read()
+    runtime.stop_main(now=True)
+
+
 def serve(directory: str) -> None:
     for owner, name in ((Runtime, "on_packet"), (Dispatcher, "_execute"), (codec, "encode"), (Channel, "flush")):
         mark(owner, name)
@@ -60,7 +65,7 @@ def serve(directory: str) -> None:
         runtime.expect("M:0")
         runtime.serve("M:0", Member())
         print(runtime.endpoint, flush=True)
-        threading.Thread(target=lambda: (sys.stdin.read(), runtime.stop_main(now=True)), daemon=True).start()
+        threading.Thread(target=stop_at_end_of_input, args=(runtime,), daemon=True).start()
         runtime.run_main()
 
 

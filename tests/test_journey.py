@@ -30,8 +30,9 @@ def names() -> list[str]:
 
 def find(path: str) -> object:
     if path.startswith("rlmesh."):
-        module, _, path = path.rpartition(".")
-        return getattr(importlib.import_module(module), path)
+        where, _, what = path.rpartition(".")
+        found_there: object = getattr(importlib.import_module(where), what)
+        return found_there
     head, _, rest = path.partition(".")
     for module in MODULES:
         found: object = module if module.__name__.endswith(f".{head}") else getattr(module, head, None)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rlmesh.errors import CallError, CallTimeout, PeerLost
+from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ MASTER = "@master"
 FOLLOW_WAIT_S = 20.0
 """So long a question after changes waits at the master."""
 _ANSWER_S = 10.0
+MASTER_AWAY_S = 60.0
+"""A master that dies is started again within seconds and adopts its job; after so long without one, the job is over."""
+_RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +81,25 @@ class Follower:
 
     async def _follow(self) -> None:
         master = self._runtime.peer(MASTER, self._address).options(timeout_s=FOLLOW_WAIT_S + _ANSWER_S)
+        away_since: float | None = None
         while True:
             view = self._view
+            # A master that was away may count exits anew: it is asked for everything it knows.
+            version, seen = (view.book.version, view.exits_seen) if away_since is None else (0, 0)
             try:
-                self._take(await master.call("follow", view.book.version, view.exits_seen, FOLLOW_WAIT_S))
+                self._take(await master.call("follow", version, seen, FOLLOW_WAIT_S))
+                away_since = None
             except CallTimeout:
                 logger.warning("the master of job %s does not answer; it is asked again", view.job_id)
             except CallError as error:
-                logger.info("job %s is no longer followed: %s", view.job_id, error)
-                return
+                now = clock.now()
+                if away_since is None:
+                    away_since = now
+                    logger.warning("the master of job %s is away; it is looked for: %s", view.job_id, error)
+                if now - away_since > MASTER_AWAY_S:
+                    logger.info("job %s is no longer followed: %s", view.job_id, error)
+                    return
+                await asyncio.sleep(_RETRY_S)
 
     def _take(self, view: JobView) -> None:
         self._view = view

@@ -16,6 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.descriptors import check_room_for_sockets
 from rlmesh.runtime.half_open import TIMEOUT_S
 from rlmesh.runtime.security import CurveKeys
 from rlmesh.runtime.transport import (
@@ -233,6 +234,7 @@ class ZmqTransport:
     # For the links of this module.
 
     def new_socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        check_room_for_sockets(address)
         socket = self._context.socket(kind)
         # Back-pressure is the runtime's business (windows per peer), so ZeroMQ must never drop or block.
         socket.setsockopt(zmq.SNDHWM, 0)

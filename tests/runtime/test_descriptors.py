@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
 
 import pytest
 
+from rlmesh.errors import UsageError
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.transport import TRANSPORT_VARIABLE
 from tests.runtime.conftest import KEY
 from tests.runtime.strangers import address_of, connect
 
@@ -50,3 +55,20 @@ def test_a_listener_out_of_descriptors_takes_members_all_the_same(scheme: str) -
             counts = caller.peer("A:0", endpoint).options(timeout_s=20).call("counts").result()
         print(f"{time.monotonic() - began:.2f} s, {counts}")
         assert counts["half-open"] > 100
+
+
+def test_zeromq_is_not_asked_for_what_would_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq aborts when it gets no descriptor; whoever listens or calls is told before."""
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "zmq")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with tempfile.TemporaryDirectory(prefix="rlm-") as sockets, Runtime.start(name="c", socket_dir=sockets) as runtime:
+        assert runtime.endpoint is not None and runtime.endpoint.startswith("ipc://")
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
+        try:
+            with pytest.raises(UsageError, match=rf"of {used + 20} file descriptors open.*ulimit -n"):
+                runtime.peer("A:0", f"ipc://{sockets}/nobody").call("x").result(10)
+            with pytest.raises(UsageError, match="would end the process"):
+                Runtime.start(name="d", socket_dir=sockets)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

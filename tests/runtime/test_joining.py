@@ -116,6 +116,32 @@ def test_a_job_that_just_starts_is_waited_for() -> None:
     assert virtual(main) < 60
 
 
+def test_a_master_that_comes_back_is_found_again() -> None:
+    """It is started anew at its address, knows the members, and counts their ends from nothing."""
+
+    async def main() -> None:
+        async with job() as (master, options, served):
+            master.publish(1, "loop://old")
+            async with Runtime.join(MASTER, key=KEY, network=options) as runtime:
+                group: RoleGroup[Any] = RoleGroup("A", runtime=runtime)
+                assert await group.call("who") == ["old"]
+                served.close()
+                await asyncio.sleep(5)
+                assert await group.call("who") == ["old"], "nobody needs the master for a call"
+                second = Master()
+                end = ExitInfo("A", 0, 0, 11, None, 9, time.time(), hostname="h")
+                second.publish(2, "loop://new", exits=(end,))
+                async with Runtime.open(name="@master", key=KEY, bind=MASTER, network=options) as again:
+                    again.serve("@master", second, inline=True)
+                    await asyncio.sleep(70)
+                    assert await group.call("who") == ["new"]
+                    asked = len(second.asked)
+                    await asyncio.sleep(70)
+                    assert len(second.asked) > asked, "and it goes on being followed"
+
+    assert virtual(main) < 400
+
+
 def test_the_end_of_the_job_is_no_end_of_the_service() -> None:
     async def main() -> None:
         async with job() as (master, options, served):
