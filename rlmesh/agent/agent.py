@@ -21,6 +21,7 @@ from typing import Any
 from rlmesh.agent import ownership
 from rlmesh.agent.boot import Boot
 from rlmesh.agent.device_watch import DeviceWatch
+from rlmesh.agent.examination import examine
 from rlmesh.agent.leases import Leases
 from rlmesh.agent.logs import LAST_LINES, last_lines
 from rlmesh.agent.node import node_info
@@ -31,7 +32,7 @@ from rlmesh.agent.stacks import dump_stacks, stacks_file
 from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.agent.usage import NodeUse, read_use
 from rlmesh.errors import CallError, LaunchError, RLMeshError, ShuttingDown
-from rlmesh.job.status import ExitInfo
+from rlmesh.job.status import ExitInfo, MemberStack
 from rlmesh.memory.layout import remove_segments_of_process
 from rlmesh.placement.health import DeviceBad
 from rlmesh.placement.lease import LeaseAnswer
@@ -183,6 +184,14 @@ class Agent:
     @rpc(concurrent=64)
     async def return_devices(self, key: MemberKey) -> None:
         self._leases.give_back(key)
+
+    @rpc(concurrent=4)
+    async def examine(self, members: tuple[MemberKey, ...]) -> tuple[MemberStack, ...]:
+        """What the processes of these members do, whatever keeps them busy; those that are gone are left out."""
+        wanted = set(members)
+        found = [(child, spec) for child, spec in self._members.items() if _key(spec) in wanted]
+        folder = self._config.socket_dir
+        return tuple(await asyncio.gather(*(examine(spec, child.pid, folder) for child, spec in found)))
 
     @rpc
     async def shutdown(self, grace_s: float) -> ExitReport:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from rlmesh.agent.stopping import Stopping
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.job.context import RestartEvent, StopRequest
-from rlmesh.job.status import CallStats, ExitInfo, MetricRecord
+from rlmesh.job.status import CallStats, ExitInfo, MemberProgress, MetricRecord
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
@@ -65,6 +66,8 @@ class Orders:
         self._told = self._early_sigterm = False
         self._events: deque[RestartEvent] = deque()
         self._unheard: deque[RestartEvent] = deque()
+        self.run_began_at: float | None = None
+        """While ``run()`` runs: since when, by `time.monotonic`."""
         self._listeners: list[Callable[[RestartEvent], object]] = []
         self._news = threading.Condition()
 
@@ -278,6 +281,18 @@ class Control:
         self._tripwires.arm(method, kill)
 
     @rpc
+    async def progress(self) -> MemberProgress:
+        """What this member does, and since when without a sign of life."""
+        own = [call for call in self._runtime.serving() if not call.method.startswith(CONTROL)]
+        began = self._orders.run_began_at
+        return MemberProgress(
+            run_s=None if began is None else time.monotonic() - began,
+            calls=tuple(call for call in own if call.runs),
+            quiet_s=self._runtime.quiet_s(),
+            waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.waiting())),
+        )
+
+    @rpc
     async def stacks(self) -> str:
         """What each thread is doing."""
         return stacks()
@@ -308,6 +323,7 @@ class MasterLink:
         self._orders.listen(listener)
 
     def tell_listeners(self) -> None:
+        self._runtime.note_activity()
         self._orders.tell_listeners()
 
     def take_call_stats(self) -> tuple[CallStats, ...]:

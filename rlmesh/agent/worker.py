@@ -308,8 +308,10 @@ class Member:
                     raise
 
         self._orders.phase = "running"
+        self._orders.run_began_at = time.monotonic()
         with self._runtime.main_busy():
             self._attempt("run() failed", call)
+        self._orders.run_began_at = None
         self._tell("run_finished")
 
     def _teardown(self) -> None:

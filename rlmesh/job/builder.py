@@ -175,6 +175,11 @@ class DLJobBuilder:
         self._fields["restart"] = {**self._fields.get("restart", {}), **given}
         return self
 
+    def limits(self, **seconds: float) -> Self:
+        """How long phases of the job may take: ``setup_s``, ``teardown_s``, ``hang_s``, … of `Limits`."""
+        self._fields["limits"] = {**self._fields.get("limits", {}), **seconds}
+        return self
+
     def with_collocation(self, *roles: str | Enum) -> Self:
         """Let the members of these roles share accelerators: rank i of each is on the same one.
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 
 from pydantic import (
@@ -32,6 +35,7 @@ from rlmesh.job.checks import (
 from rlmesh.job.descriptors import WorkloadDesc, env_texts
 from rlmesh.job.entry import main_path
 from rlmesh.job.jsonable import jsonable
+from rlmesh.job.limits import Limits
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.placing import SeparationDesc, placing_problems
 from rlmesh.job.restart_policy import RestartPolicy, effective_policy
@@ -69,6 +73,7 @@ class DLConfig(Spec):
         collocations: sets of roles whose members share devices, rank by rank.
         restart: what happens when a member fails, for roles without a policy of their own; a text is a scope
             (``never``, ``member``, ``role``, ``job``).
+        limits: how long each phase may take, in seconds; a mapping names those that differ from the defaults.
         call_timeout_s: deadline of remote calls that set none, in seconds.
         preload: modules that processes have imported before they become workers; ``None``: found by reading
             the entry points' sources.
@@ -91,6 +96,7 @@ class DLConfig(Spec):
     pools: dict[str, list[int]] = Field(default_factory=dict)
     spare_nodes: int = Field(default=0, ge=0)
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
+    limits: Limits = Field(default_factory=Limits)
     call_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
     preload: tuple[str, ...] | None = None
 
@@ -98,6 +104,20 @@ class DLConfig(Spec):
     @classmethod
     def _none_is_empty(cls, value: Any) -> Any:
         return {} if value is None else value
+
+    @field_validator("limits", mode="before")
+    @classmethod
+    def _known_limits(cls, value: object) -> object:
+        known = [field.name for field in fields(Limits)]
+        given = asdict(value) if isinstance(value, Limits) else value
+        if not isinstance(given, Mapping):
+            return value
+        for name, seconds in given.items():
+            if name not in known:
+                raise ValueError(f"there is no limit {name!r}.{did_you_mean(str(name), known)}")
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
+                raise ValueError(f"{name}={seconds!r}: it is a number of seconds above 0")
+        return Limits(**{name: float(seconds) for name, seconds in given.items()})
 
     @field_validator("global_env", mode="before")
     @classmethod

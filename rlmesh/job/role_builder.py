@@ -294,6 +294,10 @@ class RoleBuilder(Generic[JobT]):
         """As the job builder's."""
         return self._job.skip_node_check()
 
+    def limits(self, **seconds: float) -> JobT:
+        """As the job builder's."""
+        return self._job.limits(**seconds)
+
     def with_restart(self, scope: Scope | None = None, **settings: Any) -> JobT:
         """As the job builder's."""
         return self._job.with_restart(scope, **settings)

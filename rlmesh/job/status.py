@@ -12,6 +12,8 @@ from rlmesh.runtime.timing import CallStats as CallStats
 from rlmesh.runtime.waiting import Serving as Serving
 from rlmesh.runtime.waiting import Waiting as Waiting
 
+SHOWN_FRAMES = 5
+
 MemberState = Literal["starting", "bound", "ready", "running", "finished", "restarting", "stopping", "exited", "failed"]
 """starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;
 running: inside ``run()``; finished: ``run()`` returned; restarting: its process is gone and the next one not started
@@ -98,6 +100,58 @@ class MemberWaits:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberProgress:
+    """What one member does, in its own words.
+
+    Attributes:
+        run_s: how long ``run()`` has been running; None: it is not.
+        calls: the calls that run there.
+        quiet_s: since it reported, passed a step's boundary, sent a call, got an answer or sent an item of a stream.
+        waits: whose answers it waits for, by name.
+    """
+
+    run_s: float | None = None
+    calls: tuple[Serving, ...] = ()
+    quiet_s: float = 0.0
+    waits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStack:
+    """What the threads of one member do.
+
+    Attributes:
+        state: of its process, as the kernel sees it: ``runs``, ``sleeps``, ``is stopped``, …
+        wchan: where in the kernel it waits, if the kernel says so.
+        cpu_s: processor time that it has used in all.
+        text: the Python stacks of all threads, innermost call first; empty if it did not answer.
+    """
+
+    role: str
+    rank: int
+    incarnation: int
+    pid: int
+    state: str
+    wchan: str = ""
+    cpu_s: float = 0.0
+    text: str = ""
+
+    @property
+    def frames(self) -> tuple[str, ...]:
+        """The innermost calls of the main thread, as ``file:line in function``."""
+        found: list[str] = []
+        inside = False
+        for line in self.text.splitlines():
+            if line.startswith(("Current thread", "Thread")):
+                inside = line.startswith("Current thread")
+            elif inside and line.lstrip().startswith("File "):
+                file, _, rest = line.strip().removeprefix('File "').partition('", line ')
+                number, _, function = rest.partition(" in ")
+                found.append(f"{file}:{number} in {function}")
+        return tuple(found[:SHOWN_FRAMES])
+
+
+@dataclass(frozen=True, slots=True)
 class FailureInfo:
     """The first cause of a job's failure, and what followed, oldest first. ``kind`` names the error that it is raised
     as, where message and exit do not tell."""
@@ -109,6 +163,8 @@ class FailureInfo:
     exit: ExitInfo | None = None
     remote_traceback: str = ""
     kind: str = ""
+    touched: str = ""
+    """Who calls the member, and whom it calls: upstream and downstream of the failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,13 +134,13 @@ class Driver:
         config, options = self._config, self._options
         if options.head is not None:
             self._cluster = self._gathered(options.head)
-        preload = config.preload_items()
+        preload, limits = config.preload_items(), config.limits.under(options.limits)
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
             resume = note_start(space.run_dir, options.restarts or 0)
             spec = job_spec(
-                config, self.job_name, self._demand, self._cluster, space, limits=options.limits,
+                config, self.job_name, self._demand, self._cluster, space, limits=limits,
                 restart=options.restart, submitted_at=self._submitted_at, grace_s=grace_s, resume=resume,
             )  # fmt: skip
             if options.observe is not None:
@@ -156,7 +156,7 @@ class Driver:
             raise
         self._session = Session(
             self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
-            self._interrupt, make_view=self._make_view, first_answer_s=options.limits.agents_s + ANSWER_MARGIN_S,
+            self._interrupt, make_view=self._make_view, first_answer_s=limits.agents_s + ANSWER_MARGIN_S,
             report=self._draw_report, head=options.head, grace_s=grace_s,
             stop_within_s=options.stop_within_s or STOP_WITHIN_S,
         )  # fmt: skip

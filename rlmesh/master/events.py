@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from rlmesh.job.context import StopRequest
 from rlmesh.job.restarts import RestartEvent
-from rlmesh.job.status import ExitInfo, MetricRecord
+from rlmesh.job.status import ExitInfo, MemberProgress, MemberStack, MetricRecord
 from rlmesh.master.context import MemberId
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.address import AddressBook
@@ -109,6 +109,32 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressSeen:
+    """A member was asked what it does; ``progress`` None: it did not answer."""
+
+    member: ProcessKey
+    progress: MemberProgress | None
+
+
+@dataclass(frozen=True, slots=True)
+class StacksTaken:
+    """What the members do, also written to ``path``."""
+
+    stacks: tuple[MemberStack, ...]
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFailed:
+    """An agent found that a device is bad: an Xid, an ECC error, a device that is gone. ``uuid`` as in the inventory,
+    ``what`` for people."""
+
+    node_rank: int
+    uuid: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     reason: str
     grace_s: float
@@ -151,8 +177,8 @@ class Tick:
 
 Event: TypeAlias = (
     AgentRegistered | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady | RunBegan
-    | RunFinished | MemberFailed | MemberExited | Reported | StopRequested | NoticeGiven | StepHeld
-    | StoppedAt | Tick
+    | RunFinished | MemberFailed | MemberExited | Reported | ProgressSeen | StacksTaken | DeviceFailed
+    | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
 )  # fmt: skip
 
 
@@ -248,7 +274,22 @@ class TellRestart:
     event: RestartEvent
 
 
+@dataclass(frozen=True, slots=True)
+class AskProgress:
+    """Ask members what they do; who does not answer within ``wait_s`` seconds does not answer."""
+
+    members: tuple[ProcessKey, ...]
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStacks:
+    """Write down what all threads of these members do."""
+
+    members: tuple[ProcessKey, ...]
+
+
 Action: TypeAlias = (
     ReservePort | Spawn | PublishBook | BeginRun | Teardown | HoldSteps | SetStop | AskToStop | AnnounceLoss
-    | StopMembers | EndProcesses | TellRestart
+    | StopMembers | EndProcesses | TellRestart | AskProgress | TakeStacks
 )  # fmt: skip

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.errors import CallError
-from rlmesh.job.status import MemberWaits
+from rlmesh.job.status import MemberStack, MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_manager import JobManager
@@ -31,6 +33,7 @@ BEGIN_TIMEOUT_S = 30.0
 PENDING_TIMEOUT_S = 2.0
 HOLD_TIMEOUT_S = 5.0
 """Less than what a member that is held waits for the answer."""
+STACKS_TIMEOUT_S = 8.0
 BOOK_DELAY_S = 0.01
 """Books that follow each other this closely are sent once, so that n members cause about n messages, not n²."""
 
@@ -69,6 +72,11 @@ class Executor:
                     self._flush_book()
                     for living in self._bound():
                         self._notify(living.id, "restarted", event)
+                case ev.AskProgress(keys, wait_s):
+                    for key in keys:
+                        self._add(self._ask_progress(key, wait_s))
+                case ev.TakeStacks(keys):
+                    self._add(self._take_stacks(keys))
                 case ev.BeginRun(member):
                     self._flush_book()
                     self._add(self._begin_run(self._manager.context.members[member]))
@@ -136,6 +144,39 @@ class Executor:
         except CallError as error:
             return replace(known, process=self._process_of(member), error=_text(error))
         return replace(known, waits=waits, serves=serves, process=self._process_of(member))
+
+    async def _ask_progress(self, key: ev.ProcessKey, wait_s: float) -> None:
+        member = self._manager.context.members[key[:2]]
+        if member.key != key or not member.endpoint:
+            return
+        try:
+            progress = await self._control(member).options(timeout_s=wait_s).call("progress")
+        except CallError:
+            progress = None
+        self._post(ev.ProgressSeen(key, progress))
+
+    async def _take_stacks(self, keys: tuple[ev.ProcessKey, ...]) -> None:
+        stacks = await self.examine(keys)
+        context = self._manager.context
+        path = Path(context.spec.run_dir) / f"stacks-{time.strftime('%H%M%S')}.txt"
+        try:
+            await asyncio.to_thread(path.write_text, stacks_text(stacks))
+        except OSError as error:
+            logger.warning("the members' stacks were not written: %s", error)
+        self._post(ev.StacksTaken(stacks, str(path)))
+
+    async def examine(self, keys: Iterable[ev.ProcessKey]) -> tuple[MemberStack, ...]:
+        """What the threads of members do, as their agents find it; of an agent that does not answer, nothing."""
+        of_node: dict[int, list[ev.ProcessKey]] = {}
+        for key in keys:
+            of_node.setdefault(self._manager.context.members[key[:2]].placement.node_rank, []).append(key)
+        agents = {node: self.agent(node).options(timeout_s=STACKS_TIMEOUT_S) for node in of_node}
+        asked = (agents[node].call("examine", tuple(own)) for node, own in of_node.items())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for node, answer in zip(of_node, answers, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning("the agent of node %s gave no stacks: %s", node, answer)
+        return tuple(stack for answer in answers if not isinstance(answer, BaseException) for stack in answer)
 
     def _process_of(self, member: Member) -> str:
         node = self._manager.context.nodes.get(member.placement.node_rank)
@@ -261,6 +302,18 @@ class Executor:
         found = self._manager.context.members[member]
         if found.endpoint and not found.gone:
             self._control(found).notify(method, *args)
+
+
+def stacks_text(stacks: Iterable[MemberStack]) -> str:
+    """For people: each member with its process's state, then its threads."""
+    parts = []
+    for stack in stacks:
+        where = f" in {stack.wchan}" if stack.wchan else ""
+        head = (
+            f"{stack.role}:{stack.rank} (pid {stack.pid}) {stack.state}{where}, {stack.cpu_s:.1f} s of processor time"
+        )
+        parts.append(f"=== {head} ===\n{stack.text}\n")
+    return "\n".join(parts)
 
 
 def _text(error: Exception) -> str:

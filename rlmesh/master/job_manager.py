@@ -26,11 +26,13 @@ from rlmesh.master.context import JobContext, Member
 from rlmesh.master.deadlines import Deadlines
 from rlmesh.master.ending import Ending
 from rlmesh.master.failover import Exhausted, FailoverCoordinator, Restart
+from rlmesh.master.graph import describe_touched
 from rlmesh.master.job_state import SERVING, JobState, LastLines
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.master.recovery import Recoveries
 from rlmesh.master.scheduler import Scheduler, by_node
 from rlmesh.master.stop_together import StopTogether
+from rlmesh.master.watch import Watch
 from rlmesh.placement.inventory import NodeInfo
 
 _DOING: dict[MemberState, str] = {
@@ -78,6 +80,7 @@ class JobManager:
         self._failures = Failures(spec.limits.settle_s)
         self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
         """Is told of each event that was handled, and of what came of it."""
+        self._watch = Watch(self._state, self._died)
 
     @property
     def ended(self) -> bool:
@@ -127,6 +130,8 @@ class JobManager:
                 self._notice(reason, within_s, grace_s, now)
             case ev.MemberExited(_, exit):
                 self._process_exited(exit, now)
+            case ev.ProgressSeen() | ev.StacksTaken() | ev.DeviceFailed():
+                self._watch.take(event, now)
             case ev.Tick():
                 pass
             case _:
@@ -254,7 +259,8 @@ class JobManager:
             self._state.do(ev.AnnounceLoss(replace(exit, served=served or told)))
 
     def _died(self, info: FailureInfo, now: float) -> None:
-        """A member's process ended although nobody wanted it to: it is restarted, or the job fails."""
+        """A member failed although nobody wanted it to end: it is restarted, or the job fails."""
+        info = replace(info, touched=describe_touched(self.context.graph.touched_by([f"{info.role}:{info.rank}"])))
         if self.context.stage in ("starting", "running") and self._state.undecided:
             decision = self._failover.decide(info, self.context.restarts, now)
             if isinstance(decision, Restart):
@@ -346,6 +352,8 @@ class JobManager:
         context = self.context
         if self._failures.settled(now) and self._state.undecided:
             self._settle(now)
+        if self._state.undecided and not self._failures:
+            self._watch.look(now)
         if self._state.undecided and (stuck := self._recoveries.advance(now)) is not None:
             self._fail(Weight.DEATH, stuck, now)
             self._settle(now)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rlmesh.job.context import Resume
 from rlmesh.job.entry import Entry
+from rlmesh.job.limits import Limits as Limits
 from rlmesh.job.restarts import Scope
 from rlmesh.placement.demand import JobDemand
 
@@ -22,29 +23,6 @@ AGENT_PIDS = "agent_pids"
 MASTER_PUBLIC = "master_public"
 """Keys of ``JobStatus.extra`` under which the driver finds the processes on its machine, and the address at which
 other nodes reach the master (empty in a job of one machine)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long each phase may take, in seconds. There is no wait without a limit.
-
-    Attributes:
-        agents_s: from the master's start until every agent has registered.
-        start_s: from a member's spawn until its endpoint is bound; what the zygote imports ahead is in it.
-        setup_s: from then until its ``setup()`` returned: its imports and its construction are in it.
-        teardown_s: for ``teardown()`` at the end of the job, for the drivers and then for the others.
-        settle_s: how long a failure that may only follow from another one waits for that other one.
-        fail_grace_s: between the request to end and SIGKILL when a job failed.
-        exit_s: from SIGKILL until the agent must have reported the exit.
-    """
-
-    agents_s: float = 30.0
-    start_s: float = 120.0
-    setup_s: float = 1800.0
-    teardown_s: float = 60.0
-    settle_s: float = 0.3
-    fail_grace_s: float = 0.7
-    exit_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

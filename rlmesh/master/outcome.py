@@ -69,7 +69,7 @@ def job_stopped(job_name: str, status: JobStatus, reason: str, run_dir: Path) ->
 
 def describe_failure(failure: FailureInfo) -> str:
     """A failure in full: what happened, the remote traceback, the last lines of the member's log."""
-    parts = [failure.message]
+    parts = [failure.message, *filter(None, [failure.touched])]
     if failure.remote_traceback:
         parts += [f"traceback of {failure.role}:{failure.rank}:", _indented(failure.remote_traceback)]
     if failure.exit is not None and failure.exit.peak_rss_bytes:

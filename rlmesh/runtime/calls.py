@@ -84,6 +84,7 @@ class Calls(Knowledge):
         Raises nothing: what goes wrong ends the call's future.
         """
         call.call_id = next(self._ids)
+        self.active_at = clock.now()
         gate: Any = None
         with self._lock:
             if call.future is not None:
@@ -256,6 +257,7 @@ class Calls(Knowledge):
             self._drop(peer, lambda call: type(error)(f"{call.name}.{call.method}() was not sent: {error}"))
 
     def on_reply(self, link: Link, reply: Reply, frames: Frames) -> None:
+        self.active_at = clock.now()
         peer = self._by_link.get(link)
         if peer is None:
             return
@@ -323,6 +325,7 @@ class Calls(Knowledge):
         return call
 
     def on_item(self, link: Link, item: Item, frames: Frames) -> None:
+        self.active_at = clock.now()
         peer = self._by_link.get(link)
         call = peer.pending.get(item.call_id) if peer is not None else None
         if call is not None and call.source is not None:
@@ -479,6 +482,7 @@ class Calls(Knowledge):
             self._fail(call, error_of(call))
 
     def _fail(self, call: PendingCall, error: BaseException) -> None:
+        self.active_at = clock.now()
         with self._lock:
             peer = call.peer
             if peer is not None:

@@ -120,6 +120,8 @@ class Dispatcher:
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
         self._starting: list[Incoming] | None = None
         self.kept = KeptResults(loop)
+        self.active_at = clock.now()
+        """When an item of a stream was last sent."""
         self.ending = False
         """The process ends: what is cancelled now was not cancelled by its callers."""
 
@@ -238,7 +240,8 @@ class Dispatcher:
         return tuple(
             Serving(
                 f"{incoming.call.target}.{incoming.call.method}", (now_ns - incoming.received_ns) / 1e9,
-                incoming.channel.peer_name, incoming.started_ns > 0,
+                incoming.channel.peer_name,
+                incoming.started_ns > 0 and not (incoming.outflow is not None and incoming.outflow.waits),
             )
             for incoming in list(self._incoming.values())
         )  # fmt: skip

@@ -30,6 +30,8 @@ class Knowledge:
         self._dead: dict[tuple[str, int], ExitInfo] = {}
         """Members, by name and incarnation, of whose end an agent told."""
         self._turns = itertools.count()
+        self.active_at = clock.now()
+        """When this process last sent a call, got an answer, or gave another sign of life."""
         self.last_line_of: Callable[[str, int], str] | None = None
         """The last line of a member's log, by role and rank, where this process can read it."""
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime import clock
 from rlmesh.runtime.context import current_call
 from rlmesh.runtime.streams import set_done
 from rlmesh.wire import codec
@@ -34,6 +35,11 @@ class Outflow:
         self._iterator: Iterator[Any] | None = None
         self._suspended = False
         self._room: Callable[[], None] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """For its consumer."""
+        return self._suspended or self._room is not None
 
     def on_credit(self, count: int) -> None:
         """On the runtime's loop: the consumer took items."""
@@ -158,6 +164,7 @@ class Outflow:
         frames = codec.encode(item, self._dispatcher.capture)
         if not incoming.cancelled:
             incoming.channel.send(Item(incoming.call.call_id, self._sent), frames)
+            self._dispatcher.active_at = clock.now()
         self._sent += 1
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.context import CallContext, served_call
 from rlmesh.runtime.future import Future
@@ -200,6 +201,15 @@ class Submission:
         """Whom this process waits for, with what is known of whoever must answer; those that wait longest first."""
         calls = sorted(self._calls.pending(), key=lambda call: call.started_ns)
         return tuple(self._calls.waiting(call) for call in calls)
+
+    def note_activity(self) -> None:
+        """A sign of life of this process. From any thread."""
+        self._calls.active_at = clock.now()
+
+    def quiet_s(self) -> float:
+        """Seconds since this process sent a call, got an answer, sent an item of a stream, or gave another sign of
+        life. Calls that it serves are none."""
+        return max(0.0, clock.now() - max(self._calls.active_at, self._dispatcher.active_at))
 
     def serving(self) -> tuple[Serving, ...]:
         """The calls that this process has not answered."""

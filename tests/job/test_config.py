@@ -20,6 +20,7 @@ from rlmesh import DLConfig, DLJobBuilder, ElasticWorkloadDesc, ResourceDesc, RL
 from rlmesh.errors import JobSpecError, UsageError
 from rlmesh.job.config import DLJob
 from rlmesh.job.jsonable import jsonable
+from rlmesh.job.limits import Limits
 from rlmesh.job.restart_policy import RestartPolicy
 from tests.job import roles
 from tests.job.test_descriptors import fails
@@ -224,3 +225,12 @@ def test_what_workers_must_be_able_to_import() -> None:
     job = RLJobBuilder().actor(roles.Actor).rollout("json.decoder", "JSONDecoder").build()
     assert job.import_roots() == (str(Path(roles.__file__).parents[2]),)
     assert Path(job.main_path).is_file()
+
+
+def test_limits_of_a_job() -> None:
+    job = RLJobBuilder().limits(hang_s=5).actor(roles.Actor).limits(setup_s=7.5).build()
+    assert (job.limits.hang_s, job.limits.setup_s, job.limits.teardown_s) == (5.0, 7.5, 60.0)
+    assert job.limits.under(Limits(hang_s=1.0)) == Limits(hang_s=1.0, setup_s=7.5), "the launch wins"
+    fails(lambda: config_of(limits={"hang": 1}), "limits: there is no limit 'hang'. Did you mean 'hang_s'?")
+    fails(lambda: config_of(limits={"hang_s": 0}), "limits: hang_s=0: it is a number of seconds above 0")
+    assert DLConfig(**json.loads(job.model_dump_json())).limits == job.limits

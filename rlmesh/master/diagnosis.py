@@ -1,0 +1,186 @@
+"""What is wrong with a job that neither ends nor moves. Pure: what members say about themselves in, a finding out.
+
+A member **hangs** if it has something to do, a call that runs or ``run()``, and for the limit it has neither reported,
+nor passed a step's boundary, nor sent a call or got an answer. An idle member never hangs. A member that does not
+answer the question (it holds the interpreter's lock, or is stopped) is as old as its last answer.
+
+Of several that hang, the cause is who waits for nobody: the others wait for it. If each waits for another one, all of
+them are the cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rlmesh.job.status import FailureInfo, MemberProgress, MemberStack
+
+__all__ = ["DiagnosisManager", "Hang", "Quiet", "causes_of", "describe_hang", "quiet_for"]
+
+SHORTEST_POLL_S, LONGEST_POLL_S = 0.2, 15.0
+POLLS_PER_LIMIT = 8
+
+Key = tuple[str, int, int]
+"""Role, rank, incarnation."""
+
+COLLECTIVES = re.compile(r"torch/distributed/|/deepspeed/comm/|/mpi4py/")
+"""Frames in which a member waits for the other ranks of its group."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The last answer of a member, and since when it gives none."""
+
+    at: float
+    progress: MemberProgress
+    silent_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """A member that made no progress for so long, what it does, and whom it waits for."""
+
+    key: Key
+    for_s: float
+    doing: str
+    waits_for: tuple[str, ...] = ()
+    silent: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.key[0]}:{self.key[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """``causes`` hang by themselves, ``others`` because of them."""
+
+    causes: tuple[Quiet, ...]
+    others: tuple[Quiet, ...] = ()
+
+
+def quiet_for(progress: MemberProgress, since_s: float) -> tuple[float, str]:
+    """How long a member that said this so many seconds ago has made no progress, and what it does; 0 if it is idle."""
+    doing = [(f"in {call.method}() for {call.caller}", call.since_s) for call in progress.calls]
+    if progress.run_s is not None:
+        doing.append(("in run()", progress.run_s))
+    if not doing:
+        return 0.0, ""
+    what, busy_s = max(doing, key=lambda item: item[1])
+    return min(busy_s, progress.quiet_s) + since_s, what
+
+
+def causes_of(quiet: Iterable[Quiet], moving: Collection[str]) -> Hang | None:
+    """Who of those that are quiet for too long hangs.
+
+    Args:
+        quiet: of which there may be none.
+        moving: names of members that have something to do and make progress: who waits for them does not hang.
+    """
+    hung = [member for member in quiet if not set(member.waits_for) & set(moving)]
+    names = {member.name for member in hung}
+    causes = [member for member in hung if not set(member.waits_for) & (names - {member.name})]
+    causes = [member for member in causes if not member.waits_for or set(member.waits_for) & names]
+    if not causes:  # in a circle, or nobody
+        causes = [member for member in hung if set(member.waits_for) & names]
+    if not causes:
+        return None
+    return Hang(tuple(causes), tuple(member for member in hung if member not in causes))
+
+
+@dataclass(slots=True)
+class DiagnosisManager:
+    """Watches one job. ``limit_s``: how long a member may be without progress."""
+
+    limit_s: float
+    _seen: dict[Key, _Seen] = field(default_factory=dict)
+    _asked_at: float = 0.0
+
+    @property
+    def poll_s(self) -> float:
+        return min(LONGEST_POLL_S, max(SHORTEST_POLL_S, self.limit_s / POLLS_PER_LIMIT))
+
+    def due(self, now: float) -> bool:
+        """Whether members are to be asked again; told once per interval."""
+        if now - self._asked_at < self.poll_s:
+            return False
+        self._asked_at = now
+        return True
+
+    def saw(self, key: Key, progress: MemberProgress, now: float) -> None:
+        self._seen[key] = _Seen(now, progress)
+
+    def missed(self, key: Key, now: float) -> None:
+        """It gave no answer in time."""
+        seen = self._seen.get(key)
+        if seen is None:
+            self._seen[key] = _Seen(now, MemberProgress(), now)
+        elif seen.silent_since is None:
+            seen.silent_since = now
+
+    def look(self, living: Collection[Key], coming: Collection[str], now: float) -> Hang | None:
+        """Who hangs among the members that serve; ``coming``: names of those that are being started."""
+        self._seen = {key: seen for key, seen in self._seen.items() if key in living}
+        quiet: list[Quiet] = []
+        moving: list[Quiet] = []
+        for key, seen in self._seen.items():
+            for_s, doing = quiet_for(seen.progress, now - seen.at)
+            if not doing and seen.silent_since is not None:  # it began something that keeps it from answering
+                for_s, doing = now - seen.silent_since, self._silent(key)
+            if doing:
+                waits = tuple(name for name in seen.progress.waits if not name.startswith("@"))
+                found = Quiet(key, for_s, doing, waits, seen.silent_since is not None)
+                (quiet if for_s >= self.limit_s else moving).append(found)
+        hang = causes_of(quiet, {*coming, *(member.name for member in moving)})
+        if hang is None:
+            return None
+        names = {cause.name for cause in hang.causes}
+        return Hang(hang.causes, (*hang.others, *(member for member in moving if names & set(member.waits_for))))
+
+    def _silent(self, key: Key) -> str:
+        """What a member does of which nothing is known but who waits for it."""
+        name = f"{key[0]}:{key[1]}"
+        callers = [f"{role}:{rank}" for (role, rank, _), seen in self._seen.items() if name in seen.progress.waits]
+        what = f"in a call for {', '.join(callers)}" if callers else "in something"
+        return f"{what} that keeps it from answering"
+
+    def forget(self) -> None:
+        """Begin anew: what hung was dealt with."""
+        self._seen.clear()
+
+
+def narrowed(hang: Hang, stacks: Mapping[Key, MemberStack]) -> Hang:
+    """Among several ranks of one group the cause is who is in no collective: the others wait for it there."""
+    inside = [c for c in hang.causes if _in_collective(stacks.get(c.key))]
+    outside = tuple(c for c in hang.causes if c not in inside)
+    of_roles = {c.key[0] for c in outside}
+    waiting = tuple(c for c in inside if c.key[0] in of_roles)
+    if not waiting:
+        return hang
+    return Hang(tuple(c for c in hang.causes if c not in waiting), (*hang.others, *waiting))
+
+
+def _in_collective(stack: MemberStack | None) -> bool:
+    return stack is not None and any(COLLECTIVES.search(frame) for frame in stack.frames)
+
+
+def describe_hang(hang: Hang, stacks: Mapping[Key, MemberStack], limit_s: float, where: str, now: float) -> FailureInfo:
+    """The failure of the first cause: who, since when, where in its code, who waits for it, where all stacks are."""
+    first = hang.causes[0]
+    stack = stacks.get(first.key)
+    pid = f" (pid {stack.pid})" if stack is not None else ""
+    lines = [
+        f"{first.name}{pid} hangs: {first.doing}, without a report, a step's boundary or a call for "
+        f"{first.for_s:.0f} s (limit {limit_s:g} s)"
+    ]
+    if stack is not None:
+        used = f", {stack.cpu_s:.1f} s of processor time used"
+        lines[0] += f"; its process {stack.state}{f' in {stack.wchan}' if stack.wchan else ''}{used}"
+        lines += [f"  at {frame}" for frame in stack.frames] or ["  it did not answer with its stacks"]
+    if len(hang.causes) > 1:
+        lines.append("hanging too: " + ", ".join(f"{c.name} {c.doing}" for c in hang.causes[1:]))
+    if hang.others:
+        lines.append("waiting: " + ", ".join(f"{o.name} {o.doing}" for o in hang.others))
+    lines.append(f"stacks of all members: {where}")
+    return FailureInfo("\n".join(lines), first.key[0], first.key[1], now, kind="Hang")
