@@ -157,6 +157,10 @@ class PrimeMaster:
     async def member_exited(self, node_rank: int, exit: ExitInfo) -> None:
         self.post(ev.MemberExited(node_rank, exit))
 
+    @rpc
+    async def device_failed(self, node_rank: int, uuid: str, what: str) -> None:
+        self.post(ev.DeviceFailed(node_rank, uuid, what))
+
     # Called by workers
 
     @rpc
