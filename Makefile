@@ -60,6 +60,7 @@ slow: $(DEV_READY)
 
 bench: $(DEMO_READY)
 	$(BIN)/python benchmarks/calls.py
+	$(BIN)/python benchmarks/startup.py
 
 $(VENV_READY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
