@@ -165,6 +165,8 @@ class Driver:
     def _gathered(self, head: Head) -> Cluster:
         """The nodes of this job, once they are there."""
         nodes = head.wait_full(lambda: self._interrupt.count > 0)
+        if all(getattr(workload, "comm_pre_check", True) for workload in self._config.workloads.values()):
+            head.check(nodes)
         given = Cluster(
             tuple(node.name for node in nodes),
             self._options.cluster.devices_per_node if self._options.cluster is not None else None,

@@ -18,18 +18,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+from rlmesh.agent.checks import Facts, gather
 from rlmesh.agent.protocol import AgentConfig, ExitReport
-from rlmesh.errors import LaunchError, UsageError
+from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.status import JobStatus
 from rlmesh.master.jobspec import MASTER_PUBLIC
+from rlmesh.master.preflight import PING_S, PairResult, ask_all, clock_notes, matrix, problems, targets_of
 from rlmesh.master.remote import RemoteNode, unproven
 from rlmesh.master.rendezvous import (
+    PROBE,
     RENDEZVOUS,
     Follow,
     Joined,
     NodeHello,
     Order,
     Over,
+    Probe,
     Roster,
     Start,
     node_hosts,
@@ -52,6 +56,8 @@ logger = logging.getLogger(__name__)
 ORDERS_WAIT_S = 3.0
 """So long a node's question after orders waits; half a minute without one, and the node counts as gone."""
 GONE_S = 30.0
+PROBED_S = 3.0
+"""For the nodes' answers to come, after their tries to reach each other."""
 RETURN_S = 3.0
 """A node whose connection was closed (not one whose packets do not come) is gone if it is not back in this time."""
 OVER_WAIT_S = 5.0
@@ -113,6 +119,16 @@ class _Service:
         return await self._head.orders_for(token, seen)
 
     @rpc
+    async def ping(self) -> float:
+        """The head's clock; answers nodes that try to reach it."""
+        return time.time()
+
+    @rpc
+    async def probed(self, token: str, results: tuple[PairResult, ...]) -> None:
+        """Whom the node reached."""
+        self._head.node_probed(token, results)
+
+    @rpc
     async def ended(self, token: str, job: str, report: ExitReport) -> None:
         """The guardian of the node has ended."""
         self._head.node_ended(token, job, report)
@@ -150,6 +166,8 @@ class Head:
         self._remote: dict[int, RemoteNode] = {}
         self._held: dict[str, list[RemoteNode]] = {}
         self._followed: dict[int, tuple[tuple[str, str], ...]] = {}
+        self._checked = False
+        self._probed: dict[int, tuple[PairResult, ...]] = {}
         self._over: Over | None = None
         self._heard: set[str] = set()
         bound = listening_address(options.host)
@@ -231,6 +249,41 @@ class Head:
                 told = now
                 logger.warning("waiting for nodes: %s", text)
             time.sleep(0.02)
+
+    def check(self, addresses: Sequence[NodeAddress]) -> None:
+        """Have each node try to reach each other, and look at what each has; tell the matrix to `on_full`. Once.
+
+        Raises:
+            PreflightError: the job cannot run on these nodes; says which, and has the matrix.
+        """
+        with self._lock:
+            nodes = {node.node_rank: node for node in self._roster.nodes()}
+            asked = self._checked
+            self._checked = True
+        if asked or not nodes:
+            return
+        ranks = [0, *nodes]
+        for rank, node in nodes.items():
+            targets = tuple((each, nodes[each].hello.probe) for each in targets_of(rank, ranks))
+            self.order(node.node_rank, Probe(targets))
+        peers = {rank: self._runtime.peer(PROBE, nodes[rank].hello.probe) for rank in targets_of(0, ranks)}
+        own = ask_all(0, peers)
+        deadline = self._clock() + PING_S + PROBED_S
+        while self._clock() < deadline and not nodes.keys() <= self._probed.keys():
+            time.sleep(0.01)
+        results = [*own, *(each for rank in nodes for each in self._probed.get(rank, ()))]
+        names = {address.node_rank: address.name for address in addresses}
+        facts = {0: gather(names=False), **{rank: node.hello.facts for rank, node in nodes.items() if node.hello.facts}}
+        self._judge(names, results, facts, [rank for rank in nodes if rank not in self._probed])
+
+    def _judge(
+        self, names: dict[int, str], results: list[PairResult], facts: dict[int, Facts], silent: list[int]
+    ) -> None:
+        table = matrix(names, results)
+        if wrong := problems(names, results, facts, silent):
+            raise PreflightError("\n".join(["the nodes are not fit for the job:", *wrong, table]))
+        if self.on_full is not None:
+            self.on_full("\n".join(["round trips between the nodes:", table, *clock_notes(names, results)]))
 
     def _addresses(self) -> tuple[NodeAddress, ...]:
         options, nodes = self.options, self._roster.nodes()
@@ -331,6 +384,12 @@ class Head:
                 self._heard.add(token)
                 return (self._over,)
             return orders
+
+    def node_probed(self, token: str, results: tuple[PairResult, ...]) -> None:
+        with self._lock:
+            entry = self._roster.find(token)
+            if entry is not None:
+                self._probed[entry.node_rank] = results
 
     def node_ended(self, token: str, job: str, report: ExitReport) -> None:
         with self._lock:

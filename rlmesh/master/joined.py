@@ -20,14 +20,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
+from rlmesh.agent.checks import gather
 from rlmesh.agent.protocol import ExitReport
 from rlmesh.agent.start import GuardianProcess
-from rlmesh.errors import CallError, CallTimeout, LaunchError, PeerLost, RemoteError, WireError
+from rlmesh.errors import CallError, CallTimeout, LaunchError, PeerLost, RemoteError, UsageError, WireError
 from rlmesh.master.head import host_name
 from rlmesh.master.merged_logs import MergedLogs
 from rlmesh.master.notices import HEEDED, gives_notice
+from rlmesh.master.preflight import Pong, ask_all
 from rlmesh.master.rendezvous import (
     ANY_RANK,
+    PROBE,
     RENDEZVOUS,
     End,
     Follow,
@@ -35,6 +38,7 @@ from rlmesh.master.rendezvous import (
     NodeHello,
     Order,
     Over,
+    Probe,
     Start,
 )
 from rlmesh.master.workspace import NodeFolder
@@ -117,6 +121,7 @@ class _Node:
         self._folder: NodeFolder | None = None
         self._logs = MergedLogs(options.output or _write_line)
         self._over: Over | None = None
+        self._probe: Runtime | None = None
         self._head_heard_at = time.monotonic()
         self._eof = False
 
@@ -127,6 +132,7 @@ class _Node:
                 return self._obey()
             finally:
                 self._end_guardian()
+                self._close_probe()
                 for fd in (self._wake_read, self._wake_write):
                     os.close(fd)
 
@@ -167,10 +173,37 @@ class _Node:
         head = self._runtime.peer(RENDEZVOUS, endpoint)
         hello = NodeHello(
             self._token, options.node_rank, options.name or host_name(), host, address, os.getpid(), options.version,
-            options.nnodes, options.group,
+            options.nnodes, options.group, self._listen(host), gather(names=False),
         )  # fmt: skip
         joined: Joined = head.options(timeout_s=timeout_s).call("join", hello).result()
         return head.options(timeout_s=ORDERS_TIMEOUT_S), joined.node_rank
+
+    def _listen(self, host: str) -> str:
+        """Where other nodes try to reach this one before the job starts: at the address and by the transport that
+        members will use.
+
+        Raises:
+            LaunchError: this node has no such address.
+        """
+        if self._probe is None:
+            try:
+                address = f"tcp://{join_host_port(host, '*')}"
+                self._probe = Runtime.start(name=PROBE, key=self._options.key, bind=address)
+            except UsageError as error:
+                raise LaunchError(
+                    f"this node cannot listen at its address {host}: {error}. Name another one by --local-addr"
+                ) from None
+            self._probe.serve(PROBE, Pong(), inline=True)
+        return self._probe.endpoint or ""
+
+    def _try_to_reach(self, order: Probe) -> None:
+        peers = {0: self._head, **{rank: self._runtime.peer(PROBE, address) for rank, address in order.targets}}
+        self._head.notify("probed", self._token, ask_all(self.rank, peers))
+
+    def _close_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
 
     def _unreached(self, refused: Exception | None) -> LaunchError:
         options = self._options
@@ -251,7 +284,10 @@ class _Node:
     def _take(self, order: Order) -> None:
         if isinstance(order, Over):
             self._over = order
+        elif isinstance(order, Probe):
+            self._try_to_reach(order)
         elif isinstance(order, Start):
+            self._close_probe()
             self._end_guardian()
             self._start(order)
         elif order.job != self._job:

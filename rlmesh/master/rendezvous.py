@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from rlmesh.agent.checks import Facts
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 
+PROBE = "@probe"
+"""Name under which a node answers the others' tries to reach it."""
 RENDEZVOUS = "@rendezvous"
 """Name under which the head serves its control object."""
 DEFAULT_PORT = 29400
@@ -36,6 +39,8 @@ class NodeHello:
         version: of rlmesh.
         nnodes: how many nodes it was told that there are; 0 if it was not told.
         group: equal for nodes that are one machine; empty for a machine of its own.
+        probe: where it listens for other nodes' tries to reach it, before the job starts.
+        facts: what it has, for checks before the start.
     """
 
     token: str
@@ -47,12 +52,21 @@ class NodeHello:
     version: str
     nnodes: int = 0
     group: str = ""
+    probe: str = ""
+    facts: Facts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
     node_rank: int
     nnodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Try to reach these nodes: rank and address of each; and the head."""
+
+    targets: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +100,7 @@ class Over:
     why: str = ""
 
 
-Order: TypeAlias = Start | Follow | End | Over
+Order: TypeAlias = Probe | Start | Follow | End | Over
 
 
 @dataclass(slots=True)

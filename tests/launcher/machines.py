@@ -59,6 +59,11 @@ class Machines:
              "rate", rate, "burst", "32kb", "latency", "50ms"], check=True,
         )  # fmt: skip
 
+    def separate(self, one: int, other: int) -> None:
+        """These two no longer reach each other; both still reach the rest."""
+        for here, there in ((one, other), (other, one)):
+            self._ip("-n", f"{self.prefix}{here}", "route", "add", "blackhole", f"10.77.0.{there}/32")
+
     def _ip(self, *words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
 

@@ -92,6 +92,25 @@ def test_a_machine_that_loses_its_power_is_named(tmp_path: Path, two: Machines) 
     assert took < 60.0
 
 
+@pytest.fixture
+def three() -> Iterator[Machines]:
+    with machines(3) as made:
+        yield made
+
+
+def test_a_pair_that_does_not_reach_each_other_is_named_before_the_start(tmp_path: Path, three: Machines) -> None:
+    three.separate(2, 3)  # both reach the head, as behind a firewall that knows only its port
+    with ExitStack() as stack:
+        head = stack.enter_context(node(tmp_path, 0, 3, HEAD, "--nodes", "3", prefix=three.prefix_of(1)))
+        others = [stack.enter_context(node(tmp_path, n, 3, HEAD, prefix=three.prefix_of(n + 1))) for n in (1, 2)]
+        assert head.ended(40.0) == 1, head.output
+        assert [other.ended() for other in others] == [1, 1]
+    assert "PreflightError (RM420)" in head.output
+    assert "node machine2 does not reach node machine3" in head.output
+    assert "FAILED" in head.output
+    assert "is pid" not in head.output  # nothing was started
+
+
 def test_a_head_that_cannot_be_reached(tmp_path: Path, two: Machines) -> None:
     two.pull(1)
     began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -34,6 +35,7 @@ def test_a_job_over_two_nodes(tmp_path: Path) -> None:
     assert "SPREAD:1 |" in other.output  # each node prints what its own members do
     assert "SPREAD:1 |" not in head.output
     assert "nodes 2" in head.output
+    assert re.search(r"round trips between the nodes:\n +→ 0 +→ 1\n0 .* ·  +\d+\.\d ms\n1 .*\d ms +·", head.output)
     proven_empty(tmp_path)
 
 
