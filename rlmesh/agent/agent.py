@@ -25,6 +25,7 @@ from rlmesh.agent.examination import examine
 from rlmesh.agent.leases import Leases
 from rlmesh.agent.logs import LAST_LINES, last_lines
 from rlmesh.agent.node import node_info
+from rlmesh.agent.oom import OomCounters
 from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import AGENT, MASTER, AgentConfig, ExitReport, Leftover, WorkerSpec
 from rlmesh.agent.spawner import Spawner
@@ -92,6 +93,7 @@ class Agent:
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leftovers: list[Leftover] = []
+        self._oom = OomCounters()
         self._closing = False
         self._over: asyncio.Future[_Over] = self._loop.create_future()
         self._last_line = b""
@@ -263,6 +265,7 @@ class Agent:
             log_path=spec.log_path,
             last_log_lines=last_lines(spec.log_path, CRASH_LINES if ended.signal in CRASHES else LAST_LINES),
             peak_rss_bytes=ended.peak_rss_bytes,
+            oom=self._oom.look(ended.peak_rss_bytes) if ended.signal == signal.SIGKILL else "",
         )
         self._do(self._report(info))
 

@@ -23,6 +23,7 @@ import logging
 import os
 import pickle
 import random
+import resource
 import signal
 import sys
 import threading
@@ -337,7 +338,7 @@ class Member:
         try:
             return work()
         except Exception as error:
-            text = format_error(error)
+            text = format_error(error) + _memory_limits(error)
             print_error(f"{self.name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)
             try:
@@ -345,6 +346,19 @@ class Member:
             except RLMeshError as unheard:
                 print_error(f"{self.name}: the master could not be told: {unheard}")
             raise _Failed from error
+
+
+def _memory_limits(error: BaseException) -> str:
+    """What an allocation that failed had to get along with."""
+    if not isinstance(error, MemoryError):
+        return ""
+    names = {"RLIMIT_AS": resource.RLIMIT_AS, "RLIMIT_DATA": resource.RLIMIT_DATA}
+    limits = {name: resource.getrlimit(number)[0] for name, number in names.items()}
+    set_ones = [
+        f"{name} is {value / 2**20:,.0f} MiB" for name, value in limits.items() if value != resource.RLIM_INFINITY
+    ]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return f"\nout of memory: {', '.join(set_ones) or 'no limit is set on the process'}; its peak was {peak:,.0f} MiB\n"
 
 
 def print_error(text: str) -> None:

@@ -36,7 +36,8 @@ class MetricRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExitInfo:
-    """How a worker process ended, as its agent saw it. ``served``: calls may have begun there."""
+    """How a worker process ended, as its agent saw it. ``served``: calls may have begun there. ``oom``: the kernel
+    ended it for want of memory, and how much it had."""
 
     role: str
     rank: int
@@ -51,6 +52,7 @@ class ExitInfo:
     last_log_lines: tuple[str, ...] = ()
     peak_rss_bytes: int = 0
     served: bool = True
+    oom: str = ""
 
     @property
     def ok(self) -> bool:
@@ -65,7 +67,7 @@ class ExitInfo:
                 name = signals.Signals(self.signal).name
             except ValueError:
                 name = f"signal {self.signal}"
-            return f"killed by {name}"
+            return f"killed by {name}" + (f" ({self.oom})" if self.oom else "")
         return f"exited with code {self.exit_code}"
 
 

@@ -1,0 +1,79 @@
+"""Whether the kernel ended a process because memory was short: counters of the control groups and of the kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["OomCounters"]
+
+
+class OomCounters:
+    """Looks at the counters of this process's control groups and of the machine; tests give other folders."""
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc, self._cgroups = proc, cgroups
+        self._last = self._read()
+
+    def look(self, peak_rss_bytes: int) -> str:
+        """How the kernel ran out of memory since the last look, in words; empty if it did not.
+
+        Args:
+            peak_rss_bytes: of the process that was killed.
+        """
+        before, self._last = self._last, self._read()
+        grown = [name for name, count in self._last.items() if count > before.get(name, 0)]
+        if not grown:
+            return ""
+        peak = f"its peak was {_mib(peak_rss_bytes)}"
+        for folder in self._folders():
+            if str(folder) in grown and (limit := _limit(folder)) is not None:
+                return f"out of memory: {peak}, and its control group {folder} has a limit of {_mib(limit)}"
+        total = re.search(r"MemTotal:\s+(\d+) kB", _text(self._proc / "meminfo"))
+        has = f", and the machine has {_mib(int(total[1]) * 1024)}" if total else ""
+        return f"out of memory: {peak}{has}"
+
+    def _read(self) -> dict[str, int]:
+        found = {"kernel": _count(self._proc / "vmstat")}
+        for folder in self._folders():
+            found[str(folder)] = max(_count(folder / "memory.events"), _count(folder / "memory.oom_control"))
+        return found
+
+    def _folders(self) -> Iterator[Path]:
+        """The control groups that limit this process's memory, v2 and v1, innermost first."""
+        for line in _text(self._proc / "self/cgroup").splitlines():
+            number, names, path = line.split(":", 2)
+            if number == "0" and not names:
+                roots = [self._cgroups, self._cgroups / "unified"]
+            elif "memory" in names.split(","):
+                roots = [self._cgroups / names, self._cgroups / "memory"]
+            else:
+                continue
+            for root in dict.fromkeys(roots):
+                folder = root / path.lstrip("/")
+                yield from (group for group in (folder, *folder.parents) if group.is_relative_to(root))
+
+
+def _count(path: Path) -> int:
+    match = re.search(r"^oom_kill (\d+)$", _text(path), re.M)
+    return int(match[1]) if match else 0
+
+
+def _limit(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        text = _text(folder / name).strip()
+        if text.isdigit() and int(text) < 1 << 60:  # v1 writes a huge number for none
+            return int(text)
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
