@@ -1,0 +1,60 @@
+"""Weight sync in real jobs: processes that are killed, sharded sources, virtual nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlmesh.testing import LocalCluster
+from tests.weights import sharded_job, sync_job
+
+CHANNELS = ["shm", "stream", pytest.param("collective", marks=pytest.mark.slow)]
+
+
+@pytest.mark.case("O16")
+@pytest.mark.case("O17")
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_receiver_that_is_killed_in_bucket_7(channel: str, tmp_path: Path) -> None:
+    out = tmp_path / "seen.json"
+    with LocalCluster(run_root=tmp_path):
+        sync_job.build(out, "one_kill", channel=channel, keep=False).submit("kill")
+    seen = json.loads(out.read_text())
+    assert seen["first"] == [[1, 1], [1, 1]]
+    text, version, receiver, bucket = seen["error"]
+    assert (version, receiver) == (2, "ROLLOUT:1") and seen["after_s"] < 2.5
+    # The sink dies before it answers; up to two buckets are on their way then.
+    assert bucket in (6, 7, 8) and f"receiver ROLLOUT:1 failed in bucket {bucket} of 20 (by {channel})" in text
+    assert "SIGKILL" in text and "ROLLOUT:0 keeps 1" in text
+    assert seen["left"] == [1, 1], "the other one serves its old, complete version"
+    assert seen["shared"] == 0, "no segment is left"
+    assert seen["reborn"] is None, "after a restart it serves nothing until it is pushed to"
+    assert seen["last"] == [[3, 3], [3, 3]]
+
+
+@pytest.mark.slow
+@pytest.mark.case("O17")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+def test_a_thousand_pushes_with_kills_serve_nothing_torn_and_leak_nothing(mode: str, tmp_path: Path) -> None:
+    out = tmp_path / "seen.json"
+    with LocalCluster(run_root=tmp_path):
+        sync_job.build(out, "many", mode=mode, pushes=1000, kill_every=25).submit("many")
+    seen = json.loads(out.read_text())
+    assert seen["faults"] == [] and seen["kills"] == 40
+    first, last = seen["levels"][0], seen["levels"][-1]
+    assert last[0] <= first[0] + (8 << 20), "shared memory is flat"
+    for before, after in zip(first[1:], last[1:], strict=True):
+        assert after <= before + (30 << 20), "memory of the processes is flat"
+
+
+@pytest.mark.slow
+@pytest.mark.case("O18")
+def test_sharded_ranks_to_two_sinks(tmp_path: Path) -> None:
+    out = tmp_path / "seen.json"
+    with LocalCluster(run_root=tmp_path):
+        sharded_job.build(out).submit("sharded")
+    seen = json.loads(out.read_text())
+    assert seen["same"] == [True, True] and seen["after_step"] == [True, True] and not seen["stale"]
+    assert "ACTOR:0 → ROLLOUT:0 (double_buffer), ROLLOUT:1 (double_buffer) by shm" in seen["plan"]
