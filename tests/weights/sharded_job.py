@@ -23,7 +23,7 @@ from rlmesh import (
 )
 
 
-def make_model(seed: int) -> nn.Module:
+def make_model(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5))
     model.register_buffer("mean", torch.randn(3))
