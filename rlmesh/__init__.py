@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rlmesh.weights.members import SendsWeights as SendsWeights
     from rlmesh.weights.modules import ModuleSink as ModuleSink
     from rlmesh.weights.modules import ModuleSource as ModuleSource
+    from rlmesh.weights.spans import VersionSpans as VersionSpans
     from rlmesh.weights.sync import WeightSync as WeightSync
 
 __version__ = "0.1.0"
@@ -78,6 +79,7 @@ _WHERE = {
     "SendsWeights": "rlmesh.weights.members",
     "SimpleWorkloadDesc": "rlmesh.job.descriptors",
     "Stream": "rlmesh.runtime.streams",
+    "VersionSpans": "rlmesh.weights.spans",
     "WeightSync": "rlmesh.weights.sync",
     "Subgraph": "rlmesh.runtime.subgraphs",
     "current_worker": "rlmesh.job.workload",

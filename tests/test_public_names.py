@@ -43,6 +43,7 @@ PUBLIC = [
     "SimpleWorkloadDesc",
     "Stream",
     "Subgraph",
+    "VersionSpans",
     "WeightSync",
     "__version__",
     "current_worker",
