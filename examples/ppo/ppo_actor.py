@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from rlmesh import rpc
+from rlmesh import ModuleSource, SendsWeights, rpc
 from rlmesh.rl.losses import aggregate, entropy, ppo_clip_loss, token_log_probs
 
 from . import remote_call
@@ -19,12 +19,11 @@ from .model import response_logits
 from .training import ShardedModel
 
 
-class PolicyModelActor:
+class PolicyModelActor(SendsWeights):
     def setup(self) -> None:
         torch.set_num_threads(1)
         self.config = job_config()
         self.experience: Experience | None = None
-        self.published: tuple[int, dict[str, Tensor]] | None = None
         dist.init_process_group("gloo")
 
     def teardown(self) -> None:
@@ -34,6 +33,7 @@ class PolicyModelActor:
     def init(self, model_path: str) -> None:
         policy = Qwen2ForCausalLM.from_pretrained(model_path)
         self.policy = ShardedModel(policy, self.config, lr=self.config.actor_lr)
+        self.send_weights(ModuleSource(self.policy.model))
 
     @rpc(remote_call.actor_forward)
     @torch.no_grad()
@@ -71,18 +71,6 @@ class PolicyModelActor:
             "clip_fraction": share(terms.clipped.float()),
         }
         return policy_loss - self.config.entropy_coef * spread, statistics
-
-    @rpc(remote_call.broadcast_to_rollout)
-    def broadcast_to_rollout(self, version: int) -> None:
-        weights = self.policy.whole_weights()
-        if dist.get_rank() == 0:
-            self.published = (version, weights)
-            remote_call.rollout_weight_sync(version, weights)
-
-    # A second thread, since an engine that comes back asks while the broadcast waits for it.
-    @rpc(remote_call.published_weights, concurrent=2)
-    def published_weights(self) -> tuple[int, dict[str, Tensor]] | None:
-        return self.published
 
     @rpc(remote_call.save_checkpoint)
     def save_checkpoint(self, directory: str, step: int) -> None:

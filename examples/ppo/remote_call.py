@@ -11,11 +11,11 @@ same answer. Those to actor and critic are not: one rank alone cannot take a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rlmesh import Future, FutureSequence, RLRoleType, RoleGroup
+from rlmesh import Future, FutureSequence, RLRoleType, RoleGroup, WeightSync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,9 +55,10 @@ def rollout_generate(prompt_token_ids: Sequence[list[int]], params: SamplingPara
     return again(RLRoleType.ROLLOUT).call_batch(rollout_generate, len(prompt_token_ids), prompt_token_ids, params)
 
 
-def rollout_weight_sync(version: int, weights: Mapping[str, Tensor]) -> None:
-    """Give all engines these weights; returns when all of them sample with them."""
-    again(RLRoleType.ROLLOUT).call(rollout_weight_sync, version, weights).result()
+@cache
+def weight_sync() -> WeightSync:
+    """From the actor's ranks to the engines."""
+    return WeightSync(group(RLRoleType.ACTOR), group(RLRoleType.ROLLOUT))
 
 
 # Reward
@@ -99,16 +100,6 @@ def actor_forward(batch: Batch) -> FutureSequence[Tensor]:
 def actor_update() -> Future[list[dict[str, float]]]:
     """Train on the experience that was appended; the statistics are the same on every rank."""
     return group(RLRoleType.ACTOR).call(actor_update)
-
-
-def broadcast_to_rollout(version: int) -> None:
-    """The actor hands its weights to the rollout engines, by :func:`rollout_weight_sync`."""
-    group(RLRoleType.ACTOR).call(broadcast_to_rollout, version).result()
-
-
-def published_weights() -> tuple[int, dict[str, Tensor]] | None:
-    """The version that the engines were last given, and its weights; None if the actor has published none."""
-    return again(RLRoleType.ACTOR).call_rank0(published_weights).result()
 
 
 # Critic

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from transformers import PreTrainedTokenizerFast
 
 from rlmesh import current_worker
-from rlmesh.errors import CallError
+from rlmesh.errors import CallError, WeightsNotReady, WeightSyncError
 
 from . import data, remote_call
 from .checkpoints import Checkpoints
@@ -18,6 +18,7 @@ from .data import Row
 from .experience_maker import make_experience, require_version
 from .model import encode
 
+PUSHES = 5
 NEWS_S = 2.0
 """How long after a failed call the news may come that the reason was a restart, in seconds."""
 
@@ -45,19 +46,20 @@ class PPOTrainer:
                     init_workers()
                     self.begin(checkpoints)
                     ready = True
-            except CallError:
+            except (CallError, WeightSyncError):
                 # Was it a restart? Actor and critic have lost what they had learnt: both go back to the latest
                 # checkpoint. The other roles help themselves, and their calls are made again.
                 if not {event.role for event in current_worker().events(NEWS_S)} & {"ACTOR", "CRITIC"}:
                     raise
                 ready = False
+        remote_call.weight_sync().close()
         remote_call.end_job(with_reference=self.config.init_kl_coef != 0)
 
     def begin(self, checkpoints: Checkpoints) -> None:
         """From the latest checkpoint, or from step 0."""
         found = checkpoints.restore()
         self.version, self.history = found.step, found.history
-        remote_call.broadcast_to_rollout(self.version)
+        self.publish()
         if not self.history:
             self.history.append({"heldout_accuracy": self.validate()})
             checkpoints.save(0, self.history)
@@ -75,7 +77,7 @@ class PPOTrainer:
         actor_update = remote_call.actor_update()
         critic, actor = critic_update.result()[0], actor_update.result()[0]
         self.version = step
-        remote_call.broadcast_to_rollout(self.version)
+        self.publish()
         step_time_s = time.perf_counter() - started
 
         metrics = {**made.metrics, "step_time_s": step_time_s, "value_loss": critic["value_loss"], **actor}
@@ -86,10 +88,27 @@ class PPOTrainer:
             checkpoints.save(step, self.history)
         current_worker().report(step=step, **metrics)
 
+    def publish(self) -> None:
+        """Push the actor's weights to the engines, under the current version."""
+        for _ in range(PUSHES):
+            try:
+                remote_call.weight_sync().push(self.version).result()
+                return
+            except WeightSyncError as error:
+                if error.receiver is None:
+                    raise
+                # An engine was lost in the middle. The others have the old weights; the next push waits for its return.
+        raise RuntimeError(f"version {self.version} could not be pushed in {PUSHES} attempts")
+
     def generate(self, rows: list[Row], temperature: float, seed: int = 0) -> list[Sample]:
         prompts = encode(self.tokenizer, [row.prompt for row in rows])
         params = SamplingParams(self.config.max_new_tokens, temperature, seed)
-        samples = list(remote_call.rollout_generate(prompts, params))
+        try:
+            samples = list(remote_call.rollout_generate(prompts, params))
+        except WeightsNotReady:
+            # An engine restarted since the push, and refuses to sample without weights.
+            remote_call.weight_sync().catch_up()
+            samples = list(remote_call.rollout_generate(prompts, params))
         require_version(samples, self.version)
         return samples
 

@@ -83,11 +83,6 @@ class ShardedModel:
         dist.all_reduce(parts, dist.ReduceOp.MAX)
         return int(parts)
 
-    @torch.no_grad()
-    def whole_weights(self) -> dict[str, Tensor]:
-        """All parameters, unsharded, on every rank."""
-        return {name: _whole(parameter.detach()) for name, parameter in self.model.named_parameters()}
-
     def save(self, path: Path, step: int) -> None:
         """Write weights, optimizer and schedule, unsharded, as one file; rank 0 does, all ranks wait for it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

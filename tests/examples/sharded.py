@@ -18,6 +18,7 @@ from ppo.config import PPOConfig
 from ppo.training import ShardedModel
 from torch import Tensor, nn
 
+from rlmesh import ModuleSource
 from rlmesh.rl.losses import aggregate, value_clip_loss
 
 
@@ -54,7 +55,10 @@ def loss(sharded: ShardedModel, part: Experience, count: Tensor) -> tuple[Tensor
 
 
 def weights_of(sharded: ShardedModel) -> dict[str, Any]:
-    return {name: tensor.tolist() for name, tensor in sharded.whole_weights().items()}
+    source = ModuleSource(sharded.model)
+    names = [spec.name for spec in source.manifest() if spec.kind == "parameter"]
+    with source.gather(names) as whole:
+        return {name: tensor.tolist() for name, tensor in whole.items()}
 
 
 def goes_on(mine: Experience, checkpoint: Path) -> bool:

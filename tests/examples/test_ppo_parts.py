@@ -22,6 +22,8 @@ from ppo.model import END_ID, PAD_ID, VOCABULARY, build_model, build_tokenizer, 
 from ppo.ppo_reward import RewardModelActor, exact_match
 from ppo.ppo_rollout import RolloutActor
 
+from rlmesh import ModuleSink
+from rlmesh.errors import WeightsNotReady
 from rlmesh.rl import reference
 from rlmesh.rl.losses import token_log_probs
 from tests.examples.conftest import EXAMPLES
@@ -144,40 +146,23 @@ def test_greedy_sampling_takes_the_likeliest_token_whatever_the_seed() -> None:
 # Rollout engine
 
 
-def engine(seed: int) -> RolloutActor:
+def engine(seed: int, version: int | None = 0) -> RolloutActor:
     role = RolloutActor()
-    role.rank, role.model, role.version = 0, build_model(seed).eval(), 0
+    role.rank, role.model = 0, build_model(seed).eval()
+    role.receive_weights(ModuleSink(role.model), name=f"ROLLOUT:{seed}")
+    role.weights.gate.set_version(version)
     return role
 
 
-def test_an_engine_samples_with_the_weights_and_the_version_it_was_sent() -> None:
-    mine, other = engine(0), engine(1)
+def test_an_engine_samples_with_the_version_of_its_weights() -> None:
+    role = engine(0, version=5)
     params = SamplingParams(max_tokens=4, seed=3)
-    weights = {name: tensor.detach().clone() for name, tensor in other.model.named_parameters()}
-    mine.weight_sync(5, weights)
-    assert [s.policy_version for s in mine.generate([[5], [6]], params)] == [5, 5]
-    assert mine.generate([[5]], params)[0].log_probs == other.generate([[5]], params)[0].log_probs
-
-
-def test_weights_that_do_not_fit_are_refused_before_anything_is_written() -> None:
-    role = engine(0)
-    before = {name: tensor.detach().clone() for name, tensor in role.model.named_parameters()}
-    weights = {name: tensor + 1 for name, tensor in before.items()}
-    weights["lm_head.weight"] = torch.zeros(3, 3)
-    weights["stranger"] = weights.pop("model.norm.weight")
-    with pytest.raises(
-        ValueError, match=r"version 6 .* engine 0: \['lm_head.weight', 'model.norm.weight', 'stranger'\]"
-    ):
-        role.weight_sync(6, weights)
-    assert role.version == 0
-    for name, tensor in role.model.named_parameters():
-        assert torch.equal(tensor, before[name])
+    assert [s.policy_version for s in role.generate([[5], [6]], params)] == [5, 5]
 
 
 def test_an_engine_without_weights_says_so() -> None:
-    role = RolloutActor()
-    role.rank, role.model, role.version = 1, None, None
-    with pytest.raises(RuntimeError, match="engine 1 has no weights: call rollout_init or rollout_weight_sync first"):
+    role = engine(1, version=None)
+    with pytest.raises(WeightsNotReady, match="ROLLOUT:1 has no weights to serve"):
         role.generate([[5]], SamplingParams(max_tokens=1))
 
 
