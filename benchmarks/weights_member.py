@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -53,6 +55,7 @@ class Sink(ReceivesWeights):
 
 def main(spec: MemberSpec, pipe: Connection) -> None:
     """Serve until the parent closes its end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no shared memory is left
     torch.set_num_threads(1)
     if spec.device != "cpu":
         torch.cuda.set_device(torch.device(spec.device))
@@ -66,10 +69,11 @@ def main(spec: MemberSpec, pipe: Connection) -> None:
                 pipe.send(_obey(message, runtime, member, spec))
         except EOFError:
             pass
-        if isinstance(member, Sink):
-            member.close_weights()
-        else:
-            member.close_weights_source()
+        finally:
+            if isinstance(member, Sink):
+                member.close_weights()
+            else:
+                member.close_weights_source()
     if spec.ranks > 1:
         torch.distributed.destroy_process_group()
 

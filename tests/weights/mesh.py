@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,5 +125,5 @@ def arrays(seed: int, sizes: Sequence[int] = (7, 1000, 0, 65536, 3)) -> dict[str
 
 
 def segments() -> list[str]:
-    """Names of segments of weights in shared memory."""
-    return sorted(path.name for path in Path("/dev/shm").glob("rlmesh-*-weights-*"))
+    """Names of this process's segments of weights in shared memory."""
+    return sorted(path.name for path in Path("/dev/shm").glob(f"rlmesh-*-weights-*-{os.getpid()}-*"))
