@@ -10,13 +10,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, wait
 from concurrent.futures import Future as PlainFuture
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlmesh.weights.channels.base import ChannelBroken, Outlet, Parcel
+from rlmesh.wire.envelope import ANY_INCARNATION
 
 WINDOW = 2
 TELL_S = 0.3
@@ -26,7 +27,9 @@ TELL_S = 0.3
 class Command(Protocol):
     """How to send a command to a sink: what `RoleGroup` and `MemberHandle` do."""
 
-    def __call__(self, sink: str, method: str, *args: Any, timeout_s: float) -> PlainFuture[Any]: ...
+    def __call__(
+        self, sink: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
+    ) -> PlainFuture[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +66,17 @@ class Delivery:
 
     Args:
         outlet: the sending half of the route's channel.
-        sinks: who gets the buckets.
+        sinks: who gets the buckets, and which incarnation of it: one that has restarted knows nothing of the push.
         command: sends a command to a sink.
         header: of the push.
         source: the member that sends, for errors of its own.
     """
 
     def __init__(
-        self, outlet: Outlet, sinks: Sequence[str], command: Command, header: Header, source: str, *,
+        self, outlet: Outlet, sinks: Mapping[str, int], command: Command, header: Header, source: str, *,
         window: int = WINDOW, start: Callable[[threading.Thread], None] = threading.Thread.start,
     ) -> None:  # fmt: skip
-        self._outlet, self._sinks, self._command, self._header = outlet, tuple(sinks), command, header
+        self._outlet, self._sinks, self._command, self._header = outlet, dict(sinks), command, header
         self._source, self._window = source, window
         self._parcels: queue.Queue[Parcel | None] = queue.Queue()
         self._room = threading.Semaphore(window)
@@ -134,14 +137,20 @@ class Delivery:
                 answers[sink] = self._command(
                     sink, "weights_stage", header.session, header.push, header.version, index,
                     self._outlet.payload(parcel, sink), parcel.checksums, header.flip_s, timeout_s=header.bucket_s,
+                    incarnation=self._sinks[sink],
                 )  # fmt: skip
             self._outlet.transmit(parcel, lambda: any(_has_failed(answer) for answer in answers.values()))
         except ChannelBroken as error:
             named = Failure.of(error.sink or self._source, index, error)
-            told = self._told(answers, index)
+            told = self._first_told()
             self._failure = told if told is not None and told.member == (error.sink or told.member) else named
         except Exception as error:
             self._failure = Failure.of(self._source, index, error)
+
+    def _first_told(self) -> Failure | None:
+        """Of the oldest bucket that some sink has failed in."""
+        told = (self._told(answers, parcel.bucket.index) for parcel, answers in self._unanswered)
+        return next((failure for failure in told if failure is not None), None)
 
     def _told(self, answers: dict[str, PlainFuture[Any]], bucket: int) -> Failure | None:
         """What the sinks themselves say of a broken channel: whose own fault it is comes before those who only lost

@@ -82,7 +82,11 @@ class Link:
         cut = [bucket.to_wire() for bucket in plan.buckets]
         keep = plan.source_mode == "snapshot"
         starting = {
-            name: [(r.channel, r.sinks, plan.on_gpus(r)) for r in plan.routes if r.source == name]
+            name: [
+                (r.channel, {sink: self._members[sink] for sink in r.sinks}, plan.on_gpus(r))
+                for r in plan.routes
+                if r.source == name
+            ]
             for name in self._source_names
         }
         opening = {

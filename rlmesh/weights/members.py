@@ -40,6 +40,7 @@ from rlmesh.weights.plan import Channel
 from rlmesh.weights.protocols import WeightSink, WeightSource
 from rlmesh.weights.receiving import Receiver, Tap
 from rlmesh.weights.sending import Opened, Origin, Sender
+from rlmesh.wire.envelope import ANY_INCARNATION
 
 T = TypeVar("T")
 
@@ -47,8 +48,11 @@ T = TypeVar("T")
 def commander(runtime: Runtime) -> Command:
     """Commands to members by ordinary calls of ``runtime``."""
 
-    def command(sink: str, method: str, *args: Any, timeout_s: float) -> Future[Any]:
-        return MemberHandle(runtime, sink).options(timeout_s=timeout_s).call(method, *args)
+    def command(
+        sink: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
+    ) -> Future[Any]:
+        handle = MemberHandle[Any](runtime, sink, incarnation=incarnation)
+        return handle.options(timeout_s=timeout_s).call(method, *args)
 
     return command
 
@@ -222,8 +226,8 @@ class SendsWeights:
 
     @rpc
     def weights_open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, tuple[str, ...], bool]], keep: bool,
-        timeout_s: float, verify: bool,
+        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, Mapping[str, int], bool]],
+        keep: bool, timeout_s: float, verify: bool,
     ) -> Mapping[str, Opened]:  # fmt: skip
         return self.weights_source.open(session, buckets, routes, keep, timeout_s, verify)
 

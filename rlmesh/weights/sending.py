@@ -41,7 +41,7 @@ class Opened:
 class _Session:
     buckets: tuple[Bucket, ...]
     keep: bool
-    routes: list[tuple[RouteSettings, Outlet]]
+    routes: list[tuple[Mapping[str, int], Outlet]]
     deliveries: dict[int, list[Delivery]] = field(default_factory=dict)
 
 
@@ -77,11 +77,11 @@ class Sender:
         }
 
     def open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, tuple[str, ...], bool]], keep: bool,
-        timeout_s: float, verify: bool,
+        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, Mapping[str, int], bool]],
+        keep: bool, timeout_s: float, verify: bool,
     ) -> dict[str, Opened]:  # fmt: skip
         """Open the routes that start here; gives what each sink needs to connect."""
-        made: list[tuple[RouteSettings, Outlet]] = []
+        made: list[tuple[Mapping[str, int], Outlet]] = []
         self._sessions[session] = _Session(tuple(Bucket.from_wire(bucket) for bucket in buckets), keep, made)
         opened: dict[str, Opened] = {}
         job = self._origin
@@ -92,7 +92,7 @@ class Sender:
                 lasting=self.source.lasting,
             )  # fmt: skip
             outlet = open_outlet(channel, settings)
-            made.append((settings, outlet))
+            made.append((sinks, outlet))
             opened.update({sink: Opened(settings, channel, outlet.info(sink)) for sink in sinks})
         return opened
 
@@ -110,9 +110,7 @@ class Sender:
         """
         found = self._find(session)
         header = Header(session, push, version, flip_s, bucket_s)
-        deliveries = [
-            Delivery(outlet, settings.sinks, self._command, header, self.who) for settings, outlet in found.routes
-        ]
+        deliveries = [Delivery(outlet, sinks, self._command, header, self.who) for sinks, outlet in found.routes]
         before = self.source.stamp()
         try:
             for bucket in found.buckets:
