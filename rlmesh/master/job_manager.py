@@ -29,6 +29,7 @@ from rlmesh.master.failover import Exhausted, FailoverCoordinator, Restart
 from rlmesh.master.graph import describe_touched
 from rlmesh.master.job_state import SERVING, JobState, LastLines
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.master.moves import Moves
 from rlmesh.master.recovery import Recoveries
 from rlmesh.master.scheduler import Scheduler, by_node
 from rlmesh.master.stop_together import StopTogether
@@ -75,6 +76,7 @@ class JobManager:
         self._together = StopTogether(spec.grace_s)
         self._ending = Ending(self._state, self._together)
         self._recoveries = Recoveries(self._state)
+        self._moves = Moves(self._state, scheduler)
         rules = {role.name: role.restart for role in spec.roles}
         self._failover = FailoverCoordinator(rules, {role.name: role.members for role in spec.roles})
         self._failures = Failures(spec.limits.settle_s)
@@ -131,6 +133,8 @@ class JobManager:
             case ev.MemberExited(_, exit):
                 self._process_exited(exit, now)
             case ev.ProgressSeen() | ev.StacksTaken() | ev.DeviceFailed():
+                if isinstance(event, ev.DeviceFailed):
+                    self._moves.bad_devices.add(event.uuid)
                 self._watch.take(event, now)
             case ev.Tick():
                 pass
@@ -273,7 +277,11 @@ class JobManager:
     def _restart(self, restart: Restart, now: float) -> None:
         self._failures.drop(restart.members)
         self.context.failures = self._failures.causes()
-        self._recoveries.begin(restart, now)
+        places = self._moves.places(restart.members, now)
+        if isinstance(places, FailureInfo):
+            self._fail(Weight.DEATH, places, now)
+            return
+        self._recoveries.begin(restart, places, now)
 
     def _agent_lost(self, node_rank: int, how: str, now: float) -> None:
         members = [m for m in self.context.members.values() if m.placement.node_rank == node_rank]

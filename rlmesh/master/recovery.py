@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlmesh.job.restarts import Phase, RestartEvent
@@ -20,6 +20,7 @@ from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.failover import Restart
 from rlmesh.master.job_state import SERVING, JobState
+from rlmesh.placement.planner import Placement
 
 __all__ = ["Recoveries", "Recovery"]
 
@@ -48,8 +49,8 @@ class Recoveries:
     def __bool__(self) -> bool:
         return bool(self._active)
 
-    def begin(self, restart: Restart, now: float) -> None:
-        """Replace members by new incarnations."""
+    def begin(self, restart: Restart, places: Mapping[MemberId, Placement], now: float) -> None:
+        """Replace members by new incarnations; those that cannot stay where they are get other ``places``."""
         context = self._state.context
         wanted = set(restart.members)
         recovery = Recovery(restart, wanted, now + restart.record.delay_s, now + self._state.limits.exit_s)
@@ -64,6 +65,11 @@ class Recoveries:
                 member.next_incarnation(hidden=restart.record.scope == "member", now=now)
             if restart.record.scope != "member":
                 member.has_finished = False
+        if places and context.plan is not None:
+            for member in self._of(wanted):
+                member.placement = places.get(member.id, member.placement)
+            placements = tuple(member.placement for member in context.members.values())
+            context.plan = replace(context.plan, placements=placements)
         context.restarts.append(restart.record)
         context.note = self._note(restart)
         self._tell(recovery, "restarting")

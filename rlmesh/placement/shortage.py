@@ -94,19 +94,20 @@ class _Table:
         self, role: RoleDemand, chunks: Sequence[Chunk], before: Sequence[int], placed: Sequence[Counter[str]],
         short: bool,
     ) -> list[str]:  # fmt: skip
-        row = [role.key, f"{role.members} × ({role.asks(self._unit)})"]
+        own = [chunk for chunk in chunks if chunk.members(role.key)]
+        wanted = sum(chunk.members(role.key) for chunk in own)  # those that stay where they are do not count
+        row = [role.key, f"{wanted} × ({role.asks(self._unit)})"]
         if not short:
             return [*row, *(f"{count[role.key]} placed" if count[role.key] else "-" for count in placed), ""]
-        own = [chunk for chunk in chunks if chunk.members(role.key)]
-        cells = {shape: self._cell(role, own, shape) for shape in set(before)}
+        cells = {shape: self._cell(role, own, wanted, shape) for shape in set(before)}
         row += [cells[shape] for shape in before]
-        needed = -(-role.members // role.per_node) if role.per_node else 1
+        needed = -(-wanted // role.per_node) if role.per_node else 1
         return [*row, f"{needed} wanted, {len(before)} there" if needed > len(before) else ""]
 
-    def _cell(self, role: RoleDemand, own: Sequence[Chunk], number: int) -> str:
+    def _cell(self, role: RoleDemand, own: Sequence[Chunk], count: int, number: int) -> str:
         """What one node lacks to hold the role, or its part of it."""
         fleet, shape = self._fleet, self._fleet.shapes[number]
-        members = min(role.members, role.per_node or role.members)
+        members = min(count, role.per_node or count)
         lacks = []
         wanted, free = members * role.accelerator_milli, sum(shape.free)
         if wanted > free:
@@ -126,7 +127,7 @@ class _Table:
             if not moves:
                 break
             number, fitting = moves[0].after, fitting + chunk.members(role.key)
-        return f"room for {fitting} of {role.members}"
+        return f"room for {fitting} of {count}"
 
     def _room(self, node: int) -> str:
         free = f"{len(self._fleet.devices[node])} {self._unit}"
