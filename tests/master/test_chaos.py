@@ -94,9 +94,10 @@ def test_a_wrong_kill_stops_nothing_but_the_launch(tmp_path: Path) -> None:
 def test_a_running_job_is_rehearsed_from_outside(tmp_path: Path) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
-        with Launched([*CLI, "chaos", "--kill", "ADDER:7"], tmp_path) as wrong:
+        (run,) = (tmp_path / "runs").iterdir()  # others may run on this machine
+        with Launched([*CLI, "chaos", str(run), "--kill", "ADDER:7"], tmp_path) as wrong:
             assert wrong.ended() == 2 and "ADDER has 2 members" in wrong.output, wrong.output
-        with Launched([*CLI, "chaos", "--kill", "ADDER:1"], tmp_path) as chaos:
+        with Launched([*CLI, "chaos", str(run), "--kill", "ADDER:1"], tmp_path) as chaos:
             assert chaos.ended() == 0, chaos.output
             assert "happened: ADDER:1@now" in chaos.output
         assert job.ended() == 1
