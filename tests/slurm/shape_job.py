@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -20,12 +21,17 @@ class Member(BaseWorkload):
         endpoints = {member.name: member.endpoint.partition(":")[0] for member in book.members if member.endpoint}
         return {
             "task": os.environ["SLURM_PROCID"],
-            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "gpus": self._agent_environ().get("CUDA_VISIBLE_DEVICES", ""),
             "slurm_node": os.environ["SLURMD_NODENAME"],
             "node": current_worker().node_name,
             "schemes": endpoints,
             "key": [name for name in os.environ if name == "RLMESH_KEY"],
         }
+
+    def _agent_environ(self) -> dict[str, str]:
+        """What Slurm gave to the task: a member of a job on CPUs itself sees no GPU."""
+        items = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode().split("\0")
+        return dict(item.split("=", 1) for item in items if "=" in item)
 
     @rpc
     def total(self, array: Any) -> float:
