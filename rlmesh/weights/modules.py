@@ -140,6 +140,8 @@ class ModuleSink:
         mode: see `WeightSink`.
         keep_shared: use memory that the source shares, as it is, instead of copying it.
         exclude: names that are not synced.
+        lora: "adapter": of a peft model take one adapter's tensors only.
+        adapter: which one.
         after_flip: called when the weights are new: reset caches of old ones here.
     """
 
@@ -147,9 +149,15 @@ class ModuleSink:
 
     def __init__(
         self, module: nn.Module, mode: Mode = "double_buffer", *, keep_shared: bool = True,
-        exclude: Collection[str] = (), after_flip: Callable[[], object] | None = None,
+        exclude: Collection[str] = (), lora: Literal["", "adapter"] = "", adapter: str = "default",
+        after_flip: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        tensors, kinds, left = named_tensors(module)
+        if lora:
+            from rlmesh.weights.lora import lora_tensors
+
+            tensors, _, kinds, left = lora_tensors(module, lora, adapter)
+        else:
+            tensors, kinds, left = named_tensors(module)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in exclude}
         self._manifest = manifest_of(tensors, kinds, (*exclude, *left))
         self.mode: Mode = mode

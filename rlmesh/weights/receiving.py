@@ -85,6 +85,7 @@ class Receiver:
         self, settings: RouteSettings, channel: Channel, buckets: Sequence[Any], info: Mapping[str, Any]
     ) -> None:
         """Connect to a channel."""
+        self._use_device()
         inlet = open_inlet(channel, settings, self.who, info)
         cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
         self._sessions[settings.session] = _Session(settings, channel, cut, inlet)
@@ -105,6 +106,7 @@ class Receiver:
     ) -> None:
         """Take and verify one bucket; the first one of a push begins it."""
         found = self._find(session)
+        self._use_device()
         if self.state.push != push or self.state.phase != "staging":
             self._begin(found, push, version, flip_s)
         self.tap("stage", index)
@@ -205,6 +207,14 @@ class Receiver:
             self.gate.set_version(self.state.version, "going back to an earlier version failed")
             self.gate.open()
         return back.version
+
+    def _use_device(self) -> None:
+        """Each thread has a current GPU of its own; memory is opened for that of the sink."""
+        if self.sink.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.set_device(torch.device(self.sink.device))
+            torch.cuda.current_stream().synchronize()
 
     def _find(self, session: str) -> _Session:
         found = self._sessions.get(session)

@@ -1,0 +1,62 @@
+"""LoRA adapters of peft: alone, or merged into the base model's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rlmesh.errors import UsageError
+from rlmesh.weights.modules import ModuleSink, ModuleSource
+from tests.weights.mesh import WeightMesh
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return result
+
+
+def adapted(seed: int, adapter_seed: int) -> Any:
+    model = peft.get_peft_model(Model(seed), peft.LoraConfig(r=2, lora_alpha=4, target_modules=["first", "second"]))
+    torch.manual_seed(adapter_seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def test_merged_weights_fit_the_plain_model(mesh: WeightMesh) -> None:
+    trained, plain = adapted(1, 2), Model(3)
+    mesh.add_sink(ModuleSink(plain), 0)
+    base = {name: value.clone() for name, value in trained.state_dict().items()}
+    mesh.sync(ModuleSource(trained, lora="merged")).push(1).result(10)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(plain(x), trained(x))
+    assert all(torch.equal(value, base[name]) for name, value in trained.state_dict().items()), "nothing was merged"
+
+
+def test_the_adapter_alone_goes_to_the_same_adapter(mesh: WeightMesh) -> None:
+    trained, engine = adapted(1, 2), adapted(1, 7)
+    source = ModuleSource(trained, lora="adapter")
+    assert all("lora_" in spec.name and ".default" not in spec.name for spec in source.manifest())
+    mesh.add_sink(ModuleSink(engine, lora="adapter"), 0)
+    mesh.sync(source).push(1).result(10)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(engine(x), trained(x))
+
+
+def test_a_model_without_that_adapter_is_refused() -> None:
+    with pytest.raises(UsageError, match="the model has no adapter 'default'; it has none"):
+        ModuleSource(Model(1), lora="merged")
+    with pytest.raises(UsageError, match="the model has no adapter 'other'; it has default"):
+        ModuleSource(adapted(1, 2), lora="adapter", adapter="other")
