@@ -25,7 +25,7 @@ Verdict = Literal["ok", "warning", "failed"]
 LEAST_PYTHON = (3, 11)
 LEAST_FILES = 256
 GOOD_FILES = 4096
-LEAST_SHM_BYTES = 64 << 20
+LEAST_SHM_BYTES = 16 << 20
 GOOD_SHM_BYTES = 1 << 30
 SOCKET_PATH_BYTES = 60
 """More leaves too little of the 107 bytes that the path of a socket may have."""
@@ -168,7 +168,7 @@ def _python(facts: Facts) -> Check:
 def _descriptors(facts: Facts) -> Check:
     soft, hard = facts.files
     text = f"{soft} open files (hard limit {hard})"
-    advice = f"raise it: ulimit -n {min(65536, hard) if hard > 0 else 65536}, or LimitNOFILE= of the service"
+    advice = f"raise it: ulimit -n {min(65536, hard) if hard > 0 else 65536} (as far as the hard limit lets you), or LimitNOFILE= of the service"
     if soft < LEAST_FILES:
         return Check("descriptors", "failed", text, advice)
     return Check("descriptors", "ok" if soft >= GOOD_FILES else "warning", text, advice)

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rlmesh.errors import LaunchError, UsageError
+from rlmesh.agent.checks import gather, judge
+from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
@@ -132,8 +133,11 @@ class Driver:
 
     def _make_session(self) -> Session:
         config, options = self._config, self._options
+        checked = all(getattr(workload, "comm_pre_check", True) for workload in config.workloads.values())
+        if checked:
+            _check_this_machine()
         if options.head is not None:
-            self._cluster = self._gathered(options.head)
+            self._cluster = self._gathered(options.head, checked=checked)
         preload, limits = config.preload_items(), config.limits.under(options.limits)
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
@@ -162,10 +166,10 @@ class Driver:
         )  # fmt: skip
         return self._session
 
-    def _gathered(self, head: Head) -> Cluster:
-        """The nodes of this job, once they are there."""
+    def _gathered(self, head: Head, *, checked: bool) -> Cluster:
+        """The nodes of this job, once they are there and (``checked``) have reached each other."""
         nodes = head.wait_full(lambda: self._interrupt.count > 0)
-        if all(getattr(workload, "comm_pre_check", True) for workload in self._config.workloads.values()):
+        if checked:
             head.check(nodes)
         given = Cluster(
             tuple(node.name for node in nodes),
@@ -210,6 +214,18 @@ class Driver:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _check_this_machine() -> None:
+    """Find out before anything starts what would otherwise end the job somewhere in the middle.
+
+    Raises:
+        PreflightError: this machine is not fit for jobs; says what to do.
+    """
+    wrong = [check for check in judge(gather(names=False)) if check.verdict == "failed"]
+    if wrong:
+        lines = "\n".join(f"{check.name}: {check.text}; {check.advice}" for check in wrong)
+        raise PreflightError(f"{os.uname().nodename} is not fit for the job (see `rlmesh doctor`):\n{lines}")
 
 
 def _refuse_inside_worker() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rlmesh.agent.checks import Check, Facts, gather, judge
 from rlmesh.cli.doctor import lines
 from rlmesh.cli.main import main
+from tests.master.launched import TOY, Launched
 
 GOOD = Facts(
     "box", (3, 12), (65536, 65536), (8 << 30, 16 << 30), 1.8e9, 8, 1 << 34, "/run/user/1", resolves=("10.0.0.1",)
@@ -53,6 +55,16 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert code == int("FAILED" in out)
     assert "/dev/shm" in out
+
+
+def test_a_job_does_not_start_on_a_machine_that_is_not_fit(tmp_path: Path) -> None:
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); " \
+              "os.execv(sys.executable, [sys.executable, '-m', 'rlmesh.cli.main', *sys.argv[1:]])"  # fmt: skip
+    with Launched(["-c", limited, "launch", "--view", "none", str(TOY)], tmp_path) as job:
+        assert job.ended() == 1
+    assert "PreflightError (RM420)" in job.output
+    assert "descriptors: 128 open files (hard limit 128); raise it: " in job.output
+    assert not (tmp_path / "runs").exists()  # nothing was begun
 
 
 def test_advice_stands_under_the_check() -> None:
