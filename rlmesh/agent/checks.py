@@ -168,7 +168,8 @@ def _python(facts: Facts) -> Check:
 def _descriptors(facts: Facts) -> Check:
     soft, hard = facts.files
     text = f"{soft} open files (hard limit {hard})"
-    advice = f"raise it: ulimit -n {min(65536, hard) if hard > 0 else 65536} (as far as the hard limit lets you), or LimitNOFILE= of the service"
+    limit = "" if hard < 0 or hard >= GOOD_FILES else " (the hard limit is too low: an administrator's to raise)"
+    advice = f"raise it: ulimit -n {min(65536, hard) if hard > 0 else 65536}, or LimitNOFILE= of the service{limit}"
     if soft < LEAST_FILES:
         return Check("descriptors", "failed", text, advice)
     return Check("descriptors", "ok" if soft >= GOOD_FILES else "warning", text, advice)
