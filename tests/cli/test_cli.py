@@ -90,6 +90,12 @@ several nodes, as torchrun:
 
 several nodes, over ssh:
   --hosts FILE          hosts.toml: the machines, the first runs the script
+
+Slurm:
+  --slurm               submit the job to sbatch: rlmesh launch --slurm [any
+                        option of sbatch] JOB.py … (--dry-run prints the
+                        script). Inside of a job, `srun rlmesh launch JOB.py`
+                        needs no option
 """
 
 
