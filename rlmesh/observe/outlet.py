@@ -12,20 +12,16 @@ __all__ = ["Lines", "can_write"]
 PIECE_BYTES = 4096
 """A pipe that is writable takes this much without blocking (PIPE_BUF)."""
 FULL_BYTES = 256 * 1024
-"""From this much unwritten on, there is no room for what can wait."""
-MOST_BYTES = 4 * FULL_BYTES
-"""More than this is never kept."""
+"""From this much unwritten on, there is no room for what can wait: whoever writes much asks ``ready`` before."""
 STALL_S = 2.0
 
 
 class Lines:
-    """Writes lines to a stream, in order. What its reader does not take is kept, up to a limit."""
+    """Writes lines to a stream, in order. What its reader does not take is kept, and nothing is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
         self._left = bytearray()
-        self.dropped = 0
-        """Lines for which there was no room."""
         try:
             self._fd = stream.fileno()
         except (OSError, ValueError, AttributeError):
@@ -38,10 +34,7 @@ class Lines:
         if self._fd < 0:
             self._write_directly(line)
             return
-        if len(self._left) > MOST_BYTES:
-            self.dropped += 1
-        else:
-            self._left += (line + "\n").encode(self._stream.encoding or "utf-8", "backslashreplace")
+        self._left += (line + "\n").encode(self._stream.encoding or "utf-8", "backslashreplace")
         self.pump()
 
     def ready(self) -> bool:

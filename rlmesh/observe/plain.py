@@ -79,7 +79,8 @@ class PlainView:
 
     def _say(self, status: JobStatus, text: str) -> None:
         age = max(0.0, self._clock() - status.started_at)
-        self._err.write(f"{age:8.1f} s  {text}")
+        if self._err.ready():  # What happens meanwhile can be left out; how it ends cannot.
+            self._err.write(f"{age:8.1f} s  {text}")
 
     def _show_failures(self, status: JobStatus) -> None:
         for failure in status.failures[self._shown_failures :]:

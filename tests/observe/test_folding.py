@@ -77,6 +77,21 @@ def test_lines_never_wait_for_their_reader() -> None:
     assert taken.decode().splitlines() == [f"line {n:05d} é" for n in range(number)]
 
 
+def test_what_is_read_late_is_all_there() -> None:
+    """One poll of many logs may bring more than there is room for; none of it is lost."""
+    read, write = os.pipe()
+    with open(write, "w") as stream:
+        lines = Lines(stream)
+        for number in range(200_000):
+            lines.write(f"line {number:06d}")
+        taken = b""
+        while not lines.pump():
+            taken += os.read(read, 1 << 16)
+    taken += b"".join(iter(lambda: os.read(read, 1 << 16), b""))
+    os.close(read)
+    assert taken.decode().splitlines() == [f"line {number:06d}" for number in range(200_000)]
+
+
 def test_a_reader_that_takes_nothing_is_given_up() -> None:
     read, write = os.pipe()
     with open(write, "w") as stream:
