@@ -18,7 +18,7 @@ def main() -> int:
     config = decode_config(line)
     started = boot(config, line)
 
-    from rlmesh.agent.agent import run_agent
+    from rlmesh.agent.life import run_agent
 
     return run_agent(config, started)
 

@@ -2,7 +2,8 @@
 
 It knows of a death from the operating system, through the descriptor of the process, and tells the master within
 milliseconds, with the process's last words. It ends with everything below it when its guardian lets go of it, when
-the master on its node has ended, or when it is told to; what it leaves after a SIGKILL, the guardian ends.
+the master on its node has done its work, or when it is told to; what it leaves after a SIGKILL, the guardian ends. A
+master that dies before that is started again, while the members run on.
 """
 
 from __future__ import annotations
@@ -16,43 +17,48 @@ import socket
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlmesh.agent import ownership
+from rlmesh.agent.allegiance import Allegiance, Ties
 from rlmesh.agent.boot import Boot
 from rlmesh.agent.device_watch import DeviceWatch
 from rlmesh.agent.examination import examine
 from rlmesh.agent.leases import Leases
 from rlmesh.agent.logs import LAST_LINES, last_lines
+from rlmesh.agent.master_keeper import GiveUp, MasterKeeper, failed_start
 from rlmesh.agent.node import node_info
 from rlmesh.agent.oom import OomCounters
+from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import Ended
-from rlmesh.agent.protocol import AGENT, MASTER, AgentConfig, ExitReport, Leftover, WorkerSpec
+from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport, Leftover, MemberProcess, WorkerSpec
 from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.stacks import dump_stacks, stacks_file
 from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.agent.usage import NodeUse, read_use
-from rlmesh.errors import CallError, LaunchError, RLMeshError, ShuttingDown
+from rlmesh.errors import LaunchError, RLMeshError, ShuttingDown
 from rlmesh.job.status import ExitInfo, MemberStack
 from rlmesh.memory.layout import remove_segments_of_process
 from rlmesh.placement.health import DeviceBad
 from rlmesh.placement.lease import LeaseAnswer
-from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.inet import interface_of, join_host_port
+from rlmesh.runtime.inet import interface_of
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 
-__all__ = ["Agent", "run_agent"]
+__all__ = ["Agent"]
 
 logger = logging.getLogger(__name__)
 
-REGISTER_WAIT_S = 60.0
-REPORT_WAIT_S = 10.0
 LAST_GRACE_S = 1.5
 """Grace of the members when nobody says how long they have: the guardian is gone, or the master is."""
 MASTER_WAIT_S = 0.5
 SERVICE_GRACE_S = 0.0 if ownership.signals_are_shared() else 0.3
 """For processes that have nothing to lose; where signals are shared they do not hear SIGTERM."""
+REPORT_WAIT_S = 10.0
+FENCE_GRACE_S = 1.0
+"""Grace of the members when the lease is over: the master waits for some seconds more."""
+SETTLE_S = 0.5
 FLUSH_S = 0.05
 
 CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
@@ -84,10 +90,11 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._table = ProcessTable(self._on_exit)
         self._master_child = self._table.adopt("master", started.master.pid) if started.master else None
-        self._lifeline = started.master.lifeline if started.master else None
+        self._keeper = MasterKeeper(config, started.master)
         self._spawner = Spawner(config, self._table, started.env, started.zygotes)
         self._env, self._interface = started.env, None if config.host else "lo"
         self._members: dict[Child, WorkerSpec] = {}
+        self._starting: dict[MemberKey, asyncio.Task[int]] = {}
         self._ports: list[socket.socket] = []
         self._leases = Leases()
         self._watch: asyncio.Task[None] | None = None
@@ -97,16 +104,23 @@ class Agent:
         self._closing = False
         self._over: asyncio.Future[_Over] = self._loop.create_future()
         self._last_line = b""
-
-    @property
-    def _master(self) -> MemberHandle:
-        return self._runtime.peer(MASTER, self._config.master_endpoint)
+        self._cause = ""
+        sender = f"agent:{config.node_rank}/{os.getpid()}"
+        self._outbox = Outbox(runtime, runtime.peer(MASTER, config.master_endpoint), sender)
+        own, public = runtime.endpoint, runtime.public_endpoint
+        assert own is not None
+        # The master is on the first node, whose socket folder it sees.
+        self._info = info = node_info(config, own if config.start_master or public is None else public)
+        self._allegiance = Allegiance(
+            config, runtime, sender, info, Ties(self._running, self._fence, self._give_up, self._job_over)
+        )
 
     # Called by the master
 
     @rpc
     async def spawn(self, specs: tuple[WorkerSpec, ...]) -> tuple[int, ...]:
-        """Start members and return their process numbers, in order. They are not up yet: they register.
+        """Start members and return their process numbers, in order. They are not up yet: they register. Those that
+        run already are not started twice.
 
         Raises:
             LaunchError: one could not be started; those that could are running.
@@ -114,16 +128,24 @@ class Agent:
         """
         if self._closing:
             raise ShuttingDown(f"node {self._config.node_name} is ending and starts nothing", executed="no")
-        results = await asyncio.gather(*map(self._start_member, specs), return_exceptions=True)
+        if not self._allegiance.may_start():
+            raise ShuttingDown(f"node {self._config.node_name} has no lease and starts nothing", executed="no")
+        results = await asyncio.gather(*map(self._start_once, specs), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         return tuple(pid for pid in results if isinstance(pid, int))
 
     @rpc
+    async def running(self) -> tuple[MemberProcess, ...]:
+        """The members that run here, and those whose end the master has not confirmed."""
+        return self._running()
+
+    @rpc
     async def stop_members(self, members: tuple[MemberKey, ...], grace_s: float) -> None:
         """SIGTERM, later SIGKILL; returns when they are gone. Members that are gone already are no error."""
         wanted = set(members)
+        await asyncio.gather(*(task for key, task in self._starting.items() if key in wanted), return_exceptions=True)
         chosen = [child for child, spec in self._members.items() if _key(spec) in wanted]
         await self._stop(chosen, grace_s)
 
@@ -205,6 +227,24 @@ class Agent:
 
     # Members
 
+    async def _start_once(self, spec: WorkerSpec) -> int:
+        """Start a member unless it runs or is being started. A start goes on when the master that asked for it died:
+        a fork is not to be left half-way, and the next master asks again."""
+        key = _key(spec)
+        for child, other in self._members.items():
+            if _key(other) == key:
+                return child.pid
+        task = self._starting.get(key)
+        if task is None:
+            task = self._starting[key] = self._loop.create_task(self._start_member(spec))
+            task.add_done_callback(partial(self._was_started, key))
+        return await asyncio.shield(task)
+
+    def _was_started(self, key: MemberKey, task: asyncio.Task[int]) -> None:
+        del self._starting[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s:%d.%d was not started: %s", *key, error)
+
     async def _start_member(self, spec: WorkerSpec) -> int:
         spec = self._completed(spec)
         started = await self._spawner.start_member(spec)
@@ -239,8 +279,7 @@ class Agent:
     def _on_exit(self, child: Child, ended: Ended) -> None:
         logger.info("%s (pid %d) %s", child.name, child.pid, ended.describe())
         if child is self._master_child:
-            crashed = ended.exit_code != 0 and not self._closing
-            self._end(_Over(f"the master {ended.describe()}", int(crashed)))
+            self._master_ended(ended)
         elif child in self._members:
             self._member_ended(child, ended)
         elif child in self._spawner.service and not self._closing:
@@ -267,15 +306,48 @@ class Agent:
             peak_rss_bytes=ended.peak_rss_bytes,
             oom=self._oom.look(ended.peak_rss_bytes) if ended.signal == signal.SIGKILL else "",
         )
-        self._do(self._report(info))
+        self._outbox.put(info)
 
-    async def _report(self, info: ExitInfo) -> None:
-        if self._master_child is not None and self._master_child not in self._table:
+    def _running(self) -> tuple[MemberProcess, ...]:
+        """The members that run here, and those whose end the master may not know of."""
+        specs = [(child.pid, spec) for child, spec in self._members.items()]
+        running = [MemberProcess(spec.role, spec.rank, spec.incarnation, pid) for pid, spec in specs]
+        running += [MemberProcess(*key, 0) for key in self._starting]
+        untold = [exit for exit in self._outbox.kept() if isinstance(exit, ExitInfo)]
+        return (*running, *(MemberProcess(exit.role, exit.rank, exit.incarnation, exit.pid) for exit in untold))
+
+    async def _fence(self, why: str) -> None:
+        """No member may run here any longer."""
+        await self._stop(list(self._members), FENCE_GRACE_S)
+        await self._end_orphans("the members")
+
+    def _job_over(self) -> None:
+        self._end(_Over("the job is over"))
+
+    def _give_up(self, why: str) -> None:
+        self._cause = self._cause or why
+        self._end(_Over(why, 1))
+
+    # The master
+
+    def _master_ended(self, ended: Ended) -> None:
+        if self._closing or ended.exit_code == 0:
+            self._keeper.let_go()
+            self._end(_Over(f"the master {ended.describe()}"))
+            return
+        verdict = self._keeper.ended(ended)
+        if isinstance(verdict, GiveUp):
+            self._give_up(verdict.why)
+        else:
+            self._loop.call_later(verdict.after_s, self._start_master)
+
+    def _start_master(self) -> None:
+        if self._closing or self._over.done():
             return
         try:
-            await self._master.options(timeout_s=REPORT_WAIT_S).call("member_exited", info.node_rank, info)
-        except CallError as error:
-            logger.error("the master was not told that %s:%d %s: %s", info.role, info.rank, info.describe(), error)
+            self._master_child = self._table.adopt("master", self._keeper.start())
+        except (LaunchError, ProcessLookupError) as error:
+            self._give_up(failed_start(error).why)
 
     async def _remove_segments(self, pid: int, name: str) -> None:
         job_id, node_rank = self._config.job_id, self._config.node_rank
@@ -310,37 +382,29 @@ class Agent:
         self._loop.add_reader(0, self._on_input)
         if not ownership.signals_are_shared():
             self._loop.add_signal_handler(signal.SIGTERM, self._end, _Over("SIGTERM", 128 + signal.SIGTERM))
-        self._do(self._register())
+        self._allegiance.start()
+        watch = DeviceWatch(self._config.node_rank, self._info.devices, self._config.nvml, self._device_is_bad)
+        self._watch = self._loop.create_task(watch.run())
         over = await self._over
         self._loop.remove_reader(0)
         if self._watch is not None:
             self._watch.cancel()
         logger.info("node %s ends: %s", self._config.node_name, over.why)
         report = await self._end_members(over.grace_s)
+        await self._allegiance.close()
         await self._end_master()
         await self._settle()
         with suppress(BrokenPipeError):  # the guardian was killed
-            os.write(1, json.dumps(asdict(report)).encode() + b"\n")
+            os.write(1, json.dumps(asdict(replace(report, cause=self._cause))).encode() + b"\n")
         return over.code
-
-    async def _register(self) -> None:
-        own, public = self._runtime.endpoint, self._runtime.public_endpoint
-        assert own is not None
-        # The master is on the first node, whose socket folder it sees.
-        info = node_info(self._config, own if self._config.start_master or public is None else public)
-        try:
-            await self._master.options(timeout_s=REGISTER_WAIT_S).call("register_agent", info)
-        except CallError as error:
-            self._end(_Over(f"the master did not take this node: {error}", 1))
-            return
-        watch = DeviceWatch(self._config.node_rank, info.devices, self._config.nvml, self._device_is_bad)
-        self._watch = self._loop.create_task(watch.run())
 
     async def _device_is_bad(self, bad: DeviceBad) -> None:
         logger.error("%s", bad.describe())
         try:
             for uuid in bad.uuids:
-                master = self._master.options(timeout_s=REPORT_WAIT_S)
+                master = self._runtime.peer(MASTER, self._config.master_endpoint).options(
+                    timeout_s=REPORT_WAIT_S, idempotent=True
+                )
                 await master.call("device_failed", bad.node_rank, uuid, bad.why)
         except RLMeshError as error:
             logger.error("the master was not told that %s: %s", bad.describe(), error)
@@ -376,21 +440,26 @@ class Agent:
 
     async def _end_master(self) -> None:
         """It may be about to end by itself, and have files to close."""
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
+        self._keeper.let_go()
         if self._master_child is not None and self._master_child in self._table:
             await asyncio.wait([self._master_child.ended], timeout=MASTER_WAIT_S)
             await self._stop([self._master_child], SERVICE_GRACE_S)
 
     async def _settle(self) -> None:
         """Let reports that are under way arrive, but not for long."""
+        if self._outbox.kept() and self._master_lives():
+            await asyncio.to_thread(self._outbox.drain, SETTLE_S)
+        self._outbox.close()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=0.5)
+            await asyncio.wait(self._tasks, timeout=SETTLE_S)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, *([self._watch] if self._watch else []), return_exceptions=True)
         self._table.close()
+
+    def _master_lives(self) -> bool:
+        """As far as this node can know."""
+        return self._master_child is None or self._master_child in self._table
 
 
 def _key(spec: WorkerSpec) -> MemberKey:
@@ -400,44 +469,3 @@ def _key(spec: WorkerSpec) -> MemberKey:
 def _runs(process: ownership.Process) -> bool:
     found = ownership.read_process(process.pid)
     return found is not None and found == process and found.running
-
-
-def run_agent(config: AgentConfig, started: Boot) -> int:
-    """Be the agent; returns the exit code. Whatever happens, nothing is left below this process."""
-    import uvloop
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    guardian = os.getppid()
-    try:
-        code = uvloop.run(_main(config, started))
-    except LaunchError as error:
-        logger.error("%s", error)
-        code = 1
-    finally:
-        statuses: dict[int, int] = {}
-        ended, running = ownership.kill_descendants(2.0, statuses)
-        if ended or running:
-            logger.warning("ended at last: %s; still running: %s", ended, running)
-        if os.getppid() != guardian:
-            _clean_up_for_the_guardian(config)
-    return code
-
-
-async def _main(config: AgentConfig, started: Boot) -> int:
-    key = bytes.fromhex(config.key_hex)
-    name = f"agent:{config.node_rank}"
-    public = f"tcp://{join_host_port(config.host, '*')}" if config.host else None
-    async with Runtime.open(
-        name=name, key=key, socket_dir=config.socket_dir, public=public, job_id=config.job_id,
-        node_rank=config.node_rank,
-    ) as runtime:  # fmt: skip
-        agent = Agent(config, runtime, started)
-        runtime.serve(AGENT, agent, inline=True)
-        return await agent.live()
-
-
-def _clean_up_for_the_guardian(config: AgentConfig) -> None:
-    """The guardian was killed: its other duties are the agent's now."""
-    ownership.remove_shared_memory(config.job_id, config.node_rank)
-    ownership.remove_folder(config.socket_dir, ownership.hold_folder(config.socket_dir))
-    ownership.remove_job_file(config.job_path, config.socket_dir)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from rlmesh.agent import ownership
+from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.protocol import CONTROL
 from rlmesh.agent.stopping import Stopping
 from rlmesh.agent.tripwire import Tripwires
@@ -62,6 +63,7 @@ class Orders:
         self._runtime = runtime
         self._grace_s = grace_s
         self._queue: deque[Order] = deque()
+        self._begun = False
         self._exit: tuple[object] | None = None
         self._told = self._early_sigterm = False
         self._events: deque[RestartEvent] = deque()
@@ -130,7 +132,9 @@ class Orders:
             self._runtime.run_main()
 
     def begin_run(self) -> bool:
-        if self.has_run:
+        """Order ``run()``, once: a master that was started again may say it again."""
+        if self.has_run and not self._begun:
+            self._begun = True
             self.give("run")
         return self.has_run
 
@@ -301,20 +305,23 @@ class Control:
 class MasterLink:
     """The ``ControlLink`` of a worker's context."""
 
-    def __init__(self, runtime: Runtime, master: MemberHandle, orders: Orders, who: tuple[str, int, int]) -> None:
+    def __init__(
+        self, runtime: Runtime, master: MemberHandle, outbox: Outbox, orders: Orders, who: tuple[str, int, int]
+    ) -> None:
         self._runtime = runtime
         self._master = master
+        self._outbox = outbox
         self._orders = orders
         self._who = who
 
     def report(self, record: MetricRecord) -> None:
-        self._master.notify("report", record)
+        self._outbox.put(record)
 
     def boundary(self, step: int) -> StopRequest | None:
         return self._orders.stopping.boundary(step)
 
     def stopping(self, step: int) -> None:
-        self._master.notify("stopping_at", *self._who, step)
+        self._master.call("stopping_at", *self._who, step)
 
     def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
         return self._orders.take_events(wait_s)

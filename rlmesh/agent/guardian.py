@@ -18,7 +18,9 @@ Protocol:
 
 The agent gets the same line on its own standard input, which stays open likewise; a second line before its end
 says how many seconds the agent has to end its members. The agent writes its log to
-``<run_dir>/logs/agent-<rank>.log`` and a last line of JSON to its standard output.
+``<run_dir>/logs/agent-<rank>.log`` and a last line of JSON to its standard output. Lines before it,
+``{"lease_s": 12.5}``, say how long its members may run without another such line: an agent that was stopped, and
+so cannot end them itself, is killed soon after that. ``null`` in its place means that no member runs.
 
 Arguments, if any, are the command that is started instead of ``python -m rlmesh.agent``.
 
@@ -51,6 +53,8 @@ CONFIG_WAIT_S = 30.0
 DRIVER_GONE_GRACE_S = 2.5
 """What the agent gets to end its members once the driver is gone; all must be over within 5 s."""
 KILL_WAIT_S = 5.0
+LEASE_MARGIN_S = 1.5
+"""An agent gets so much longer than its lease, to end its members in good order."""
 REPORTED_LEFTOVERS = 200
 """More are only counted: the report must fit into a pipe that nobody reads."""
 
@@ -67,6 +71,8 @@ class Guardian:
         self.why = "the agent ended"
         self._agent_input = -1
         self._agent_output = -1
+        self._agent_said = b""
+        self._lease_ends: float | None = None
         self._folder: int | None = None
         self._began = time.monotonic()
         self._signals, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -167,20 +173,24 @@ class Guardian:
     def _watch(self) -> None:
         """Until the agent has ended, or its time is up after the driver went or SIGTERM came."""
         grace_s = float(str(self.config.get("grace_s", 5.0)))
-        poller = self._poller(0, self._driver_fd)
+        poller = self._poller(0, self._driver_fd, self._agent_output)
         deadline: float | None = None
         driver_gone = False
         while True:
             left = 60.0 if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self._is_lease_over():
                 return
             if self._driver_fd < 0:
                 left = min(left, 1.0)  # nothing but its number tells that the driver is gone
+            if self._lease_ends is not None:
+                left = min(left, 0.5)  # the poll's clock stands still while the machine is suspended
             ready = {fd for fd, _ in poller.poll(int(left * 1000) + 1)}
             numbers = self._take_signals()
             self.statuses.update(ownership.reap())
             if self.agent in self.statuses:
                 return
+            if self._agent_output in ready and not self._listen():
+                poller.unregister(self._agent_output)
             if not driver_gone and self._is_driver_gone(ready):
                 driver_gone, self.why = True, "the driver is gone"
                 poller = self._poller()
@@ -190,6 +200,31 @@ class Guardian:
                 deadline = time.monotonic() + grace_s + 1.0
             if deadline is not None and self._agent_input >= 0:
                 self._tell_agent_to_end(deadline - time.monotonic())
+
+    def _listen(self) -> bool:
+        """Take in what the agent wrote; False when it will write no more."""
+        try:
+            data = os.read(self._agent_output, 65536)
+        except BlockingIOError:
+            return True
+        *lines, self._agent_said = (self._agent_said + data).split(b"\n")
+        for line in lines:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            if "lease_s" not in said:
+                self._agent_said = line  # its report
+            else:
+                lease_s = said["lease_s"]
+                self._lease_ends = None if lease_s is None else suspend_aware_clock() + lease_s + LEASE_MARGIN_S
+        return bool(data)
+
+    def _is_lease_over(self) -> bool:
+        if self._lease_ends is None or suspend_aware_clock() < self._lease_ends:
+            return False
+        self.why = "its lease ended and the agent did not end its members: it was stopped, or hangs"
+        return True
 
     def _tell_agent_to_end(self, within_s: float) -> None:
         try:
@@ -252,9 +287,11 @@ class Guardian:
         :class:`rlmesh.agent.protocol.Leftover`: what the guardian had to end or remove; ``lived_s``."""
         agent_line: object = None
         if self._agent_output >= 0:
+            while self._listen() and self._agent_pipe_has_more():
+                pass
             try:
-                agent_line = json.loads(os.read(self._agent_output, 65536) or b"null")
-            except (BlockingIOError, ValueError):
+                agent_line = json.loads(self._agent_said or b"null")
+            except ValueError:
                 pass
         rest = leftovers[REPORTED_LEFTOVERS:]
         removed = all(item["removed"] for item in rest)
@@ -267,6 +304,9 @@ class Guardian:
             "leftovers": leftovers[:REPORTED_LEFTOVERS] + more,
             "lived_s": round(time.monotonic() - self._began, 3),
         }
+
+    def _agent_pipe_has_more(self) -> bool:
+        return bool(select.select([self._agent_output], [], [], 0)[0])
 
     def _write_report(self, leftovers: list[dict[str, object]]) -> None:
         line = json.dumps(self.report(leftovers)).encode() + b"\n"
@@ -281,6 +321,11 @@ class Guardian:
             os.write(1, line)
         except OSError:
             pass  # the driver is gone
+
+
+def suspend_aware_clock() -> float:
+    """Seconds since the machine started, those included in which it was suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def agent_environment(mark: str) -> dict[str, str]:

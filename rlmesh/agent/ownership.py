@@ -281,12 +281,17 @@ def remove_folder(path: str, held: int | None) -> bool:
 
 
 def remove_job_file(path: str, socket_dir: str) -> None:
-    """Remove the job file and the folder that it shares with the nodes' socket folders.
+    """Remove the job file and the folder that it shares with the nodes' socket folders, with the last node.
 
-    That is the driver's to do, but it may be gone. The folder goes with the last node.
+    That is the driver's to do, but it may be gone. As long as another node is there, a master may be started again.
     """
     folder = os.path.dirname(path)
     if not path or not socket_dir or os.path.dirname(socket_dir) != folder:
+        return
+    try:
+        if any(name != os.path.basename(path) for name in os.listdir(folder)):
+            return
+    except OSError:
         return
     for remove, what in ((os.unlink, path), (os.rmdir, folder)):
         try:

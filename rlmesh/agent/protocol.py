@@ -32,7 +32,8 @@ class AgentConfig:
     the job have in common: the processes that workers are forked from start with it. ``host`` is set where the job
     has several machines: the numeric address at which this one's processes listen for the others'. ``nvml`` names
     a library in place of pynvml (``module:attribute``), for machines without GPUs. Agents of the same ``group`` are on
-    one machine.
+    one machine. ``lease_s`` is how long members may run without word from the master; 0: for ever, since they
+    cannot be started elsewhere.
     """
 
     job_id: str
@@ -51,6 +52,7 @@ class AgentConfig:
     import_roots: tuple[str, ...] = ()
     grace_s: float = 5.0
     submitted_at: float = 0.0
+    lease_s: float = 0.0
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     nvml: str = ""
@@ -109,6 +111,24 @@ class MemberHello:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberProcess:
+    """A member that runs on a node, or whose end its agent has yet to tell."""
+
+    role: str
+    rank: int
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The master's answer to an agent: for how many seconds, from when it asked, its members may run. 0: not at all,
+    for they are placed elsewhere; with an endless lease, where there is no elsewhere, it means nothing."""
+
+    lease_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Leftover:
     """Something that was, or may have been, left behind by a node."""
 
@@ -128,6 +148,7 @@ class ExitReport:
         leftovers: what had to be ended or removed, or could not be. Empty after an orderly end.
         agent_code: exit code of the agent, negative for a signal; None while it runs.
         why: what ended the node, as the guardian saw it.
+        cause: why the agent gave up, if it did.
     """
 
     node_rank: int
@@ -135,6 +156,7 @@ class ExitReport:
     leftovers: tuple[Leftover, ...] = ()
     agent_code: int | None = None
     why: str = ""
+    cause: str = ""
 
     @property
     def clean(self) -> bool:

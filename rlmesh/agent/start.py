@@ -70,6 +70,7 @@ def read_exit_report(line: bytes, node_rank: int) -> ExitReport:
             leftovers=leftovers,
             agent_code=values["agent_code"],
             why=values["why"],
+            cause=str(agent.get("cause", "")),
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         unproven = Leftover("unproven", f"the guardian of node {node_rank} ended without a report", False)

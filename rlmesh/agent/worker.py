@@ -37,6 +37,7 @@ from rlmesh.agent import ownership
 from rlmesh.agent.control import AgentLink, Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
 from rlmesh.agent.logs import last_lines, member_log
+from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
 from rlmesh.agent.stacks import listen
@@ -65,6 +66,8 @@ T = TypeVar("T")
 
 MASTER_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 5.0
+NEWS_WAIT_S = 2.0
+"""How long the end of a member waits for a master that takes its last reports."""
 BOOK_WAIT_S = 30.0
 
 
@@ -190,7 +193,9 @@ class Member:
             runtime.default_timeout_s = spec.call_timeout_s
             self._runtime = runtime
             runtime.read_last_lines(self._last_line_of)
-            self._master = runtime.peer(MASTER, spec.master_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
+            master = runtime.peer(MASTER, spec.master_endpoint)
+            self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
+            self._outbox = Outbox(runtime, master, f"{self.name}.{spec.incarnation}/{os.getpid()}")
             self._agent = runtime.peer(AGENT, spec.agent_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
             self._orders = Orders(runtime, spec.grace_s)
             runtime.exit_hook = self._orders.exit
@@ -203,6 +208,8 @@ class Member:
             set_default_runtime(runtime)
             code = self._guarded(self._work)
             reporter.close()
+            self._outbox.drain(NEWS_WAIT_S)
+            self._outbox.close()
             self._by_signal = self._orders.terminated and code == 0
         return code
 
@@ -282,7 +289,7 @@ class Member:
             role=spec.role,
             rank=spec.rank,
             world_size=spec.world_size,
-            link=MasterLink(self._runtime, self._master, self._orders, self._who),
+            link=MasterLink(self._runtime, self._master, self._outbox, self._orders, self._who),
             lessor=AgentLink(self._agent, self._who),
             local_rank=spec.local_rank,
             local_world_size=spec.local_world_size,
@@ -313,6 +320,7 @@ class Member:
         with self._runtime.main_busy():
             self._attempt("run() failed", call)
         self._orders.run_began_at = None
+        self._outbox.drain(MASTER_TIMEOUT_S)  # the job may end with the news that run() did
         self._tell("run_finished")
 
     def _teardown(self) -> None:

@@ -24,7 +24,11 @@ Stage = Literal["starting", "running", "stopping", "succeeded", "failed", "stopp
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """One ``current_worker().report(step=…, **metrics)``."""
+    """One ``current_worker().report(step=…, **metrics)``.
+
+    ``sender`` and ``number`` tell reports apart, also those of different incarnations of a member; the master fills
+    them in.
+    """
 
     at: float
     role: str
@@ -32,6 +36,8 @@ class MetricRecord:
     step: int
     metrics: Mapping[str, float]
     calls: tuple[CallStats, ...] = ()
+    sender: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class ExitInfo:
             except ValueError:
                 name = f"signal {self.signal}"
             return f"killed by {name}" + (f" ({self.oom})" if self.oom else "")
+        if self.exit_code is None:
+            return "ended unseen"
         return f"exited with code {self.exit_code}"
 
 

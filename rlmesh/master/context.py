@@ -1,4 +1,8 @@
-"""What the master knows about its job: members, incarnations, stage, failures, records. In memory."""
+"""What the master knows about its job: members, incarnations, stage, failures, records.
+
+Each change is saved (``rlmesh.master.snapshot``). Fields of ``Member`` are values that are replaced, not changed in
+place: that is how a change is found.
+"""
 
 from __future__ import annotations
 
@@ -98,12 +102,18 @@ class JobContext:
     started_at: float
     stage: Stage = "starting"
     nodes: dict[int, NodeInfo] = field(default_factory=dict)
+    lost_nodes: dict[int, str] = field(default_factory=dict)
+    """Nodes that were given up and have not come back, and how they were lost."""
     plan: Plan | None = None
     members: dict[MemberId, Member] = field(default_factory=dict)
     failures: list[FailureInfo] = field(default_factory=list)
     restarts: list[RestartRecord] = field(default_factory=list)
     records: list[MetricRecord] = field(default_factory=list)
     records_dropped: int = 0
+    master_public: str = ""
+    """Where other nodes reach the master; the next one must listen there too."""
+    records_before: int = 0
+    """Lines of ``metrics.jsonl`` that an earlier job in the same run directory has left."""
     book_version: int = 0
     first_serving_s: float | None = None
     all_serving_s: float | None = None

@@ -23,12 +23,13 @@ from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
+from rlmesh.master.interrupt import Interrupt
 from rlmesh.master.kills import parse_kills
 from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
 from rlmesh.master.records import remember
-from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Interrupt, Session
+from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Session
 from rlmesh.master.starts import note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rlmesh.agent.protocol import MemberProcess
 from rlmesh.job.context import StopRequest
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import ExitInfo, MemberProgress, MemberStack, MetricRecord
@@ -18,7 +19,17 @@ ProcessKey: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class AgentRegistered:
+    """``running``: the members that run there already, of an agent that had another master before."""
+
     node: NodeInfo
+    running: tuple[MemberProcess, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MasterReturned:
+    """This master goes on where another one, which died, was; ``number``: how many there have been, with this one."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +187,8 @@ class Tick:
 
 
 Event: TypeAlias = (
-    AgentRegistered | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady | RunBegan
-    | RunFinished | MemberFailed | MemberExited | Reported | ProgressSeen | StacksTaken | DeviceFailed
+    AgentRegistered | MasterReturned | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady
+    | RunBegan | RunFinished | MemberFailed | MemberExited | Reported | ProgressSeen | StacksTaken | DeviceFailed
     | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
 )  # fmt: skip
 
@@ -289,7 +300,15 @@ class TakeStacks:
     members: tuple[ProcessKey, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CheckMembers:
+    """Ask an agent whether members run that it did not name: those that do not are gone."""
+
+    node_rank: int
+    members: tuple[MemberProcess, ...]
+
+
 Action: TypeAlias = (
     ReservePort | Spawn | PublishBook | BeginRun | Teardown | HoldSteps | SetStop | AskToStop | AnnounceLoss
-    | StopMembers | EndProcesses | TellRestart | AskProgress | TakeStacks
+    | StopMembers | EndProcesses | TellRestart | AskProgress | TakeStacks | CheckMembers
 )  # fmt: skip

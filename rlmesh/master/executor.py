@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlmesh.agent.node import machine_id
-from rlmesh.agent.protocol import AGENT, CONTROL
+from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess
 from rlmesh.errors import CallError
-from rlmesh.job.status import MemberStack, MemberWaits
+from rlmesh.job.status import ExitInfo, MemberStack, MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_manager import JobManager
@@ -39,63 +40,87 @@ BOOK_DELAY_S = 0.01
 
 
 class Executor:
-    """Acts for one job. ``post`` takes the events that follow from actions."""
+    """Acts for one job. ``post`` takes the events that follow from actions, ``carried_out`` the numbers of those that
+    need nothing more."""
 
     def __init__(
-        self, runtime: Runtime, manager: JobManager, scheduler: Scheduler, post: Callable[[ev.Event], None]
-    ) -> None:
+        self, runtime: Runtime, manager: JobManager, scheduler: Scheduler, post: Callable[[ev.Event], None],
+        carried_out: Callable[[int], None] = lambda number: None,
+    ) -> None:  # fmt: skip
         self._runtime = runtime
         self._manager = manager
         self._scheduler = scheduler
         self._post = post
+        self._carried_out = carried_out
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns: dict[int, asyncio.Lock] = {}
         self._book: AddressBook | None = None
         self._book_timer: asyncio.TimerHandle | None = None
         self._has_book: dict[ev.ProcessKey, int] = {}
 
-    def perform(self, actions: Iterable[ev.Action]) -> None:
-        """Start all actions, in their order. Call it on the runtime's loop."""
-        for action in actions:
-            match action:
-                case ev.PublishBook(book):
-                    self._publish(book)
-                case ev.ReservePort(role, node_rank, instead_of):
-                    self._add(self._reserve_port(role, node_rank, instead_of))
-                case ev.Spawn(node_rank, members):
-                    self._spawn_task(node_rank, self._start_members(node_rank, members))
-                case ev.StopMembers(node_rank, members, grace_s):
-                    self._spawn_task(node_rank, self._stop_members(node_rank, members, grace_s))
-                case ev.EndProcesses(node_rank, processes, grace_s):
-                    self._spawn_task(node_rank, self._end_processes(node_rank, processes, grace_s))
-                case ev.TellRestart(event):
-                    self._flush_book()
-                    for living in self._bound():
-                        self._notify(living.id, "restarted", event)
-                case ev.AskProgress(keys, wait_s):
-                    for key in keys:
-                        self._add(self._ask_progress(key, wait_s))
-                case ev.TakeStacks(keys):
-                    self._add(self._take_stacks(keys))
-                case ev.BeginRun(member):
-                    self._flush_book()
-                    self._add(self._begin_run(self._manager.context.members[member]))
-                case ev.Teardown(member, stop):
-                    self._notify(member, "teardown", stop)
-                case ev.HoldSteps(members, reason):
-                    for member in members:
-                        self._add(self._hold_step(self._manager.context.members[member], reason))
-                case ev.SetStop(members, request):
-                    for member in members:
-                        self._notify(member, "set_stop", request)
-                case ev.AskToStop(members, reason, ends):
-                    for member in members:
-                        self._notify(member, "stop", reason, ends)
-                case ev.AnnounceLoss(exit):
-                    self._flush_book()
-                    self._runtime.member_lost(exit)
-                    for living in self._bound():
-                        self._notify(living.id, "member_lost", exit)
+    def perform(self, orders: Iterable[tuple[int, ev.Action]]) -> None:
+        """Start all numbered actions, in their order. Call it on the runtime's loop."""
+        for number, action in orders:
+            task = self._begin(action)
+            if task is None:
+                self._carried_out(number)
+            else:
+                task.add_done_callback(partial(self._done, number))
+
+    def _done(self, number: int, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._carried_out(number)
+
+    def _begin(self, action: ev.Action) -> asyncio.Task[None] | None:
+        """Start one action; None if it is done already."""
+        match action:
+            case ev.ReservePort(role, node_rank, instead_of):
+                return self._add(self._reserve_port(role, node_rank, instead_of))
+            case ev.Spawn(node_rank, members):
+                return self._spawn_task(node_rank, self._start_members(node_rank, members))
+            case ev.StopMembers(node_rank, members, grace_s):
+                return self._spawn_task(node_rank, self._stop_members(node_rank, members, grace_s))
+            case ev.CheckMembers(node_rank, processes):
+                return self._spawn_task(node_rank, self._check_members(node_rank, processes))
+            case ev.EndProcesses(node_rank, keys, grace_s):
+                return self._spawn_task(node_rank, self._end_processes(node_rank, keys, grace_s))
+            case ev.HoldSteps(members, reason):
+                found = [self._manager.context.members[member] for member in members]
+                return self._add(self._hold_steps(found, reason))
+            case ev.BeginRun(member):
+                self._flush_book()
+                return self._add(self._begin_run(self._manager.context.members[member]))
+            case ev.TakeStacks(keys):
+                return self._add(self._take_stacks(keys))
+            case ev.AskProgress(keys, wait_s):
+                for key in keys:
+                    self._add(self._ask_progress(key, wait_s))
+                return None
+            case _:
+                self._tell(action)
+                return None
+
+    def _tell(self, action: ev.Action) -> None:
+        match action:
+            case ev.PublishBook(book):
+                self._publish(book)
+            case ev.TellRestart(event):
+                self._flush_book()
+                for living in self._bound():
+                    self._notify(living.id, "restarted", event)
+            case ev.Teardown(member, stop):
+                self._notify(member, "teardown", stop)
+            case ev.SetStop(members, request):
+                for member in members:
+                    self._notify(member, "set_stop", request)
+            case ev.AskToStop(members, reason, ends):
+                for member in members:
+                    self._notify(member, "stop", reason, ends)
+            case ev.AnnounceLoss(exit):
+                self._flush_book()
+                self._runtime.member_lost(exit)
+                for living in self._bound():
+                    self._notify(living.id, "member_lost", exit)
 
     async def close(self) -> None:
         """Drop what is under way."""
@@ -108,7 +133,7 @@ class Executor:
     def agent(self, node_rank: int) -> MemberHandle:
         """The agent of a node; calls to it have a deadline."""
         node = self._manager.context.nodes[node_rank]
-        return self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=AGENT_TIMEOUT_S)
+        return self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=AGENT_TIMEOUT_S, idempotent=True)
 
     # Agents
 
@@ -183,19 +208,20 @@ class Executor:
         here = node is not None and node.machine == machine_id()
         return process_state(member.pid) if here else ""
 
-    def _spawn_task(self, node_rank: int, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_task(self, node_rank: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         turn = self._turns.setdefault(node_rank, asyncio.Lock())
 
         async def in_turn() -> None:
             async with turn:
                 await work
 
-        self._add(in_turn())
+        return self._add(in_turn())
 
-    def _add(self, work: Coroutine[Any, Any, None]) -> None:
+    def _add(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _reserve_port(self, role: str, node_rank: int, instead_of: int | None) -> None:
         try:
@@ -249,6 +275,22 @@ class Executor:
             names = ", ".join(f"{role}:{rank}.{incarnation}" for role, rank, incarnation in processes)
             logger.warning("the agent of node %s did not end %s: %s", node_rank, names, _text(error))
 
+    async def _check_members(self, node_rank: int, processes: tuple[MemberProcess, ...]) -> None:
+        """Those that do not run are gone: news of their ends would have come before."""
+        try:
+            running = set(await self.agent(node_rank).call("running"))
+        except Exception as error:
+            logger.warning("the agent of node %s did not say what runs there: %s", node_rank, _text(error))
+            return
+        names = {(process.role, process.rank, process.incarnation) for process in running}
+        for gone in processes:
+            if (gone.role, gone.rank, gone.incarnation) not in names:
+                exit = ExitInfo(
+                    gone.role, gone.rank, gone.incarnation, gone.pid, None, None, time.time(), node_rank,
+                    log_path=self._scheduler.log_path(gone.role, gone.rank),
+                )  # fmt: skip
+                self._post(ev.MemberExited(node_rank, exit))
+
     # Workers
 
     def _publish(self, book: AddressBook) -> None:
@@ -280,6 +322,9 @@ class Executor:
                 self._post(ev.MemberFailed(role, rank, member.incarnation, failed))
             return
         self._post(ev.RunBegan(role, rank, member.incarnation, bool(has_run)))
+
+    async def _hold_steps(self, members: Iterable[Member], reason: str) -> None:
+        await asyncio.gather(*(self._hold_step(member, reason) for member in members))
 
     async def _hold_step(self, member: Member, reason: str) -> None:
         incarnation = member.incarnation

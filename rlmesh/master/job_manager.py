@@ -18,9 +18,11 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from rlmesh.agent.protocol import MemberProcess
 from rlmesh.errors import PlacementError
 from rlmesh.job.status import ExitInfo, FailureInfo, JobStatus, MemberState, MetricRecord
 from rlmesh.master import events as ev
+from rlmesh.master.adoption import say_again, strays, unseen
 from rlmesh.master.causes import Failures, Weight, death_message
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.deadlines import Deadlines
@@ -84,6 +86,20 @@ class JobManager:
         """Is told of each event that was handled, and of what came of it."""
         self._watch = Watch(self._state, self._died)
 
+    def collaborators(self) -> dict[str, object]:
+        """What is no state of the job, by name: what was given to the manager, and the list that it fills."""
+        state = self._state
+        return {"scheduler": self._scheduler, "last_lines": state.last_lines, "actions": state.actions}
+
+    def remembered(self) -> dict[str, object]:
+        """What decisions depend on besides ``context``: all that a restarted master needs. Picklable; it may point to
+        the manager, its collaborators, the context and its members."""
+        return {name: value for name, value in vars(self).items() if name not in ("context", "watcher")}
+
+    def recall(self, remembered: dict[str, object]) -> None:
+        """Go on with what another process's ``remembered`` gave; ``context`` is restored already."""
+        vars(self).update(remembered)
+
     @property
     def ended(self) -> bool:
         return self.context.stage in ("succeeded", "failed", "stopped")
@@ -109,8 +125,11 @@ class JobManager:
 
     def _dispatch(self, event: ev.Event, now: float) -> None:
         match event:
-            case ev.AgentRegistered(node):
-                self._agent_registered(node, now)
+            case ev.AgentRegistered(node, running):
+                self._agent_registered(node, running, now)
+            case ev.MasterReturned(number):
+                self.context.note = f"the master died and was started again (master {number} of this job)"
+                self._state.do(*say_again(self.context))
             case ev.AgentLost(node_rank, how):
                 self._agent_lost(node_rank, how, now)
             case ev.PortReserved(role, port):
@@ -189,10 +208,15 @@ class JobManager:
 
     # Start
 
-    def _agent_registered(self, node: NodeInfo, now: float) -> None:
-        if self.context.plan is not None:
-            return
+    def _agent_registered(self, node: NodeInfo, running: tuple[MemberProcess, ...], now: float) -> None:
         self.context.nodes[node.node_rank] = node
+        self.context.lost_nodes.pop(node.node_rank, None)
+        if extra := strays(self.context, node.node_rank, running):
+            self._state.do(ev.EndProcesses(node.node_rank, extra, 0.0))
+        if self.context.plan is not None:
+            if doubtful := unseen(self.context, node.node_rank, running):
+                self._state.do(ev.CheckMembers(node.node_rank, doubtful))
+            return
         if len(self.context.nodes) < self._state.spec.nnodes:
             return
         self._state.deadlines.agents_at = None
@@ -284,6 +308,7 @@ class JobManager:
         self._recoveries.begin(restart, places, now)
 
     def _agent_lost(self, node_rank: int, how: str, now: float) -> None:
+        self.context.lost_nodes[node_rank] = how
         members = [m for m in self.context.members.values() if m.placement.node_rank == node_rank]
         names = ", ".join(member.name for member in members) or "none"
         message = f"the agent of node {self._state.node_name(node_rank)} {how}; its members ended with it: {names}"

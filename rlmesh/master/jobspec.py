@@ -23,6 +23,10 @@ AGENT_PIDS = "agent_pids"
 MASTER_PUBLIC = "master_public"
 """Keys of ``JobStatus.extra`` under which the driver finds the processes on its machine, and the address at which
 other nodes reach the master (empty in a job of one machine)."""
+MASTERS = "masters"
+"""Key of ``JobStatus.extra``: how many masters the job has had."""
+STORE_TROUBLE = "store_trouble"
+"""Key of ``JobStatus.extra``: why the job's state is not being saved; absent if it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,36 +12,40 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlmesh.agent.logs import last_lines
 from rlmesh.agent.node import machine_id
-from rlmesh.agent.protocol import MASTER, AgentConfig, MemberHello
+from rlmesh.agent.protocol import MASTER, AgentConfig, Grant, MemberHello, MemberProcess
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
 from rlmesh.job.status import EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
 from rlmesh.master import events as ev
+from rlmesh.master.agent_watch import AgentWatch
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, JobSpec
+from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, MASTERS, STORE_TROUBLE, JobSpec
 from rlmesh.master.observer import Observer
+from rlmesh.master.persistence import Persistence
+from rlmesh.master.pump import Pump
 from rlmesh.master.scheduler import Scheduler, Site
+from rlmesh.master.snapshot import stored_fact
+from rlmesh.master.store import STORE_FILE, Stored
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.joining import JobView
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 
-if TYPE_CHECKING:
-    from rlmesh.observe.metrics import MetricsWriter
-
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+MANY = 1 << 14
+"""Calls of all agents and workers may be under way at once; each waits until its news is saved."""
 GOODBYE_WAIT_S = 30.0
 """How long the master answers the driver after the end of the job."""
 
@@ -53,109 +57,113 @@ class PrimeMaster:
         config: of the agent that started this process.
         spec: the job.
         runtime: an embedded runtime, bound to the master's endpoint.
+        persistence: where the job's state is saved.
+        stored: the state that a master before this one has left there.
         clock: seconds since the epoch.
     """
 
     def __init__(
-        self, config: AgentConfig, spec: JobSpec, runtime: Runtime, *, clock: Callable[[], float] = time.time
-    ) -> None:
+        self, config: AgentConfig, spec: JobSpec, runtime: Runtime, persistence: Persistence, stored: Stored, *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
         self.manager = JobManager(spec, scheduler, clock(), last_lines)
         self._clock = clock
         self._public = runtime.public_endpoint or ""
-        self._executor = Executor(runtime, self.manager, scheduler, self.post)
-        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._lease_s = config.lease_s
+        self._pump = Pump(self.manager, persistence, stored, self._perform, clock)
+        self._executor = Executor(runtime, self.manager, scheduler, self.post, self._pump.carried_out)
         self._followers = Followers(spec)
-        self._writer: MetricsWriter | None = None
+        self._watch = AgentWatch(spec.job_id, self._agent_lost, self._pids_on, leased=config.lease_s > 0)
         self._goodbye = asyncio.Event()
-        self._watched: dict[int, int] = {}
+        self._over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._stage = self.manager.context.stage
+        self.manager.context.master_public = self._public
         self._observer = Observer(self.manager, runtime, clock)
 
     def post(self, event: ev.Event) -> None:
         """Put an event behind those that came before."""
-        self._events.put_nowait(event)
+        self._pump.post(event)
 
     async def serve(self) -> None:
         """Run the job until the driver has said goodbye, or did not within ``GOODBYE_WAIT_S`` of its end."""
         ended_at: float | None = None
         await self._observer.open()
         try:
+            if self._pump.masters > 1:
+                logger.info("this is master %d of the job; it goes on where the last one was", self._pump.masters)
+                self._watch.expect(self.manager.context.nodes.values())
+                self._pump.reissue()
+                self.post(ev.MasterReturned(self._pump.masters))
             while not self._goodbye.is_set():
-                try:
-                    event = await asyncio.wait_for(self._events.get(), TICK_S)
-                except TimeoutError:
-                    event = ev.Tick()
-                self._handle(event)
+                await self._pump.turn(TICK_S)
+                self._watch.look()
+                self._log_stage()
                 if self.manager.ended and ended_at is None:
                     ended_at = self._clock()
                 if ended_at is not None and self._clock() - ended_at > GOODBYE_WAIT_S:
                     logger.warning("the driver did not say goodbye within %g s", GOODBYE_WAIT_S)
                     break
+            self._over.set_result(True)
             await asyncio.sleep(0)
         finally:
             await self._close()
 
-    def _handle(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Reported):
-            self._write(event.record)
-        before = self.manager.context.stage
-        actions = self.manager.handle(event, self._clock())
-        self._executor.perform(actions)
-        self._followers.note(actions)
-        if isinstance(event, ev.AgentRegistered):
-            self._watch_agent(event.node)
-        if (stage := self.manager.context.stage) != before:
-            logger.info("job %s: %s → %s", self.manager.context.spec.job_name, before, stage)
+    def _perform(self, orders: Iterable[tuple[int, ev.Action]]) -> None:
+        orders = list(orders)
+        self._executor.perform(orders)
+        self._followers.note(action for _, action in orders)
+
+    def _log_stage(self) -> None:
+        before, self._stage = self._stage, self.manager.context.stage
+        if self._stage != before:
+            logger.info("job %s: %s → %s", self.manager.context.spec.job_name, before, self._stage)
             for failure in self.manager.context.failures:
                 logger.info("failure: %s", failure.message)
 
-    def _write(self, record: MetricRecord) -> None:
-        if self._writer is None:
-            from rlmesh.observe.metrics import MetricsWriter
+    def _agent_lost(self, node_rank: int, how: str) -> None:
+        self.post(ev.AgentLost(node_rank, how))
 
-            self._writer = MetricsWriter(Path(self.manager.context.spec.run_dir))
-        self._writer.write(record)
-
-    def _watch_agent(self, node: NodeInfo) -> None:
-        """An agent on this machine is watched through its process; its end is noticed at once."""
-        if node.node_rank in self._watched or node.machine != machine_id():
-            return
-        try:
-            fd = os.pidfd_open(node.agent_pid)
-        except OSError:
-            self.post(ev.AgentLost(node.node_rank, f"(pid {node.agent_pid}) has ended"))
-            return
-        self._watched[node.node_rank] = fd
-
-        def ended() -> None:
-            self._unwatch(node.node_rank)
-            self.post(ev.AgentLost(node.node_rank, f"(pid {node.agent_pid} on {node.hostname}) died"))
-
-        asyncio.get_running_loop().add_reader(fd, ended)
-
-    def _unwatch(self, node_rank: int) -> None:
-        fd = self._watched.pop(node_rank, None)
-        if fd is not None:
-            asyncio.get_running_loop().remove_reader(fd)
-            os.close(fd)
+    def _pids_on(self, node_rank: int) -> list[int]:
+        members = self.manager.context.members.values()
+        return [member.pid for member in members if member.placement.node_rank == node_rank and not member.gone]
 
     async def _close(self) -> None:
-        for node_rank in list(self._watched):
-            self._unwatch(node_rank)
+        await self._watch.close()
         await self._observer.close()
         await self._executor.close()
-        if self._writer is not None:
-            self._writer.close()
+        await self._pump.close()
 
     # Called by agents
 
-    @rpc
-    async def register_agent(self, node: NodeInfo) -> None:
-        self.post(ev.AgentRegistered(node))
+    @rpc(concurrent=MANY)
+    async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
+        """A node is there. A node that was given up is taken again when none of its members runs any more."""
+        if running and node.node_rank in self.manager.context.lost_nodes:
+            return Grant(0.0)
+        self._watch.found(node)
+        await self._pump.take(ev.AgentRegistered(node, running))
+        return Grant(self._lease_s)
 
-    @rpc
-    async def member_exited(self, node_rank: int, exit: ExitInfo) -> None:
-        self.post(ev.MemberExited(node_rank, exit))
+    @rpc(concurrent=MANY)
+    async def renew(self, node_rank: int, sender: str) -> Grant:
+        """An agent is there, and its members may run on."""
+        if node_rank in self.manager.context.lost_nodes:
+            return Grant(0.0)
+        self._watch.renew(node_rank)
+        return Grant(self._lease_s)
+
+    @rpc(concurrent=MANY)
+    async def attend(self, sender: str, wait_s: float) -> bool:
+        """Answers when the job is over (True) or the time is up; whose call is lost has lost its master."""
+        await asyncio.wait([self._over], timeout=wait_s)
+        return self._over.done()
+
+    @rpc(concurrent=MANY)
+    async def deliver(self, sender: str, first: int, items: tuple[MetricRecord | ExitInfo, ...]) -> int:
+        """News of an agent or a worker: each item is taken in once, and confirmed when it is saved."""
+        news = [ev.Reported(i) if isinstance(i, MetricRecord) else ev.MemberExited(i.node_rank, i) for i in items]
+        return await self._pump.deliver(sender, first, news)
 
     @rpc
     async def device_failed(self, node_rank: int, uuid: str, what: str) -> None:
@@ -163,30 +171,28 @@ class PrimeMaster:
 
     # Called by workers
 
-    @rpc
+    @rpc(concurrent=MANY)
     async def register_member(self, hello: MemberHello) -> None:
-        self.post(ev.MemberBound(hello.role, hello.rank, hello.incarnation, hello.pid, hello.endpoint, hello.public))
+        await self._pump.take(
+            ev.MemberBound(hello.role, hello.rank, hello.incarnation, hello.pid, hello.endpoint, hello.public)
+        )
 
-    @rpc
+    @rpc(concurrent=MANY)
     async def member_ready(self, role: str, rank: int, incarnation: int) -> None:
-        self.post(ev.MemberReady(role, rank, incarnation))
+        await self._pump.take(ev.MemberReady(role, rank, incarnation))
 
-    @rpc
+    @rpc(concurrent=MANY)
     async def member_failed(self, role: str, rank: int, incarnation: int, exc: Exception, tb: str) -> None:
         text = f"{type(exc).__name__}: {exc}"
-        self.post(ev.MemberFailed(role, rank, incarnation, text, tb, isinstance(exc, CallError)))
+        await self._pump.take(ev.MemberFailed(role, rank, incarnation, text, tb, isinstance(exc, CallError)))
 
-    @rpc
+    @rpc(concurrent=MANY)
     async def run_finished(self, role: str, rank: int, incarnation: int) -> None:
-        self.post(ev.RunFinished(role, rank, incarnation))
+        await self._pump.take(ev.RunFinished(role, rank, incarnation))
 
-    @rpc
+    @rpc(concurrent=MANY)
     async def stopping_at(self, role: str, rank: int, incarnation: int, step: int) -> None:
-        self.post(ev.StoppedAt(role, rank, incarnation, step))
-
-    @rpc
-    async def report(self, record: MetricRecord) -> None:
-        self.post(ev.Reported(record))
+        await self._pump.take(ev.StoppedAt(role, rank, incarnation, step))
 
     @rpc
     async def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
@@ -218,7 +224,14 @@ class PrimeMaster:
         here = machine_id()
         nodes = sorted(self.manager.context.nodes.items())
         agents = [node.agent_pid for _, node in nodes if node.machine == here]
-        extra = {MASTER_PID: str(os.getpid()), AGENT_PIDS: ",".join(map(str, agents)), MASTER_PUBLIC: self._public}
+        extra = {
+            MASTER_PID: str(os.getpid()),
+            AGENT_PIDS: ",".join(map(str, agents)),
+            MASTER_PUBLIC: self._public,
+            MASTERS: str(self._pump.masters),
+        }
+        if trouble := self._pump.store_trouble:
+            extra[STORE_TROUBLE] = trouble
         return replace(self.manager.status(records_from), extra=extra)
 
     @rpc(concurrent=4)
@@ -248,7 +261,7 @@ class PrimeMaster:
 
     @rpc
     async def stop(self, reason: str, grace_s: float) -> None:
-        self.post(ev.StopRequested(reason, grace_s))
+        await self._pump.take(ev.StopRequested(reason, grace_s))
 
     @rpc
     async def notice(self, reason: str, within_s: float, grace_s: float) -> None:
@@ -265,11 +278,15 @@ class PrimeMaster:
 async def run_master(config: AgentConfig, spec: JobSpec) -> None:
     """Serve one job on the running loop."""
     key = bytes.fromhex(config.key_hex)
+    persistence = Persistence(Path(spec.run_dir) / STORE_FILE, spec.job_id)
+    # Nobody is answered before the state is known.
+    stored = await persistence.load()
     public = f"tcp://{join_host_port(config.host, '*')}" if config.host else None
     async with Runtime.open(
-        name=MASTER, key=key, bind=config.master_endpoint, public=public, job_id=config.job_id
-    ) as runtime:
-        master = PrimeMaster(config, spec, runtime)
+        name=MASTER, key=key, bind=config.master_endpoint, public=stored_fact(stored, "master_public") or public,
+        job_id=config.job_id,
+    ) as runtime:  # fmt: skip
+        master = PrimeMaster(config, spec, runtime, persistence, stored)
         runtime.serve(MASTER, master, inline=True)
         await master.serve()
 

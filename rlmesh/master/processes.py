@@ -17,34 +17,52 @@ from rlmesh.master.remote import RemoteNode
 
 
 class ProcessWatch:
-    """Watches master and agents from the moment that their numbers are known."""
+    """Watches master and agents from the moment that their numbers are known.
+
+    The job ends with the first node's agent: the master is below it. Any other death is the master's business, or, if
+    it was the master that died, its agent's.
+    """
 
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
-        self._dead: set[str] = set()
+        self._dead: dict[str, None] = {}
+        self._told: set[str] = set()
+        self._first = ""
 
     def learn(self, extra: Mapping[str, str]) -> None:
         """Take the numbers from ``JobStatus.extra``."""
         named = [("master", pid) for pid in filter(None, [extra.get(MASTER_PID)])]
-        named += [("agent", pid) for pid in filter(None, extra.get(AGENT_PIDS, "").split(","))]
-        for what, pid in named:
+        agents = [("agent", pid) for pid in filter(None, extra.get(AGENT_PIDS, "").split(","))]
+        for what, pid in named + agents:
             name = f"{what} (pid {pid})"
-            if name not in self._fds:
+            if name not in self._fds and name not in self._dead:
                 try:
                     self._fds[name] = os.pidfd_open(int(pid))
                 except OSError:
-                    self._dead.add(name)
+                    self._dead[name] = None
+        if agents and not self._first:
+            self._first = f"agent (pid {agents[0][1]})"
 
     def fds(self) -> list[int]:
         """Descriptors of those that are not known to be dead."""
         return [fd for name, fd in self._fds.items() if name not in self._dead]
 
-    def dead(self) -> str:
-        """The name of one that has ended, the master's first; empty if none has."""
+    def fatal(self) -> bool:
+        """Whether the process has ended without which the job cannot go on."""
+        self._look()
+        return self._first in self._dead
+
+    def died(self) -> list[str]:
+        """Names of those that have ended since this was asked before."""
+        self._look()
+        new = [name for name in self._dead if name not in self._told]
+        self._told.update(new)
+        return new
+
+    def _look(self) -> None:
         living = self.fds()
         ready = select.select(living, [], [], 0)[0] if living else []
-        self._dead |= {name for name, fd in self._fds.items() if fd in ready}
-        return max(self._dead, default="")
+        self._dead |= {name: None for name, fd in self._fds.items() if fd in ready}
 
     def cause_of_death(
         self, configs: Sequence[AgentConfig], reports: Sequence[ExitReport],
@@ -57,13 +75,14 @@ class ProcessWatch:
         """
         for config, report, node in zip(configs, reports, nodes, strict=False):
             tail = tail_of(run_dir, f"agent-{config.node_rank}.log")
+            if report.cause:
+                return report.cause
             if report.agent_code is None:
                 return f"the guardian of node {config.node_name} (pid {node.pid}) died, and its node with it.\n{tail}"
             if report.agent_code < 0:
                 how = signal.Signals(-report.agent_code).name
-                return f"the agent of node {config.node_name} was killed by {how}, and its node with it.\n{tail}"
-        if (dead := self.dead()).startswith("master"):
-            return f"the {dead} died, and the job with it.\n{tail_of(run_dir, 'agent-0.log')}"
+                why = f" ({report.why})" if "lease" in report.why else ""
+                return f"the agent of node {config.node_name} was killed by {how}{why}, and its node with it.\n{tail}"
         for config, report in zip(configs, reports, strict=False):
             if report.agent_code:
                 tail = tail_of(run_dir, f"agent-{config.node_rank}.log")

@@ -155,7 +155,7 @@ class Recoveries:
     def _done(self, recovery: Recovery, now: float) -> None:
         self._active.remove(recovery)
         context, record = self._state.context, recovery.restart.record
-        context.restarts = [replace(r, ready_at=now) if r is record else r for r in context.restarts]
+        context.restarts = [replace(r, ready_at=now) if r == record else r for r in context.restarts]
         if context.note == self._note(recovery.restart):
             context.note = ""
         if context.stage == "running":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport
 from rlmesh.agent.start import GuardianProcess
 from rlmesh.errors import CallError, LaunchError, RLMeshError
 from rlmesh.job.status import FailureInfo, JobStatus
+from rlmesh.master.interrupt import Interrupt
 from rlmesh.master.merged_logs import MergedLogs
 from rlmesh.master.outcome import JobResult, job_failed, job_interrupted, job_stopped
 from rlmesh.master.post_mortem import write_post_mortem
@@ -47,63 +47,10 @@ STOP_MARGIN_S = 0.7
 NODE_END_S = 10.0
 SILENCE_S = 30.0
 """How long a master that lives may leave the driver without an answer."""
-DEATH_NOTICE_S = 1.0
-"""How long a call to the master that failed waits for news of a death, which explains it better."""
+MASTER_RETURN_S = 30.0
+"""How long the master may be away before the job is given up; its agent starts it again when it died."""
 
 ENDED = ("succeeded", "failed", "stopped")
-
-
-class Interrupt:
-    """Asks a session to stop: once with grace, twice at once. Safe to call from signal handlers and threads.
-
-    Before that, ``notice`` asks it to let all ranks stop at the same step.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.reason = ""
-        self.noticed = ""
-        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # Reentrant: a signal handler may run while this thread is inside.
-        self._lock = threading.RLock()
-        self._closed = False
-
-    def fileno(self) -> int:
-        return self._read
-
-    def ask(self, reason: str) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self.count += 1
-            self.reason = self.reason or reason
-            self.wake()
-
-    def notice(self, reason: str) -> None:
-        with self._lock:
-            self.noticed = self.noticed or reason
-            self.wake()
-
-    def wake(self) -> None:
-        """End the wait of whoever waits for ``fileno()``."""
-        with self._lock:
-            if not self._closed:
-                try:
-                    os.write(self._write, b"x")
-                except BlockingIOError:
-                    pass
-
-    def clear(self) -> None:
-        try:
-            os.read(self._read, 4096)
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            os.close(self._read)
-            os.close(self._write)
 
 
 class _Broken(Exception):
@@ -140,6 +87,8 @@ class Session:
         self._lost: set[int] = set()
         self._watch = ProcessWatch()
         self._records = 0
+        self._ended_nodes: set[int] = set()
+        self._away_since: float | None = None
         self._stop_sent_at: float | None = None
         self._notice_sent = False
 
@@ -216,7 +165,7 @@ class Session:
 
     def _update(self, master: MemberHandle) -> bool:
         """Take one snapshot; False if the job is to be cut short."""
-        answer = master.options(timeout_s=SILENCE_S).call("status", self._records)
+        answer = master.options(timeout_s=SILENCE_S, idempotent=True).call("status", self._records)
         answer.add_done_callback(lambda _: self._interrupt.wake())
         while not answer.done():
             self._pass_on(master)
@@ -228,11 +177,14 @@ class Session:
         try:
             status: JobStatus = answer.result()
         except CallError as error:
-            deadline = time.monotonic() + DEATH_NOTICE_S
-            while time.monotonic() < deadline:
-                self._wait(POLL_S)
-            raise _Broken(f"the master does not answer: {error}") from None
+            self._master_is_away(error)
+            return True
+        self._away_since = None
         self._records = status.records_from + len(status.records)
+        self._take(status, master)
+        return True
+
+    def _take(self, status: JobStatus, master: MemberHandle) -> None:
         self.status = status
         self._watch.learn(status.extra)
         self._view.update(status)
@@ -242,23 +194,38 @@ class Session:
             self._logs.follow(member for member in status.members if member.node_rank == 0)
             self._head.on_status(status)
             self._tell_of_lost_nodes(master)
-        return True
+
+    def _master_is_away(self, error: CallError) -> None:
+        """It is started again by its agent; the members go on meanwhile.
+
+        Raises:
+            _Broken: it has been away for too long.
+        """
+        now = time.monotonic()
+        self._away_since = self._away_since or now
+        if now - self._away_since > MASTER_RETURN_S:
+            raise _Broken(f"the master has not answered for {now - self._away_since:.0f} s: {error}") from None
+        self._wait(POLL_S)
 
     def _tell_of_lost_nodes(self, master: MemberHandle) -> None:
         for node in self._nodes:
             if isinstance(node, RemoteNode) and not node.running() and node.node_rank not in self._lost:
                 self._lost.add(node.node_rank)
                 report = node.wait(0.0)
-                master.notify("agent_ended", node.node_rank, f"has ended: {report.why or 'it gave no reason'}")
+                self._tell(master, "agent_ended", node.node_rank, f"has ended: {report.why or 'it gave no reason'}")
 
     def _pass_on(self, master: MemberHandle) -> None:
         """Tell the master what was asked, once."""
         if self._interrupt.noticed and not self._notice_sent:
             self._notice_sent = True
-            master.notify("notice", self._interrupt.noticed, self._stop_within_s, self._grace_s)
+            self._tell(master, "notice", self._interrupt.noticed, self._stop_within_s, self._grace_s)
         if self._interrupt.count and self._stop_sent_at is None:
             self._stop_sent_at = time.monotonic()
-            master.notify("stop", self._interrupt.reason, self._grace_s)
+            self._tell(master, "stop", self._interrupt.reason, self._grace_s)
+
+    def _tell(self, master: MemberHandle, what: str, *args: object) -> None:
+        """Said again to the next master if this one dies before it has taken it in."""
+        master.options(timeout_s=SILENCE_S, idempotent=True).call(what, *args)
 
     def _is_cut_short(self) -> bool:
         limit_s = self._grace_s + STOP_MARGIN_S
@@ -269,14 +236,21 @@ class Session:
         """Wait, but only until something happens.
 
         Raises:
-            _Broken: guardian, agent or master died; which one is found out when all is over.
+            _Broken: the guardian or the agent of the first node died; which one is found out when all is over.
         """
         here = [node for node in self._nodes if isinstance(node, GuardianProcess)]
-        watched = [self._interrupt.fileno(), *self._watch.fds(), *(node.fileno() for node in here)]
+        running = [node for node in here if node.node_rank not in self._ended_nodes]
+        watched = [self._interrupt.fileno(), *self._watch.fds(), *(node.fileno() for node in running)]
         select.select(watched, [], [], seconds)
         self._interrupt.clear()
-        if self._watch.dead() or not all(node.running() for node in here):
+        self._ended_nodes |= {node.node_rank for node in running if not node.running()}
+        if self._watch.fatal() or self._configs[0].node_rank in self._ended_nodes:
             raise _Broken("")
+        for name in self._watch.died():
+            what = "its agent starts it again, the members run on" if name.startswith("master") else "its node is lost"
+            self._view.update(
+                replace(self.status, records=(), records_from=self._records, note=f"the {name} died: {what}")
+            )
 
     # End
 

@@ -4,9 +4,11 @@ One JSON object per line and per report::
 
     {"at": 1760000000.25, "role": "TRAINER", "rank": 0, "step": 7,
      "metrics": {"reward_mean": 0.41, "step_time_s": 0.53},
+     "sender": "TRAINER:0.0/71", "number": 8,
      "calls": [{"role": "ROLLOUT", "method": "generate", "calls": 1, "wall_s": 0.2, …}]}
 
-``at`` is in seconds since the epoch. Values that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``.
+``at`` is in seconds since the epoch. ``number`` counts a sender's reports, so that a master that was started again
+knows which of them are here. Values that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``.
 Lines are written whole; a line that a dying machine tore is skipped by readers.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -24,7 +27,7 @@ from rlmesh.job.status import CallStats, MetricRecord
 from rlmesh.observe.append import AppendFile, ends_torn
 from rlmesh.observe.tensorboard import EventFile
 
-__all__ = ["METRICS_FILE", "MetricsWriter", "read_records"]
+__all__ = ["METRICS_FILE", "MetricsWriter", "read_records", "read_tail"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +90,27 @@ def read_records(path: Path) -> Iterator[MetricRecord]:
                 continue
 
 
+def read_tail(path: Path, most: int) -> tuple[int, list[MetricRecord]]:
+    """How many whole lines a ``metrics.jsonl`` has, and the reports in the last ``most`` of them, oldest first."""
+    count = 0
+    last: deque[bytes] = deque(maxlen=most)
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    count += 1
+                    last.append(line)
+    except FileNotFoundError:
+        pass
+    records = []
+    for line in last:
+        try:
+            records.append(_decode(json.loads(line)))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            count -= 1  # torn: readers skip it
+    return count, records
+
+
 def _encode(record: MetricRecord) -> bytes:
     entry: dict[str, Any] = {
         "at": round(record.at, 6),
@@ -95,6 +119,8 @@ def _encode(record: MetricRecord) -> bytes:
         "step": record.step,
         "metrics": {name: _to_json(float(value)) for name, value in record.metrics.items()},
     }
+    if record.number:
+        entry["sender"], entry["number"] = record.sender, record.number
     if record.calls:
         entry["calls"] = [
             {key: _to_json(value) if isinstance(value, float) else value for key, value in asdict(c).items()}
@@ -111,6 +137,8 @@ def _decode(entry: Mapping[str, Any]) -> MetricRecord:
         step=int(entry["step"]),
         metrics={str(name): float(value) for name, value in entry["metrics"].items()},
         calls=tuple(_decode_call(call) for call in entry.get("calls", ())),
+        sender=str(entry.get("sender", "")),
+        number=int(entry.get("number", 0)),
     )
 
 

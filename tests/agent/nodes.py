@@ -18,7 +18,17 @@ from typing import Any
 import cloudpickle
 
 from rlmesh.agent.logs import member_log
-from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, AgentConfig, ExitReport, MemberHello, WorkerSpec
+from rlmesh.agent.protocol import (
+    AGENT,
+    CONTROL,
+    MASTER,
+    AgentConfig,
+    ExitReport,
+    Grant,
+    MemberHello,
+    MemberProcess,
+    WorkerSpec,
+)  # fmt: skip
 from rlmesh.agent.start import GuardianProcess
 from rlmesh.job.entry import Entry
 from rlmesh.job.status import ExitInfo, MetricRecord
@@ -65,8 +75,24 @@ class Master:
             raise AssertionError(f"{what} was not said within {wait_s} s, but {self.said}") from None
 
     @rpc
-    async def register_agent(self, node: NodeInfo) -> None:
-        await self._note("agent", node)
+    async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
+        await self._note("agent", node, running)
+        return Grant()
+
+    @rpc(concurrent=8)
+    async def attend(self, sender: str, wait_s: float) -> bool:
+        await asyncio.sleep(wait_s)
+        return False
+
+    @rpc
+    async def deliver(self, sender: str, first: int, items: tuple[MetricRecord | ExitInfo, ...]) -> int:
+        for item in items:
+            name = f"{item.role}:{item.rank}"
+            if isinstance(item, MetricRecord):
+                await self._note("report", name, item)
+            else:
+                await self._note("exited", name, item, time.time())
+        return first + len(items) - 1
 
     @rpc
     async def register_member(self, hello: MemberHello) -> None:
@@ -83,14 +109,6 @@ class Master:
     @rpc
     async def run_finished(self, role: str, rank: int, incarnation: int) -> None:
         await self._note("finished", f"{role}:{rank}")
-
-    @rpc
-    async def report(self, record: MetricRecord) -> None:
-        await self._note("report", f"{record.role}:{record.rank}", record)
-
-    @rpc
-    async def member_exited(self, node_rank: int, exit: ExitInfo) -> None:
-        await self._note("exited", f"{exit.role}:{exit.rank}", exit, time.time())
 
 
 class Node:

@@ -105,7 +105,6 @@ def test_killed_member_fails_the_job_within_two_seconds(who: str, tmp_path: Path
 
 @pytest.mark.parametrize(("who", "said"), [
     ("-m rlmesh.agent", "the agent of node"),
-    ("prime_master", "the master (pid"),
     ("guardian.py", "the guardian of node"),
 ])  # fmt: skip
 def test_death_of_the_jobs_own_processes(who: str, said: str, tmp_path: Path) -> None:

@@ -60,14 +60,17 @@ class Trainer:
             total = sum(adders.call_batch(Adder.add, 10, list(range(10))))
             current_worker().report(step, total=total)
             print(f"step {step}: total {total}, ranks {adders.call(Adder.rank).result()}", flush=True)
+            time.sleep(config()["pace"])
         adders.call(Adder.sleep, config()["sleep"]).result()
 
 
-def build(**options: object) -> DLJob:
-    values = {"fail": "", "offset": 1, "steps": 2, "sleep": 0.0, **options}
+def build(*, restart: Any = None, **options: object) -> DLJob:
+    values = {"fail": "", "offset": 1, "steps": 2, "sleep": 0.0, "pace": 0.0, **options}
     builder = DLJobBuilder().config(values).device_type("CPU")
     builder.role("ADDER").train(Adder).nnodes(1).nproc_per_node(2)
     builder.role("TRAINER").run(Trainer).resource(cpu=4)
+    if restart:
+        builder.with_restart(restart)
     return builder.build()
 
 
@@ -75,6 +78,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail", default="")
     parser.add_argument("--sleep", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--restart")
     job = build(**vars(parser.parse_args()))
     result = job.submit("toy")
     print("all serving after", result.status.all_serving_s, "s")

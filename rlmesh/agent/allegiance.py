@@ -1,0 +1,182 @@
+"""An agent's bond with its master: it registers, notices at once when the master is gone, and finds the next one.
+
+The master's endpoint stays the same. While there is no master the members run on and call each other; what must be
+said waits in the outbox. Where several nodes share a job the agent may let members run only as long as its lease
+lasts: without word from the master it ends them when the lease is over, for then the master may start them elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rlmesh.agent.lease import RENEW_S, Lease, suspend_aware_clock
+from rlmesh.agent.protocol import MASTER, AgentConfig, Grant, MemberProcess, NodeInfo
+from rlmesh.errors import CallError, CallTimeout
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.runtime import Runtime
+
+__all__ = ["Allegiance", "Ties"]
+
+logger = logging.getLogger(__name__)
+
+REGISTER_WAIT_S = 60.0
+ATTEND_S = 60.0
+"""How long the master keeps a question that only its end answers."""
+RETRY_S = 0.05
+MASTER_GONE_S = 120.0
+"""An agent that had a master and finds none for so long ends."""
+LEASE_TICK_S = 0.25
+GUARDIAN_FD = 1
+"""The guardian reads what the agent writes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """What the bond needs of its agent.
+
+    Attributes:
+        running: the members that run here or whose end the master has not confirmed.
+        fence: ends all members, at once; returns when they are gone.
+        give_up: ends the node, with the reason.
+        over: ends the node; the job has ended.
+    """
+
+    running: Callable[[], tuple[MemberProcess, ...]]
+    fence: Callable[[str], Awaitable[None]]
+    give_up: Callable[[str], None]
+    over: Callable[[], None]
+
+
+class Allegiance:
+    """Keeps one agent bound to whoever is the job's master.
+
+    Args:
+        sender: the name of this agent's life in its outbox and towards the master.
+        info: what it registers with.
+    """
+
+    def __init__(
+        self, config: AgentConfig, runtime: Runtime, sender: str, info: NodeInfo, ties: Ties, *,
+        clock: Callable[[], float] = suspend_aware_clock,
+    ) -> None:  # fmt: skip
+        self._config, self._sender, self._info, self._ties, self._clock = config, sender, info, ties, clock
+        self._master: MemberHandle = runtime.peer(MASTER, config.master_endpoint).options(idempotent=True)
+        self._lease = Lease()
+        self._leased = config.lease_s > 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._met_at: float | None = None
+        self._fenced = False
+        self._anew = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin; ends with ``close``."""
+        loop = asyncio.get_running_loop()
+        self._tasks.append(loop.create_task(self._stay_registered(), name="rlmesh-allegiance"))
+        if self._leased:
+            self._tasks.append(loop.create_task(self._renew(), name="rlmesh-renew"))
+            self._tasks.append(loop.create_task(self._watch_lease(), name="rlmesh-lease"))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._tell_guardian(None)
+
+    def may_start(self) -> bool:
+        """Whether a member may be started now."""
+        return not self._leased or self._lease.held(self._clock())
+
+    # Registering
+
+    async def _stay_registered(self) -> None:
+        while True:
+            asked_at = self._clock()
+            try:
+                call = self._master.options(timeout_s=REGISTER_WAIT_S)
+                grant = await call.call("register_agent", self._info, self._sender, self._ties.running())
+                self._take(asked_at, grant)
+                if await self._attend():
+                    self._ties.over()
+                    return
+            except CallTimeout as error:
+                self._absent(f"it did not answer: {error}")
+            except CallError as error:
+                self._absent(str(error))
+                await asyncio.sleep(RETRY_S)
+
+    async def _attend(self) -> bool:
+        """Until the job is over (True), the master is gone, or this node must register anew."""
+        self._anew.clear()
+        fenced = asyncio.ensure_future(self._anew.wait())
+        call = self._master.options(timeout_s=2 * ATTEND_S).call("attend", self._sender, ATTEND_S)
+        over = asyncio.ensure_future(_awaited(call))
+        try:
+            await asyncio.wait([over, fenced], return_when=asyncio.FIRST_COMPLETED)
+            return over.result() if over.done() else False
+        finally:
+            for task in (over, fenced):
+                task.cancel()
+
+    def _absent(self, why: str) -> None:
+        now = self._clock()
+        if self._met_at is None:
+            self._ties.give_up(f"the master did not take this node: {why}")
+        elif now - self._met_at > MASTER_GONE_S:
+            self._ties.give_up(f"there has been no master for {now - self._met_at:.0f} s: {why}")
+        else:
+            logger.info("the master is away: %s", why.partition("\n")[0])
+
+    def _take(self, asked_at: float, grant: Grant) -> None:
+        self._met_at = self._clock()
+        if not self._leased:
+            return
+        if grant.lease_s > 0:
+            self._lease.granted(asked_at, grant.lease_s)
+            self._fenced = False
+            self._tell_guardian(self._lease.left_s(self._clock()))
+        else:
+            self._lease.end()
+
+    # The lease
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            asked_at = self._clock()
+            with suppress(CallError):
+                call = self._master.options(timeout_s=self._config.lease_s)
+                self._take(asked_at, await call.call("renew", self._info.node_rank, self._sender))
+
+    async def _watch_lease(self) -> None:
+        """Looked at often, since a suspended machine does not count its sleep in timers."""
+        while True:
+            await asyncio.sleep(LEASE_TICK_S)
+            if self._met_at is None or self._fenced or self._lease.held(self._clock()):
+                continue
+            self._fenced = True
+            late_s = -self._lease.left_s(self._clock())
+            away = f"{late_s:.1f} s ago" if late_s < 1e6 else "by the master's word"
+            why = f"the lease of node {self._config.node_name} ended {away}: its members may run elsewhere now"
+            logger.error("%s; they are ended here", why)
+            await self._ties.fence(why)
+            self._tell_guardian(None)
+            self._anew.set()
+
+    def _tell_guardian(self, left_s: float | None) -> None:
+        """How long the guardian may let this agent live without another word; None: as long as it likes, for no
+        member runs."""
+        with suppress(OSError):
+            os.write(GUARDIAN_FD, json.dumps({"lease_s": left_s}).encode() + b"\n")
+
+
+async def _awaited(call: Future[Any]) -> bool:
+    return bool(await call)

@@ -1,0 +1,101 @@
+"""A master that is killed: its agent starts it again, and the job does not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.master.launched import Launched, alive, launch
+
+
+def kill_master(job: Launched) -> int:
+    pid = job.pid_of("prime_master")
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def run_of(folder: Path) -> Path:
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def steps_of(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_master_killed_twice_while_members_work(tmp_path: Path) -> None:
+    with launch(tmp_path, "--steps", "150", "--pace", "0.02") as job:
+        job.wait_for("step 3")
+        members = {int(pid) for pid in (job.wait_for(rf"pid of {who} is (\d+)")[1] for who in ("ADDER:0", "TRAINER"))}
+        for number in (2, 3):
+            began = time.monotonic()
+            killed = kill_master(job)
+            job.wait_for(rf"the master \(pid {killed}\) died")
+            job.wait_for(f"master {number} of this job")
+            assert time.monotonic() - began < 4.0  # 0.4 s on a quiet machine
+            assert all(map(alive, members))
+        below = job.pids()
+        assert job.ended(30.0) == 0, job.output
+    run = run_of(tmp_path)
+    assert steps_of(run) == list(range(150))
+    assert json.loads((run / "exit-node0.json").read_text())["leftovers"] == []
+    assert [command for pid, command in below.items() if alive(pid)] == []
+    with closing(sqlite3.connect(run / "state.db")) as store:
+        assert store.execute("SELECT count(*) FROM masters").fetchone() == (3,)
+        assert store.execute("SELECT text FROM job WHERE name = 'stage'").fetchone() == ("succeeded",)
+        assert {row[0] for row in store.execute("SELECT state FROM members")} == {"exited"}
+
+
+@pytest.mark.parametrize("moment", ["toy started", "pid of ADDER:0", "step 9", "teardown of ADDER"])
+def test_master_killed_at_any_stage(moment: str, tmp_path: Path) -> None:
+    with launch(tmp_path, "--steps", "10", "--pace", "0.01") as job:
+        job.wait_for(moment)
+        kill_master(job)
+        assert job.ended(30.0) == 0, job.output
+    assert steps_of(run_of(tmp_path)) == list(range(10))
+
+
+def test_member_that_dies_without_a_master_is_told_to_the_next_one(tmp_path: Path) -> None:
+    with launch(tmp_path, "--sleep", "60", "--restart", "never") as job:
+        pid = int(job.wait_for(r"pid of ADDER:1 is (\d+)")[1])
+        job.wait_for("step 1")
+        kill_master(job)
+        os.kill(pid, signal.SIGKILL)
+        assert job.ended(20.0) == 1, job.output
+        assert f"First cause:\n  ADDER:1 (pid {pid} on {os.uname().nodename}) was killed by SIGKILL" in job.output
+        assert "pid of ADDER:1" in job.output.partition("last lines of")[2]
+
+
+def test_master_that_dies_again_and_again_ends_the_job_with_the_first_cause(tmp_path: Path) -> None:
+    with launch(tmp_path, "--sleep", "60") as job:
+        job.wait_for("step 1")
+        killed: list[int] = []
+        deadline = time.monotonic() + 25.0
+        while job.process.poll() is None and time.monotonic() < deadline:
+            for pid, command in job.pids().items():
+                if "prime_master" in command and pid not in killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+            time.sleep(0.05)
+        assert job.ended() == 1, job.output
+        assert len(killed) == 6
+        assert f"first it killed by SIGKILL (pid {killed[0]})" in job.output, job.output
+
+
+def test_ctrl_c_while_there_is_no_master(tmp_path: Path) -> None:
+    with launch(tmp_path, "--sleep", "60") as job:
+        job.wait_for("step 1")
+        below = job.pids()
+        kill_master(job)
+        began = time.monotonic()
+        job.interrupt()
+        assert job.ended() == 130, job.output
+        assert time.monotonic() - began < 5.0
+        assert [command for pid, command in below.items() if alive(pid)] == []
