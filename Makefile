@@ -27,13 +27,14 @@ DEV_READY := $(VENV)/.dev-ready-$(CHOICE)
 # Tests that are full of arrays and tensors are not type-checked.
 UNTYPED := ^tests/(examples|typing/wrong)
 
-.PHONY: help demo test lint types fast slow bench clean
+.PHONY: help demo test lint types fast slow soak bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    run the PPO demo (DEMO_ARGS: arguments for examples/ppo/main.py)'
 	@echo 'make test    lint, types, fast tests (PYTEST_ARGS: arguments for pytest)'
 	@echo 'make slow    tests that take minutes'
+	@echo 'make soak    tests that take a quarter of an hour: kills at every point, thousands of weight syncs'
 	@echo 'make bench   measure calls and start-up on this machine'
 	@echo 'make bench-peers   the same calls on Ray, xoscar and Monarch (RPC_ARGS: arguments for benchmarks/rpc.py)'
 	@echo 'make lint    ruff only'
@@ -56,7 +57,10 @@ fast: $(DEV_READY)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 slow: $(DEV_READY)
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
+
+soak: $(DEV_READY)
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 bench: $(DEMO_READY)
 	$(BIN)/python benchmarks/calls.py

@@ -89,6 +89,7 @@ def test_a_small_job_survives_each_kind_of_death(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_it_learns_as_much_although_members_are_killed(tmp_path: Path) -> None:
     summary, changed = run_and_kill(tmp_path, [(5, "ROLLOUT:0"), (10, "REWARD:0"), (15, "ACTOR:1")])

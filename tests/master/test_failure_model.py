@@ -64,6 +64,7 @@ def test_the_grid_is_seeded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["never", "default"])
 def test_the_kill_grid(policy: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_a_receiver_that_is_killed_in_bucket_7(channel: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.case("O17")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
