@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch import device as torch_device
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -57,8 +58,17 @@ def _check(code: int, what: str) -> None:
         raise Unshareable(f"{what}: {(name.value or b'?').decode()} ({code})")
 
 
+def make_current(device: str | torch_device) -> None:
+    """Give the calling thread the device's context, without which the driver refuses it. A thread that has launched
+    nothing yet has none, whatever torch calls its current device."""
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+
+
 def export(address: int) -> tuple[bytes, int]:
-    """The handle of the allocation that an address is in, and the offset inside it.
+    """The handle of the allocation that an address is in, and the offset inside it; see `make_current`.
 
     Raises:
         Unshareable: it has none (expandable segments, memory of a pool).
@@ -129,8 +139,8 @@ class Allocation:
         import torch
 
         self.nbytes, self.device = nbytes, device
+        make_current(device)
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes the device's context
             address = ctypes.c_uint64()
             code = _driver().cuMemAlloc_v2(ctypes.byref(address), max(nbytes, 1))
             if code != 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
 from rlmesh.weights.cuda import checksums, copy_with_checksums, describe_device, index_of
-from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, bytes_at, export
+from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, bytes_at, export, make_current
 from rlmesh.weights.plan import Bucket
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class CudaOutlet:
             if not tensor.is_cuda or not tensor.is_contiguous() or dtype_name(tensor) != entry.dtype:
                 return None
         try:
+            make_current(self._device)
             return [export(tensor.data_ptr()) if tensor.numel() else (b"", 0) for tensor in whole]
         except Unshareable as error:
             logger.warning("the weights of %s are copied before they are shared, since %s (expandable segments?)",
