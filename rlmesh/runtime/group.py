@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from enum import Enum
 from typing import Any, Concatenate, Generic, Literal, overload
 
@@ -10,7 +10,7 @@ from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.address import member_name
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import GroupOutcomes, gather
-from rlmesh.runtime.handle import A, CallOptions, P, R
+from rlmesh.runtime.handle import A, CallOptions, Items, P, R, X
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
 from rlmesh.runtime.rpc import method_name
 from rlmesh.runtime.runtime import Runtime, default_runtime
@@ -111,12 +111,37 @@ class RoleGroup(Generic[A]):
     ) -> Future[GroupOutcomes]: ...  # fmt: skip
     @overload
     def call(
-        self, method: Callable[..., Coroutine[Any, Any, R]], /, *args: Any, _scatter: Literal[True], **kwargs: Any
+        self, method: Callable[[A, X], Coroutine[Any, Any, R]], one: X | Items[X], /, *, _scatter: Literal[True],
+        **kwargs: Any,
+    ) -> Future[list[R]]: ...  # fmt: skip
+    @overload
+    def call(
+        self, method: Callable[[A, X], R], one: X | Items[X], /, *, _scatter: Literal[True], **kwargs: Any
     ) -> Future[list[R]]: ...
     @overload
     def call(
-        self, method: Callable[..., R], /, *args: Any, _scatter: Literal[True], **kwargs: Any
+        self, method: Callable[[X], Coroutine[Any, Any, R]], one: X | Items[X], /, *, _scatter: Literal[True],
+        **kwargs: Any,
+    ) -> Future[list[R]]: ...  # fmt: skip
+    @overload
+    def call(
+        self, method: Callable[[X], R], one: X | Items[X], /, *, _scatter: Literal[True], **kwargs: Any
     ) -> Future[list[R]]: ...
+    @overload
+    def call(
+        self, method: Callable[..., Coroutine[Any, Any, R]], one: Any, two: Any, /, *more: Any,
+        _scatter: Literal[True], **kwargs: Any,
+    ) -> Future[list[R]]: ...  # fmt: skip
+    @overload
+    def call(
+        self, method: Callable[..., R], one: Any, two: Any, /, *more: Any, _scatter: Literal[True], **kwargs: Any
+    ) -> Future[list[R]]: ...
+    @overload
+    def call(
+        self, method: Callable[..., Coroutine[Any, Any, R]], /, *, _scatter: Literal[True], **kwargs: Any
+    ) -> Future[list[R]]: ...
+    @overload
+    def call(self, method: Callable[..., R], /, *, _scatter: Literal[True], **kwargs: Any) -> Future[list[R]]: ...
     @overload
     def call(
         self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
@@ -188,16 +213,23 @@ class RoleGroup(Generic[A]):
 
     @overload
     def call_batch(
-        self, method: Callable[..., Coroutine[Any, Any, Sequence[R]]], size: int, /, *args: Any, **kwargs: Any
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, Items[R]]], size: int, /, *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> FutureSequence[R]: ...  # fmt: skip
+    @overload
+    def call_batch(
+        self, method: Callable[Concatenate[A, P], Items[R]], size: int, /, *args: P.args, **kwargs: P.kwargs
     ) -> FutureSequence[R]: ...
     @overload
     def call_batch(
-        self, method: Callable[..., Sequence[R]], size: int, /, *args: Any, **kwargs: Any
+        self, method: Callable[P, Coroutine[Any, Any, Items[R]]], size: int, /, *args: P.args, **kwargs: P.kwargs
     ) -> FutureSequence[R]: ...
     @overload
     def call_batch(
-        self, method: Callable[..., Any] | str, size: int, /, *args: Any, **kwargs: Any
-    ) -> FutureSequence[Any]: ...
+        self, method: Callable[P, Items[R]], size: int, /, *args: P.args, **kwargs: P.kwargs
+    ) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]: ...
     def call_batch(self, method: Any, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Split a batch over the members, balanced to within one item.
 
@@ -234,7 +266,13 @@ class RoleGroup(Generic[A]):
         targets = [(member_name(self.role, rank), None, ANY_INCARNATION) for rank in self.ranks]
         return self._caller().stream(targets, method_name(method), args, kwargs, self._options)
 
-    def notify(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> None:
+    @overload
+    def notify(self, method: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
+    @overload
+    def notify(self, method: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
+    @overload
+    def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
+    def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
         """Call every member without waiting for ends or errors (the members log them)."""
         for member in self:
             member.notify(method, *args, **kwargs)

@@ -23,6 +23,16 @@ else:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+X = TypeVar("X")
+Item = TypeVar("Item", covariant=True)
+
+
+class Items(Protocol[Item]):
+    """To type checkers, what is split over members and what a batch method returns: a list, a tuple, an array, a
+    tensor."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Item: ...
 
 
 MAX_WINDOW = 1 << 20
@@ -100,7 +110,13 @@ class MemberHandle(Generic[A]):
             self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation
         )
 
-    def notify(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> None:
+    @overload
+    def notify(self, method: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
+    @overload
+    def notify(self, method: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
+    @overload
+    def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
+    def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
         """Call a method without waiting for its end or its errors (the member logs them)."""
         self._caller.submit(
             self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation, False

@@ -20,9 +20,12 @@ class Shared(Generic[T]):
     value: T
 
 
-def shared(value: T) -> Shared[T]:
-    """Give ``value`` to every member of a batch call although it could be split."""
-    return Shared(value)
+def shared(value: T) -> T:
+    """Give ``value`` to every member of a batch call although it could be split.
+
+    To type checkers it is the value itself, since that is what the method gets.
+    """
+    return Shared(value)  # type: ignore[return-value]
 
 
 def balanced_sizes(size: int, world: int) -> list[int]:

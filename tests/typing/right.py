@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, assert_type
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 import rlmesh
-from rlmesh import Future, FutureSequence, MemberHandle, RLRoleType, RoleGroup, Stream, rpc
+from rlmesh import Future, FutureSequence, MemberHandle, RLRoleType, RoleGroup, Stream, rpc, shared
 
 
 def generate(prompts: list[str], *, temperature: float = 1.0) -> list[str]:
@@ -61,6 +65,18 @@ class Actor:
         return [float(x) for x in xs]
 
     @rpc
+    def batch_with(self, xs: list[int], table: list[str], *, scale: float = 1.0) -> tuple[str, ...]:
+        return tuple(table[x] for x in xs)
+
+    @rpc
+    def batch_of_tensors(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    @rpc
+    def batch_of_arrays(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        return rows
+
+    @rpc
     def items(self, n: int) -> Iterator[int]:
         yield from range(n)
 
@@ -78,6 +94,10 @@ class Critic:
     @rpc
     def value(self, x: int) -> float:
         return float(x)
+
+    @rpc
+    def values(self, xs: list[float]) -> list[float]:
+        return xs
 
 
 class LargeActor(Actor):
@@ -112,11 +132,24 @@ def typed_calls(group: RoleGroup[Actor]) -> None:
     assert_type(group.call(Actor.named, 3), Future[list[float]])
     assert_type(group.call(Actor.produce, ["a"]), Future[list[list[str]]])
     assert_type(group.call(LargeActor().forward, 3), Future[list[str]])
-    assert_type(group.call(Actor.forward, [3, 4], _scatter=True), Future[list[str]])
     assert_type(group.call(generate, ["a"], temperature=0.1), Future[list[list[str]]])
     assert_type(group.call(top_level, 3), Future[list[str]])
     assert_type(group.call("forward", 3), Future[list[Any]])
+    group.notify(Actor.forward, 3, scale=0.5)
+    group.notify(generate, ["a"])
+    group.notify("forward", 3)
     group.call(Actor.forward, 3, return_exceptions=True).result().raise_all()
+
+
+def scattered(group: RoleGroup[Actor]) -> None:
+    assert_type(group.call(Actor.forward, [3, 4], _scatter=True), Future[list[str]])
+    assert_type(group.call(Actor.forward, (3, 4), scale=[0.1, 0.2], _scatter=True), Future[list[str]])
+    assert_type(group.call(Actor.forward_async, [1, 2], _scatter=True), Future[list[str]])
+    assert_type(group.call(Actor.forward, 3, _scatter=True), Future[list[str]])
+    assert_type(group.call(Actor.batch, [[1, 2], [3, 4]], _scatter=True), Future[list[list[float]]])
+    assert_type(group.call(Actor.batch_with, [[1], [2]], shared(["a"]), _scatter=True), Future[list[tuple[str, ...]]])
+    assert_type(group.call(generate, [["a"], ["b"]], _scatter=True), Future[list[list[str]]])
+    assert_type(group.call(Actor.forward, x=[3, 4], _scatter=True), Future[list[str]])
 
 
 def calls_to_one(group: RoleGroup[Actor]) -> None:
@@ -133,6 +166,14 @@ def calls_to_one(group: RoleGroup[Actor]) -> None:
 def batches_and_streams(group: RoleGroup[Actor]) -> None:
     assert_type(group.call_batch(Actor.batch, 2, [1, 2]), FutureSequence[float])
     assert_type(group.call_batch(Actor.batch_async, 2, [1, 2])[0], float)
+    assert_type(group.call_batch(Actor.batch, 2, xs=[1, 2])[0:1], list[float])
+    assert_type(group.call_batch(Actor.batch_with, 2, [1, 2], shared(["a", "b"]), scale=0.5), FutureSequence[str])
+    assert_type(group.call_batch(Actor.batch_of_tensors, 2, torch.ones(2)), FutureSequence[torch.Tensor])
+    group.call_batch(Actor.batch_of_arrays, 2, np.ones(2, dtype=np.float32))
+    assert_type(group.call_batch(Actor().batch, 2, [1, 2]), FutureSequence[float])
+    assert_type(group.call_batch(generate, 2, ["a", "b"], temperature=0.1), FutureSequence[str])
+    assert_type(RoleGroup("ACTOR").call_batch(Actor.batch, 2, [1, 2]), FutureSequence[float])
+    assert_type(RoleGroup("ACTOR").call_batch(generate, 2, ["a", "b"]), FutureSequence[str])
     assert_type(group.call_batch("batch", 2, [1, 2]), FutureSequence[Any])
     assert_type(group.stream(Actor.items, 3), Stream[int])
     assert_type(group[0].stream(Actor.items_async, 3), Stream[str])
@@ -150,7 +191,8 @@ async def awaited(group: RoleGroup[Actor]) -> None:
 def passed_on(group: RoleGroup[Actor], critics: RoleGroup[Critic]) -> None:
     made = group.call_rank0(Actor.named, 3)
     assert_type(made.as_argument(), float)
-    assert_type(critics.call_batch(Critic.value, 2, group.call_batch(Actor.batch, 2, [1, 2])), FutureSequence[Any])
+    batch = group.call_batch(Actor.batch, 2, [1, 2])
+    assert_type(critics.call_batch(Critic.values, 2, batch.as_argument()), FutureSequence[float])
 
 
 def names_at_the_top() -> None:

@@ -25,6 +25,17 @@ class Actor:
         return prompts
 
     @rpc
+    def batch(self, xs: list[int], *, scale: float = 1.0) -> list[float]:
+        return [x * scale for x in xs]
+
+    @rpc
+    async def batch_async(self, xs: list[int]) -> list[float]:
+        return [float(x) for x in xs]
+
+    @rpc
+    def nothing(self, xs: list[int]) -> None: ...
+
+    @rpc
     def items(self, n: int) -> Iterator[int]:
         yield from range(n)
 
@@ -33,6 +44,10 @@ class Critic:
     @rpc
     def value(self, x: int) -> float:
         return float(x)
+
+    @rpc
+    def values(self, xs: list[int]) -> list[float]:
+        return [float(x) for x in xs]
 
 
 def wrong(group: RoleGroup[Actor], actor: Actor) -> None:
@@ -49,6 +64,26 @@ def wrong(group: RoleGroup[Actor], actor: Actor) -> None:
     group.call_rank0(Critic.value, 3)  # wrong
     group.call_rank0(Actor.forward, "text")  # wrong
     group.call_any(Actor.forward, 3, scales=0.5)  # wrong
+    group.call(Critic.value, [3, 4], _scatter=True)  # wrong
+    group.call(Actor.forward, ["a", "b"], _scatter=True)  # wrong: items of another type
+    group.call(Actor.forward, "text", _scatter=True)  # wrong
+    group.call(Actor.batch, 3, _scatter=True)  # wrong
+    group.call_batch(Critic.values, 2, [1, 2])  # wrong: another role's method
+    group.call_batch(Actor.batch, 2)  # wrong: an argument is missing
+    group.call_batch(Actor.batch, [1, 2])  # wrong: the number of items is missing
+    group.call_batch(Actor.batch, 2, ["a", "b"])  # wrong: items of another type
+    group.call_batch(Actor.batch, 2, 3)  # wrong: no items
+    group.call_batch(Actor.batch, 2, [1, 2], 3)  # wrong: too many arguments
+    group.call_batch(Actor.batch, 2, [1, 2], scales=0.5)  # wrong: no such keyword
+    group.call_batch(Actor.batch, 2, [1, 2], scale="large")  # wrong: a keyword of another type
+    group.call_batch(Actor.batch_async, 2, ["a", "b"])  # wrong
+    group.call_batch(Actor.nothing, 2, [1, 2])  # wrong: gives no result per item
+    group.call_batch(Actor.forward_async, 2, [1, 2])  # wrong
+    group.call_batch(stub, 2, [1, 2])  # wrong
+    RoleGroup("ACTOR").call_batch(Actor.batch, 2, ["a", "b"])  # wrong
+    group.notify(Critic.value, 3)  # wrong
+    group.notify(Actor.forward, "text")  # wrong
+    group[0].notify(Actor.forward, 3, scales=0.5)  # wrong
     group[0].call(Critic.value, 3)  # wrong
     group[0].call(Actor.forward, "text")  # wrong
     group.stream(Actor.forward, 3)  # wrong: not a generator
