@@ -365,7 +365,8 @@ class Calls(Knowledge):
         executed: Executed = "no"
         state = "its member has not published an endpoint yet"
         if call.passed is not None:
-            state = f"an argument was not there: {call.passed.describe()}"
+            awaited = call.passed.describe()
+            state = f"an argument was not there: {awaited}" if awaited else "an argument came at the last moment"
         if peer is not None:
             if call.call_id in peer.pending:
                 executed = "maybe"

@@ -199,6 +199,8 @@ class Dispatcher:
     def _prepare(self, incoming: Incoming) -> bool:
         """What the flags of a call ask for; False if it was refused."""
         call = incoming.call
+        if call.flags & _STREAM and incoming.key in self._incoming:
+            return False  # A packet that came twice: of two generators one would wait for ever.
         if call.flags & _PASSED:
             try:
                 incoming.frames, values = unpack_passed(incoming.frames)

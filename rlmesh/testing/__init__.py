@@ -1,5 +1,5 @@
-"""Tools for testing jobs and what is built on the runtime: a cluster of virtual nodes on one machine, a network
-without sockets, faults, and a loop in virtual time."""
+"""Tools for testing jobs and what is built on the runtime: a cluster of virtual nodes on one machine, one
+within a process, a network without sockets, faults, and a loop in virtual time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rlmesh.testing.fake_nvml import FakeNvml as FakeNvml
 from rlmesh.testing.fake_nvml import FakeSlice as FakeSlice
 from rlmesh.testing.faults import FaultPlan as FaultPlan
 from rlmesh.testing.faults import faulty as faulty
+from rlmesh.testing.in_process import InProcessCluster as InProcessCluster
 from rlmesh.testing.local_cluster import LocalCluster as LocalCluster
 from rlmesh.testing.loopback import LoopbackNetwork as LoopbackNetwork
 
@@ -18,6 +19,7 @@ __all__ = [
     "FakeNvml",
     "FakeSlice",
     "FaultPlan",
+    "InProcessCluster",
     "LocalCluster",
     "LoopbackNetwork",
     "NothingLeft",

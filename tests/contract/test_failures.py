@@ -175,7 +175,7 @@ class G:
     @rpc
     def echo(self, x): return x
 
-with Runtime.start(name="G:2", key=bytes.fromhex(sys.argv[1]), socket_dir=sys.argv[2]) as runtime:
+with Runtime.start(name="G:2", key=bytes.fromhex(sys.argv[1]), bind=sys.argv[2]) as runtime:
     runtime.serve("G:2", G())
     print(runtime.endpoint, flush=True)
     sys.stdin.read()
@@ -220,7 +220,7 @@ def test_a_group_fails_as_fast_as_its_first_member(mesh: Mesh) -> None:
 @pytest.fixture
 def rank_2(mesh: Mesh) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, KEY.hex(), str(mesh.socket_dir)], stdout=subprocess.PIPE,
+        [sys.executable, "-c", SERVER, KEY.hex(), mesh.process_address()], stdout=subprocess.PIPE,
         stdin=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stdin is not None

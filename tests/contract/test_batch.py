@@ -43,25 +43,28 @@ class Worker:
 
 
 @pytest.mark.case("O6")
-@pytest.mark.parametrize(("size", "world"), [(4, 3), (5, 4), (9, 8), (10, 7), (2, 8), (0, 3)])
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
-def test_batch_arithmetic(mesh: Mesh, size: int, world: int, kind: Any) -> None:
-    workers = [Worker() for _ in range(world)]
+def test_batch_arithmetic(mesh: Mesh, kind: Any) -> None:
+    workers = [Worker() for _ in range(8)]
     group = mesh.serve("W", *workers)
-    items = list(range(size))
-    result = group.call_batch("square", size, kind(items), temperature=0.7, tag="abc")
-    expected = [(x * x, 0.7, "abc") for x in items]
-    assert len(result) == size
-    assert list(result) == result.result() == expected
-    assert result[::2] == expected[::2] and result[::-1] == expected[::-1]
-    if size:
-        assert result[-1] == expected[-1] and result[0] == expected[0]
-    for index in (size, -size - 1):
-        with pytest.raises(IndexError):
-            result[index]
-    sizes = [n for worker in workers for n in worker.sizes]
-    assert sizes == [n for n in balanced_sizes(size, world) if n] and sum(sizes) == size
-    assert not sizes or max(sizes) - min(sizes) <= 1
+    for size, world in [(4, 3), (5, 4), (9, 8), (10, 7), (2, 8), (0, 3)]:
+        items = list(range(size))
+        result = group[:world].call_batch("square", size, kind(items), temperature=0.7, tag="abc")
+        expected = [(x * x, 0.7, "abc") for x in items]
+        assert len(result) == size
+        assert list(result) == result.result() == expected
+        assert result[::2] == expected[::2] and result[::-1] == expected[::-1]
+        if size:
+            assert result[-1] == expected[-1] and result[0] == expected[0]
+        for index in (size, -size - 1):
+            with pytest.raises(IndexError):
+                result[index]
+        given = [n for worker in workers for n in worker.sizes]
+        assert given == [n for n in balanced_sizes(size, world) if n] and sum(given) == size
+        assert not given or max(given) - min(given) <= 1
+        assert all(worker.sizes == [] for worker in workers[len(given) :]), "who gets no items is not called"
+        for worker in workers:
+            worker.sizes.clear()
 
 
 def test_what_is_split_and_what_is_copied(mesh: Mesh) -> None:

@@ -18,7 +18,7 @@ from rlmesh.runtime.address import MemberAddress
 from rlmesh.runtime.gathering import GroupOutcomes
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.runtime import Runtime, set_default_runtime
 from tests.runtime.conftest import KEY, Mesh
 
 
@@ -178,6 +178,7 @@ def test_wrong_use_says_what_is_right(mesh: Mesh) -> None:
         group[5]
     with pytest.raises(UsageError, match="seconds above 0"):
         group.options(timeout_s=0)
+    set_default_runtime(None)
     with pytest.raises(UsageError, match="not part of a job"):
         RoleGroup("ACTOR").call("echo", 1)
 
@@ -248,7 +249,7 @@ def test_a_call_that_is_cancelled_before_it_starts_gives_its_place_back(
     handle = mesh.serve("A", Member())[0]
 
     async def service() -> None:
-        async with Runtime.open(name="service", key=KEY, bind=False) as runtime:
+        async with Runtime.open(name="service", key=KEY, bind=False, network=mesh.network) as runtime:
             own = runtime.peer("A:0", mesh.addresses[0].endpoint or "")
             assert await own.call("echo", 3) == 3
             # Calls and cancellations of one turn arrive together.
@@ -274,7 +275,7 @@ def test_waiting_on_the_loop_that_must_receive_the_answer_is_refused(mesh: Mesh)
     mesh.serve("A", member)
 
     async def service() -> None:
-        async with Runtime.open(name="service", key=KEY, bind=False) as runtime:
+        async with Runtime.open(name="service", key=KEY, bind=False, network=mesh.network) as runtime:
             handle = runtime.peer("A:0", mesh.addresses[0].endpoint or "")
             assert await handle.call("echo", 3) == 3
             with pytest.raises(WouldDeadlock, match="await future"):

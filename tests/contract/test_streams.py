@@ -116,7 +116,7 @@ def test_async_for_on_the_runtimes_own_loop(mesh: Mesh) -> None:
     mesh.serve("A", Member())
 
     async def service() -> None:
-        async with Runtime.open(name="service", key=KEY, bind=False) as runtime:
+        async with Runtime.open(name="service", key=KEY, bind=False, network=mesh.network) as runtime:
             handle = runtime.peer("A:0", mesh.addresses[0].endpoint or "")
             assert [item async for item in handle.stream("count", 40)] == list(range(40))
             with pytest.raises(WouldDeadlock, match="would block the loop"):
@@ -211,7 +211,7 @@ def test_the_death_of_a_member_ends_the_stream(mesh: Mesh, monkeypatch: pytest.M
 def test_the_end_of_the_consumer_ends_the_generator(mesh: Mesh) -> None:
     member = Member()
     mesh.serve("A", member)
-    consumer = Runtime.start(name="consumer", key=KEY, bind=False)
+    consumer = Runtime.start(name="consumer", key=KEY, bind=False, network=mesh.network)
     stream = consumer.peer("A:0", mesh.addresses[0].endpoint or "").stream("wait_after", 2)
     assert next(stream) == 0
     consumer.close()
