@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.axes import Axes
@@ -97,6 +98,17 @@ class AddressBook:
 
     def find(self, role: str, rank: int) -> MemberAddress | None:
         return self._by_name.get(member_name(role, rank))
+
+
+def role_name(role: object) -> str:
+    """A role's name from its name, an enum member such as ``RLRoleType.ACTOR``, or a class (upper case)."""
+    if isinstance(role, str):
+        return role
+    if isinstance(role, Enum):
+        return role.name
+    if isinstance(role, type):
+        return role.__name__.upper()
+    raise UsageError(f"RoleGroup({role!r}): pass the role's name or RLRoleType member")
 
 
 def member_name(role: str, rank: int) -> str:

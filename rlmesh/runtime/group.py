@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from enum import Enum
 from typing import Any, Concatenate, Generic, Literal, overload
 
-from rlmesh.errors import RoleNotFound, UsageError
-from rlmesh.runtime.address import member_name
+from rlmesh.errors import RoleNotFound
+from rlmesh.runtime.address import member_name, role_name
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import GroupOutcomes, gather
 from rlmesh.runtime.handle import A, CallOptions, Items, P, R, X
@@ -20,17 +20,6 @@ from rlmesh.runtime.split import shared as shared
 from rlmesh.runtime.streams import Stream
 from rlmesh.runtime.timing import CallGroup
 from rlmesh.wire.envelope import ANY_INCARNATION
-
-
-def role_name(role: object) -> str:
-    """A role's name from its name, an enum member such as ``RLRoleType.ACTOR``, or a class (upper case)."""
-    if isinstance(role, str):
-        return role
-    if isinstance(role, Enum):
-        return role.name
-    if isinstance(role, type):
-        return role.__name__.upper()
-    raise UsageError(f"RoleGroup({role!r}): pass the role's name or RLRoleType member")
 
 
 class RoleGroup(Generic[A]):

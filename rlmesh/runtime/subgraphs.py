@@ -25,8 +25,9 @@ from enum import Enum
 from typing import Any, overload
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.address import role_name
 from rlmesh.runtime.future import Future, reject, resolve
-from rlmesh.runtime.group import RoleGroup, role_name
+from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime, default_runtime
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, split_call
