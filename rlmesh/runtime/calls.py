@@ -365,8 +365,7 @@ class Calls(Knowledge):
         executed: Executed = "no"
         state = "its member has not published an endpoint yet"
         if call.passed is not None:
-            awaited = call.passed.describe()
-            state = f"an argument was not there: {awaited}" if awaited else "an argument came at the last moment"
+            state = f"an argument was not there: {call.passed.describe()}"
         if peer is not None:
             if call.call_id in peer.pending:
                 executed = "maybe"

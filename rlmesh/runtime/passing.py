@@ -200,7 +200,7 @@ class PassedArguments:
     def describe(self) -> str:
         """Which of them are awaited."""
         waiting = [future._described() for future, _ in self._needs if not future.done()]
-        return "; ".join(filter(None, waiting))
+        return "; ".join(filter(None, waiting)) or "calls that have just ended"
 
     def error(self) -> BaseException | None:
         """The first failure among them."""
