@@ -72,8 +72,8 @@ class Origin(Protocol):
         """The result may stay where it is made until somebody fetches it."""
         ...
 
-    def want(self) -> None:
-        """Somebody waits for the value here."""
+    def want(self, *, blocks: bool = False) -> None:
+        """Somebody waits for the value here; with ``blocks`` it is this thread, which has nothing else to do."""
         ...
 
     def settled(self) -> bool:
@@ -181,7 +181,7 @@ class Future(concurrent.futures.Future[T]):
     def _block(self, timeout: float | None) -> None:
         """Wait until it is done; note how long this thread took to wake once the answer was there."""
         refuse_to_block(self._described)
-        self._want()
+        self._want(blocks=True)
         origin = self._origin
         before_ns = own_run_queue_ns()
         gate = allocate_lock()
@@ -266,7 +266,7 @@ class Future(concurrent.futures.Future[T]):
         for callback in settle:
             self._run_callback(callback)
 
-    def _want(self) -> None:
+    def _want(self, *, blocks: bool = False) -> None:
         """Somebody waits for the value itself."""
         if self._state is not PENDING:
             return
@@ -275,7 +275,7 @@ class Future(concurrent.futures.Future[T]):
         if kept is not None:
             kept.fetch_for(self)
         elif origin is not None:
-            origin.want()
+            origin.want(blocks=blocks)
 
     def end(self, value: T | None, error: BaseException | None) -> None:
         """Give it a value or an error, unless it has ended."""

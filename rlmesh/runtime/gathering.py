@@ -63,7 +63,7 @@ class _Gathered:
     def stay(self) -> None:
         pass  # Its members are passed on, each for itself.
 
-    def want(self) -> None:
+    def want(self, *, blocks: bool = False) -> None:
         for future in self._futures:
             future._want()
 

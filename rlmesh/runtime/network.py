@@ -26,8 +26,8 @@ class NetworkOptions:
         share_memory: large arguments and results pass through shared memory where both sides can reach it.
         private: the operator's word that nobody else can listen on the network between the job's nodes: large
             payloads go unencrypted, which is several times faster. Whoever connects still has to show the key.
-        busy_poll_s: a service's loop that awaits a single call of a member that answers within so many seconds polls
-            for the answer instead of sleeping; 0 never does. Saves a third of a short call's time.
+        busy_poll_s: who waits for the only call on its way, of a member that answers within so many seconds, looks for
+            the answer instead of sleeping; 0 never does. Saves a third of a short call's time.
         transports: more transports by the scheme of their addresses, or others in place of the usual ones.
     """
 

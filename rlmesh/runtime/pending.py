@@ -70,12 +70,16 @@ class PendingCall:
     def stay(self) -> None:
         self.table.keep(self)
 
-    def want(self) -> None:
+    def want(self, *, blocks: bool = False) -> None:
         peer = self.peer
         if peer is not None and len(peer.pending) == 1:
             peer.channel.hurry()
-            if self.table.busy_poll is not None:
-                self.table.busy_poll.await_answer(self)
+            poll = self.table.busy_poll
+            if poll is not None:
+                if blocks:
+                    poll.block(self)
+                else:
+                    poll.await_answer(self)
 
     def settled(self) -> bool:
         return False

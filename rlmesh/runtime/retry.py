@@ -104,7 +104,7 @@ class Retries:
     def stay(self) -> None:
         pass  # A call that may be made again answers its caller.
 
-    def want(self) -> None:
+    def want(self, *, blocks: bool = False) -> None:
         pass
 
     def settled(self) -> bool:

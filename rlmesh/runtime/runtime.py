@@ -88,8 +88,6 @@ class Runtime(Submission, Reception):
         )  # fmt: skip
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._calls.fetch = self.fetch
-        if embedded and self.network.busy_poll_s > 0:
-            self._calls.busy_poll = BusyPoll(loop, self.network.busy_poll_s)
         self._dispatcher = Dispatcher(self, loop)
         self._lanes = Lanes(self, loop, self.network)
         self._incoming: dict[Link, Channel] = {}
@@ -201,6 +199,8 @@ class Runtime(Submission, Reception):
             runtime._close_transports(0)
             raise
         runtime._loop_ident = threading.get_ident()
+        if runtime.network.busy_poll_s > 0:
+            runtime._calls.busy_poll = BusyPoll(runtime._loop_ident, runtime.network.busy_poll_s)
         if thread is not None:
             runtime._thread_owner = thread
             _with_threads.add(runtime)

@@ -1,6 +1,7 @@
 """Packets over a stream socket: how bytes are cut into packets, and a connection that sends and receives them.
 
-The loop reads and any thread writes, so that a call or a reply that is ready needs no hand-off before it leaves.
+The loop reads and any thread writes, so that a call or a reply that is ready needs no hand-off before it leaves. A
+thread that waits for an answer may read in the loop's place (`StreamLink.read_here`).
 
 Format of a packet: magic (4 bytes), number of frames (u32), the length of each (u64), the frames. Little-endian.
 """
@@ -15,11 +16,14 @@ import time
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from threading import RLock
+from typing import Any, Protocol, TypeVar
 
 from rlmesh.runtime.room import room
 from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, UNAUTHENTICATED_LIMIT_BYTES, Receiver
 from rlmesh.wire.envelope import Buffer, Frames
+
+T = TypeVar("T")
 
 _MAGIC = b"RLM1"
 _HEAD = struct.Struct("<4sI")
@@ -66,6 +70,11 @@ class PacketReader:
             self._buffer[:left] = self._buffer[self._start : self._end]
             self._start, self._end = 0, left
         return self._view[self._end :]
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether bytes were read that `next_packet` has not looked at."""
+        return self._start < self._end
 
     def took(self, count: int) -> None:
         """``count`` bytes were read into `space`."""
@@ -171,6 +180,10 @@ class StreamLink:
         self._lock = allocate_lock()
         self._backlog: deque[memoryview] = deque()
         self._writing = self._closed = False
+        self._reading = RLock()
+        """Whoever reads holds it, and whoever closes: the descriptor must not name another file by then."""
+        self._left: Frames | None = None
+        """A packet that a waiting thread read and left to the loop, which reads on after it."""
 
     def attach(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -218,7 +231,8 @@ class StreamLink:
             self._owner.loop.remove_reader(sock.fileno())
             if self._writing:
                 self._owner.loop.remove_writer(sock.fileno())
-            sock.close()
+            with self._reading:
+                sock.close()
 
     def drain_blocking(self, deadline: float) -> None:
         """Before the end: send what is queued while the peer still takes it."""
@@ -246,10 +260,66 @@ class StreamLink:
                 self._writing = False
                 self._owner.loop.remove_writer(self._socket.fileno())
 
+    def read_here(self, pick: Callable[[Frames], T | None]) -> T | None:
+        """From a thread that waits for an answer, in the loop's place: what ``pick`` makes of the packet that has
+        arrived. None if none has, or if ``pick`` gives None: then the packet is the loop's. ``pick`` sees packets of
+        trusted peers only."""
+        if not self._reading.acquire(blocking=False):
+            return None
+        try:
+            sock, reader = self._socket, self._reader
+            if sock is None or self._closed or self._left is not None or reader.has_rest:
+                return None
+            if self._limit_bytes == UNAUTHENTICATED_LIMIT_BYTES:
+                return None
+            try:
+                count = sock.recv_into(reader.space())
+            except OSError:
+                return None  # Nothing is there, or the connection is broken, as the loop will find too.
+            if count == 0:
+                return None
+            reader.took(count)
+            try:
+                packet = reader.next_packet(self._limit_bytes)
+            except ValueError:
+                packet = None  # The loop finds the same in what was read.
+            picked = pick(packet) if packet is not None else None
+            if picked is None:
+                self._left = packet
+            if picked is None or reader.has_rest:
+                self._owner.post(self._on_readable)
+            return picked
+        finally:
+            self._reading.release()
+
     def _on_readable(self) -> None:
-        receiver, reader, sock = self._owner.receiver, self._reader, self._socket
+        with self._reading:
+            if self._closed:
+                return
+            try:
+                if self._handle_read():
+                    self._read()
+            except ValueError as error:
+                self.close()
+                self._owner.receiver.on_rejected(self, str(error))
+
+    def _handle_read(self) -> bool:
+        """Handle packets that have been read; False once the link is closed.
+
+        Raises:
+            ValueError: what came is no packet.
+        """
+        receiver, reader = self._owner.receiver, self._reader
+        packet, self._left = self._left or reader.next_packet(self._limit_bytes), None
+        while packet is not None and not self._closed:
+            receiver.on_packet(self, packet)
+            packet = reader.next_packet(self._limit_bytes) if not self._closed else None
+        return not self._closed
+
+    def _read(self) -> None:
+        reader, sock = self._reader, self._socket
         for _ in range(_READS_PER_TURN):
-            if sock is None or self._closed:
+            if sock is None:
                 return
             space = reader.space()
             try:
@@ -263,16 +333,7 @@ class StreamLink:
                 self._lost("the connection was closed by the peer")
                 return
             reader.took(count)
-            try:
-                while (packet := reader.next_packet(self._limit_bytes)) is not None:
-                    receiver.on_packet(self, packet)
-                    if self._closed:
-                        return
-            except ValueError as error:
-                self.close()
-                receiver.on_rejected(self, str(error))
-                return
-            if count < len(space):
+            if not self._handle_read() or count < len(space):
                 return  # The socket is empty; the loop says when it is not.
 
     def _lost(self, reason: str) -> None:
