@@ -19,6 +19,7 @@ from rlmesh import RoleGroup, Runtime, rpc
 from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.dispatch import Dispatcher
+from rlmesh.runtime.network import NetworkOptions
 from rlmesh.wire import codec
 
 CALLS, WARM_UP = 1000, 200
@@ -104,7 +105,7 @@ def main() -> None:
         command = [sys.executable, __file__, directory]
         with (
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
-            Runtime.start(name="caller", key=KEY, bind=False) as runtime,
+            Runtime.start(name="caller", key=KEY, bind=False, network=NetworkOptions(busy_poll_s=0)) as runtime,
         ):
             assert process.stdin is not None and process.stdout is not None
             address = MemberAddress("M", 0, 0, process.stdout.readline().strip())

@@ -311,10 +311,12 @@ class StreamLink:
         """
         receiver, reader = self._owner.receiver, self._reader
         packet, self._left = self._left or reader.next_packet(self._limit_bytes), None
-        while packet is not None and not self._closed:
+        while packet is not None:
             receiver.on_packet(self, packet)
-            packet = reader.next_packet(self._limit_bytes) if not self._closed else None
-        return not self._closed
+            if self._closed:
+                return False
+            packet = reader.next_packet(self._limit_bytes)
+        return True
 
     def _read(self) -> None:
         reader, sock = self._reader, self._socket
