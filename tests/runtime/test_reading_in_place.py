@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PeerLost
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.rpc import rpc
@@ -142,9 +143,12 @@ def test_a_call_from_a_callback_of_an_answer(tmp_path: Path) -> None:
             got: list[int] = []
             done = threading.Event()
 
-            def follow(_: object, number: int = number, got: list[int] = got, done: threading.Event = done) -> None:
-                following = handle.call("quick", -number)
-                following.add_done_callback(lambda answered: (got.append(answered.result()), done.set()))
+            def note(answered: Future[int], got: list[int] = got, done: threading.Event = done) -> None:
+                got.append(answered.result())
+                done.set()
+
+            def follow(_: object, number: int = number, note: Callable[[Future[int]], None] = note) -> None:
+                handle.call("quick", -number).add_done_callback(note)
 
             future = handle.call("quick", number)
             future.add_done_callback(follow)
@@ -174,7 +178,8 @@ def test_a_loop_that_was_stopped_while_it_waited(tmp_path: Path) -> None:
 
 
 async def _wait(handle: MemberHandle) -> int:
-    return await handle.call("quick", 1)
+    value: int = await handle.call("quick", 1)
+    return value
 
 
 MEMBER_SCRIPT = """
