@@ -83,14 +83,14 @@ def test_a_plain_thread_reads_its_answers_itself(tmp_path: Path) -> None:
             assert handle.call("quick", number).result() == number
             with pytest.raises(Exception, match=str(number)):
                 handle.call("fails", number).result()
-        assert _looked(caller) > ROUNDS
+        assert _looked(caller) > ROUNDS // 10
 
 
 async def test_so_does_a_coroutine_of_another_loop(tmp_path: Path) -> None:
     with _member(tmp_path) as (caller, handle):
         for number in range(ROUNDS):
             assert await handle.call("quick_async", number) == number
-        assert _looked(caller) > ROUNDS
+        assert _looked(caller) > ROUNDS // 10
 
 
 def test_what_is_no_lone_answer_stays_with_the_loop(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_what_is_no_lone_answer_stays_with_the_loop(tmp_path: Path) -> None:
             del array
             if number % 10 == 0:
                 assert list(handle.stream("count", 20)) == list(range(20))
-        assert _looked(caller) > ROUNDS
+        assert _looked(caller) > ROUNDS // 10
 
 
 def test_many_threads_and_loops_at_once(tmp_path: Path) -> None:
