@@ -365,10 +365,12 @@ class Head:
     def _not_back(self, token: str, lost_at: float) -> None:
         with self._lock:
             entry = self._roster.find(token)
-            if entry is None or entry.seen_at > lost_at or self._over is not None:
+            if entry is None or entry.seen_at > lost_at:
+                return
+            self._heard.add(token)  # nobody is there any more who could hear that it is over
+            if self._over is not None:
                 return
             node = self._remote.get(entry.node_rank)
-            self._heard.add(token)
             self._roster.leave(token, self._clock())
         if node is not None and node.running():
             node.end(unproven(entry.node_rank, f"the launch of node {entry.label} closed its connection and is gone"))

@@ -24,7 +24,7 @@ from rlmesh.agent.checks import gather
 from rlmesh.agent.protocol import ExitReport
 from rlmesh.agent.start import GuardianProcess
 from rlmesh.errors import CallError, CallTimeout, LaunchError, PeerLost, RemoteError, UsageError, WireError
-from rlmesh.master.head import host_name
+from rlmesh.master.head import ORDERS_WAIT_S, host_name
 from rlmesh.master.merged_logs import MergedLogs
 from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.preflight import Pong, ask_all
@@ -41,6 +41,7 @@ from rlmesh.master.rendezvous import (
     Probe,
     Start,
 )
+from rlmesh.master.silence import Silence
 from rlmesh.master.workspace import NodeFolder
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 TRY_S = 1.0
 """So long one address of the head gets before the next one is tried."""
 ORDERS_TIMEOUT_S = 10.0
+QUIET_S = ORDERS_WAIT_S + 1.0
+LOOK_S = 0.5
+LOOKING_S = 0.5
 LOST_S = 20.0
 """Without a word from the head for so long, its job is given up: longer than an agent's lease lasts."""
 POLL_S = 0.2
@@ -122,8 +126,8 @@ class _Node:
         self._logs = MergedLogs(options.output or _write_line)
         self._over: Over | None = None
         self._probe: Runtime | None = None
-        self._head_heard_at = time.monotonic()
-        self._eof = False
+        self._silence = Silence(time.monotonic(), quiet_s=QUIET_S, look_s=LOOK_S, lost_s=LOST_S)
+        self._head_ended = self._eof = False
 
     def live(self) -> int:
         with self._catching_signals():
@@ -225,6 +229,7 @@ class _Node:
     def _obey(self) -> int:
         seen = 0
         asked: Future[tuple[Order, ...]] | None = None
+        self._silence.heard(time.monotonic())
         try:
             while self._over is None:
                 if asked is None:
@@ -234,6 +239,7 @@ class _Node:
                 self._logs.poll()
                 self._look_at_signals()
                 self._look_at_guardian()
+                self._look_at_head()
                 if asked.done():
                     orders = self._answer(asked)
                     asked = None
@@ -255,27 +261,35 @@ class _Node:
         except RemoteError as error:
             raise _as_launch_error(error) from None
         except (CallError, WireError) as error:
-            silent_s = time.monotonic() - self._head_heard_at
-            if isinstance(error, PeerLost) and self._nobody_listens():
-                raise LaunchError(
-                    f"the head {join_host_port(self._options.host, self._options.port)} has ended, and the job with "
-                    f"it; node {self.rank} ends too"
-                ) from None
-            if silent_s > LOST_S or self._eof:
+            self._silence.failed()
+            if self._silence.too_long(time.monotonic()) or self._eof:
                 raise LaunchError(
                     f"node {self.rank} has heard nothing from the head "
-                    f"{join_host_port(self._options.host, self._options.port)} for {silent_s:.0f} s ({error}); the "
-                    "job is given up here"
+                    f"{join_host_port(self._options.host, self._options.port)} for "
+                    f"{self._silence.lasts_s(time.monotonic()):.0f} s ({error}); the job is given up here"
                 ) from None
             self._pause()
             return ()
-        self._head_heard_at = time.monotonic()
+        self._silence.heard(time.monotonic())
         return orders
+
+    def _look_at_head(self) -> None:
+        """Not by the end of a call alone: one that was made to a head that was just ending waits for its deadline.
+
+        Raises:
+            LaunchError: the head has ended.
+        """
+        if self._silence.look(time.monotonic()) and self._nobody_listens():
+            self._head_ended = True
+            raise LaunchError(
+                f"the head {join_host_port(self._options.host, self._options.port)} has ended, and the job with "
+                f"it; node {self.rank} ends too"
+            )
 
     def _nobody_listens(self) -> bool:
         """Whether the head's machine says that its port is closed: the head itself has ended. A cut network says
         nothing, or something else."""
-        tried = probe(self._options.host, self._options.port, 0.5)
+        tried = probe(self._options.host, self._options.port, LOOKING_S)
         return bool(tried) and all(each.code == errno.ECONNREFUSED for each in tried)
 
     def _pause(self) -> None:
@@ -328,12 +342,16 @@ class _Node:
         self._report(report)
 
     def _report(self, report: ExitReport) -> None:
+        if self._head_ended:
+            return
         try:
             self._head.options(timeout_s=2.0).call("ended", self._token, self._job, report).result()
         except (CallError, WireError) as error:
             logger.debug("the head was not told that node %d has ended: %s", self.rank, error)
 
     def _say_goodbye(self) -> None:
+        if self._head_ended:
+            return
         try:
             self._head.options(timeout_s=1.0).call("leave", self._token).result()
         except (CallError, WireError):

@@ -258,10 +258,10 @@ class Session:
         """Let every node end, and make sure of it. Calling it again changes nothing."""
         for node in self._nodes:
             node.let_go()
-        reports = []
+        reports, deadline = [], time.monotonic() + NODE_END_S  # for all of them together: many may be cut off
         for node in self._nodes:
             try:
-                reports.append(node.wait(NODE_END_S))
+                reports.append(node.wait(max(0.0, deadline - time.monotonic())))
             except TimeoutError as error:
                 logger.error("%s; it is killed", error)
                 node.kill()

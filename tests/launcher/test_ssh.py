@@ -115,7 +115,6 @@ def test_a_host_that_dies_fails_the_job(tmp_path: Path, sshd: Sshd) -> None:
     assert "node" in launched.output
 
 
-@pytest.mark.soak
 def test_the_host_of_the_script_dies(tmp_path: Path, sshd: Sshd) -> None:
     with over_ssh(tmp_path, sshd, "--sleep", "60") as launched:
         launched.wait_for("step 0")

@@ -126,7 +126,6 @@ def test_ctrl_c_at_any_node_ends_all(tmp_path: Path, which: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 @pytest.mark.parametrize("which", ["head", "other"])
 def test_a_launch_that_is_killed_leaves_nothing_anywhere(tmp_path: Path, which: str) -> None:
     with two_nodes(tmp_path, "127.0.0.1", "--sleep", "60") as (head, other):
