@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rlmesh.observe.append import AppendFile
 from rlmesh.observe.timeline import TIMELINE_FOLDER
-from rlmesh.runtime.observed import EndedCall
+from rlmesh.runtime.ended import EndedCall
 
 __all__ = ["CallTrace"]
 
@@ -68,7 +68,7 @@ class CallTrace:
             {
                 "offset_ns": time.time_ns() - time.perf_counter_ns(),
                 "dropped": dropped + len(calls) - len(kept),
-                "calls": [(callee, method, *rest) for callee, method, _, *rest in kept],
+                "calls": [(*call[:2], *call[3:10]) for call in kept],
             },
             separators=(",", ":"),
         )

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlmesh.job.restarts import Scope
-from rlmesh.runtime.observed import EdgeStats as EdgeStats
-from rlmesh.runtime.timing import CallStats as CallStats
+from rlmesh.runtime.ended import CallStats as CallStats
+from rlmesh.runtime.ended import EdgeStats as EdgeStats
 from rlmesh.runtime.waiting import Serving as Serving
 from rlmesh.runtime.waiting import Waiting as Waiting
 

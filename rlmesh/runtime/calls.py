@@ -30,13 +30,13 @@ from rlmesh.runtime.address import AddressBook, member_name, split_name
 from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.channel import Channel, turn_loops
 from rlmesh.runtime.deadlines import Deadlines, Entry
+from rlmesh.runtime.ended import EndedCalls, message_bytes
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.held import HeldCalls
 from rlmesh.runtime.knowledge import Knowledge
-from rlmesh.runtime.observed import CallWatch, message_bytes
 from rlmesh.runtime.passing import KeptResult
 from rlmesh.runtime.pending import Peer, PendingCall, how_it_ended
-from rlmesh.runtime.timing import CallLedger, RunQueueMeter
+from rlmesh.runtime.timing import RunQueueMeter
 from rlmesh.runtime.transport import Link
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Item, Keep, Kept, Release, Reply
@@ -63,7 +63,7 @@ class Calls(Knowledge):
         knock: Callable[[Channel, str], None], post: Callable[..., None], meter: RunQueueMeter,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.meter, self.ledger, self.watch = meter, CallLedger(), CallWatch()
+        self.meter, self.ended = meter, EndedCalls()
         self._loop, self._connect_link, self._knock, self._post = loop, connect, knock, post
         self._ids = itertools.count(1)
         self._by_link: dict[Link, Peer] = {}
@@ -165,7 +165,7 @@ class Calls(Knowledge):
         peer.channel.put(tuple.__new__(Call, fields), frames)  # Half the time of Call(…).
         if call.future is None:
             at = call.started_ns
-            self.watch.note((call.name, call.method, call.call_id, at, at, True, 0, 0, call.sent_bytes, 0))
+            self.ended.add((call.name, call.method, call.call_id, at, at, True, 0, 0, call.sent_bytes, 0, -1, 0, None))
 
     # The runtime's loop.
 
@@ -265,8 +265,7 @@ class Calls(Knowledge):
         if call is None:
             return  # The answer comes too late.
         peer.queued_ns = reply.queued_ns
-        times = (call.name, reply.executed_ns, reply.queued_ns, reply.run_queue_ns)
-        call.done(times, message_bytes(frames))
+        call.done((reply.executed_ns, reply.queued_ns, reply.run_queue_ns), message_bytes(frames))
         value: Any = None
         error: BaseException | None = None
         try:
@@ -305,7 +304,7 @@ class Calls(Knowledge):
         if call is None or call.future is None:
             self._release(peer, kept.token)
             return
-        call.done((call.name, kept.executed_ns, kept.queued_ns, kept.run_queue_ns))
+        call.done((kept.executed_ns, kept.queued_ns, kept.run_queue_ns))
         where = Elsewhere(call.name, peer.endpoint, call.incarnation, kept.token, WHOLE, 0, 0)
         what = f"{call.name}.{call.method}()"
         call.future.stayed(KeptResult(where, kept.nbytes, what, peer, self._post, self._release, self.fetch))

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, Generic, Literal, overload
 
 from rlmesh.errors import RoleNotFound
 from rlmesh.runtime.address import member_name, role_name
+from rlmesh.runtime.ended import CallGroup
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import GroupOutcomes, gather
 from rlmesh.runtime.handle import A, CallOptions, Items, P, R, X
@@ -18,7 +19,6 @@ from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.split import shared as shared
 from rlmesh.runtime.streams import Stream
-from rlmesh.runtime.timing import CallGroup
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 

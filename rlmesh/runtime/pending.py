@@ -13,8 +13,8 @@ from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.deadlines import Entry
+from rlmesh.runtime.ended import CallGroup
 from rlmesh.runtime.future import Future
-from rlmesh.runtime.timing import CallGroup
 from rlmesh.wire.envelope import Flag, Frames
 
 if TYPE_CHECKING:
@@ -88,24 +88,20 @@ class PendingCall:
         return None
 
     def woke(self, lag_ns: int, run_queue_ns: int) -> None:
-        self.table.ledger.add_wake(self.name.partition(":")[0], self.method, lag_ns, run_queue_ns)
+        self.table.ended.add_wake(self.name.partition(":")[0], self.method, lag_ns, run_queue_ns)
 
-    def done(self, times: tuple[str, int, int, int] | None, received_bytes: int = 0) -> None:
-        """Note where its time went: name, executed, queued and run-queue ns of the member; None without answer."""
+    def done(self, times: tuple[int, int, int] | None, received_bytes: int = 0) -> None:
+        """Note where its time went: executed, queued and run-queue ns of the member; None without answer."""
         now_ns = time.perf_counter_ns()
         if self.peer is not None:
             self.peer.answer_ns = now_ns - self.started_ns
-        executed_ns, queued_ns = (times[1], times[2]) if times is not None else (0, 0)
-        self.table.watch.note((
-            self.name, self.method, self.call_id, self.started_ns, now_ns, times is not None, executed_ns, queued_ns,
-            self.sent_bytes, received_bytes,
+        answered = times is not None
+        executed_ns, queued_ns, run_queue_ns = times or (0, 0, 0)
+        waited_ns = self.table.meter.recent_ns(now_ns) - self.run_queue_ns if answered else 0
+        self.table.ended.add((
+            self.name, self.method, self.call_id, self.started_ns, now_ns, answered, executed_ns, queued_ns,
+            self.sent_bytes, received_bytes, waited_ns, run_queue_ns, self.group,
         ))  # fmt: skip
-        if self.group is not None:
-            times = self.group.member_done(times)
-        if times is None:
-            return
-        waited_ns = self.table.meter.recent_ns(now_ns) - self.run_queue_ns
-        self.table.ledger.add((self.name, self.method, self.started_ns, now_ns, waited_ns, *times))
 
     def take_passed(self) -> BaseException | None:
         """Put passed values, or where they are, among the arguments; an error if one of them cannot be had."""

@@ -9,16 +9,15 @@ from rlmesh.errors import UsageError
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.context import CallContext, served_call
+from rlmesh.runtime.ended import CallGroup, CallStats, EdgeStats, EndedCall
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.kept import FETCH
 from rlmesh.runtime.network import NetworkOptions
-from rlmesh.runtime.observed import EdgeStats, EndedCall
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
 from rlmesh.runtime.streams import Inbox, Stream
-from rlmesh.runtime.timing import CallGroup, CallStats
 from rlmesh.runtime.waiting import Serving, Waiting
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
@@ -183,15 +182,15 @@ class Submission:
 
     def take_edges(self) -> tuple[EdgeStats, ...]:
         """Whom this process called since the last take, summed by member and method."""
-        return self._calls.watch.take()
+        return self._calls.ended.take_edges()
 
     def trace_calls(self, trace: Callable[[Sequence[EndedCall]], None]) -> None:
         """Give single calls to ``trace``, some time after they ended; from any thread."""
-        self._calls.watch.trace = trace
+        self._calls.ended.trace = trace
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         """Where the time of this process's calls went since this was called before."""
-        return self._calls.ledger.take()
+        return self._calls.ended.take_stats()
 
     def pending(self) -> list[str]:
         """Whom this process waits for: one line per call."""

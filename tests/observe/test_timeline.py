@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rlmesh.agent import tracing
 from rlmesh.agent.tracing import CallTrace, chosen
 from rlmesh.observe.timeline import CALLS, LIFE, SERVES, TracedCall, build_trace, read_trace
+from rlmesh.runtime.ended import EndedCall
 from tests.master.launched import TOY, Launched
 from tests.observe.samples import STARTED_AT, record
 
@@ -113,8 +114,12 @@ def test_lives_and_restarts() -> None:
     assert {e["tid"] for e in drawn if e["ph"] == "X"} == {LIFE}
 
 
+def ended(name: str, number: int, began_ns: int, ended_ns: int, executed_ns: int = 0) -> EndedCall:
+    return (name, "m", number, began_ns, ended_ns, True, executed_ns, 0, 0, 0, 0, 0, None)
+
+
 def test_of_many_calls_the_longest_and_a_sample_are_kept() -> None:
-    calls = [("B:0", "m", n, 0, 10_000 if n == 777 else n % 7, True, 0, 0, 0, 0) for n in range(5000)]
+    calls = [ended("B:0", n, 0, 10_000 if n == 777 else n % 7) for n in range(5000)]
     kept = chosen(calls, 100)
     assert len(kept) <= 100 and 777 in [call[2] for call in kept]
     assert [call[2] for call in kept] == sorted(call[2] for call in kept)
@@ -126,10 +131,9 @@ def test_a_long_job_does_not_fill_the_disk(tmp_path: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(tracing, "FILE_BYTES", 20_000)
     trace = CallTrace(tmp_path, "A.b", 0)
     for round_number in range(100):
-        trace.add(
-            [("B:0", "m", n, 9000 * round_number, 9000 * round_number + 8000, True, 3000, 0, 0, 0) for n in range(50)]
-        )
-        trace.add([("@master", "report", 1, 0, 1, True, 0, 0, 0, 0)])
+        began_ns = 9000 * round_number
+        trace.add([ended("B:0", n, began_ns, began_ns + 8000, 3000) for n in range(50)])
+        trace.add([ended("@master", 1, 0, 1)])
         trace.flush()
     trace.close()
     files = sorted(path.name for path in (tmp_path / "timeline").iterdir())
