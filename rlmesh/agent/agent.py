@@ -146,7 +146,7 @@ class Agent:
         """SIGTERM, later SIGKILL; returns when they are gone. Members that are gone already are no error."""
         wanted = set(members)
         await asyncio.gather(*(task for key, task in self._starting.items() if key in wanted), return_exceptions=True)
-        chosen = [child for child, spec in self._members.items() if _key(spec) in wanted]
+        chosen = [child for child, spec in self._members.items() if any(m.key in wanted for m in spec.members)]
         await self._stop(chosen, grace_s)
 
     @rpc
@@ -155,7 +155,7 @@ class Agent:
         if member is None:
             os.kill(os.getpid(), number)
         for child, spec in self._members.items():
-            if _key(spec) == member and child in self._table:
+            if member in [m.key for m in spec.members] and child in self._table:
                 logger.warning("rehearsal: signal %d to %s (pid %d)", number, child.name, child.pid)
                 os.kill(child.pid, number)
 
@@ -192,17 +192,18 @@ class Agent:
         texts = await asyncio.gather(
             *(dump_stacks(child.pid, file) for (child, _), file in zip(members, files, strict=True))
         )
-        return {_key(spec): text for (_, spec), text in zip(members, texts, strict=True)}
+        of_process = zip((spec for _, spec in members), texts, strict=True)
+        return {member.key: text for spec, text in of_process for member in spec.members}
 
     @rpc(concurrent=4096)
     async def lease_devices(self, key: MemberKey, timeout_s: float) -> LeaseAnswer:
         """Give a member its devices when no other role has them; called by the member, in ``device_lease()``."""
-        specs = [spec for spec in self._members.values() if spec.role == key[0]]
-        own = [spec for spec in specs if _key(spec) == key]
+        specs = [spec for process in self._members.values() for spec in process.members if spec.role == key[0]]
+        own = [spec for spec in specs if spec.key == key]
         if not own:
             raise ShuttingDown(f"{key[0]}:{key[1]} is no member on node {self._config.node_name}", executed="no")
         turn = specs if own[0].backend == "elastic" else own
-        together = {_key(spec): tuple(device.uuid for device in spec.devices) for spec in turn}
+        together = {spec.key: tuple(device.uuid for device in spec.devices) for spec in turn}
         return await self._leases.take(key, together, timeout_s)
 
     @rpc(concurrent=64)
@@ -213,9 +214,15 @@ class Agent:
     async def examine(self, members: tuple[MemberKey, ...]) -> tuple[MemberStack, ...]:
         """What the processes of these members do, whatever keeps them busy; those that are gone are left out."""
         wanted = set(members)
-        found = [(child, spec) for child, spec in self._members.items() if _key(spec) in wanted]
+        found = [(child, spec) for child, spec in self._members.items() if any(m.key in wanted for m in spec.members)]
         folder = self._config.socket_dir
-        return tuple(await asyncio.gather(*(examine(spec, child.pid, folder) for child, spec in found)))
+        seen = await asyncio.gather(*(examine(spec, child.pid, folder) for child, spec in found))
+        return tuple(
+            replace(stack, role=member.role, rank=member.rank, incarnation=member.incarnation)
+            for stack, (_, spec) in zip(seen, found, strict=True)
+            for member in spec.members
+            if member.key in wanted
+        )
 
     @rpc
     async def shutdown(self, grace_s: float) -> ExitReport:
@@ -230,9 +237,9 @@ class Agent:
     async def _start_once(self, spec: WorkerSpec) -> int:
         """Start a member unless it runs or is being started. A start goes on when the master that asked for it died:
         a fork is not to be left half-way, and the next master asks again."""
-        key = _key(spec)
+        key = spec.key
         for child, other in self._members.items():
-            if _key(other) == key:
+            if other.key == key:
                 return child.pid
         task = self._starting.get(key)
         if task is None:
@@ -266,6 +273,7 @@ class Agent:
         return replace(
             spec, key_hex=config.key_hex, master_endpoint=config.master_endpoint, socket_dir=config.socket_dir,
             host=config.host, env=env, nvml=config.nvml, agent_endpoint=self._runtime.endpoint or "",
+            fused=tuple(map(self._completed, spec.fused)),
         )  # fmt: skip
 
     def _network_env(self) -> dict[str, str]:
@@ -290,11 +298,8 @@ class Agent:
 
     def _member_ended(self, child: Child, ended: Ended) -> None:
         spec = self._members.pop(child)
-        self._leases.gone(_key(spec))
         info = ExitInfo(
-            role=spec.role,
-            rank=spec.rank,
-            incarnation=spec.incarnation,
+            *spec.key,
             pid=ended.pid,
             exit_code=ended.exit_code,
             signal=ended.signal,
@@ -306,12 +311,15 @@ class Agent:
             peak_rss_bytes=ended.peak_rss_bytes,
             oom=self._oom.look(ended.peak_rss_bytes) if ended.signal == signal.SIGKILL else "",
         )
-        self._outbox.put(info)
+        for member in spec.members:
+            self._leases.gone(member.key)
+            self._outbox.put(replace(info, role=member.role, rank=member.rank, incarnation=member.incarnation))
 
     def _running(self) -> tuple[MemberProcess, ...]:
         """The members that run here, and those whose end the master may not know of."""
-        specs = [(child.pid, spec) for child, spec in self._members.items()]
-        running = [MemberProcess(spec.role, spec.rank, spec.incarnation, pid) for pid, spec in specs]
+        running = [
+            MemberProcess(*member.key, child.pid) for child, spec in self._members.items() for member in spec.members
+        ]
         running += [MemberProcess(*key, 0) for key in self._starting]
         untold = [exit for exit in self._outbox.kept() if isinstance(exit, ExitInfo)]
         return (*running, *(MemberProcess(exit.role, exit.rank, exit.incarnation, exit.pid) for exit in untold))
@@ -460,10 +468,6 @@ class Agent:
     def _master_lives(self) -> bool:
         """As far as this node can know."""
         return self._master_child is None or self._master_child in self._table
-
-
-def _key(spec: WorkerSpec) -> MemberKey:
-    return (spec.role, spec.rank, spec.incarnation)
 
 
 def _runs(process: ownership.Process) -> bool:

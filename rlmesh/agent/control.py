@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any, Literal
@@ -55,7 +55,8 @@ class Orders:
 
     def __init__(self, runtime: Runtime, grace_s: float) -> None:
         self.phase: Phase = "starting"
-        self.has_run = False
+        self.runs = ""
+        """The member whose ``run()`` the main thread is for; empty if none has one."""
         self.terminated = False
         self.stopping = Stopping()
         self.last_stop: StopRequest | None = None
@@ -131,12 +132,13 @@ class Orders:
             self.tell_listeners()
             self._runtime.run_main()
 
-    def begin_run(self) -> bool:
-        """Order ``run()``, once: a master that was started again may say it again."""
-        if self.has_run and not self._begun:
+    def begin_run(self, member: str) -> bool:
+        """Order ``run()`` of a member, if it has one, once: a master that was started again may say it again."""
+        has_run = bool(self.runs) and member in ("", self.runs)
+        if has_run and not self._begun:
             self._begun = True
             self.give("run")
-        return self.has_run
+        return has_run
 
     def ask_to_stop(self, reason: str) -> None:
         """Stop at the next boundary, wherever the others are."""
@@ -214,13 +216,16 @@ def _leave_to_launcher(number: int, frame: FrameType | None) -> None:
 
 
 class Control:
-    """Served as ``@control``; called by the master."""
+    """Served as ``@control``; called by the master. ``member``: whom of a process with fused roles."""
 
-    def __init__(self, runtime: Runtime, orders: Orders, tripwires: Tripwires, reporter: CallReporter) -> None:
+    def __init__(
+        self, runtime: Runtime, orders: Orders, tripwires: Tripwires, reporter: CallReporter, name: str
+    ) -> None:
         self._runtime = runtime
         self._orders = orders
         self._tripwires = tripwires
         self._reporter = reporter
+        self._name = name
 
     @rpc
     async def update_book(self, book: AddressBook) -> None:
@@ -228,9 +233,9 @@ class Control:
         self._orders.book_arrived.set()
 
     @rpc
-    async def begin_run(self) -> bool:
+    async def begin_run(self, member: str = "") -> bool:
         """Start ``run()``; False if the role has none."""
-        return self._orders.begin_run()
+        return self._orders.begin_run(member)
 
     @rpc
     async def teardown(self, stop: StopRequest | None = None) -> None:
@@ -269,10 +274,11 @@ class Control:
         self._orders.note_restart(event)
 
     @rpc
-    async def pending(self) -> tuple[tuple[Waiting, ...], tuple[Serving, ...]]:
-        """Whom this member waits for, and what it was asked and has not answered."""
-        own = [call for call in self._runtime.serving() if not call.method.startswith(CONTROL)]
-        return self._runtime.waiting(), tuple(own)
+    async def pending(self, member: str = "") -> tuple[tuple[Waiting, ...], tuple[Serving, ...]]:
+        """Whom this member waits for, and what it was asked and has not answered. What a process of several members
+        waits for is told of the first one."""
+        waits = self._runtime.waiting() if member in ("", self._name) else ()
+        return waits, tuple(self._calls_of(member))
 
     @rpc
     async def note_calls(self) -> None:
@@ -280,18 +286,17 @@ class Control:
         self._reporter.note_calls()
 
     @rpc
-    async def arm(self, method: str, kill: str) -> None:
+    async def arm(self, method: str, kill: str, member: str = "") -> None:
         """Tell the master when ``method`` is called next: somebody is to be killed then."""
-        self._tripwires.arm(method, kill)
+        self._tripwires.arm(member or self._name, method, kill)
 
     @rpc
-    async def progress(self) -> MemberProgress:
+    async def progress(self, member: str = "") -> MemberProgress:
         """What this member does, and since when without a sign of life."""
-        own = [call for call in self._runtime.serving() if not call.method.startswith(CONTROL)]
-        began = self._orders.run_began_at
+        began = self._orders.run_began_at if member in ("", self._orders.runs) else None
         return MemberProgress(
             run_s=None if began is None else time.monotonic() - began,
-            calls=tuple(call for call in own if call.runs),
+            calls=tuple(call for call in self._calls_of(member) if call.runs),
             quiet_s=self._runtime.quiet_s(),
             waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.waiting())),
         )
@@ -300,6 +305,11 @@ class Control:
     async def stacks(self) -> str:
         """What each thread is doing."""
         return stacks()
+
+    def _calls_of(self, member: str) -> Iterator[Serving]:
+        for call in self._runtime.serving():
+            if call.method.startswith(f"{member}.") if member else not call.method.startswith(CONTROL):
+                yield call
 
 
 class MasterLink:

@@ -63,7 +63,7 @@ class AgentConfig:
 class WorkerSpec:
     """All that a worker process needs to become one member of a role. What depends on the node (key, addresses,
     folder of sockets) is filled in by its agent. ``restart``: why it takes the place of an earlier process; None for
-    the first one."""
+    the first one. ``fused``: further members that live in the same process; ``env`` is that of all of them."""
 
     job_id: str
     job_name: str
@@ -96,6 +96,21 @@ class WorkerSpec:
     binding: Binding | None = None
     nvml: str = ""
     agent_endpoint: str = ""
+    fused: tuple[WorkerSpec, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Role, rank and incarnation."""
+        return (self.role, self.rank, self.incarnation)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}:{self.rank}"
+
+    @property
+    def members(self) -> tuple[WorkerSpec, ...]:
+        """Itself, and those that live in its process."""
+        return (self, *self.fused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,11 +229,12 @@ class Spawner:
         if changed := import_time_changes(self._env, spec.env, AT_IMPORT):
             logger.info("%s:%d imports for itself: %s differ", spec.role, spec.rank, ", ".join(sorted(changed)))
             return [bare]
-        if spec.entry not in self._needs:
-            self._needs[spec.entry] = await asyncio.to_thread(
-                needs_preload, spec.entry, spec.main_path, spec.import_roots, self._config.preload
+        for entry in {member.entry for member in spec.members} - set(self._needs):
+            self._needs[entry] = await asyncio.to_thread(
+                needs_preload, entry, spec.main_path, spec.import_roots, self._config.preload
             )
-        return [(self._preloaded, PRELOAD_WAIT_S), bare] if self._needs[spec.entry] else [bare]
+        needed = any(self._needs[member.entry] for member in spec.members)
+        return [(self._preloaded, PRELOAD_WAIT_S), bare] if needed else [bare]
 
     def _adopt(self, name: str, pid: int) -> Child:
         try:

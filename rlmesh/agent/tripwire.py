@@ -23,37 +23,36 @@ REACHED_S = 2.0
 
 
 class Tripwires:
-    """Of one member.
+    """Of the members of one process.
 
     Args:
-        runtime: serves the member.
+        runtime: serves the members.
         master: is told when a wire is reached.
-        name: the member's.
     """
 
-    def __init__(self, runtime: Runtime, master: MemberHandle, name: str) -> None:
-        self._runtime, self._name = runtime, name
+    def __init__(self, runtime: Runtime, master: MemberHandle) -> None:
+        self._runtime = runtime
         self._master = master.options(timeout_s=REACHED_S)
-        self._waiting: list[tuple[str, str]] = []
+        self._waiting: list[tuple[str, str, str]] = []
         self._is_served = False
 
-    def arm(self, method: str, kill: str) -> None:
-        """Wrap a method, now or as soon as the member is served."""
+    def arm(self, member: str, method: str, kill: str) -> None:
+        """Wrap a method of a member, now or as soon as it is served."""
         if self._is_served:
-            self._wrap(method, kill)
+            self._wrap(member, method, kill)
         else:
-            self._waiting.append((method, kill))
+            self._waiting.append((member, method, kill))
 
     def served(self) -> None:
-        """The member is served from now on."""
+        """The members are served from now on."""
         self._is_served = True
         waiting, self._waiting = self._waiting, []
-        for method, kill in waiting:
-            self._wrap(method, kill)
+        for member, method, kill in waiting:
+            self._wrap(member, method, kill)
 
-    def _wrap(self, method: str, kill: str) -> None:
+    def _wrap(self, member: str, method: str, kill: str) -> None:
         try:
-            self._runtime.wrap_method(self._name, method, lambda function: self._wrapped(function, kill))
+            self._runtime.wrap_method(member, method, lambda function: self._wrapped(function, kill))
         except MethodNotFound as error:
             logger.error("rehearsal %s cannot happen: %s", kill, error)
 

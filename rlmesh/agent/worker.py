@@ -29,13 +29,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.agent import ownership
 from rlmesh.agent.control import AgentLink, Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
+from rlmesh.agent.fused import acting_for
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
@@ -43,8 +46,8 @@ from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpe
 from rlmesh.agent.stacks import listen
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
-from rlmesh.errors import RLMeshError
-from rlmesh.job.context import JobInfo, WorkerContext, set_current_worker
+from rlmesh.errors import RLMeshError, UsageError
+from rlmesh.job.context import JobInfo, WorkerContext, acting_as, set_current_worker
 from rlmesh.placement.affinity import bind
 from rlmesh.placement.environment import mask_disagrees
 from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
@@ -52,6 +55,7 @@ from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.placement.proof import prove, prove_by_torch
 from rlmesh.placement.system import Machine
 from rlmesh.runtime.inet import join_host_port
+from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
 from rlmesh.wire.failure import format_error
 
@@ -110,6 +114,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
         for failed in bind(spec.binding):  # before there are other threads, which inherit it
             print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")
     _flush_c_output_by_line()
+    _link_logs(spec)
     extend_path(spec.import_roots)
     sys.argv = [spec.main_path or "rlmesh-worker"]
     reseed(spec)
@@ -125,6 +130,18 @@ def _comm(spec: WorkerSpec) -> str:
     """``ROLE:rank`` in the 15 bytes that the kernel keeps: a long role is cut, not the rank."""
     rank = f":{spec.rank}"
     return spec.role[: 15 - len(rank)] + rank
+
+
+def _link_logs(spec: WorkerSpec) -> None:
+    """The log of a member that lives in this process is found under its own name as well."""
+    for member in spec.fused:
+        link = member_log(spec.run_dir, member.role, member.rank)
+        try:
+            link.symlink_to(Path(spec.log_path).name)
+        except FileExistsError:
+            pass  # of the process before
+        except OSError as error:
+            print_error(f"{spec.name}: {link} could not be made: {error}")
 
 
 def _flush_c_output_by_line() -> None:
@@ -168,14 +185,31 @@ class _Failed(Exception):
     """User code raised; the master knows."""
 
 
-class Member:
-    """The life of one member, on the main thread."""
+class _Role:
+    """One member of a process: what it was told to be, and what became of it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        self.name = f"{spec.role}:{spec.rank}"
-        self._who = (spec.role, spec.rank, spec.incarnation)
-        self._object: object = None
+        self.object: object = None
+        self.context: WorkerContext | None = None
+        self.run: Callable[[], object] | None = None
+        self.functions: Mapping[str, Callable[..., Any]] = {}
+
+    def hook(self, name: str, *args: object) -> None:
+        hook = getattr(self.object, name, None)
+        if callable(hook):
+            hook(*args)
+
+
+class Member:
+    """The life of one member on the main thread, and of those that are fused with it."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self._roles = tuple(map(_Role, spec.members))
+        self._objects: dict[str, object] = dict.fromkeys(role.spec.role for role in self._roles)
+        self._user_config: Any = None
         self._by_signal = False
 
     def live(self) -> int:
@@ -200,10 +234,12 @@ class Member:
             self._orders = Orders(runtime, spec.grace_s)
             runtime.exit_hook = self._orders.exit
             self._orders.handle_signals()
-            runtime.expect(self.name)
-            self._tripwires = Tripwires(runtime, self._master, self.name)
+            for role in self._roles:
+                runtime.expect(role.spec.name)
+            self._tripwires = Tripwires(runtime, self._master)
             reporter = CallReporter(runtime, self._master, self.name, Path(spec.run_dir))
-            runtime.serve(CONTROL, Control(runtime, self._orders, self._tripwires, reporter), inline=True)
+            control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
+            runtime.serve(CONTROL, control, inline=True)
             reporter.start()
             set_default_runtime(runtime)
             code = self._guarded(self._work)
@@ -241,26 +277,59 @@ class Member:
     def _work(self) -> None:
         own, public = self._runtime.endpoint, self._runtime.public_endpoint or ""
         assert own is not None
-        self._tell("register_member", MemberHello(*self._who, os.getpid(), own, public))
-        self._attempt("does not have what the plan gave it", self._prove)
-        loaded = self._attempt("the import of its entry point failed", self._load)
-        if loaded.build is not None:
-            self._object = self._attempt("its __init__() failed", loaded.build)
+        first = self._roles[0]
+        for role in self._roles:
+            self._tell("register_member", MemberHello(*role.spec.key, os.getpid(), own, public))
+        self._attempt(first, "does not have what the plan gave it", self._prove)
+        for role in self._roles:
+            self._build(role)
         self._keep_mask()
-        run = loaded.run or getattr(self._object, "run", None)
-        self._orders.has_run = run is not None
+        runner = self._attempt(first, "cannot run", self._runner)
+        self._orders.runs = runner.spec.name if runner is not None else ""
         self._await_book()
-        self._attempt("setup() failed", lambda: self._hook("setup"))
-        if (restart := self.spec.restart) is not None:
-            self._attempt("on_restart() failed", lambda: self._hook("on_restart", restart))
-        self._attempt("does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices))
-        self._runtime.serve(self.name, self._object, incarnation=self.spec.incarnation, functions=loaded.functions)
+        for role in self._roles:
+            self._attempt(role, "setup() failed", partial(role.hook, "setup"))
+            if (restart := role.spec.restart) is not None:
+                self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", restart))
+        self._attempt(
+            first, "does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices)
+        )
+        for role in self._roles:
+            self._serve(role)
         self._tripwires.served()
-        self._tell("member_ready")
-        while self._attempt("a listener of on_event() failed", self._orders.take) == "run":
-            assert run is not None
-            self._run(run)
+        for role in self._roles:
+            self._tell("member_ready", *role.spec.key)
+        while self._attempt(runner or first, "a listener of on_event() failed", self._orders.take) == "run":
+            assert runner is not None and runner.run is not None
+            self._run(runner, runner.run)
         self._teardown()
+
+    def _build(self, role: _Role) -> None:
+        set_current_worker(self._roles[0].context or self._context(role, None))  # while its own is being made
+        loaded = self._attempt(role, "the import of its entry point failed", partial(self._load, role))
+        if loaded.build is not None:
+            role.object = self._attempt(role, "its __init__() failed", loaded.build)
+        role.run = loaded.run or getattr(role.object, "run", None)
+        role.functions = loaded.functions
+        self._objects[role.spec.role] = role.object
+
+    def _runner(self) -> _Role | None:
+        """Whose ``run()`` the main thread is for."""
+        having = [role for role in self._roles if role.run is not None]
+        if len(having) > 1:
+            names = " and ".join(role.spec.name for role in having)
+            raise UsageError(f"{names} share a process and both have a run(): leave it to one of them")
+        return having[0] if having else None
+
+    def _serve(self, role: _Role) -> None:
+        serve = partial(self._runtime.serve, role.spec.name, incarnation=role.spec.incarnation)
+        if len(self._roles) == 1:
+            serve(role.object, functions=role.functions)
+            return
+        assert role.context is not None
+        functions = {**exported_functions(), **role.functions, **exported(role.object)}
+        own = {name: acting_for(role.context, function) for name, function in functions.items()}
+        serve(None, functions=own, fused=role is not self._roles[0])
 
     def _prove(self) -> None:
         spec = self.spec
@@ -274,23 +343,24 @@ class Member:
             print_error(f"{self.name}: its code changed what rlmesh had set: {wrong}; it is set back")
             os.environ.update({name: self.spec.env[name] for name in (CUDA_MASK, CUDA_ORDER)})
 
-    def _load(self) -> Loaded:
-        spec = self.spec
-        set_current_worker(self._context(None))
-        loaded = load_entry(spec.entry, spec.main_path)
-        set_current_worker(self._context(load_user_config(spec)))
+    def _load(self, role: _Role) -> Loaded:
+        loaded = load_entry(role.spec.entry, role.spec.main_path)
+        if role is self._roles[0]:
+            self._user_config = load_user_config(role.spec)
+        role.context = self._context(role, self._user_config)
+        set_current_worker(self._roles[0].context)
         return loaded
 
-    def _context(self, user_config: Any) -> WorkerContext:
-        spec = self.spec
+    def _context(self, role: _Role, user_config: Any) -> WorkerContext:
+        spec = role.spec
         real = [device.kind for device in spec.devices if device.kind != VIRTUAL]
         return WorkerContext(
             job_info=JobInfo(spec.job_name, spec.job_id, user_config, real[0].upper() if real else "CPU", spec.resume),
             role=spec.role,
             rank=spec.rank,
             world_size=spec.world_size,
-            link=MasterLink(self._runtime, self._master, self._outbox, self._orders, self._who),
-            lessor=AgentLink(self._agent, self._who),
+            link=MasterLink(self._runtime, self._master, self._outbox, self._orders, spec.key),
+            lessor=AgentLink(self._agent, spec.key),
             local_rank=spec.local_rank,
             local_world_size=spec.local_world_size,
             node_rank=spec.node_rank,
@@ -300,6 +370,7 @@ class Member:
             group=spec.group,
             devices=tuple(device.uuid for device in spec.devices),
             lease_timeout_s=spec.call_timeout_s,
+            objects=self._objects,
         )
 
     def _await_book(self) -> None:
@@ -307,7 +378,7 @@ class Member:
         if not self._orders.book_arrived.wait(BOOK_WAIT_S):
             logger.warning("%s: the master sent no address book within %g s", self.name, BOOK_WAIT_S)
 
-    def _run(self, run: Callable[[], object]) -> None:
+    def _run(self, role: _Role, run: Callable[[], object]) -> None:
         def call() -> None:
             try:
                 run()
@@ -318,41 +389,39 @@ class Member:
         self._orders.phase = "running"
         self._orders.run_began_at = time.monotonic()
         with self._runtime.main_busy():
-            self._attempt("run() failed", call)
+            self._attempt(role, "run() failed", call)
         self._orders.run_began_at = None
         self._outbox.drain(MASTER_TIMEOUT_S)  # the job may end with the news that run() did
-        self._tell("run_finished")
+        self._tell("run_finished", *role.spec.key)
 
     def _teardown(self) -> None:
         self._orders.phase = "ending"
-        if (stop := self._orders.last_stop) is not None:
-            self._attempt("on_stop() failed", lambda: self._hook("on_stop", stop))
-        self._attempt("teardown() failed", lambda: self._hook("teardown"))
-
-    def _hook(self, name: str, *args: object) -> None:
-        hook = getattr(self._object, name, None)
-        if callable(hook):
-            hook(*args)
+        for role in reversed(self._roles):
+            if (stop := self._orders.last_stop) is not None:
+                self._attempt(role, "on_stop() failed", partial(role.hook, "on_stop", stop))
+            self._attempt(role, "teardown() failed", partial(role.hook, "teardown"))
 
     def _tell(self, method: str, *args: object) -> None:
-        self._master.call(method, *(args or self._who)).result()
+        self._master.call(method, *args).result()
 
-    def _attempt(self, what: str, work: Callable[[], T]) -> T:
-        """Run user code; an exception is printed and reported.
+    def _attempt(self, role: _Role, what: str, work: Callable[[], T]) -> T:
+        """Run user code of a role; an exception is printed and reported.
 
         Raises:
             _Failed: it raised.
         """
+        name = role.spec.name
         try:
-            return work()
+            with acting_as(role.context) if role.context is not None and len(self._roles) > 1 else nullcontext():
+                return work()
         except Exception as error:
             text = format_error(error) + _memory_limits(error)
-            print_error(f"{self.name}: {what}\n{text}")
+            print_error(f"{name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)
             try:
-                master.call("member_failed", *self._who, portable_error(error), text).result()
+                master.call("member_failed", *role.spec.key, portable_error(error), text).result()
             except RLMeshError as unheard:
-                print_error(f"{self.name}: the master could not be told: {unheard}")
+                print_error(f"{name}: the master could not be told: {unheard}")
             raise _Failed from error
 
 

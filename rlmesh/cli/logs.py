@@ -73,7 +73,12 @@ def _choose(folder: Path, who: str | None) -> dict[str, Path]:
     found = files(folder)
     if not found:
         raise UsageError(f"there are no logs in {folder} on this machine")
-    names = [name for name in found if who is not None or name.partition(":")[0] not in OWN]
+    # A link is the log of a member that lives in another one's process.
+    names = [
+        name
+        for name, path in found.items()
+        if who is not None or (name.partition(":")[0] not in OWN and not path.is_symlink())
+    ]
     return {name: found[name] for name in checked(names, who)}
 
 

@@ -75,7 +75,8 @@ def member_lines(status: JobStatus) -> Iterable[str]:
     yield f"  {status.stage}{': ' + status.note if status.note else ''}"
     for member in status.members:
         step = f"  step {member.step}" if member.step is not None else ""
-        yield f"  {member.role}:{member.rank}  {member.state}  pid {member.pid}{step}"
+        fused = f"  in the process of {member.fused_with}" if member.fused_with else ""
+        yield f"  {member.role}:{member.rank}  {member.state}  pid {member.pid}{step}{fused}"
     for path in status.incidents:
         yield f"  incident: {path}"
 

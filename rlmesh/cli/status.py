@@ -62,6 +62,8 @@ def _details(members: list[MemberStatus]) -> str:
     restarts = sum(member.incarnation for member in members)
     nodes = sorted({member.node_rank for member in members})
     text += f"  restarted {restarts} times" if restarts else ""
+    if fused := sorted({member.fused_with.rpartition(":")[0] for member in members if member.fused_with}):
+        text += f"  fused with {', '.join(fused)}"
     return text + (f"  on nodes {', '.join(map(str, nodes))}" if nodes != [0] else "")
 
 

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rlmesh.errors import JobSpecError
-from rlmesh.job.checks import collocation_problems
+from rlmesh.job.checks import collocation_problems, fusion_problems
 from rlmesh.job.config import DLJob
 from rlmesh.job.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
 from rlmesh.job.entry import EntryLike
@@ -54,6 +54,7 @@ class DLJobBuilder:
         self._roles: list[RoleBuilder[DLJobBuilder]] = []
         self._role: str | None = None
         self._together: list[tuple[str, ...]] = []
+        self._fused: list[tuple[str, ...]] = []
         self._all_but: tuple[str, ...] | None = None
         self._apart: list[tuple[tuple[str, ...], Apart]] = []
         self._pool_of: dict[str, str] = {}
@@ -194,6 +195,22 @@ class DLJobBuilder:
         self._all_but = tuple(map(role_name, exclude_roles))
         return self
 
+    def with_fusion(self, *roles: str | Enum) -> Self:
+        """Let the members of these roles share processes: rank i of each is in the same one.
+
+        ::
+
+            .with_fusion("ACTOR", "ROLLOUT", "REFERENCE")
+
+        Each role keeps its class, its name in calls and its own object; ``current_worker().fused("ROLLOUT")`` is the
+        object of another one. Their ``def`` methods run on the one main thread, one after the other. The process has
+        the devices and cores of the role that asks for most, and the memory of all; it is the one of the role that was
+        declared first, whose log has what all of them print. A process that dies takes all of its roles along, which
+        are started again together, by the strictest of their policies.
+        """
+        self._fused.append(tuple(map(role_name, roles)))
+        return self
+
     def with_separation(self, *roles: str | Enum, by: Apart = "device") -> Self:
         """Keep roles apart; groups of a role are named ``"ROLLOUT/prefill"``.
 
@@ -241,6 +258,8 @@ class DLJobBuilder:
             problems += job.problems()
         job.collocations = [set(roles) for roles in self._collocations(workloads, problems)]
         problems += collocation_problems(job.collocations, workloads, broken)
+        job.fusions = [set(map(self._spelled, roles)) for roles in self._fused]
+        problems += fusion_problems(job.fusions, workloads, job.separations, broken)
         if job.collocations and job.separations:
             said = set(problems)
             checked = placing_problems(workloads, job.separations, job.pools, job.collocations)

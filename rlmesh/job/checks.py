@@ -8,12 +8,14 @@ from collections.abc import Set as AbstractSet
 
 from rlmesh.job.descriptors import BaseWorkloadDesc, ElasticWorkloadDesc
 from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.placing import SeparationDesc
 from rlmesh.job.roles import RLRoleType
 
 __all__ = [
     "call_problems",
     "collocation_problems",
     "driver_problems",
+    "fusion_problems",
     "mask_problems",
     "member_problems",
     "role_name_problems",
@@ -140,4 +142,58 @@ def collocation_problems(
                 f"{where}: their shares of an accelerator add up to {shares / 1000:g}: they share one, so the "
                 "sum must be at most 1"
             )
+    return found
+
+
+def fusion_problems(
+    fusions: Sequence[AbstractSet[str]],
+    workloads: Mapping[str, BaseWorkloadDesc],
+    separations: Sequence[SeparationDesc] = (),
+    others: AbstractSet[str] = frozenset(),
+) -> list[str]:
+    """Whether the sets of roles that share processes can be one process each.
+
+    ``others`` are roles that exist but have no descriptor because of faults of their own.
+    """
+    found: list[str] = []
+    placed: dict[str, int] = {}
+    for number, roles in enumerate(fusions):
+        where = f"fusion of {', '.join(sorted(roles)) or 'nothing'}"
+        if len(roles) < 2:
+            found.append(f"{where}: needs at least two roles")
+        for role in sorted(roles):
+            if role not in workloads and role not in others:
+                found.append(f"{where}: the job has no role {role!r}.{did_you_mean(role, {*workloads, *others})}")
+            elif placed.setdefault(role, number) != number:
+                found.append(f"{where}: role {role} is in another fusion already")
+        known = {role: workload for role, workload in workloads.items() if role in roles}
+        found += [f"{where}: {problem}" for problem in _one_process_problems(known)]
+        found += [
+            f"{where}: {' and '.join(both)} are to be kept apart as well: drop one of the two"
+            for separation in separations
+            if separation.by != "spread" and len(both := sorted(separation.roles & roles)) > 1
+        ]
+    return found
+
+
+def _one_process_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
+    """What keeps roles from being one process, member by member."""
+    found = [
+        f"role {role} has groups, and a process is of one place: give the fused roles no groups"
+        for role, workload in workloads.items()
+        if workload.groups
+    ]
+    if len({workload.total for workload in workloads.values()}) > 1:
+        counts = ", ".join(f"{role} has {workload.total}" for role, workload in workloads.items())
+        found.append(f"the roles must have the same number of members: {counts}")
+    if len(running := [role for role, workload in workloads.items() if workload.resolved.runs]) > 1:
+        found.append(
+            f"{' and '.join(running)} both have a run(), and a process has one main thread: leave it to one of them"
+        )
+    names = dict.fromkeys(name for workload in workloads.values() for name in workload.envs)
+    for name in names:
+        values = {role: workload.envs[name] for role, workload in workloads.items() if name in workload.envs}
+        if len(set(values.values())) > 1:
+            said = ", ".join(f"{role} {value!r}" for role, value in values.items())
+            found.append(f"envs: {name} cannot have several values in one process: {said}")
     return found

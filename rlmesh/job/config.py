@@ -28,6 +28,7 @@ from rlmesh.job.checks import (
     call_problems,
     collocation_problems,
     driver_problems,
+    fusion_problems,
     mask_problems,
     member_problems,
     role_name_problems,
@@ -71,6 +72,7 @@ class DLConfig(Spec):
         pools: divisions of the devices: so many on each of its nodes; roles name theirs with ``pool``.
         spare_nodes: nodes that stay empty, to take the place of others.
         collocations: sets of roles whose members share devices, rank by rank.
+        fusions: sets of roles whose members share processes, rank by rank.
         restart: what happens when a member fails, for roles without a policy of their own; a text is a scope
             (``never``, ``member``, ``role``, ``job``).
         limits: how long each phase may take, in seconds; a mapping names those that differ from the defaults.
@@ -92,6 +94,7 @@ class DLConfig(Spec):
         default="GPU", validation_alias=AliasChoices("device_type", "accelerator_type")
     )
     collocations: list[set[str]] = Field(default_factory=list)
+    fusions: list[set[str]] = Field(default_factory=list)
     separations: list[SeparationDesc] = Field(default_factory=list)
     pools: dict[str, list[int]] = Field(default_factory=dict)
     spare_nodes: int = Field(default=0, ge=0)
@@ -128,7 +131,7 @@ class DLConfig(Spec):
     def _plain_user_config(self, value: Any, info: SerializationInfo) -> Any:
         return jsonable(value) if info.mode_is_json() else value
 
-    @field_serializer("collocations", mode="plain")
+    @field_serializer("collocations", "fusions", mode="plain")
     def _sorted_roles(self, value: list[set[str]]) -> list[list[str]]:
         return [sorted(roles) for roles in value]
 
@@ -149,6 +152,7 @@ class DLConfig(Spec):
         if self.device_type == "GPU":
             found += mask_problems(self.workloads, self.global_env)
         found += placing_problems(self.workloads, self.separations, self.pools, self.collocations)
+        found += fusion_problems(self.fusions, self.workloads, self.separations)
         return found + collocation_problems(self.collocations, self.workloads)
 
     def _faults(self) -> list[str]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ __all__ = [
     "Resume",
     "StopRequest",
     "WorkerContext",
+    "acting_as",
     "current_worker",
     "set_current_worker",
 ]
@@ -107,7 +111,8 @@ class WorkerContext:
 
     ``rank``, ``world_size``, ``local_rank`` and ``local_world_size`` count the members of this worker's role,
     as torchrun does; ``node_rank`` is the node's number in the job;
-    ``group`` the name of the member's group, in roles that have groups; ``devices`` the UUIDs of its devices.
+    ``group`` the name of the member's group, in roles that have groups; ``devices`` the UUIDs of its devices;
+    ``objects`` what was built in this process, by role: see ``fused``.
     """
 
     job_info: JobInfo
@@ -126,6 +131,7 @@ class WorkerContext:
     devices: tuple[str, ...] = ()
     lessor: LeaseLink | None = None
     lease_timeout_s: float = 1800.0
+    objects: dict[str, object] = field(default_factory=dict, repr=False)
     clock: Callable[[], float] = time.time
     _step: int | None = field(default=None, init=False, repr=False)
     _boundary: int | None = field(default=None, init=False, repr=False)
@@ -150,6 +156,28 @@ class WorkerContext:
     def collocated_roles(self) -> frozenset[str]:
         """The roles that share this member's device, its own among them; empty if it shares with none."""
         return frozenset(filter(None, os.environ.get(COLLOCATION_ENV, "").split(",")))
+
+    @property
+    def fused_roles(self) -> frozenset[str]:
+        """The roles that share this process, its own among them; empty if it is alone."""
+        return frozenset(self.objects) if len(self.objects) > 1 else frozenset()
+
+    def fused(self, role: str | Enum) -> Any:
+        """The object of another role in this same process, for what calls cannot do: to share its parameters.
+
+        The objects are built in the order in which the roles were declared, all before the first ``setup()``.
+
+        Raises:
+            UsageError: the role is not fused with this one.
+        """
+        name = role.name if isinstance(role, Enum) else str(role)
+        if self.objects.get(name) is None:
+            here = ", ".join(key for key, made in self.objects.items() if made is not None) or "nothing"
+            raise UsageError(
+                f"{self.name} (pid {self.pid}): there is no object of role {name!r} in this process, but of {here}. "
+                "Fuse the roles with .with_fusion(...), and ask after __init__()"
+            )
+        return self.objects[name]
 
     def device_lease(
         self, timeout_s: float | None = None, *, wake: Hook | None = None, sleep: Hook | None = None
@@ -255,6 +283,7 @@ def _as_number(member: str, key: str, value: Any) -> float:
 
 
 _current: WorkerContext | None = None
+_acting: ContextVar[WorkerContext | None] = ContextVar("rlmesh_acting_worker", default=None)
 
 
 def set_current_worker(context: WorkerContext | None) -> None:
@@ -263,12 +292,25 @@ def set_current_worker(context: WorkerContext | None) -> None:
     _current = context
 
 
+@contextmanager
+def acting_as(context: WorkerContext) -> Iterator[None]:
+    """What ``current_worker()`` returns within the block, in a process that serves several roles."""
+    token = _acting.set(context)
+    try:
+        yield
+    finally:
+        _acting.reset(token)
+
+
 def current_worker() -> WorkerContext:
-    """The worker that this process is.
+    """The worker that this process is. Where roles are fused, it is the one whose method, hook or ``run()`` calls;
+    in threads that user code started, the one of the role that was declared first.
 
     Raises:
         UsageError: this process is no worker.
     """
+    if (acting := _acting.get()) is not None:
+        return acting
     if _current is None:
         raise UsageError(
             f"current_worker() was called in process {os.getpid()}, which is not a worker of a job. Only "

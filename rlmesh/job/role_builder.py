@@ -314,6 +314,10 @@ class RoleBuilder(Generic[JobT]):
         """As the job builder's."""
         return self._job.with_collocation(*roles)
 
+    def with_fusion(self, *roles: str | Enum) -> JobT:
+        """As the job builder's."""
+        return self._job.with_fusion(*roles)
+
     def with_collocation_all(self, *exclude_roles: str | Enum) -> JobT:
         """As the job builder's."""
         return self._job.with_collocation_all(*exclude_roles)

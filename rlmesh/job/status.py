@@ -81,6 +81,8 @@ class ExitInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
+    """One member. ``fused_with``: the member of another role in whose process it lives."""
+
     role: str
     rank: int
     incarnation: int
@@ -91,6 +93,7 @@ class MemberStatus:
     last_beat_at: float | None = None
     log_path: str = ""
     endpoint: str = ""
+    fused_with: str = ""
 
 
 @dataclass(frozen=True, slots=True)

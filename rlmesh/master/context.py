@@ -78,6 +78,11 @@ class Member:
         return f"{self.placement.role}:{self.placement.rank}"
 
     @property
+    def host(self) -> MemberId:
+        """The member whose process it lives in: itself, unless roles are fused."""
+        return self.placement.process or self.id
+
+    @property
     def gone(self) -> bool:
         """Whether no process of it can be left."""
         return self.exit is not None or not self.spawned
@@ -126,6 +131,12 @@ class JobContext:
     stop_grace_s: float = 0.0
     incidents: list[str] = field(default_factory=list)
     """Paths of their readable files."""
+
+    def sharing_process(self, member: Member) -> list[Member]:
+        """The members that live and die in one process with a member, itself among them."""
+        if member.placement.process is None:
+            return [member]
+        return [other for other in self.members.values() if other.host == member.host]
 
     def add_record(self, record: MetricRecord) -> None:
         self.records.append(record)
@@ -191,4 +202,5 @@ def _member_status(member: Member) -> MemberStatus:
         last_beat_at=member.last_beat_at,
         log_path=member.log_path,
         endpoint=member.endpoint,
+        fused_with="" if member.host == member.id else "{}:{}".format(*member.host),
     )

@@ -52,7 +52,9 @@ class Ending:
         self._state.deadlines.exits_at = now + grace_s + self._state.limits.exit_s
 
     def teardown(self, members: Sequence[Member], now: float) -> None:
-        """Let members end by themselves, after what they are doing and their ``teardown()``."""
+        """Let members end by themselves, after what they are doing and their ``teardown()``; with them those that live
+        in the same processes."""
+        members = list({other.id: other for m in members for other in self._state.context.sharing_process(m)}.values())
         if busy := tuple(member.id for member in members if member.state == "running"):
             self._state.do(ev.AskToStop(busy, "the roles that drive the job are done"))
             self._state.deadlines.runs_at = now + self._state.spec.grace_s

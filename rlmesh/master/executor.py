@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.agent.node import machine_id
-from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess
+from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
 from rlmesh.errors import CallError
 from rlmesh.job.status import ExitInfo, MemberStack, MemberWaits
 from rlmesh.master import events as ev
@@ -106,7 +106,7 @@ class Executor:
                 self._publish(book)
             case ev.TellRestart(event):
                 self._flush_book()
-                for living in self._bound():
+                for living in self._processes():
                     self._notify(living.id, "restarted", event)
             case ev.Teardown(member, stop):
                 self._notify(member, "teardown", stop)
@@ -119,7 +119,7 @@ class Executor:
             case ev.AnnounceLoss(exit):
                 self._flush_book()
                 self._runtime.member_lost(exit)
-                for living in self._bound():
+                for living in self._processes():
                     self._notify(living.id, "member_lost", exit)
 
     async def close(self) -> None:
@@ -165,7 +165,7 @@ class Executor:
         known = MemberWaits(*member.id, member.pid, member.state, member.step)
         control = self._control(member).options(timeout_s=PENDING_TIMEOUT_S)
         try:
-            waits, serves = await control.call("pending")
+            waits, serves = await control.call("pending", member.name)
         except CallError as error:
             return replace(known, process=self._process_of(member), error=_text(error))
         return replace(known, waits=waits, serves=serves, process=self._process_of(member))
@@ -175,7 +175,7 @@ class Executor:
         if member.key != key or not member.endpoint:
             return
         try:
-            progress = await self._control(member).options(timeout_s=wait_s).call("progress")
+            progress = await self._control(member).options(timeout_s=wait_s).call("progress", member.name)
         except CallError:
             progress = None
         self._post(ev.ProgressSeen(key, progress))
@@ -236,17 +236,13 @@ class Executor:
         node = context.nodes[node_rank]
         leaders = self._scheduler.group_leaders(context.plan) if context.plan is not None else {}
         hosts = {role: context.nodes[leader].host for role, leader in leaders.items()}
-        specs = tuple(
-            self._scheduler.worker_spec(
-                context.members[member].placement,
-                node,
-                context.members[member].incarnation,
-                self._manager.ports,
-                context.members[member].restart,
-                hosts,
+        of_process: dict[MemberId, list[WorkerSpec]] = {}
+        for member in (context.members[member] for member in members):
+            spec = self._scheduler.worker_spec(
+                member.placement, node, member.incarnation, self._manager.ports, member.restart, hosts
             )
-            for member in members
-        )
+            of_process.setdefault(member.host, []).append(spec)
+        specs = tuple(map(self._scheduler.process_spec, of_process.values()))
         try:
             agent = self.agent(node_rank).options(timeout_s=context.spec.limits.start_s)
             pids = await agent.call("spawn", specs)
@@ -254,7 +250,8 @@ class Executor:
             names = ", ".join(f"{role}:{rank}" for role, rank in members)
             self._post(ev.ActionFailed(node_rank, f"starting {names}", _text(error)))
             return
-        started = tuple((role, rank, pid) for (role, rank), pid in zip(members, pids, strict=True))
+        of_spec = zip(specs, pids, strict=True)
+        started = tuple((member.role, member.rank, pid) for spec, pid in of_spec for member in spec.members)
         self._post(ev.Spawned(node_rank, started))
 
     async def _stop_members(self, node_rank: int, members: tuple[MemberId, ...], grace_s: float) -> None:
@@ -287,7 +284,7 @@ class Executor:
             if (gone.role, gone.rank, gone.incarnation) not in names:
                 exit = ExitInfo(
                     gone.role, gone.rank, gone.incarnation, gone.pid, None, None, time.time(), node_rank,
-                    log_path=self._scheduler.log_path(gone.role, gone.rank),
+                    log_path=self._manager.context.members[gone.role, gone.rank].log_path,
                 )  # fmt: skip
                 self._post(ev.MemberExited(node_rank, exit))
 
@@ -307,7 +304,7 @@ class Executor:
         book = self._book
         if book is None:
             return
-        for member in self._bound():
+        for member in self._processes():
             if self._has_book.get(member.key, 0) < book.version:
                 self._has_book[member.key] = book.version
                 self._notify(member.id, "update_book", book)
@@ -315,7 +312,7 @@ class Executor:
     async def _begin_run(self, member: Member) -> None:
         role, rank = member.id
         try:
-            has_run = await self._control(member).options(timeout_s=BEGIN_TIMEOUT_S).call("begin_run")
+            has_run = await self._control(member).options(timeout_s=BEGIN_TIMEOUT_S).call("begin_run", member.name)
         except Exception as error:
             if not member.gone:
                 failed = f"it was told to run and did not answer: {_text(error)}"
@@ -339,6 +336,10 @@ class Executor:
     def _bound(self) -> list[Member]:
         members = self._manager.context.members.values()
         return [member for member in members if member.endpoint and not member.gone]
+
+    def _processes(self) -> list[Member]:
+        """One member of each process: what concerns all that live in it is told once."""
+        return list({member.endpoint: member for member in self._bound()}.values())
 
     def _control(self, member: Member) -> MemberHandle:
         return self._runtime.peer(CONTROL, member.endpoint)

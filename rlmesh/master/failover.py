@@ -8,14 +8,17 @@ failure beyond the budget ends the job, and the error that is told is the first 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rlmesh.job.restarts import Scope
 from rlmesh.job.status import FailureInfo, RestartRecord
 from rlmesh.master.jobspec import RestartRule
 
 __all__ = ["Exhausted", "FailoverCoordinator", "Restart"]
 
 JOB_UNIT = "job"
+STRICTNESS: tuple[Scope, ...] = ("never", "job", "role", "member")
+"""Of the scopes of roles that share a process, the first one holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,17 @@ class FailoverCoordinator:
     Args:
         rules: of each role.
         sizes: number of members of each role.
+        fusions: sets of roles that share processes, rank by rank, and so fail and come back together.
     """
 
-    def __init__(self, rules: Mapping[str, RestartRule], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, rules: Mapping[str, RestartRule], sizes: Mapping[str, int], fusions: Sequence[Sequence[str]] = ()
+    ) -> None:
         self._rules = dict(rules)
         self._sizes = dict(sizes)
+        self._fused = {role: tuple(roles) for roles in fusions for role in roles}
+        for roles in fusions:
+            self._rules |= dict.fromkeys(roles, strictest([rules[role] for role in roles]))
 
     def restarts_errors(self, role: str) -> bool:
         """Whether a member of the role is started again after its own code raised."""
@@ -75,11 +84,12 @@ class FailoverCoordinator:
         return Restart(record, members, len(recent) + 1, rule.max_restarts)
 
     def _unit(self, role: str, rank: int, rule: RestartRule) -> tuple[str, tuple[tuple[str, int], ...]]:
+        own = self._fused.get(role, (role,))
         if rule.scope == "member":
-            return f"{role}:{rank}", ((role, rank),)
-        roles = [role] if rule.scope == "role" else list(self._sizes)
+            return f"{'+'.join(own)}:{rank}", tuple((name, rank) for name in own)
+        roles = own if rule.scope == "role" else tuple(self._sizes)
         members = tuple((name, rank) for name in roles for rank in range(self._sizes[name]))
-        return (role if rule.scope == "role" else JOB_UNIT), members
+        return ("+".join(own) if rule.scope == "role" else JOB_UNIT), members
 
     def _exhausted(
         self, unit: str, rule: RestartRule, recent: Sequence[RestartRecord], failure: FailureInfo, now: float
@@ -96,6 +106,17 @@ class FailoverCoordinator:
         return FailureInfo(
             message, failure.role, failure.rank, now, failure.exit, failure.remote_traceback, "RestartBudgetExhausted"
         )
+
+
+def strictest(rules: Sequence[RestartRule]) -> RestartRule:
+    """The rule of a process with several roles: what the strictest of them allows. Errors of their code are only
+    restarted after if all of them say so."""
+    first = min(rules, key=lambda rule: STRICTNESS.index(rule.scope))
+    return replace(
+        first,
+        max_restarts=min(rule.max_restarts for rule in rules),
+        on_error=all(rule.on_error for rule in rules),
+    )
 
 
 def delay_before(earlier: int, rule: RestartRule) -> float:

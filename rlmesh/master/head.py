@@ -319,7 +319,8 @@ class Head:
             for node in self._held.pop(status.job_id, []) if public else []:
                 self.order(node.node_rank, Start(status.job_id, replace(node.config, master_endpoint=public)))
             for rank, node in self._remote.items():
-                logs = tuple((f"{m.role}:{m.rank}", m.log_path) for m in status.members if m.node_rank == rank)
+                own = [m for m in status.members if m.node_rank == rank and not m.fused_with]
+                logs = tuple((f"{m.role}:{m.rank}", m.log_path) for m in own)
                 if logs and self._followed.get(rank) != logs and node.config.job_id == status.job_id:
                     self._followed[rank] = logs
                     self.order(rank, Follow(status.job_id, logs))

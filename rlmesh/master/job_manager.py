@@ -80,7 +80,8 @@ class JobManager:
         self._recoveries = Recoveries(self._state)
         self._moves = Moves(self._state, scheduler)
         rules = {role.name: role.restart for role in spec.roles}
-        self._failover = FailoverCoordinator(rules, {role.name: role.members for role in spec.roles})
+        sizes = {role.name: role.members for role in spec.roles}
+        self._failover = FailoverCoordinator(rules, sizes, spec.demand.fusions)
         self._failures = Failures(spec.limits.settle_s)
         self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
         """Is told of each event that was handled, and of what came of it."""
@@ -228,7 +229,7 @@ class JobManager:
         self.context.plan = plan
         self.context.note = "; ".join(plan.notes)
         for placement in plan.placements:
-            log_path = self._scheduler.log_path(placement.role, placement.rank)
+            log_path = self._scheduler.log_path(*(placement.process or (placement.role, placement.rank)))
             member = Member(placement, log_path, since=now)
             self.context.members[member.id] = member
         for role, node_rank in self._scheduler.group_leaders(plan).items():
@@ -266,7 +267,8 @@ class JobManager:
         if member is None or member.incarnation != exit.incarnation or member.exit is not None:
             return
         served, doing = member.state in SERVING, _DOING.get(member.state, "")
-        told = member.state == "failed"
+        # What one of a process's members failed with explains the end of all of them.
+        told = any(other.state == "failed" for other in self.context.sharing_process(member))
         expected = member.ended_by_us or (member.asked_to_end and exit.ok)
         member.exit = exit
         if member.ended_by_us and exit.signal == signal.SIGKILL:
@@ -278,7 +280,7 @@ class JobManager:
                 self.context.failures = [
                     replace(f, exit=exit) if (f.role, f.rank) == member.id else f for f in self.context.failures
                 ]
-        else:
+        if member.state != "failed":
             member.enter("exited" if expected else "failed", now)
         goes_on = self.context.stage in ("starting", "running")
         if not (expected or told):

@@ -40,7 +40,8 @@ class MergedLogs:
     def follow(self, members: Iterable[MemberStatus]) -> None:
         """Follow these members too; those that are known stay as they are."""
         for member in members:
-            self._tail.add(f"{member.role}:{member.rank}", member.log_path)
+            if not member.fused_with:  # else what it prints is in that member's log
+                self._tail.add(f"{member.role}:{member.rank}", member.log_path)
 
     def follow_files(self, files: Iterable[tuple[str, str]]) -> None:
         """The same for names and paths."""

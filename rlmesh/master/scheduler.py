@@ -63,6 +63,24 @@ class Scheduler:
     def log_path(self, role: str, rank: int) -> str:
         return f"{self._spec.run_dir}/logs/{role}-{rank}.log"
 
+    def process_spec(self, members: Sequence[WorkerSpec]) -> WorkerSpec:
+        """What one process is told that is all of these members; the first one's log, name and devices are its own.
+
+        Of several elastic roles the first one's process group is that of the process.
+        """
+        first, *others = members
+        if not others:
+            return first
+        env: dict[str, str] = {}
+        for member in reversed(members):
+            env |= member.env
+        roles = dict.fromkeys(name for member in members for name in member.env.get(COLLOCATION_ENV, "").split(","))
+        if first.devices:
+            roles |= dict.fromkeys(member.role for member in members)
+        if together := [name for name in roles if name]:
+            env[COLLOCATION_ENV] = ",".join(together)
+        return replace(first, env=env, fused=tuple(others))
+
     def worker_spec(
         self, placement: Placement, node: NodeInfo, incarnation: int, ports: Mapping[str, int],
         restart: RestartEvent | None = None, hosts: Mapping[str, str] | None = None,
@@ -96,7 +114,7 @@ class Scheduler:
             master_endpoint=self._site.master_endpoint,
             socket_dir=_socket_dir(node),
             run_dir=spec.run_dir,
-            log_path=self.log_path(role.name, placement.rank),
+            log_path=self.log_path(*(placement.process or (role.name, placement.rank))),
             backend=role.backend,
             user_config=spec.user_config,
             main_path=spec.main_path,

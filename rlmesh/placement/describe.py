@@ -34,6 +34,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
                 "role": p.role,
                 "rank": p.rank,
                 "group": p.group,
+                "process": _host(p),
                 "node": names[p.node_rank],
                 "node_rank": p.node_rank,
                 "local_rank": p.local_rank,
@@ -61,7 +62,7 @@ def _devices(plan: Plan) -> list[str]:
         lines.append(f"{node.name}: {_room(node)}, {len(here)} members")
         for device in node.devices:
             tenants = [
-                f"{_name(p)} {share.milli / WHOLE:g}" for p in here for share in p.devices if share.device == device
+                f"{_name(p)} {_share(p, share.milli)}" for p in here for share in p.devices if share.device == device
             ]
             lines.append(f"  {_device(device)}  {', '.join(tenants) or '-'}")
         others = [f"{_name(p)}{_cores(p)}" for p in here if not p.devices]
@@ -74,6 +75,8 @@ def _folded(plan: Plan) -> list[str]:
     of_node: dict[int, Counter[str]] = {node.node_rank: Counter() for node in plan.nodes}
     for placement in plan.placements:
         share = f" ({placement.devices[0].milli / WHOLE:g})" if placement.devices else ""
+        if host := _host(placement):
+            share = f" (in {host.rpartition(':')[0]})"
         many = f" on {len(placement.devices)}" if len(placement.devices) > 1 else ""
         key = f"{placement.role}/{placement.group}" if placement.group else placement.role
         of_node[placement.node_rank][f"{key}{share}{many}"] += 1
@@ -102,5 +105,20 @@ def _name(placement: Placement) -> str:
     return f"{placement.role}:{placement.rank}"
 
 
+def _share(placement: Placement, milli: int) -> str:
+    host = _host(placement)
+    return f"in {host}" if host else f"{milli / WHOLE:g}"
+
+
+def _host(placement: Placement) -> str:
+    """The member of another role in whose process it lives; empty if it has one of its own."""
+    if placement.process in (None, (placement.role, placement.rank)):
+        return ""
+    assert placement.process is not None
+    return "{}:{}".format(*placement.process)
+
+
 def _cores(placement: Placement) -> str:
+    if host := _host(placement):
+        return f" in {host}"
     return f" {placement.cpu_milli / WHOLE:g} CPUs" if placement.cpu_milli else ""

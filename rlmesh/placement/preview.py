@@ -63,6 +63,7 @@ def demand_of(config: DLConfig) -> JobDemand:
     return JobDemand(
         roles=roles,
         collocations=tuple(tuple(sorted(keys, key=names.index)) for keys in config.collocations),
+        fusions=tuple(tuple(sorted(roles, key=names.index)) for roles in config.fusions),
         device_type=config.device_type,
         max_nodes=config.node_number,
         max_devices_per_node=config.device_per_node,

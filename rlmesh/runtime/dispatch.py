@@ -428,7 +428,7 @@ class Dispatcher:
         incoming.started_ns = began_ns = time.perf_counter_ns()
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         # Time behind other methods is theirs; time between the slot's release and this line is rlmesh's.
-        incoming.ready_ns = max(incoming.ready_ns, served.free_since_ns)
+        incoming.ready_ns = max(incoming.ready_ns, served.executor.free_since_ns)
         token = current_call.set(incoming.context)
         try:
             args, kwargs = incoming.arguments()
@@ -442,7 +442,7 @@ class Dispatcher:
             current_call.reset(token)
         ended_ns = time.perf_counter_ns()
         if incoming.method.serial:
-            served.free_since_ns = ended_ns
+            served.executor.free_since_ns = ended_ns
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
 

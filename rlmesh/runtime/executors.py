@@ -29,6 +29,8 @@ class SerialExecutor:
         self._helper: threading.Thread | None = None
         self._closed = False
         self._stopped = False
+        self.free_since_ns = 0
+        """When the last method ended."""
 
     def hold(self) -> None:
         """Let jobs wait for `run` instead of starting a thread for them."""

@@ -280,14 +280,18 @@ class Runtime(Submission, Reception):
 
     def serve(
         self, name: str, obj: object, *, incarnation: int = 0,
-        functions: Mapping[str, Callable[..., Any]] | None = None, inline: bool = False,
+        functions: Mapping[str, Callable[..., Any]] | None = None, inline: bool = False, fused: bool = False,
     ) -> None:  # fmt: skip
         """Let peers call the ``@rpc`` methods of ``obj`` (and ``functions``, by name) under ``name``.
 
         Args:
+            fused: run serial ``def`` methods on the thread of the member that was served first.
             inline: run ``async def`` methods on the runtime's own loop; always so where it is embedded.
         """
-        served = Served(name, incarnation, {**(functions or {}), **exported(obj)}, inline=inline or self._embedded)
+        served = Served(
+            name, incarnation, {**(functions or {}), **exported(obj)}, inline=inline or self._embedded,
+            beside=self._main if fused else None,
+        )  # fmt: skip
         if self._main is None and not name.startswith("@"):
             self._main = served
         if name in self._expected:

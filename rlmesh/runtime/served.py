@@ -32,7 +32,7 @@ class Method:
             self.function = refuse_call(owner.name, name, is_async=self.is_async)
         self.serial = self.concurrent == 1
         # Serial `def` methods share the member's one thread, so they share a slot.
-        self.slot = f"{owner.name}.{name}" if self.is_async else f"{owner.name}!{owner.incarnation}"
+        self.slot = f"{owner.name}.{name}" if self.is_async else owner.slot
         self.running = 0
         self.queue: deque[Incoming] = deque()
         self.lock = allocate_lock()
@@ -49,15 +49,16 @@ class Method:
 
 
 class Served:
-    """An object under a name."""
+    """An object under a name. ``beside`` another one, it shares that one's thread of serial ``def`` methods."""
 
     def __init__(
-        self, name: str, incarnation: int, functions: Mapping[str, Callable[..., Any]], *, inline: bool
-    ) -> None:
+        self, name: str, incarnation: int, functions: Mapping[str, Callable[..., Any]], *, inline: bool,
+        beside: Served | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.incarnation, self.inline = name, incarnation, inline
+        self.slot: str = beside.slot if beside is not None else f"{name}!{incarnation}"
         self.methods = {method: Method(self, method, function) for method, function in functions.items()}
-        self.executor = SerialExecutor(name)
-        self.free_since_ns = 0
+        self.executor: SerialExecutor = beside.executor if beside is not None else SerialExecutor(name)
 
     def find(self, name: str) -> Method:
         found = self.methods.get(name)
