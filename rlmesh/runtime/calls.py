@@ -389,6 +389,9 @@ class Calls(Knowledge):
         self._loop.call_later(LOSS_GRACE_S, self._give_up, peer, reason)
 
     def _give_up(self, peer: Peer, reason: str) -> None:
+        if self._is_ending(peer):
+            self._loop.call_later(LOSS_GRACE_S, self._give_up, peer, reason)
+            return
         self._orphans.pop(peer.endpoint, None)
         self._drop(peer, lambda call: call.lost(reason, peer.begun()))
         self._route_again(list(self._parked.values()))
@@ -471,10 +474,6 @@ class Calls(Knowledge):
         with self._lock:
             if self._peers.get(peer.endpoint) is peer:
                 del self._peers[peer.endpoint]
-
-    def _calls_of(self, peer: Peer) -> list[PendingCall]:
-        with self._lock:
-            return [*peer.pending.values(), *peer.waiting]
 
     def _drop(self, peer: Peer, error_of: Callable[[PendingCall], BaseException]) -> None:
         for call in self._calls_of(peer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook, split_name
 from rlmesh.runtime.balance import Load, least_busy
 from rlmesh.runtime.pending import Peer, PendingCall, how_it_ended
-from rlmesh.runtime.waiting import Waiting, process_state
+from rlmesh.runtime.waiting import Waiting, lives, process_state
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
@@ -66,6 +67,20 @@ class Knowledge:
         with self._lock:
             self._lost.pop(endpoint or (member.endpoint if member is not None else None) or "", None)
         return False
+
+    def _is_ending(self, peer: Peer) -> bool:
+        """Its process has closed its socket and is not gone, or was not at the last look: exit handlers and the
+        interpreter's own end may take seconds, and only then can its agent tell how it ended."""
+        member = self._book.find_name(peer.channel.peer_name) if self._book is not None else None
+        scheme, _, path = peer.endpoint.partition("://")
+        if member is None or member.endpoint != peer.endpoint or scheme not in ("unix", "ipc"):
+            return False
+        before, peer.ending = peer.ending, not os.path.exists(path) and lives(member.pid)
+        return before or peer.ending
+
+    def _calls_of(self, peer: Peer) -> list[PendingCall]:
+        with self._lock:
+            return [*peer.pending.values(), *peer.waiting]
 
     def on_their_way(self) -> int:
         """Calls that were sent and not answered."""

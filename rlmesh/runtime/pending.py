@@ -156,6 +156,8 @@ class Peer:
         self.answer_ns = 0
         """How long the call that ended last was on its way."""
         self.opening: asyncio.TimerHandle | None = None
+        self.ending = False
+        """Its process closed the connection and was still there when somebody looked."""
 
     def begun(self) -> Executed:
         """Whether calls to it may have begun: none is sent before the greeting is over."""

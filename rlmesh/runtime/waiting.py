@@ -59,8 +59,19 @@ def process_state(pid: int) -> str:
     """What a process of this machine does, as a sentence; empty if ``pid`` is 0."""
     if pid <= 0:
         return ""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    letter = _state_letter(pid)
+    if not letter:
         return f"process {pid} is gone"
     return f"process {pid} {_STATES.get(letter, 'is in state ' + letter)}"
+
+
+def lives(pid: int) -> bool:
+    """Whether a process of this machine has not ended; not so for 0."""
+    return pid > 0 and _state_letter(pid) not in ("", "Z", "X")
+
+
+def _state_letter(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import json
 import os
@@ -30,6 +31,8 @@ class Victim:
         self.running += 1
         await asyncio.sleep(0 if how else 60)
         if how == "exit":
+            # Longer than callers wait for an agent's word once a connection is lost: the process still has to end.
+            atexit.register(time.sleep, 1.2)
             sys.exit(3)
         if how == "os._exit":
             os._exit(3)

@@ -20,7 +20,7 @@ from rlmesh.runtime.group import RoleGroup
 from tests.runtime.conftest import KEY, Mesh
 
 SERVER = """
-import os, sys, time, threading
+import asyncio, os, sys, time, threading
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 
@@ -33,6 +33,8 @@ class Victim:
     def leave(self, code): sys.exit(code)
     @rpc
     def vanish(self, code): os._exit(code)
+    @rpc
+    async def wait(self): await asyncio.sleep(60)
 
 runtime = Runtime.start(name="V:0", key=bytes.fromhex(sys.argv[1]), socket_dir=sys.argv[2])
 codes = []
@@ -44,6 +46,7 @@ runtime.serve("V:0", Victim())
 print(runtime.endpoint, flush=True)
 runtime.run_main()
 runtime.close()
+time.sleep(float(os.environ.get("SLOW_END_S", "0")))
 sys.exit(codes[0] if codes else 0)
 """
 
@@ -110,6 +113,27 @@ def test_without_the_agents_word_calls_fail_after_a_short_grace(
         future.result(5)
     with pytest.raises(PeerLost):
         group[0].call("pid").result(5)
+
+
+def test_a_process_that_takes_its_time_to_end_is_waited_for(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, until: Callable[..., None]
+) -> None:
+    """Exit handlers, and the end of an interpreter that has loaded much: how it ended is known only afterwards."""
+    monkeypatch.setattr(calls, "LOSS_GRACE_S", 0.4)
+    monkeypatch.setenv("SLOW_END_S", "1")
+    victim: subprocess.Popen[str] = request.getfixturevalue("victim")
+    group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
+    waiting = group[0].call("wait")
+    assert group[0].call("leave", 3).exception(5) is not None
+    until(lambda: "the connection was closed" in waiting.waiting_for())
+    later = group[0].call("pid")
+    assert victim.wait(10) == 3
+    assert not waiting.done() and not later.done(), "its agent has not told yet"
+    mesh.caller.member_lost(ExitInfo("V", 0, 0, victim.pid, 3, None, time.time(), hostname="h"))
+    for future, executed in ((waiting, "maybe"), (later, "no")):
+        with pytest.raises(PeerLost, match=r"V rank 0 \(pid \d+ on h\) exited with code 3") as caught:
+            future.result(5)
+        assert caught.value.executed == executed
 
 
 def test_sys_exit_in_a_method_is_answered_and_ends_the_process(mesh: Mesh, victim: subprocess.Popen[str]) -> None:
