@@ -1,0 +1,19 @@
+"""Training engines: a model, its optimizer and how both are spread over the ranks of a role.
+
+``protocol``
+    `TrainingEngine`, which all of them are, with its options and values.
+``ddp``
+    `DDPEngine`: every rank holds everything. Also for one process without any process group.
+``fsdp2``
+    `FSDP2Engine`: parameters, gradients and optimizer state are sharded, layer by layer.
+
+::
+
+    engine = FSDP2Engine(AutoModelForCausalLM.from_pretrained(path), TrainingOptions(lr=1e-6, micro_batch_size=8))
+    self.send_weights(engine.named_tensors())
+    old = engine.log_probs(sequences, attention_mask, action_mask)
+    report = engine.train_step(experience, loss)
+    engine.save(folder).result()
+
+Import from the modules themselves: each one needs packages that the others do not.
+"""

@@ -1,0 +1,215 @@
+"""`ModuleEngine`: what all engines have in common. Those of torch alone add how the model is wrapped; DeepSpeed's also
+how gradients come about and are applied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from rlmesh import ModuleSource
+from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training import ranks
+from rlmesh.rl.engines.training.checkpoints import SavingThread
+from rlmesh.rl.engines.training.exporting import write_safetensors
+from rlmesh.rl.engines.training.forward import response_log_probs, response_values
+from rlmesh.rl.engines.training.offload import Offloaded
+from rlmesh.rl.engines.training.protocol import (
+    LossFunction,
+    Saving,
+    Source,
+    Splittable,
+    StepReport,
+    TrainingOptions,
+)
+
+_LOSS = "\0loss"
+
+
+class ModuleEngine(ABC):
+    """See `TrainingEngine` for the methods. Subclasses set ``model``, the module that is called, and ``plain``, the one
+    inside whose names count."""
+
+    model: nn.Module
+    plain: nn.Module
+
+    def __init__(self, options: TrainingOptions) -> None:
+        self.options = options
+        self.steps = 0
+        self.rank, self.ranks = ranks.here()
+        self._offloaded: Offloaded | None = None
+        self._saver = SavingThread()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.plain.parameters()).device
+
+    # Forward.
+
+    def log_probs(
+        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, *, temperature: float = 1.0
+    ) -> Tensor:
+        def part(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
+            return response_log_probs(self.model, sequences, attention_mask, action_mask, temperature=temperature)
+
+        return self._measure(part, sequences, attention_mask, action_mask)
+
+    def values(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
+        def part(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
+            return response_values(self.model, sequences, attention_mask, action_mask)
+
+        return self._measure(part, sequences, attention_mask, action_mask)
+
+    def _measure(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+        """In parts of at most the micro-batch size; as many on every rank, since a pass is a collective step."""
+        self._require_here("compute")
+        self.model.eval()
+        parts = self._parts(len(columns[0]))
+        pieces = zip(*(column.to(self.device).tensor_split(parts) for column in columns), strict=True)
+        with torch.no_grad(), self._autocast():
+            return torch.cat([function(*piece) for piece in pieces]).float()
+
+    def _parts(self, rows: int) -> int:
+        """Number of micro-batches: that of the fullest rank."""
+        size = self.options.micro_batch_size or max(rows, 1)
+        return max(1, ranks.largest(-(-rows // size), self.device))
+
+    def _autocast(self) -> torch.autocast:
+        """For engines whose wrapper does not see to the precision itself."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=False)
+
+    # Training.
+
+    def train_step(self, batch: Splittable, loss: LossFunction) -> StepReport:
+        self._require_here("train")
+        self.model.train()
+        parts = batch.split(self._parts(len(batch)))
+        lr = self.options.lr_after(self.steps)
+        sums: dict[str, Tensor] = {}
+        self._before_step(lr)
+        try:
+            for index, part in enumerate(parts):
+                with self._one_pass(last=index == len(parts) - 1):
+                    with self._autocast():
+                        share, statistics = loss(self.model, part)
+                    self._backward(share)
+                for name, value in {**statistics, _LOSS: share}.items():
+                    sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach()
+            norm = self._apply()
+        except BaseException:
+            self._forget_gradients()
+            raise
+        self.steps += 1
+        totals = ranks.summed(torch.stack(list(sums.values())).double()).tolist()
+        named = dict(zip(sums, totals, strict=True))
+        return StepReport(self.steps, named.pop(_LOSS), norm, lr, len(parts), named)
+
+    @abstractmethod
+    def _before_step(self, lr: float) -> None:
+        """Set the learning rate, and forget old gradients."""
+
+    @abstractmethod
+    def _one_pass(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around one forward and backward pass; the last one completes the gradient."""
+
+    @abstractmethod
+    def _backward(self, share: Tensor) -> None:
+        """Add this part's gradient, so that in the end it is the sum over parts and ranks."""
+
+    @abstractmethod
+    def _apply(self) -> float:
+        """Clip, check and apply the gradient; gives its norm before clipping."""
+
+    @abstractmethod
+    def _forget_gradients(self) -> None: ...
+
+    # Weights.
+
+    def named_tensors(self) -> EngineSource:
+        return EngineSource(self, self._source())
+
+    def _source(self) -> Source:
+        return ModuleSource(self.plain)
+
+    def export(self, folder: Path) -> None:
+        self._require_here("export")
+        write_safetensors(Path(folder), self._source(), self.plain, self.rank)
+
+    # Memory.
+
+    def offload(self, folder: Path | None = None) -> None:
+        if self._offloaded is None:
+            self._saver.wait()
+            self._forget_gradients()
+            file = None if folder is None else Path(folder) / f"rank-{self.rank:05d}.offload"
+            self._offloaded = Offloaded(self._memory(), file)
+
+    def reload(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+
+    @abstractmethod
+    def _memory(self) -> Iterator[Tensor]:
+        """All tensors that hold weights, gradients or optimizer state here."""
+
+    def _require_here(self, what: str) -> None:
+        if self._offloaded is not None:
+            raise UsageError(f"rank {self.rank} cannot {what}: its weights are offloaded; call reload() first")
+
+    # Checkpoints.
+
+    def save(self, folder: Path) -> Saving:
+        self._require_here("save")
+        self._saver.wait()
+        return self._saver.start(self._write(Path(folder)))
+
+    @abstractmethod
+    def _write(self, folder: Path) -> Callable[[], Path]:
+        """Copy the state; gives what remains to be done on the side."""
+
+    def close(self) -> None:
+        self._saver.wait()
+        if self._offloaded is not None:
+            self._offloaded.forget()
+
+
+class EngineSource:
+    """A source of a `WeightSync` whose engine may be offloaded: it never hands out memory to be kept.
+
+    Where the engine is never offloaded, ``ModuleSource(engine.plain)`` can be faster on a GPU, since a sink may then
+    keep the weights' own memory open.
+    """
+
+    lasting = False
+
+    def __init__(self, engine: ModuleEngine, inner: Source) -> None:
+        self._engine, self._inner = engine, inner
+        self.device = inner.device
+
+    def manifest(self) -> Any:
+        return self._inner.manifest()
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+        self._engine._require_here("give its weights")
+        with self._inner.gather(names) as tensors:
+            yield {name: _shown(tensor.detach()) for name, tensor in tensors.items()}
+
+    def stamp(self) -> object:
+        return self._engine.steps, self._inner.stamp()
+
+
+def _shown(tensor: Tensor) -> Tensor:
+    """The same memory, as a tensor of which NumPy arrays may be made: torch never frees memory of which they were."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return tensor
+    shown: Tensor = from_dlpack(tensor)
+    return shown

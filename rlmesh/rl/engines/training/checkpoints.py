@@ -1,0 +1,152 @@
+"""Checkpoints that are whole or not there.
+
+A folder holds the data of each checkpoint in a folder of its own, and ``current.json``, which names the one that
+counts. It is replaced, atomically, when all ranks have written theirs; only then older data go. So whoever is killed,
+whenever: ``current.json`` names a complete one.
+
+::
+
+    current.json                  {"data": "step-00000020-5f2c91aa", "steps": 20, "kind": "torch", "ranks": 2, …}
+    step-00000020-5f2c91aa/       __0_0.distcp, __1_0.distcp, .metadata
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlmesh.errors import UsageError
+
+CURRENT = "current.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What ``current.json`` says.
+
+    Attributes:
+        data: name of the folder.
+        steps: optimizer steps done.
+        kind: "torch": torch's distributed checkpoints, for any number of ranks; "deepspeed-zeroN": DeepSpeed's own.
+        ranks: how many wrote it.
+    """
+
+    data: str
+    steps: int
+    kind: str
+    ranks: int
+    format: int = FORMAT
+
+
+class CheckpointFolder:
+    """One engine's checkpoints. Only rank 0 writes here; the data are written by all ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def current(self) -> Saved:
+        """The latest complete one.
+
+        Raises:
+            UsageError: there is none, or a later version of this library wrote it.
+        """
+        try:
+            fields = json.loads((self.folder / CURRENT).read_bytes())
+        except FileNotFoundError:
+            raise UsageError(f"{self.folder} holds no complete checkpoint: there is no {CURRENT}") from None
+        if fields["format"] != FORMAT:
+            raise UsageError(f"{self.folder / CURRENT} has format {fields['format']}; this version reads {FORMAT}")
+        return Saved(**fields)
+
+    def data_of(self, saved: Saved) -> Path:
+        return self.folder / saved.data
+
+    def begin(self, steps: int) -> str:
+        """Make a folder for new data; gives its name."""
+        name = f"step-{steps:08d}-{secrets.token_hex(4)}"
+        (self.folder / name).mkdir(parents=True)
+        return name
+
+    def commit(self, saved: Saved) -> None:
+        """From now on this one counts. What is left of others goes."""
+        _sync(self.folder / saved.data)
+        write_atomically(self.folder / CURRENT, json.dumps(asdict(saved), indent=2).encode() + b"\n")
+        for other in self.folder.glob("step-*"):
+            if other.name != saved.data:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """So that ``path`` is, at any moment and after any crash, absent, the old one or the new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SavingThread:
+    """Runs what writes a checkpoint, one at a time."""
+
+    def __init__(self) -> None:
+        self._last: Job | None = None
+
+    def start(self, work: Callable[[], Path]) -> Job:
+        self._last = Job(work)
+        return self._last
+
+    def wait(self) -> None:
+        """Until the last one has ended, well or not: its owner is told of errors by `Job.result`."""
+        if self._last is not None:
+            self._last.thread.join()
+            self._last = None
+
+
+class Job:
+    """One checkpoint that is being written; see `Saving`."""
+
+    def __init__(self, work: Callable[[], Path]) -> None:
+        self._work = work
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="rlmesh-checkpoint", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._path = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        return not self.thread.is_alive()
+
+    def result(self, timeout_s: float | None = None) -> Path:
+        self.thread.join(timeout_s)
+        if self.thread.is_alive():
+            raise TimeoutError(f"the checkpoint is not written after {timeout_s} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path

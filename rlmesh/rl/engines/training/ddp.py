@@ -1,0 +1,51 @@
+"""`DDPEngine`: every rank holds the whole model, and gradients are summed over the ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rlmesh.rl.engines.training.checkpointing import checkpoint_activations
+from rlmesh.rl.engines.training.torch_engine import TorchEngine
+
+
+class DDPEngine(TorchEngine):
+    """torch's DistributedDataParallel; without a process group, the module alone.
+
+    With precision "bfloat16" the weights stay float32 and forward passes run under autocast.
+    """
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if self.options.activation_checkpointing:
+            checkpoint_activations(model)
+        return self._distributed(model)
+
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        if not dist.is_initialized():
+            return model
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bfloat16")
+
+    def _one_pass(self, *, last: bool) -> AbstractContextManager[object]:
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        no_sync: AbstractContextManager[object] = self.model.no_sync()
+        return no_sync
+
+    # The wrapper holds buckets as large as all gradients, which nobody else can free.
+
+    def offload(self, folder: Path | None = None) -> None:
+        self.model = self.plain
+        super().offload(folder)
+
+    def reload(self) -> None:
+        super().reload()
+        if self.model is self.plain:
+            self.model = self._distributed(self.plain)

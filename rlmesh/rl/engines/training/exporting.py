@@ -1,0 +1,92 @@
+"""Weights as safetensors, as transformers writes and reads them: gathered and written file by file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlmesh.rl.engines.training import ranks
+from rlmesh.rl.engines.training.protocol import Source
+
+FILE_BYTES = 2 << 30
+
+
+def write_safetensors(
+    folder: Path, source: Source, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
+) -> None:
+    """Write all weights, tied ones once, and the configuration, if the model has one. ``folder`` appears, or is
+    replaced, when all is there. Collective; rank 0 writes and holds one file's tensors at a time.
+
+    Raises:
+        OSError: on every rank, if rank 0 could not write.
+    """
+    aside = folder.with_name(f".{folder.name}.tmp")
+    fault = None
+    groups = list(_files(source.manifest(), file_bytes))
+    for index, names in enumerate(groups):
+        with source.gather(names) as tensors:
+            if rank == 0 and fault is None:
+                fault = _attempt(lambda i=index, t=tensors: _write_file(aside, i, len(groups), t))
+    if rank == 0 and fault is None:
+        fault = _attempt(lambda: _complete(aside, folder, groups, source.manifest(), model))
+    fault = ranks.from_first(fault)
+    if fault is not None:
+        raise OSError(f"{folder} could not be written: {fault}")
+
+
+def _files(manifest: Any, most: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for spec in manifest:
+        if spec.alias_of is not None:
+            continue
+        if names and size + spec.nbytes > most:
+            yield names
+            names, size = [], 0
+        names.append(spec.name)
+        size += spec.nbytes
+    yield names
+
+
+def _attempt(work: Any) -> str | None:
+    try:
+        work()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _file_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_file(aside: Path, index: int, count: int, tensors: Any) -> None:
+    from safetensors.torch import save_file
+
+    if index == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, aside / _file_name(index, count), metadata={"format": "pt"})
+
+
+def _complete(aside: Path, folder: Path, groups: list[list[str]], manifest: Any, model: nn.Module) -> None:
+    if len(groups) > 1:
+        of = {name: _file_name(index, len(groups)) for index, names in enumerate(groups) for name in names}
+        index = {"metadata": {"total_size": manifest.nbytes}, "weight_map": of}
+        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for settings in ("config", "generation_config"):
+        found: Any = getattr(model, settings, None)
+        if hasattr(found, "save_pretrained"):
+            found.save_pretrained(aside)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.replace(old)
+    aside.replace(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,41 @@
+"""`FSDP2Engine`: parameters, gradients and optimizer state sharded over the ranks by torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training.checkpointing import checkpoint_activations, layers_of
+from rlmesh.rl.engines.training.torch_engine import TorchEngine
+
+
+class FSDP2Engine(TorchEngine):
+    """Sharded layer by layer; whole again only while a layer computes.
+
+    With precision "bfloat16" shards are float32, what is gathered and computed is bfloat16, and gradients are summed in
+    float32.
+    """
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if not dist.is_initialized():
+            raise UsageError("FSDP2Engine needs a process group: call torch.distributed.init_process_group() first")
+        if self.options.activation_checkpointing:
+            checkpoint_activations(model)
+        mesh = init_device_mesh(self.device.type, (self.ranks,))
+        policy = MixedPrecisionPolicy()
+        if self.options.precision == "bfloat16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        # Also what belongs to no layer is given back after each pass: parameters() are shards whenever nothing runs.
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        return model
+
+    def _one_pass(self, *, last: bool) -> AbstractContextManager[object]:
+        return nullcontext()

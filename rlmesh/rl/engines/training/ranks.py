@@ -1,0 +1,40 @@
+"""The ranks of an engine's role: who is here, and sums over all of them. One process without any process group counts
+as one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def here() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def summed(values: Tensor) -> Tensor:
+    """The sum over all ranks, on every rank; ``values`` itself is changed."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def largest(value: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers, on every rank."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor(value, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """What rank 0 has, on every rank."""
+    if not dist.is_initialized():
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0, group=group, device=torch.device("cpu") if group is not None else None)
+    return held[0]
