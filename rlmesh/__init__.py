@@ -40,10 +40,15 @@ if TYPE_CHECKING:
     from rlmesh.runtime.subgraphs import Subgraph as Subgraph
     from rlmesh.weights.arrays import ArraySink as ArraySink
     from rlmesh.weights.arrays import ArraySource as ArraySource
+    from rlmesh.weights.gate import VersionGate as VersionGate
+    from rlmesh.weights.manifest import Manifest as Manifest
+    from rlmesh.weights.manifest import TensorSpec as TensorSpec
     from rlmesh.weights.members import ReceivesWeights as ReceivesWeights
     from rlmesh.weights.members import SendsWeights as SendsWeights
     from rlmesh.weights.modules import ModuleSink as ModuleSink
     from rlmesh.weights.modules import ModuleSource as ModuleSource
+    from rlmesh.weights.protocols import WeightSink as WeightSink
+    from rlmesh.weights.protocols import WeightSource as WeightSource
     from rlmesh.weights.spans import VersionSpans as VersionSpans
     from rlmesh.weights.sync import WeightSync as WeightSync
 
@@ -64,6 +69,7 @@ _WHERE = {
     "Future": "rlmesh.runtime.future",
     "FutureSequence": "rlmesh.runtime.sequence",
     "MemberHandle": "rlmesh.runtime.handle",
+    "Manifest": "rlmesh.weights.manifest",
     "ModuleSink": "rlmesh.weights.modules",
     "ModuleSource": "rlmesh.weights.modules",
     "Mesh": "rlmesh.runtime.subgraphs",
@@ -79,7 +85,11 @@ _WHERE = {
     "SendsWeights": "rlmesh.weights.members",
     "SimpleWorkloadDesc": "rlmesh.job.descriptors",
     "Stream": "rlmesh.runtime.streams",
+    "TensorSpec": "rlmesh.weights.manifest",
+    "VersionGate": "rlmesh.weights.gate",
     "VersionSpans": "rlmesh.weights.spans",
+    "WeightSink": "rlmesh.weights.protocols",
+    "WeightSource": "rlmesh.weights.protocols",
     "WeightSync": "rlmesh.weights.sync",
     "Subgraph": "rlmesh.runtime.subgraphs",
     "current_worker": "rlmesh.job.workload",

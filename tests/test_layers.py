@@ -51,7 +51,7 @@ HEAVY = {
     "tensorboard": (),
     "omegaconf": (),
     "gymnasium": (),
-    "vllm": (),
+    "vllm": ("rlmesh.rl.engines",),
     "deepspeed": (),
     "pynvml": ("rlmesh.placement.nvml",),
 }

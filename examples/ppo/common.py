@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlmesh import current_worker
+from rlmesh.rl.engines.rollout import Sample
 
 from .config import PPOConfig
 
@@ -27,30 +28,6 @@ def job_config() -> PPOConfig:
 def pretrained() -> Path:
     """Folder of the model before PPO, in any worker of the job."""
     return Path(current_worker().run_dir) / "pretrained"
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to sample. ``temperature`` 0 is greedy. ``seed`` decides the draws, together with the engine's rank."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response.
-
-    ``token_ids`` end with the end token, unless ``max_tokens`` cut them off; nothing is ever appended that the
-    policy did not sample. ``log_probs`` has one entry per token. ``policy_version`` counts the updates of the
-    weights that sampled it.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    log_probs: list[float]
-    policy_version: int
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from rlmesh.rl.advantages import gae
+from rlmesh.rl.engines.rollout import Sample
 from rlmesh.rl.kl import kl_estimate, token_rewards
 from rlmesh.rl.masking import masked_mean, masked_whiten
 
 from . import remote_call
-from .common import Batch, Experience, Sample, pad_values
+from .common import Batch, Experience, pad_values
 from .config import PPOConfig
 
 
@@ -28,7 +29,7 @@ def require_version(samples: Sequence[Sample], version: int) -> None:
     Raises:
         RuntimeError: at least one sample has another version.
     """
-    found = {s.policy_version for s in samples}
+    found = {of for s in samples for of, _, _ in s.version_spans}
     if found != {version}:
         raise RuntimeError(
             f"samples come from policy versions {sorted(found)}, expected {version} only: "

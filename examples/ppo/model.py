@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
+from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.engines.transformers import sample_batch
 from rlmesh.rl.losses import aggregate, token_log_probs, valid_count
 
-from .common import MAX_LENGTH, SamplingParams, left_pad, right_pad
+from .common import MAX_LENGTH, left_pad, right_pad
 from .data import Row
 
 logging.disable_progress_bar()  # logs are files
@@ -104,39 +106,6 @@ def response_values(model: nn.Module, sequences: Tensor, attention_mask: Tensor,
     return values[:, -width:, 0]
 
 
-@torch.no_grad()
-def sample(
-    model: Qwen2ForCausalLM, prompt_token_ids: Sequence[Sequence[int]], params: SamplingParams
-) -> list[tuple[list[int], list[float]]]:
-    """Continue each prompt; all of them in one batch, with a key-value cache.
-
-    Returns:
-        per prompt: the tokens, up to and with the end token if it came in time, and their log-probabilities
-        under the distribution that was sampled from.
-    """
-    if not prompt_token_ids:
-        return []
-    prompts, attend = left_pad(prompt_token_ids, PAD_ID)
-    greedy = params.temperature == 0
-    torch.manual_seed(params.seed)
-    out = model.generate(
-        prompts,
-        attention_mask=attend.long(),
-        max_new_tokens=params.max_tokens,
-        do_sample=not greedy,
-        **({} if greedy else {"temperature": params.temperature, "top_k": 0, "top_p": 1.0}),
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    tokens = out.sequences[:, prompts.shape[1] :]
-    log_probs = torch.stack(out.scores, 1).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    ends = (tokens == END_ID).long()
-    ended_before = ends.cumsum(1) > ends
-    lengths = (~ended_before).sum(1).tolist()
-    rows = zip(tokens.tolist(), log_probs.tolist(), lengths, strict=True)
-    return [(row[:n], logs[:n]) for row, logs, n in rows]
-
-
 def make_pretrained(path: Path, rows: Sequence[Row], *, seed: int, accuracy: float) -> float:
     """Build a model, warm it up, and save it with its tokenizer to ``path``.
 
@@ -189,8 +158,8 @@ def warm_up(
         if step % 5 == 0:
             prompts, answers = draw(256)
             params = SamplingParams(max_tokens=max(map(len, answers)), seed=seed + step)
-            drawn = [tokens for tokens, _ in sample(model, prompts, params)]
-            reached = mean(a == b for a, b in zip(drawn, answers, strict=True))
+            drawn = sample_batch(model, prompts, params, pad_token_id=PAD_ID, stop_token_ids=[END_ID])
+            reached = mean(sample.token_ids == answer for sample, answer in zip(drawn, answers, strict=True))
             if reached >= accuracy:
                 return reached
     raise RuntimeError(f"the warm-up reached an accuracy of {reached:.2f} in {max_steps} steps, not {accuracy:.2f}")

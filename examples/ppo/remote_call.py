@@ -20,7 +20,9 @@ from rlmesh import Future, FutureSequence, RLRoleType, RoleGroup, WeightSync
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .common import Batch, Experience, Sample, SamplingParams
+    from rlmesh.rl.engines.rollout import Sample, SamplingParams
+
+    from .common import Batch, Experience
 
 
 @cache

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmesh import current_worker
 from rlmesh.errors import CallError, WeightsNotReady, WeightSyncError
+from rlmesh.rl.engines.rollout import Sample, SamplingParams
 
 from . import data, remote_call
 from .checkpoints import Checkpoints
-from .common import Sample, SamplingParams
 from .config import PPOConfig
 from .data import Row
 from .experience_maker import make_experience, require_version
@@ -102,7 +102,7 @@ class PPOTrainer:
 
     def generate(self, rows: list[Row], temperature: float, seed: int = 0) -> list[Sample]:
         prompts = encode(self.tokenizer, [row.prompt for row in rows])
-        params = SamplingParams(self.config.max_new_tokens, temperature, seed)
+        params = SamplingParams(self.config.max_new_tokens, temperature=temperature, seed=seed)
         try:
             samples = list(remote_call.rollout_generate(prompts, params))
         except WeightsNotReady:

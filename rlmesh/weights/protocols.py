@@ -45,6 +45,10 @@ class WeightSink(Protocol):
     the engine ready in ``flip`` (caches of old weights must go); it has nothing to go back to.
 
     All methods are called on one thread, one after the other. What they raise fails the push.
+
+    Two more are used where a sink has them: an attribute ``gate``, the `VersionGate` that its engine lets requests in
+    by (else the receiver makes one), and a method ``conclude(version)``, called when all sinks have flipped and right
+    before requests are let in: kept requests go on then.
     """
 
     mode: Mode

@@ -52,8 +52,10 @@ class Receiver:
         self, sink: WeightSink, who: str, *, incarnation: int = 0, node: str | None = None, tap: Tap | None = None
     ) -> None:
         self.sink, self.who, self.incarnation = sink, who, incarnation
-        self.gate = VersionGate(who)
-        self.state = SinkState(sink.mode)
+        gate: VersionGate | None = getattr(sink, "gate", None)
+        self.gate = gate or VersionGate(who)
+        self.gate.who = who
+        self.state = SinkState(sink.mode, self.gate.version)
         self.tap: Tap = tap or (lambda step, bucket: None)
         self._node = node
         self._sessions: dict[str, _Session] = {}
@@ -135,6 +137,7 @@ class Receiver:
 
     def _begin(self, session: _Session, push: int, version: int, flip_s: float) -> None:
         self.abort(self.state.push)
+        self._heed_gate()
         if self.sink.mode == "in_place":
             self.gate.close(f"version {version} is being written over version {self.state.version}", flip_s)
             self.gate.set_version(None, f"a push of version {version} overwrote its weights and was not concluded")
@@ -167,6 +170,9 @@ class Receiver:
         """All sinks have flipped: serve."""
         self.state = self.state.conclude(push)
         self.gate.set_version(self.state.version)
+        conclude = getattr(self.sink, "conclude", None)
+        if conclude is not None:
+            conclude(self.state.version)
         self.gate.open()
 
     def abort(self, push: int | None) -> None:
@@ -195,6 +201,7 @@ class Receiver:
 
     def rollback(self, flip_s: float) -> int | None:
         """Serve the version before again."""
+        self._heed_gate()
         back = self.state.rollback()
         self.gate.close(f"going back to version {back.version}", flip_s)
         try:
@@ -207,6 +214,11 @@ class Receiver:
             self.gate.set_version(self.state.version, "going back to an earlier version failed")
             self.gate.open()
         return back.version
+
+    def _heed_gate(self) -> None:
+        """An engine may have given its weights up by itself (to sleep): then there is nothing to go back to."""
+        if self.state.phase == "idle" and self.state.version != self.gate.version:
+            self.state = SinkState(self.sink.mode, self.gate.version)
 
     def _use_device(self) -> None:
         """Each thread has a current GPU of its own; memory is opened for that of the sink."""

@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 import torch
 from ppo import data, experience_maker, ppo_trainer
-from ppo.common import Batch, Experience, Sample, SamplingParams, left_pad, right_pad, write_atomically
+from ppo.common import Batch, Experience, left_pad, right_pad, write_atomically
 from ppo.config import PPOConfig
-from ppo.model import END_ID, PAD_ID, VOCABULARY, build_model, build_tokenizer, encode, response_logits, sample
+from ppo.model import END_ID, PAD_ID, VOCABULARY, build_model, build_tokenizer, encode, response_logits
 from ppo.ppo_reward import RewardModelActor, exact_match
 from ppo.ppo_rollout import RolloutActor
 
-from rlmesh import ModuleSink
 from rlmesh.errors import WeightsNotReady
 from rlmesh.rl import reference
+from rlmesh.rl.engines.rollout import Sample, SamplingParams
+from rlmesh.rl.engines.transformers import TransformersEngine, sample_batch
 from rlmesh.rl.losses import token_log_probs
 from tests.examples.conftest import EXAMPLES
 
@@ -100,7 +101,7 @@ def test_the_reward_role_reads_tokens() -> None:
 
 
 def test_prompts_are_padded_left_and_responses_right() -> None:
-    samples = [Sample([5, 6], [7, END_ID], [0, 0], 0), Sample([8], [9, 10, 11], [0, 0, 0], 0)]
+    samples = [Sample.of([5, 6], [7, END_ID], [0, 0], 0), Sample.of([8], [9, 10, 11], [0, 0, 0], 0)]
     batch = Batch.of(samples, PAD_ID)
     assert batch.sequences.tolist() == [[5, 6, 7, END_ID, PAD_ID], [PAD_ID, 8, 9, 10, 11]]
     assert batch.attention_mask.tolist() == [[True] * 4 + [False], [False] + [True] * 4]
@@ -114,33 +115,21 @@ def test_experience_splits_into_balanced_parts_that_add_up() -> None:
     torch.testing.assert_close(torch.cat([part.returns for part in parts]), columns[-1])
 
 
-def test_sampling_is_reproducible_and_its_log_probs_are_those_of_training() -> None:
+def test_the_log_probs_of_sampling_are_those_of_training() -> None:
     model = build_model(0).eval()
     prompts = [[5, 6, 7], [8], [9, 10], [5, 6, 7]]  # of several lengths, so padded
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=11)
-    drawn = sample(model, prompts, params)
-    assert sample(model, prompts, params) == drawn
-    assert sample(model, prompts, dataclasses.replace(params, seed=12)) != drawn
-    assert all(END_ID not in tokens[:-1] and 1 <= len(tokens) <= 12 for tokens, _ in drawn)
+    drawn = sample_batch(model, prompts, params, stop_token_ids=[END_ID], pad_token_id=PAD_ID)
+    assert all(END_ID not in sample.token_ids[:-1] and 1 <= len(sample.token_ids) <= 12 for sample in drawn)
 
     prompt, attend = left_pad(prompts, PAD_ID)
-    response, chosen = right_pad([tokens for tokens, _ in drawn], PAD_ID)
+    response, chosen = right_pad([sample.token_ids for sample in drawn], PAD_ID)
     tokens, mask = torch.cat([prompt, response], 1), torch.cat([attend, chosen], 1)
     with torch.no_grad():
         logits = response_logits(model, tokens, mask, response.shape[1])
         expected = token_log_probs(logits, response, chosen, temperature=0.7)
-    for row, (ids, log_probs) in enumerate(drawn):
-        assert log_probs == pytest.approx(expected[row, : len(ids)].tolist(), abs=1e-4)
-
-
-def test_greedy_sampling_takes_the_likeliest_token_whatever_the_seed() -> None:
-    model = build_model(0).eval()
-    a = sample(model, [[5, 6]], SamplingParams(max_tokens=3, temperature=0, seed=1))
-    b = sample(model, [[5, 6]], SamplingParams(max_tokens=3, temperature=0, seed=2))
-    assert a == b
-    with torch.no_grad():
-        assert a[0][0][0] == model(torch.tensor([[5, 6]])).logits[0, -1].argmax().item()
-    assert sample(model, [], SamplingParams(max_tokens=3)) == []
+    for row, sample in enumerate(drawn):
+        assert sample.log_probs == pytest.approx(expected[row, : len(sample.log_probs)].tolist(), abs=1e-4)
 
 
 # Rollout engine
@@ -148,9 +137,8 @@ def test_greedy_sampling_takes_the_likeliest_token_whatever_the_seed() -> None:
 
 def engine(seed: int, version: int | None = 0) -> RolloutActor:
     role = RolloutActor()
-    role.rank, role.model = 0, build_model(seed).eval()
-    role.receive_weights(ModuleSink(role.model), name=f"ROLLOUT:{seed}")
-    role.weights.gate.set_version(version)
+    role.rank, role.engine = 0, TransformersEngine(build_model(seed).eval(), pad_token_id=PAD_ID, version=version)
+    role.receive_weights(role.engine.sink, name=f"ROLLOUT:{seed}")
     return role
 
 
@@ -169,9 +157,9 @@ def test_an_engine_without_weights_says_so() -> None:
 # Experience
 
 SAMPLES = [
-    Sample([5, 6], [7, 8, END_ID], [-0.5, -0.1, -0.2], 4),
-    Sample([5], [9, END_ID], [-1.0, -0.3], 4),
-    Sample([6, 7], [10, 11, 12], [-0.7, -0.9, -0.4], 4),
+    Sample.of([5, 6], [7, 8, END_ID], [-0.5, -0.1, -0.2], 4),
+    Sample.of([5], [9, END_ID], [-1.0, -0.3], 4),
+    Sample.of([6, 7], [10, 11, 12], [-0.7, -0.9, -0.4], 4, "length"),
 ]
 MASK = np.array([[1, 1, 1], [1, 1, 0], [1, 1, 1]], dtype=np.bool_)
 LOG_PROBS = np.array([[-0.5, -0.1, -0.2], [-1.0, -0.3, 0.0], [-0.7, -0.9, -0.4]])
@@ -224,7 +212,7 @@ def test_engines_that_hold_other_weights_than_the_actor_are_noticed(answering_ro
 
 @pytest.mark.parametrize("versions", [(4, 3), (3, 3), (5, 5)])
 def test_samples_of_another_policy_version_are_refused(versions: tuple[int, int]) -> None:
-    samples = [dataclasses.replace(SAMPLES[0], policy_version=version) for version in versions]
+    samples = [dataclasses.replace(SAMPLES[0], version_spans=[(version, 0, 3)]) for version in versions]
     with pytest.raises(RuntimeError, match=r"policy versions .*, expected 4 only"):
         experience_maker.require_version(samples, 4)
     experience_maker.require_version(SAMPLES, 4)

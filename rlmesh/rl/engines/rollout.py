@@ -1,0 +1,179 @@
+"""`RolloutEngine`: what an engine that samples must offer, and the values that go in and out.
+
+::
+
+    engine = TransformersEngine(model, pad_token_id=0)
+    self.receive_weights(engine.sink)           # in setup() of a role that inherits ReceivesWeights
+    …
+    samples = engine.generate(prompts, SamplingParams(max_tokens=64))
+
+An engine never samples with weights that are absent, half written or of an unknown version: `generate` raises
+`WeightsNotReady` then. Every sample says which version made which of its tokens.
+
+docs/writing-an-engine.md writes one from the start. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rlmesh import VersionGate, VersionSpans, WeightSink
+
+__all__ = ["FinishReason", "PauseMode", "RolloutEngine", "Sample", "SamplingParams", "SleepLevel"]
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of running requests when the engine pauses. ``abort``: they end where they are. ``wait``: they run to
+their end first. ``keep``: they stand still, and go on afterwards, with the weights that are there then."""
+
+FinishReason = Literal["stop", "length", "abort"]
+"""``stop``: an end token, which is the last of the tokens. ``length``: ``max_tokens``. ``abort``: a pause."""
+
+SleepLevel = Literal[1, 2]
+"""1: weights go to the host, caches are dropped. 2: weights are dropped too, and must be pushed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. For several samples of one prompt, give the prompt several times.
+
+    Attributes:
+        max_tokens: at most so many tokens, ≥ 1.
+        temperature: ≥ 0; 0 takes the likeliest token.
+        top_k: only the k likeliest tokens; 0: all.
+        top_p: only the likeliest tokens that together have this probability, in (0, 1].
+        stop_token_ids: tokens that end a response, besides the model's own end token.
+        seed: decides the draws of a call: the same weights, prompts and parameters give the same samples, unless other
+            requests or a pause came between. None: another draw each time.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1 or self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(f"max_tokens must be ≥ 1, temperature ≥ 0, top_k ≥ 0 (0: all) and top_p in (0, 1]: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response.
+
+    Attributes:
+        prompt_token_ids: what it continues.
+        token_ids: what was sampled, the end token included where there is one; nothing else is ever appended.
+        log_probs: one per token, in nats, under the distribution that was sampled from: temperature, top_k and top_p
+            applied; at temperature 0, of the plain softmax.
+        finish_reason: why it ends.
+        version_spans: (version, first token, token after the last), in order and without gaps, over ``token_ids``.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    version_spans: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(
+        cls, prompt_token_ids: Sequence[int], token_ids: Sequence[int], log_probs: Sequence[float], version: int,
+        finish_reason: FinishReason = "stop",
+    ) -> Sample:  # fmt: skip
+        """A sample that one version made."""
+        spans = VersionSpans()
+        spans.add(version, len(token_ids))
+        return cls(list(prompt_token_ids), list(token_ids), list(log_probs), finish_reason, spans.spans)
+
+    @property
+    def policy_version(self) -> int | None:
+        """The oldest version that took part, which staleness is counted from. None for no tokens."""
+        return VersionSpans(self.version_spans).policy_version
+
+    def __post_init__(self) -> None:
+        if len(self.log_probs) != len(self.token_ids) or len(VersionSpans(self.version_spans)) != len(self.token_ids):
+            raise ValueError(
+                f"{len(self.token_ids)} tokens need as many log-probs and versions; there are {len(self.log_probs)} "
+                f"log-probs, and the versions are {self.version_spans}"
+            )
+
+
+class RolloutEngine(Protocol):
+    """An engine that samples.
+
+    All methods may be called from any thread; `generate` from several at once. A weight sync commands the engine
+    through `sink`, on yet another thread.
+    """
+
+    pause_modes: frozenset[PauseMode]
+    """What it can do with running requests."""
+    gate: VersionGate
+    """Knows the version, and lets requests in or not. ``sink`` has the same one as an attribute."""
+
+    @property
+    def sink(self) -> WeightSink:
+        """Where a `WeightSync` brings weights; what `ReceivesWeights.receive_weights` takes."""
+        ...
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that are served; None: none are."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, timeout_s: float = 600.0
+    ) -> list[Sample]:
+        """One sample per prompt, in order. While the engine is paused, new requests wait.
+
+        Raises:
+            WeightsNotReady: there are no weights of a known version, or the engine sleeps, or the weights were lost
+                to a push that failed while the samples were made.
+            TimeoutError: it took longer than ``timeout_s``; what ran is given up.
+        """
+        ...
+
+    def log_probs(self, sequences: Sequence[Sequence[int]], *, timeout_s: float = 60.0) -> list[list[float]]:
+        """Log-probabilities, in nats at temperature 1, of each token but the first, given those before it: for a
+        sequence of n tokens, n - 1 numbers. Nothing cached is used: a probe of the weights as they are.
+
+        Raises:
+            WeightsNotReady: as for `generate`.
+        """
+        ...
+
+    def pause(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
+        """Returns when nothing runs any more; new requests wait until `resume`.
+
+        Raises:
+            UsageError: the engine cannot do this; see ``pause_modes``.
+            WeightSyncError: requests still ran after ``timeout_s``; the engine is not paused.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Let requests in, and those that were kept go on."""
+        ...
+
+    def sleep(self, level: SleepLevel = 1) -> None:
+        """Free memory for others. Running requests end first. `generate` raises `WeightsNotReady` until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory back. After level 2 there is no version until the next push."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed for earlier prompts. A push does this by itself."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers for a report; names end in their unit."""
+        ...
+
+    def close(self) -> None:
+        """End it, with all threads and processes that it started. Running requests fail."""
+        ...

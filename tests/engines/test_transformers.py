@@ -1,0 +1,60 @@
+"""What is of the transformers engine alone; what every engine must do is in `conformance`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlmesh.errors import WeightsNotReady
+from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.engines.sampling import draw, log_distribution
+from rlmesh.rl.engines.transformers import TransformersEngine
+from tests.engines.models import PROBE, PROMPTS, largest_gap, log_probs_of, tiny
+
+
+def test_the_distribution_is_what_is_left_of_the_softmax() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 3.0, 0.5]])
+    plain = (logits / 0.5).log_softmax(-1)
+    torch.testing.assert_close(log_distribution(logits, SamplingParams(1, temperature=0.5)), plain)
+    torch.testing.assert_close(log_distribution(logits, SamplingParams(1, temperature=0)), logits.log_softmax(-1))
+    two = log_distribution(logits, SamplingParams(1, top_k=2)).exp()
+    assert (two > 0).sum(-1).tolist() == [2, 2] and two.sum(-1).tolist() == pytest.approx([1, 1])
+    assert two[0, 0].item() == pytest.approx(torch.tensor([2.0, 1.0]).softmax(-1)[0].item())
+    # 0.644, 0.237, 0.087, 0.032: the smallest set that reaches 0.65 has two, that reaches 0.64 has one.
+    assert (log_distribution(logits[:1], SamplingParams(1, top_p=0.65)).exp() > 0).sum() == 2
+    assert (log_distribution(logits[:1], SamplingParams(1, top_p=0.64)).exp() > 0).sum() == 1
+
+
+def test_draws_have_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(20_000, 1)
+    tokens, log_probs = draw(logits, SamplingParams(1, temperature=1.3, top_k=3), torch.Generator().manual_seed(0))
+    wanted = log_distribution(logits[:1], SamplingParams(1, temperature=1.3, top_k=3))[0]
+    seen = torch.bincount(tokens, minlength=4) / len(tokens)
+    torch.testing.assert_close(seen, wanted.exp(), atol=0.02, rtol=0)
+    torch.testing.assert_close(log_probs, wanted[tokens])
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}])
+def test_parameters_that_mean_nothing_are_refused(params: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="max_tokens must be"):
+        SamplingParams(**{"max_tokens": 1, **params})  # type: ignore[arg-type]
+
+
+def test_asleep_at_level_2_it_holds_no_weights_and_wakes_without_a_version() -> None:
+    model = tiny(0)
+    engine = TransformersEngine(model, version=3)
+    before = log_probs_of(model, PROBE)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine.sleep(2)
+    assert sum(tensor.untyped_storage().nbytes() for tensor in model.state_dict().values()) == 0
+    with pytest.raises(WeightsNotReady, match=r"sleeps \(level 2\)"):
+        engine.generate(PROMPTS, SamplingParams(1))
+    engine.wake()
+    assert engine.version is None
+    with pytest.raises(WeightsNotReady, match="gave its weights up"):
+        engine.generate(PROMPTS, SamplingParams(1))
+    engine.sink.begin(4)
+    engine.sink.stage(kept, keep=False)
+    engine.sink.flip(4)
+    engine.gate.set_version(4)
+    assert largest_gap(engine.log_probs(PROBE), before) < 1e-5
