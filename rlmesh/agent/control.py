@@ -342,6 +342,7 @@ class MasterLink:
     def tell_listeners(self) -> None:
         self._runtime.note_activity()
         self._orders.tell_listeners()
+        self._runtime.run_waiting_main()
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         return self._runtime.take_call_stats()

@@ -88,7 +88,8 @@ class ControlLink(Protocol):
         """Call ``listener`` for each restart from now on."""
 
     def tell_listeners(self) -> None:
-        """Call the listeners for what they were not told yet, on the calling thread."""
+        """Call the listeners for what they were not told yet, on the calling thread; run the methods that wait for the
+        main thread, if it is that one."""
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         """Statistics of the remote calls that ended since the last take."""
@@ -249,7 +250,7 @@ class WorkerContext:
 
         Without ``step`` the steps are counted from 0. All ranks of the roles that drive the job get the request at
         the same step; while the job finds out at which, a boundary waits for some milliseconds. Listeners of
-        ``on_event`` are called here, if ``run()`` runs.
+        ``on_event`` are called here, if ``run()`` runs, and methods with ``@rpc(main_thread=True)`` run here.
 
         Raises:
             UsageError: the member was to stop at an earlier step and went on.

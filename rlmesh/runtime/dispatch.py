@@ -192,7 +192,7 @@ class Dispatcher:
         method = incoming.method
         if not method.is_async and method.serial:
             run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
-            method.owner.executor.submit(run)
+            method.owner.executor.submit(run, main=method.main_thread)
         elif self._may_begin(incoming):
             self.begin(incoming)
 
@@ -300,7 +300,7 @@ class Dispatcher:
         if not method.is_async:
             run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
             if method.serial:
-                method.owner.executor.submit(run)
+                method.owner.executor.submit(run, main=method.main_thread)
             else:
                 method.pool().submit(run)
         elif method.owner.inline:

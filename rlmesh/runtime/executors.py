@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+HAND_OVER_S = 5.0
+"""At a boundary the main thread waits so long for the method that runs on the second thread: it may itself wait for
+what comes after the boundary."""
 
 Job = Callable[[], None]
 
@@ -18,7 +23,8 @@ class SerialExecutor:
     """Runs jobs in the order in which they came, one at a time.
 
     If some thread called `run` (a worker's main thread), jobs run there; while user code occupies that thread
-    (`busy`), and where no thread ever called `run`, they run on a thread of the executor's own.
+    (`busy`), and where no thread ever called `run`, they run on a thread of the executor's own. Jobs for the ``main``
+    thread wait for `run`, or for `run_waiting`.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,6 +35,11 @@ class SerialExecutor:
         self._helper: threading.Thread | None = None
         self._closed = False
         self._stopped = False
+        self._for_main: deque[Job] = deque()
+        self._busy_in = 0
+        self._turn = threading.Lock()
+        self._gate = threading.Event()
+        self._gate.set()
         self.free_since_ns = 0
         """When the last method ended."""
 
@@ -37,7 +48,12 @@ class SerialExecutor:
         with self._lock:
             self._owned = True
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, main: bool = False) -> None:
+        if main:
+            with self._lock:
+                if not self._owned:
+                    self._for_main.append(job)
+                    return
         self._jobs.put(job)
         if not self._owned and self._helper is None:
             self._start_helper()
@@ -46,12 +62,35 @@ class SerialExecutor:
         """Run jobs on the calling thread until `stop`. ``idle`` is called before each wait for a job."""
         with self._lock:
             self._owned = True
+            waiting, self._for_main = self._for_main, deque()
         self._stop_helper()
+        for job in waiting:
+            self._jobs.put(job)
         try:
             self._consume(idle)
         finally:
             with self._lock:
                 self._owned = False
+
+    def run_waiting(self) -> None:
+        """Run the jobs that wait for the main thread, if the calling thread is the one that is `busy`. No other job
+        runs meanwhile."""
+        if not self._for_main or self._busy_in != threading.get_ident():
+            return
+        self._gate.clear()  # the second thread begins nothing new
+        try:
+            if self._turn.acquire(timeout=HAND_OVER_S):
+                try:
+                    self._run_for_main()
+                finally:
+                    self._turn.release()
+        finally:
+            self._gate.set()
+
+    def _run_for_main(self) -> None:
+        for _ in range(len(self._for_main)):  # what comes meanwhile has its turn at the next boundary
+            if not self._stopped:
+                self._for_main.popleft()()
 
     def stop(self, *, now: bool = False) -> None:
         """Let `run` return: after the jobs that are queued already, or (``now``) after the one that runs."""
@@ -63,6 +102,7 @@ class SerialExecutor:
         """While user code occupies the thread that calls `run`: jobs run on a second thread."""
         with self._lock:
             self._owned = False
+            self._busy_in = threading.get_ident()
         self._start_helper()
         try:
             yield
@@ -70,6 +110,8 @@ class SerialExecutor:
             self._stop_helper()
             with self._lock:
                 self._owned = True
+                self._busy_in = 0
+        self._run_for_main()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Stop. A method that still runs on the executor's own thread after ``timeout_s`` is left to the process's
@@ -86,11 +128,18 @@ class SerialExecutor:
                 return
             job()
 
+    def _help(self) -> None:
+        """On the second thread."""
+        while (job := self._jobs.get()) is not None and not self._stopped:
+            self._gate.wait()
+            with self._turn:
+                job()
+
     def _start_helper(self) -> None:
         with self._lock:
             if self._helper is not None or self._owned or self._closed:
                 return
-            self._helper = threading.Thread(target=self._consume, name=f"rlmesh-calls-{self._name}", daemon=True)
+            self._helper = threading.Thread(target=self._help, name=f"rlmesh-calls-{self._name}", daemon=True)
             self._helper.start()
 
     def _stop_helper(self, timeout_s: float | None = None) -> None:

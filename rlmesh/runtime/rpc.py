@@ -21,11 +21,13 @@ _exported: dict[str, Callable[..., Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class RpcMark:
-    """What ``@rpc`` noted on a function. ``concurrent``: how many calls may run at once (1 is serial)."""
+    """What ``@rpc`` noted on a function. ``concurrent``: how many calls may run at once (1 is serial).
+    ``main_thread``: only the process's main thread may run it."""
 
     name: str
     concurrent: int = 1
     export: bool = False
+    main_thread: bool = False
 
 
 class _Method(Protocol):
@@ -56,28 +58,41 @@ def rpc(target: _M, /) -> _M: ...
 @overload
 def rpc(target: Callable[P, R_co], /) -> RpcFunction[P, R_co]: ...
 @overload
-def rpc(target: str | None = None, /, *, export: bool = False, concurrent: int = 1) -> Callable[[F], F]: ...
+def rpc(
+    target: str | None = None, /, *, export: bool = False, concurrent: int = 1, main_thread: bool = False
+) -> Callable[[F], F]: ...
 @overload
-def rpc(target: Callable[..., Any], /, *, concurrent: int, export: bool = False) -> Callable[[F], F]: ...
+def rpc(
+    target: Callable[..., Any], /, *, concurrent: int, export: bool = False, main_thread: bool = False
+) -> Callable[[F], F]: ...
 @overload
-def rpc(target: Callable[..., Any], /, *, export: bool) -> Callable[[F], F]: ...
-def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1) -> Any:
+def rpc(target: Callable[..., Any], /, *, export: bool, main_thread: bool = False) -> Callable[[F], F]: ...
+@overload
+def rpc(target: Callable[..., Any], /, *, main_thread: bool) -> Callable[[F], F]: ...
+def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1, main_thread: bool = False) -> Any:
     """Let other members call a method or a module-level function.
 
     Forms: ``@rpc``, ``@rpc()``, ``@rpc("name")``, ``@rpc(stub)`` (named as the stub function),
-    ``@rpc(export=True)`` (exported in this process wherever it stands, a function at once), and
-    ``@rpc(concurrent=n)`` (up to n calls at a time; 1, the default, runs them one after the other).
+    ``@rpc(export=True)`` (exported in this process wherever it stands, a function at once),
+    ``@rpc(concurrent=n)`` (up to n calls at a time; 1, the default, runs them one after the other), and
+    ``@rpc(main_thread=True)`` for a ``def`` method that uses a library which insists on the process's main thread:
+    while ``run()`` has that thread, its calls wait for ``current_worker().step_boundary()`` or the end of ``run()``,
+    and those of other methods may overtake them.
 
     ``@rpc`` methods of a role's entry class and of the top level of its module are exported by themselves.
     """
     if concurrent < 1:
         raise UsageError(f"@rpc(concurrent={concurrent}): it is a number of calls, 1 or more")
+    if main_thread and concurrent > 1:
+        raise UsageError(f"@rpc(main_thread=True, concurrent={concurrent}): there is one main thread")
 
     def mark(function: F, name: str) -> F:
         plain = _underlying(function)
+        if main_thread and (inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain)):
+            raise UsageError(f"@rpc(main_thread=True) is for def methods; {name} is async def, which runs on a loop")
         if not callable(plain):
             raise UsageError(f"@rpc is for functions and methods, not for {type(function).__name__}")
-        setattr(plain, _MARK, RpcMark(name, concurrent, export))
+        setattr(plain, _MARK, RpcMark(name, concurrent, export, main_thread))
         if export and _is_plain_function(plain):
             export_function(plain, name)
         return function

@@ -335,6 +335,11 @@ class Runtime(Submission, Reception):
         """Run ``work`` on the thread of `run_main`, after the methods that are queued. From any thread."""
         self._main_executor().submit(work)
 
+    def run_waiting_main(self) -> None:
+        """Within `main_busy`, on its thread: run the methods that only the main thread may run and that wait for it."""
+        if self._main is not None:
+            self._main.executor.run_waiting()
+
     def main_busy(self) -> AbstractContextManager[None]:
         """While user code occupies the thread of `run_main`: ``def`` methods run on a second thread."""
         return self._main_executor().busy()

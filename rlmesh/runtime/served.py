@@ -31,6 +31,7 @@ class Method:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             self.function = refuse_call(owner.name, name, is_async=self.is_async)
         self.serial = self.concurrent == 1
+        self.main_thread = mark is not None and mark.main_thread
         # Serial `def` methods share the member's one thread, so they share a slot.
         self.slot = f"{owner.name}.{name}" if self.is_async else owner.slot
         self.running = 0
