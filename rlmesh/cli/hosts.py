@@ -9,7 +9,18 @@ from pathlib import Path
 from rlmesh.errors import UsageError
 from rlmesh.runtime.security import make_key
 
-PASSED_ON = ("view", "run_dir", "restart", "log_dir", "nproc_per_node", "rdzv_conf")
+PASSED_ON = (
+    "view",
+    "run_dir",
+    "restart",
+    "max_restarts",
+    "log_dir",
+    "nproc_per_node",
+    "rdzv_conf",
+    "grace",
+    "shutdown_timeout",
+    "stop_within",
+)
 """Options of ``launch`` that hold on every host."""
 NOT_WITH_HOSTS = ("nnodes", "node_rank", "rdzv_endpoint", "master_addr", "master_port", "local_addr", "standalone")
 

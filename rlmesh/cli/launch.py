@@ -185,10 +185,11 @@ def _first_line(fd: int) -> bytes:
 
 def _options_of(options: argparse.Namespace, flags: NodeFlags, key: bytes | None) -> LaunchOptions:
     cluster = Cluster((os.uname().nodename,), flags.slots) if flags.slots is not None else None
+    grace_s = options.grace if options.grace is not None else flags.grace_s
     return LaunchOptions(
         view=options.view, restart=options.restart, run_dir=options.run_dir, run_root=flags.log_root, key=key,
-        cluster=cluster, grace_s=options.grace, stop_within_s=options.stop_within,
-        observe=observe.options_of(options),
+        cluster=cluster, grace_s=grace_s, stop_within_s=options.stop_within,
+        observe=observe.options_of(options), max_restarts=flags.max_restarts,
     )  # fmt: skip
 
 

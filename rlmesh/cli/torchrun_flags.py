@@ -23,7 +23,6 @@ MASTER_PORT = 29500
 JOIN_S, LAST_CALL_S = 600.0, 30.0
 
 IGNORED = {
-    "max-restarts": "each role's restart policy counts restarts; see .restart() on roles and --restart",
     "monitor-interval": "the end of a process is noticed at once; nothing is polled",
     "start-method": "workers are forked from a process that has imported what they need, or started by exec",
     "redirects": "each member's output goes to logs/ROLE-rank.log in the run directory, always",
@@ -36,7 +35,6 @@ IGNORED = {
     "duplicate-stderr-filters": "logs are in the run directory",
     "numa-binding": "members are bound next to their devices by the placement",
     "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job; see docs/launching.md",
-    "shutdown-timeout": "the job's own grace holds",
 }
 """Options that torchrun takes with a value, and why they change nothing here."""
 REFUSED = {
@@ -57,6 +55,8 @@ class NodeFlags:
         slots: of each node: virtual accelerators for a job of device type CPU.
         log_root: the folder in which run directories are made.
         module: the script is the name of a module.
+        max_restarts: of members, in all, where the job says nothing else.
+        grace_s: between SIGTERM and SIGKILL when the job is stopped.
         notes: about options that change nothing.
     """
 
@@ -71,6 +71,8 @@ class NodeFlags:
     slots: int | None = None
     log_root: Path | None = None
     module: bool = False
+    max_restarts: int | None = None
+    grace_s: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -98,6 +100,8 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     add("--log-dir", metavar="DIR", help="where run directories are made (default runs)")
     add("--module", short="-m", action="store_true", default=None, help="JOB.py is the name of a module")
     add("--run-path", action="store_true", help=argparse.SUPPRESS)
+    add("--max-restarts", metavar="N", help="restarts of members in all, for roles for which the job names no number")
+    add("--shutdown-timeout", metavar="S", help=argparse.SUPPRESS)
     for name in IGNORED:
         add(f"--{name}", short=_SHORT.get(name, ""), help=argparse.SUPPRESS)
     for name in REFUSED:
@@ -120,6 +124,8 @@ def read_node_flags(options: argparse.Namespace, env: Mapping[str, str]) -> Node
         "log_root": Path(reader.text("log-dir")) if reader.text("log-dir") else None,
         "module": reader.flag("module"),
         "local_addr": reader.text("local-addr"),
+        "grace_s": _seconds("--shutdown-timeout ", text, 0.0) if (text := reader.text("shutdown-timeout")) else None,
+        "max_restarts": _number("max-restarts", limit, 0) if (limit := reader.text("max-restarts")) else None,
     }
     least, most = _nodes(reader.text("nnodes") or "1")
     if reader.flag("standalone"):
@@ -201,8 +207,8 @@ def _conf(text: str) -> tuple[float, float, int | None, tuple[str, ...]]:
     last = values.pop("last_call_timeout", "")
     values.pop("timeout", "")
     return (
-        _seconds("join_timeout", join, JOIN_S),
-        _seconds("last_call_timeout", last, LAST_CALL_S),
+        _seconds("--rdzv-conf join_timeout=", join, JOIN_S),
+        _seconds("--rdzv-conf last_call_timeout=", last, LAST_CALL_S),
         _number("rdzv-conf rank", rank, 0) if rank else None,
         tuple(f"--rdzv-conf {name} changes nothing: rlmesh has no such setting" for name in values),
     )
@@ -216,7 +222,7 @@ def _seconds(name: str, text: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise UsageError(f"--rdzv-conf {name}={text}: give a number of seconds")
+        raise UsageError(f"{name}{text}: give a number of seconds")
     return value
 
 

@@ -39,7 +39,7 @@ from rlmesh.job.jsonable import jsonable
 from rlmesh.job.limits import Limits
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.placing import SeparationDesc, placing_problems
-from rlmesh.job.restart_policy import RestartPolicy, effective_policy
+from rlmesh.job.restart_policy import RestartPolicy, effective_policy, names_a_budget
 from rlmesh.job.spec import Spec
 
 if TYPE_CHECKING:
@@ -192,6 +192,11 @@ class DLConfig(Spec):
         workload = self.workloads[role]
         elastic = workload.backend == "elastic"
         return effective_policy(elastic, workload.restart, self.restart, workload.max_restarts, scope)
+
+    def names_a_budget(self, role: str) -> bool:
+        """Whether the job says itself how often the role may be restarted."""
+        workload = self.workloads[role]
+        return names_a_budget(workload.restart, self.restart, workload.max_restarts)
 
     @property
     def main_path(self) -> str:

@@ -10,7 +10,7 @@ from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.restarts import SCOPES, Scope
 from rlmesh.job.spec import Spec
 
-__all__ = ["RestartPolicy", "effective_policy", "restart_problems"]
+__all__ = ["RestartPolicy", "effective_policy", "names_a_budget", "restart_problems"]
 
 
 class RestartPolicy(Spec):
@@ -68,6 +68,12 @@ def effective_policy(
         chosen = "never"
     policy.scope = "role" if chosen == "member" and elastic else chosen  # type: ignore[assignment]
     return policy
+
+
+def names_a_budget(role: RestartPolicy | None, job: RestartPolicy | None, max_restarts: int | None) -> bool:
+    """Whether a job says itself how often a role may be restarted; arguments as for `effective_policy`."""
+    policy = role or job
+    return max_restarts is not None or (policy is not None and "max_restarts" in policy.model_fields_set)
 
 
 def restart_problems(elastic: bool, policy: RestartPolicy | None) -> list[str]:

@@ -146,7 +146,8 @@ class Driver:
             resume = note_start(space.run_dir, options.restarts or 0)
             spec = job_spec(
                 config, self.job_name, self._demand, self._cluster, space, limits=limits,
-                restart=options.restart, submitted_at=self._submitted_at, grace_s=grace_s, resume=resume,
+                restart=options.restart, max_restarts=options.max_restarts, submitted_at=self._submitted_at,
+                grace_s=grace_s, resume=resume,
             )  # fmt: skip
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})

@@ -77,7 +77,13 @@ class FailoverCoordinator:
         unit, members = self._unit(failure.role, failure.rank, rule)
         recent = [record for record in history if record.unit == unit and record.at > now - rule.window_s]
         if len(recent) >= rule.max_restarts:
-            return Exhausted(self._exhausted(unit, rule, recent, failure, now))
+            times = f"{_times(recent)} within {rule.window_s:g} s"
+            what = f"{unit} was restarted {times}, as often as its policy allows, and failed again. Its"
+            return Exhausted(_exhausted(what, "restart(max_restarts=…)", recent, failure, now))
+        if rule.of_job is not None and len(counted := self._counted(history)) >= rule.of_job:
+            times = f"{_times(counted)}, as often as --max-restarts allows"
+            what = f"the job restarted members {times}, and {unit} failed. The"
+            return Exhausted(_exhausted(what, "--max-restarts", counted, failure, now))
         record = RestartRecord(
             unit=unit, scope=rule.scope, failure=failure, at=now, delay_s=delay_before(len(recent), rule)
         )  # fmt: skip
@@ -91,21 +97,27 @@ class FailoverCoordinator:
         members = tuple((name, rank) for name in roles for rank in range(self._sizes[name]))
         return ("+".join(own) if rule.scope == "role" else JOB_UNIT), members
 
-    def _exhausted(
-        self, unit: str, rule: RestartRule, recent: Sequence[RestartRecord], failure: FailureInfo, now: float
-    ) -> FailureInfo:
-        first = recent[0] if recent else None
-        cause = first.cause if first is not None else failure.message
-        since = f", {now - first.at:.0f} s ago" if first is not None else ""
-        times = f"{len(recent)} time{'' if len(recent) == 1 else 's'} within {rule.window_s:g} s"
-        message = (
-            f"{unit} was restarted {times}, as often as its policy allows, and failed again. "
-            f"Its first failure{since}: {cause}\nThe last one: {failure.message}\n"
-            "Remove the cause, or allow more with restart(max_restarts=…)"
-        )
-        return FailureInfo(
-            message, failure.role, failure.rank, now, failure.exit, failure.remote_traceback, "RestartBudgetExhausted"
-        )
+    def _counted(self, history: Sequence[RestartRecord]) -> list[RestartRecord]:
+        """Restarts that count against the job's own budget."""
+        rules = ((record, self._rules.get(record.failure.role or "")) for record in history)
+        return [record for record, rule in rules if rule is not None and rule.of_job is not None]
+
+
+def _exhausted(what: str, more: str, counted: Sequence[RestartRecord], failure: FailureInfo, now: float) -> FailureInfo:
+    first = counted[0] if counted else None
+    cause = first.cause if first is not None else failure.message
+    since = f", {now - first.at:.0f} s ago" if first is not None else ""
+    message = (
+        f"{what} first failure{since}: {cause}\n"
+        f"The last one: {failure.message}\nRemove the cause, or allow more with {more}"
+    )
+    return FailureInfo(
+        message, failure.role, failure.rank, now, failure.exit, failure.remote_traceback, "RestartBudgetExhausted"
+    )
+
+
+def _times(records: Sequence[RestartRecord]) -> str:
+    return f"{len(records)} time{'' if len(records) == 1 else 's'}"
 
 
 def strictest(rules: Sequence[RestartRule]) -> RestartRule:
@@ -116,6 +128,7 @@ def strictest(rules: Sequence[RestartRule]) -> RestartRule:
         first,
         max_restarts=min(rule.max_restarts for rule in rules),
         on_error=all(rule.on_error for rule in rules),
+        of_job=min((rule.of_job for rule in rules if rule.of_job is not None), default=None),
     )
 
 

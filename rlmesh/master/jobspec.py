@@ -31,7 +31,10 @@ STORE_TROUBLE = "store_trouble"
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """What happens when a member of a role fails; see :class:`rlmesh.job.restart_policy.RestartPolicy`."""
+    """What happens when a member of a role fails; see :class:`rlmesh.job.restart_policy.RestartPolicy`.
+
+    ``of_job``: how many restarts of all roles that have this there may be in the job's whole life, besides.
+    """
 
     scope: Scope = "never"
     max_restarts: int = 3
@@ -39,6 +42,7 @@ class RestartRule:
     delay_s: float = 1.0
     max_delay_s: float = 60.0
     on_error: bool = False
+    of_job: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ class LaunchOptions:
     """auto"""
     restart: str | None = None
     """the job's own policy"""
+    max_restarts: int | None = None
+    """no such limit; restarts in all, for roles for which the job names no number"""
     run_dir: Path | None = None
     """a new folder under ``run_root``"""
     run_root: Path | None = None

@@ -58,8 +58,9 @@ def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
 def job_spec(
     config: DLConfig, job_name: str, demand: JobDemand, cluster: Cluster, space: Workspace, *,
     limits: Limits, restart: str | None, submitted_at: float, grace_s: float, resume: Resume | None = None,
+    max_restarts: int | None = None,
 ) -> JobSpec:  # fmt: skip
-    """The job as the master needs it.
+    """The job as the master needs it. ``restart`` and ``max_restarts`` are what was said at the launch.
 
     Raises:
         JobSpecError: the user's configuration cannot be pickled.
@@ -77,7 +78,7 @@ def job_spec(
                 config.envs_of(name),
                 w.is_driver,
                 dict(w.mesh),
-                RestartRule(**config.restart_of(name, restart).model_dump()),
+                _restart_rule(config, name, restart, max_restarts),
                 tuple(w.calls),
             )
             for name, w in config.workloads.items()
@@ -93,6 +94,14 @@ def job_spec(
         submitted_at=submitted_at,
         resume=resume,
     )
+
+
+def _restart_rule(config: DLConfig, role: str, scope: str | None, max_restarts: int | None) -> RestartRule:
+    rule = RestartRule(**config.restart_of(role, scope).model_dump())
+    if max_restarts is None or config.names_a_budget(role):
+        return rule
+    scope = rule.scope if max_restarts else "never"
+    return replace(rule, scope=scope, max_restarts=max_restarts, of_job=max_restarts)
 
 
 def _pickled(user_config: object) -> bytes:

@@ -58,6 +58,14 @@ def test_folder_and_slots() -> None:
     assert read("--nproc-per-node", "8").slots == 8
 
 
+def test_restarts_and_grace() -> None:
+    assert read().max_restarts is None
+    assert read("--max-restarts=3").max_restarts == 3
+    assert read(PET_MAX_RESTARTS="0").max_restarts == 0
+    assert read("--shutdown-timeout", "7.5").grace_s == 7.5
+    assert read("--max_restarts", "3", "--shutdown_timeout=1").notes == ()
+
+
 @pytest.mark.parametrize("name", sorted(IGNORED))
 def test_what_changes_nothing_is_said(name: str) -> None:
     (note,) = read(f"--{name}", "3").notes
@@ -82,6 +90,8 @@ def test_what_would_mean_something_else_is_refused(name: str) -> None:
     (["--nnodes", "2", "--rdzv-endpoint", "a", "--rdzv-conf", "timeout=soon"], "timeout=soon"),
     (["--nnodes", "2", "--standalone"], "--standalone is one node"),
     (["--nproc-per-node", "0"], "--nproc-per-node 0"),
+    (["--max-restarts", "-1"], "--max-restarts -1"),
+    (["--shutdown-timeout", "long"], "--shutdown-timeout long: give a number of seconds"),
 ])  # fmt: skip
 def test_wrong_options_are_told(words: list[str], says: str) -> None:
     with pytest.raises(UsageError, match=re.escape(says)):

@@ -1,4 +1,4 @@
-"""A job whose two ranks count steps at different speeds, save where they stop, and go on there.
+"""A job whose ranks count steps at changing speeds, save where they stop, and go on there.
 
 With ``--deaf`` the ranks handle SIGTERM themselves: they need ``--needs`` seconds to write ``done.<rank>``.
 """
@@ -39,7 +39,8 @@ class Trainer(BaseWorkload):
 
     def run(self) -> None:
         while self.step < self.config["steps"]:
-            time.sleep(0.005 + 0.02 * self.rank)
+            # By turns the one and the other is faster, so that they are apart, but never by more than some steps.
+            time.sleep(0.005 + 0.02 * ((self.step // 5 + self.rank) % 2))
             request = current_worker().step_boundary(self.step)
             if self.step % 10 == 0:
                 print(f"rank {self.rank} at step {self.step}", flush=True)

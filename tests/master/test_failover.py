@@ -60,6 +60,23 @@ def test_the_first_error_is_told_when_the_budget_is_spent() -> None:
     assert isinstance(decide(failure(), history, 300.0), Restart), "the window is over"
 
 
+def test_the_budget_of_the_job_counts_all_roles_that_have_it() -> None:
+    rule = RestartRule("member", max_restarts=2, window_s=10, of_job=2)
+    rules = {**dict.fromkeys(SIZES, rule), "TRAINER": RestartRule("member", max_restarts=1)}
+    decide = FailoverCoordinator(rules, SIZES).decide
+    history: list[RestartRecord] = []
+    for number, (role, rank) in enumerate((("ACTOR", 0), ("TRAINER", 0), ("ROLLOUT", 1))):
+        decision = decide(failure(role, rank, f"cause {number}"), history, 100.0 * number)
+        assert isinstance(decision, Restart)
+        history.append(decision.record)
+    over = decide(failure("ACTOR", 1, "cause 3"), history, 1000.0)
+    assert isinstance(over, Exhausted), "no window: the others were long ago"
+    text = over.failure.message
+    assert text.startswith("the job restarted members 2 times, as often as --max-restarts allows, and ACTOR:1 failed")
+    assert "The first failure, 1000 s ago: cause 0" in text and "The last one: cause 3" in text
+    assert isinstance(decide(failure("TRAINER", 0), history, 1000.0), Restart), "its own number holds for it"
+
+
 def test_delays_double_up_to_the_maximum() -> None:
     rule = RestartRule("member", delay_s=1.0, max_delay_s=5.0)
     assert [delay_before(earlier, rule) for earlier in range(6)] == [0, 1, 2, 4, 5, 5]

@@ -9,6 +9,7 @@ import pytest
 
 from rlmesh.errors import JobSpecError
 from rlmesh.job.config import DLConfig
+from rlmesh.job.restart_policy import RestartPolicy
 from rlmesh.master.jobspec import JobSpec, Limits
 from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec, slots_asked
@@ -46,9 +47,11 @@ def space(tmp_path: Path) -> Workspace:
     return Workspace("j-1", tmp_path / "run", tmp_path / "sockets", b"k" * 32)
 
 
-def spec_of(config: DLConfig, cluster: Cluster, space: Workspace) -> JobSpec:
+def spec_of(
+    config: DLConfig, cluster: Cluster, space: Workspace, max_restarts: int | None = None
+) -> JobSpec:  # fmt: skip
     return job_spec(config, "toy", demand_of(config), cluster, space, limits=Limits(), restart=None,
-                    submitted_at=1.0, grace_s=5.0)  # fmt: skip
+                    max_restarts=max_restarts, submitted_at=1.0, grace_s=5.0)  # fmt: skip
 
 
 def test_slots_suffice_on_this_machine() -> None:
@@ -84,6 +87,20 @@ def test_specs_carry_environment_and_configuration(space: Workspace) -> None:
     assert first.socket_dir != second.socket_dir
     assert first.master_endpoint == second.master_endpoint == f"unix://{first.socket_dir}/master"
     assert (second.preload, second.env, second.virtual_devices) == (("torch",), {"A": "job", "B": "job"}, 4)
+
+
+def test_max_restarts_of_the_launch_holds_where_the_job_names_no_number(space: Workspace) -> None:
+    config = ppo()
+    config.workloads["ACTOR"].max_restarts = 7
+    config.workloads["ROLLOUT"].restart = RestartPolicy(scope="role")
+    rules = {role.name: role.restart for role in spec_of(config, Cluster(("a",), 6), space, 2).roles}
+    assert (rules["ACTOR"].max_restarts, rules["ACTOR"].of_job) == (7, None)
+    assert (rules["ROLLOUT"].scope, rules["ROLLOUT"].max_restarts, rules["ROLLOUT"].of_job) == ("role", 2, 2)
+    assert rules["TRAINER"].of_job == 2
+    rules = {role.name: role.restart for role in spec_of(config, Cluster(("a",), 6), space, 0).roles}
+    assert (rules["ROLLOUT"].scope, rules["ACTOR"].scope) == ("never", "role")
+    config = ppo(restart=RestartPolicy(max_restarts=5))
+    assert {role.restart.of_job for role in spec_of(config, Cluster(("a",), 6), space, 2).roles} == {None}
 
 
 def test_configuration_that_cannot_be_sent_is_named(space: Workspace) -> None:

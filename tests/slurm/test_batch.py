@@ -143,7 +143,6 @@ def test_preemption_stops_requeues_and_resumes(slurm: SlurmCluster, tmp_path: Pa
     slurm.wait_job(job, "CANCELLED")
 
 
-@pytest.mark.soak
 def test_the_time_limit_is_noticed_before(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, *TWO, "--time=1", "--signal=B:USR1@50", STOPS, *OPTIONS)
     running(tmp_path)
