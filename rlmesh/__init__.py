@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from rlmesh.weights.protocols import WeightSource as WeightSource
     from rlmesh.weights.spans import VersionSpans as VersionSpans
     from rlmesh.weights.sync import WeightSync as WeightSync
+    from rlmesh.weights.zero import ZeroSource as ZeroSource
 
 __version__ = "0.1.0"
 
@@ -91,6 +92,7 @@ _WHERE = {
     "WeightSink": "rlmesh.weights.protocols",
     "WeightSource": "rlmesh.weights.protocols",
     "WeightSync": "rlmesh.weights.sync",
+    "ZeroSource": "rlmesh.weights.zero",
     "Subgraph": "rlmesh.runtime.subgraphs",
     "current_worker": "rlmesh.job.workload",
     "rpc": "rlmesh.runtime.rpc",

@@ -52,7 +52,7 @@ HEAVY = {
     "omegaconf": (),
     "gymnasium": (),
     "vllm": ("rlmesh.rl.engines",),
-    "deepspeed": (),
+    "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero"),
     "pynvml": ("rlmesh.placement.nvml",),
 }
 """What a login node may lack, and the packages or modules that may import it."""

@@ -50,6 +50,7 @@ PUBLIC = [
     "WeightSink",
     "WeightSource",
     "WeightSync",
+    "ZeroSource",
     "__version__",
     "current_worker",
     "errors",

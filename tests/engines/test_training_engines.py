@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,10 @@ from rlmesh.testing import LocalCluster
 from tests.engines import training_job
 from tests.engines.training_model import build_policy
 
-KINDS = ["ddp", "fsdp2"]
+WITHOUT_DEEPSPEED = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'rlmesh[deepspeed]'"
+)
+KINDS = ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=WITHOUT_DEEPSPEED) for stage in (1, 2, 3))]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(kind: str, ranks: int) -> Seen:
         folder = tmp_path_factory.mktemp(f"{kind}-{ranks}")
         with LocalCluster(run_root=folder):
-            training_job.build(folder, [kind], ranks).submit("engines")
+            training_job.build(folder, ranks, kinds=[kind]).submit("engines")
         return [torch.load(folder / kind / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
 
     return run
@@ -164,3 +169,28 @@ def test_a_critic_is_trained_alike(kind: str, ranks: int, runs: Any) -> None:
 def test_options_say_all_that_is_wrong_with_them() -> None:
     with pytest.raises(UsageError, match=r"lr=-1.*micro_batch_size=-2.*precision='float16'"):
         TrainingOptions(lr=-1, micro_batch_size=-2, precision="float16")  # type: ignore[arg-type]
+
+
+@pytest.mark.case("O18")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_pushed_is_taken_bit_for_bit(kind: str, ranks: int, tmp_path: Path) -> None:
+    """Whole models with ties, a cast that was allowed, and with peft an adapter alone or merged in."""
+    with LocalCluster(run_root=tmp_path):
+        training_job.build(tmp_path, ranks, sources=[kind], peft=find_spec("peft") is not None).submit("sources")
+    seen = torch.load(tmp_path / f"{kind}.pt", weights_only=False)
+    assert len(seen) == (4 if find_spec("peft") is not None else 2)
+    for (lora, dtype), case in seen.items():
+        assert len(case["given"]) == ranks and len(case["taken"]) == 2 and case["buckets"] > 1
+        for given in case["given"]:
+            wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in given.items()}
+            assert all(training_job.same(taken, wanted) for taken in case["taken"]), (lora, dtype)
+        assert case["tied"] == [not lora] * 2
+        assert case["left"] == [0] * ranks, "weights that were synced can still be offloaded"
+        assert "its weights are offloaded; call reload() first" in case["refused"]
+    if len(seen) == 4:
+        adapter, merged = seen["adapter", "float32"]["given"][0], seen["merged", "float32"]["given"][0]
+        assert all("lora_" in name for name in adapter) and not any("lora_" in name for name in merged)
+        name = "model.layers.0.self_attn.q_proj"
+        a, b = (adapter[f"base_model.model.{name}.lora_{each}.weight"] for each in "AB")
+        base = build_policy(tied=False).get_parameter(f"{name}.weight").detach()
+        torch.testing.assert_close(merged[f"{name}.weight"], base + 2.0 * b @ a, rtol=0, atol=1e-6)

@@ -5,6 +5,7 @@ Each rank writes ``rank-<r>.pt``; `test_training_engines.py` looks at them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from rlmesh import RLJobBuilder, RoleGroup, current_worker, rpc
-from rlmesh.errors import UsageError
+from rlmesh import (
+    ModuleSink,
+    ModuleSource,
+    ReceivesWeights,
+    RLJobBuilder,
+    RoleGroup,
+    SendsWeights,
+    WeightSync,
+    current_worker,
+    rpc,
+)
+from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 from tests.engines.training_model import Critic, Rows, build_policy, critic_loss, make_rows, policy_loss
 
@@ -29,9 +40,16 @@ def make_engine(kind: str, model: Any, options: TrainingOptions) -> Any:
         from rlmesh.rl.engines.training.ddp import DDPEngine
 
         return DDPEngine(model, options)
-    from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
+    if kind == "fsdp2":
+        from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
 
-    return FSDP2Engine(model, options)
+        return FSDP2Engine(model, options)
+    from rlmesh.rl.engines.training.zero import DeepSpeedEngine
+
+    stage: Any = int(kind.removeprefix("zero"))
+    # Else parameters this small would not be partitioned.
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    return DeepSpeedEngine(model, options, stage=stage, config=config)
 
 
 def weights_of(engine: Any) -> dict[str, Tensor]:
@@ -108,14 +126,14 @@ def offload(engine: Any, folder: Path, mine: Rows) -> dict[str, Any]:
     for name, where in (("memory", None), ("file", folder)):
         engine.offload(where)
         engine.offload(where)
-        results[f"{name} bytes"] = sum(local(t).untyped_storage().nbytes() for t in engine._memory())
+        results[f"{name} bytes"] = sum(local(t).untyped_storage().nbytes() for t in engine._memory() if not t.is_meta)
         results[f"{name} refused"] = [refused(lambda: log_probs(engine, mine)), refused(lambda: weights_of(engine))]
         engine.reload()
         engine.reload()
         results[f"{name} same"] = same(weights_of(engine), before)
         with source.gather(list(before)) as whole:
             results[f"{name} source"] = same({n: t.detach() for n, t in whole.items()}, shown)
-    results["left"] = [path.name for path in folder.glob("*.offload")]
+    results["left"] = [path.name for path in folder.glob(f"rank-{engine.rank:05d}.offload")]
     # It must go on as if nothing had been.
     results["step"] = engine.train_step(mine, policy_loss(WHOLE)).step
     return results
@@ -174,10 +192,11 @@ def critic(kind: str, mine: Rows) -> dict[str, Any]:
     return {"before": before, "after": after, "reports": reports, "kinds": kinds}
 
 
-class Actor:
+class Actor(SendsWeights):
     def setup(self) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
+        self.engine: Any = None
 
     def teardown(self) -> None:
         dist.destroy_process_group()
@@ -190,16 +209,99 @@ class Actor:
         seen = exercise(kind, place, WHOLE.split(ranks)[rank])
         torch.save(seen, place / f"rank-{rank}.pt")
 
+    @rpc
+    def prepare(self, kind: str, lora: Any) -> None:
+        model = with_adapter(build_policy(tied=False)) if lora else build_policy()
+        self.engine = make_engine(kind, model, replace(OPTIONS, precision="float32"))
+        self.engine.train_step(WHOLE.split(dist.get_world_size())[dist.get_rank()], policy_loss(WHOLE))
+        self.send_weights(self.engine.named_tensors(lora=lora))
+
+    @rpc
+    def given(self) -> dict[str, Tensor]:
+        source = self.weights_source.source
+        names = [spec.name for spec in source.manifest()]
+        with source.gather(names) as whole:
+            return {name: whole[name].detach().clone() for name in names}
+
+    @rpc
+    def offload(self) -> int:
+        self.engine.offload()
+        return sum(local(t).untyped_storage().nbytes() for t in self.engine._memory() if not t.is_meta)
+
+    @rpc
+    def finish(self) -> None:
+        self.engine.close()
+        self.close_weights_source()
+
+
+class Rollout(ReceivesWeights):
+    @rpc
+    def prepare(self, lora: Any, dtype: str) -> None:
+        torch.set_num_threads(1)
+        model = build_policy(seed=9, tied=not lora).to(getattr(torch, dtype))
+        self.model = with_adapter(model) if lora == "adapter" else model
+        self.receive_weights(ModuleSink(self.model, lora="adapter" if lora == "adapter" else ""))
+
+    @rpc
+    def taken(self, lora: Any) -> dict[str, Tensor]:
+        with self.weights.serving():
+            source = ModuleSource(self.model, lora="adapter" if lora == "adapter" else "")
+            names = [spec.name for spec in source.manifest()]
+            with source.gather(names) as whole:
+                return {name: whole[name].detach().clone() for name in names}
+
+    @rpc
+    def is_tied(self) -> bool:
+        return self.model.get_input_embeddings().weight is self.model.get_output_embeddings().weight
+
+
+def with_adapter(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    )
+
+
+CASES = [("", "float32"), ("", "bfloat16"), ("adapter", "float32"), ("merged", "float32")]
+
 
 class Trainer:
     def run(self) -> None:
         settings = current_worker().job_info.user_config
         for kind in settings["kinds"]:
             RoleGroup[Any]("ACTOR").call("exercise", kind, f"{settings['out']}/{kind}").result(300)
+        for kind in settings["sources"]:
+            cases = CASES if settings["peft"] else CASES[:2]
+            seen = {(lora, dtype): push(kind, lora, dtype) for lora, dtype in cases}
+            torch.save(seen, f"{settings['out']}/{kind}.pt")
 
 
-def build(out: Path, kinds: list[str], ranks: int) -> Any:
-    builder = RLJobBuilder().config({"out": str(out), "kinds": kinds}).device_type("CPU")
+def push(kind: str, lora: str, dtype: str) -> dict[str, Any]:
+    """One engine's weights, pushed into two sinks; what was given, what was taken."""
+    actor, rollout = RoleGroup[Any]("ACTOR"), RoleGroup[Any]("ROLLOUT")
+    actor.call("prepare", kind, lora).result(120)
+    rollout.call("prepare", lora, dtype).result(60)
+    casts = {"float32": "bfloat16"} if dtype == "bfloat16" else False
+    with WeightSync(actor, rollout, bucket_bytes=2048, allow_cast=casts) as sync:
+        sync.push(1).result(60)
+        given, taken = actor.call("given").result(60), list(rollout.call("taken", lora).result(60))
+        tied, buckets = list(rollout.call("is_tied").result(60)), len(sync.plan().buckets)
+        left = list(actor.call("offload").result(60))
+        try:
+            sync.push(2).result(60)
+            refused = ""
+        except WeightSyncError as error:
+            refused = str(error)
+    actor.call("finish").result(60)
+    return {"given": list(given), "taken": taken, "tied": tied, "buckets": buckets, "left": left, "refused": refused}
+
+
+def build(out: Path, ranks: int, *, kinds: Sequence[str] = (), sources: Sequence[str] = (), peft: bool = False) -> Any:
+    settings = {"out": str(out), "kinds": list(kinds), "sources": list(sources), "peft": peft}
+    builder = RLJobBuilder().config(settings).device_type("CPU")
     builder.trainer(Trainer).resource(cpu=0)
     builder.actor(Actor).total(ranks).resource(cpu=0)
+    if sources:
+        builder.rollout(Rollout).total(2).resource(cpu=0)
     return builder.build()

@@ -6,6 +6,8 @@
     `DDPEngine`: every rank holds everything. Also for one process without any process group.
 ``fsdp2``
     `FSDP2Engine`: parameters, gradients and optimizer state are sharded, layer by layer.
+``zero``
+    `DeepSpeedEngine`: DeepSpeed's ZeRO, stages 1, 2 and 3.
 
 ::
 

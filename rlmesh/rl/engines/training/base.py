@@ -21,6 +21,7 @@ from rlmesh.rl.engines.training.exporting import write_safetensors
 from rlmesh.rl.engines.training.forward import response_log_probs, response_values
 from rlmesh.rl.engines.training.offload import Offloaded
 from rlmesh.rl.engines.training.protocol import (
+    Lora,
     LossFunction,
     Saving,
     Source,
@@ -132,11 +133,11 @@ class ModuleEngine(ABC):
 
     # Weights.
 
-    def named_tensors(self) -> EngineSource:
-        return EngineSource(self, self._source())
+    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> EngineSource:
+        return EngineSource(self, self._source(lora, adapter))
 
-    def _source(self) -> Source:
-        return ModuleSource(self.plain)
+    def _source(self, lora: Lora = "", adapter: str = "default") -> Source:
+        return ModuleSource(self.plain, lora=lora, adapter=adapter)
 
     def export(self, folder: Path) -> None:
         self._require_here("export")

@@ -40,7 +40,7 @@ class Offloaded:
         storages = {}
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
-            if storage.nbytes():
+            if storage.nbytes() and storage.device.type != "meta":
                 storages[storage._cdata] = storage
         fixed = sum(storage.nbytes() for storage in storages.values() if not storage.resizable())
         if fixed:

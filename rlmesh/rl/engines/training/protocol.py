@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Precision = Literal["float32", "bfloat16"]
+Lora = Literal["", "adapter", "merged"]
 
 
 class Splittable(Protocol):
@@ -182,8 +183,14 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def named_tensors(self) -> Source:
-        """The weights as the source of a `WeightSync`: names are those of the plain model, tensors whole."""
+    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> Source:
+        """The weights as the source of a `WeightSync`: names are those of the plain model, tensors whole.
+
+        Args:
+            lora: of a peft model: "adapter" gives the adapter's tensors only, "merged" the base model's names with the
+                adapter added in; "" everything as it is.
+            adapter: which adapter.
+        """
         ...
 
     def save(self, folder: Path) -> Saving:

@@ -38,3 +38,9 @@ def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     held = [value]
     dist.broadcast_object_list(held, src=0, group=group, device=torch.device("cpu") if group is not None else None)
     return held[0]
+
+
+def side_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for what is written beside training: its collectives must not get between those of
+    training. A collective step."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None

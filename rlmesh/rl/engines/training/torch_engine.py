@@ -7,22 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as read_state
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.base import ModuleEngine
-from rlmesh.rl.engines.training.checkpoints import CheckpointFolder, Saved
+from rlmesh.rl.engines.training.checkpoints import CheckpointFolder
+from rlmesh.rl.engines.training.distributed_state import read_state, write_state
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import TrainingOptions
-
-KIND = "torch"
 
 
 class TorchEngine(ModuleEngine):
@@ -35,8 +29,7 @@ class TorchEngine(ModuleEngine):
         super().__init__(options)
         self.plain = model
         own_memory([*model.parameters(), *model.buffers()])
-        # Checkpoints are written beside training: their collectives must not get between those of training.
-        self._side = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._side = ranks.side_group()
         self.model = self._wrap(model)
         self.optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
@@ -78,41 +71,30 @@ class TorchEngine(ModuleEngine):
     # Checkpoints.
 
     def _state(self) -> dict[str, Any]:
+        """Names are those of the model. What options say is not state."""
+        fresh = not self.optimizer.state
         weights, optimizer = get_state_dict(self.plain, self.optimizer)
-        return {"model": weights, "optimizer": optimizer}
+        if fresh:
+            # That made the optimizer's state by a step without gradients. It does not count.
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
+        return {"model": weights, "optimizer": optimizer["state"]}
 
     def _write(self, folder: Path) -> Callable[[], Path]:
-        place, steps, side = CheckpointFolder(folder), self.steps, self._side
-        name: str = ranks.from_first(place.begin(steps) if self.rank == 0 else None, side)
-        data = folder / name
-        writer = FileSystemWriter(data, single_file_per_rank=True, sync_files=True)
-        writing: Any = async_save(self._state(), storage_writer=writer, process_group=side)
-
-        def finish() -> Path:
-            writing.result()
-            fault = None
-            if self.rank == 0:
-                try:
-                    place.commit(Saved(name, steps, KIND, self.ranks))
-                except OSError as error:
-                    fault = str(error)
-            fault = ranks.from_first(fault, side)
-            if fault is not None:
-                raise OSError(f"the checkpoint of step {steps} in {folder} could not be completed: {fault}")
-            return data
-
-        return finish
+        return write_state(folder, self._state(), self.steps, self._side)
 
     def load(self, folder: Path) -> None:
         self._require_here("load")
         self._saver.wait()
         place = CheckpointFolder(Path(folder))
         saved = place.current()
-        if saved.kind != KIND:
-            raise UsageError(
-                f"{folder} holds a checkpoint of kind {saved.kind}, and {type(self).__name__} loads {KIND}"
-            )
         state = self._state()
-        read_state(state, checkpoint_id=place.data_of(saved), process_group=self._side)
-        set_state_dict(self.plain, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        read_state(place, saved, state, self._side)
+        groups = get_optimizer_state_dict(self.plain, self.optimizer)["param_groups"]
+        set_state_dict(
+            self.plain,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict={"state": state["optimizer"], "param_groups": groups},
+        )
         self.steps = saved.steps

@@ -1,0 +1,186 @@
+"""`DeepSpeedEngine`: DeepSpeed's ZeRO. Stage 1 shards optimizer state, stage 2 gradients too, stage 3 all weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlmesh import ZeroSource
+from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training import ranks
+from rlmesh.rl.engines.training.base import ModuleEngine
+from rlmesh.rl.engines.training.checkpointing import checkpoint_activations
+from rlmesh.rl.engines.training.checkpoints import CheckpointFolder
+from rlmesh.rl.engines.training.distributed_state import read_state, write_state
+from rlmesh.rl.engines.training.offload import own_memory
+from rlmesh.rl.engines.training.protocol import Lora, TrainingOptions
+from rlmesh.rl.engines.training.zero_state import load_state, state_of
+
+Stage = Literal[1, 2, 3]
+
+
+class DeepSpeedEngine(ModuleEngine):
+    """A model under DeepSpeed, with torch's AdamW.
+
+    With precision "bfloat16" the weights that are computed with, and synced, are bfloat16; the optimizer keeps them in
+    float32.
+
+    Checkpoints are torch's, with every tensor whole: they are loaded by any number of ranks, any stage, and the engines
+    of torch; DeepSpeed's own are for the number of ranks that wrote them.
+
+    Args:
+        model: a plain model, with its weights.
+        options: see `TrainingOptions`.
+        stage: of ZeRO.
+        config: more of DeepSpeed's configuration; what the options say cannot be said here.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: TrainingOptions, *, stage: Stage = 2, config: Mapping[str, Any] | None = None
+    ) -> None:
+        deepspeed = _import_deepspeed()
+        if stage not in (1, 2, 3):
+            raise UsageError(f"DeepSpeedEngine(stage={stage!r}): ZeRO has the stages 1, 2 and 3")
+        backend = "nccl" if next(model.parameters()).is_cuda else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        super().__init__(options)
+        self.stage = stage
+        self.plain = model
+        self._side = ranks.side_group()
+        if options.activation_checkpointing:
+            checkpoint_activations(model)
+        own_memory([*model.parameters(), *model.buffers()])
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad],
+            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay,
+        )  # fmt: skip
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config(options, stage, config or {})
+        )
+        self.model = self.engine
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's, around torch's."""
+        return self.engine.optimizer
+
+    # Training.
+
+    def _before_step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _one_pass(self, *, last: bool) -> AbstractContextManager[object]:
+        self.engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def _backward(self, share: Tensor) -> None:
+        # DeepSpeed averages over the ranks, and shares add up.
+        self.engine.backward(share * self.ranks, scale_wrt_gas=False)
+
+    def _apply(self) -> float:
+        self.engine.step()
+        if self.optimizer.overflow:
+            raise FloatingPointError(
+                f"the gradient of step {self.steps + 1} is not finite; the step was not made, and the weights are as "
+                "before"
+            )
+        return float(self.engine.get_global_grad_norm())
+
+    def _forget_gradients(self) -> None:
+        self.engine.zero_grad()
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            held = getattr(self.optimizer, name, {})
+            for key in held:
+                held[key] = None
+        # Gradients are added to what is there unless this says that a step begins.
+        self.optimizer.micro_step_id = 0 if self.stage == 3 else -1
+
+    # Weights and memory.
+
+    def _source(self, lora: Lora = "", adapter: str = "default") -> ZeroSource:
+        return ZeroSource(self.engine, lora=lora, adapter=adapter)
+
+    def _memory(self) -> Iterator[Tensor]:
+        for parameter in self.plain.parameters():
+            yield parameter
+            if hasattr(parameter, "ds_tensor"):
+                yield parameter.ds_tensor
+        yield from self.plain.buffers()
+        yield from _tensors_in(vars(self.optimizer), depth=4)
+        yield from _tensors_in(list(self.optimizer.optimizer.state.values()), depth=2)
+
+    # Checkpoints.
+
+    def _write(self, folder: Path) -> Callable[[], Path]:
+        state = state_of(self.engine, self._source(), self.rank, self.ranks)
+        return write_state(folder, state, self.steps, self._side)
+
+    def load(self, folder: Path) -> None:
+        self._require_here("load")
+        self._saver.wait()
+        place = CheckpointFolder(Path(folder))
+        saved = place.current()
+        load_state(self.engine, self._source(), self.rank, lambda state: read_state(place, saved, state, self._side))
+        self.steps = saved.steps
+
+    def close(self) -> None:
+        super().close()
+        self.engine.destroy()
+
+
+def deepspeed_config(options: TrainingOptions, stage: Stage, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` is given. Pure.
+
+    Raises:
+        UsageError: ``more`` says what the options say.
+    """
+    owned: dict[str, Any] = {
+        # Batches are cut by us: how many passes make a step is known when the step begins.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": options.max_grad_norm,
+        "bf16": {"enabled": options.precision == "bfloat16"},
+    }
+    taken = sorted({*owned, "train_batch_size", "optimizer", "scheduler", "fp16"} & set(more))
+    if taken or "stage" in more.get("zero_optimization", {}):
+        said = taken or ["zero_optimization.stage"]
+        raise UsageError(f"DeepSpeedEngine(config=…): {', '.join(said)} follow from the options and the stage")
+    zero = {"stage": stage, **more.get("zero_optimization", {})}
+    rest = {key: value for key, value in more.items() if key != "zero_optimization"}
+    return {**owned, "zero_optimization": zero, "zero_allow_untested_optimizer": True, "steps_per_print": None, **rest}
+
+
+def _import_deepspeed() -> Any:
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UsageError(f"DeepSpeedEngine needs deepspeed ({error}): pip install 'rlmesh[deepspeed]'") from error
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    return deepspeed
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    """All tensors within lists, mappings and plain records."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0:
+        return
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        inside = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = list(vars(value).values())
+    else:
+        return
+    for each in inside:
+        yield from _tensors_in(each, depth - 1)

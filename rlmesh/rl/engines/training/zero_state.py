@@ -1,0 +1,170 @@
+"""The state of a ZeRO optimizer, parameter by parameter and whole, as the engines of torch write it.
+
+Each rank keeps its share of the parameters, so a checkpoint takes no more memory in all than the sharded state does.
+DeepSpeed's own checkpoints are for the number of ranks and the stage that wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmesh import ZeroSource
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PART_BYTES = 256 << 20
+"""How much is read at a time when a checkpoint is loaded."""
+
+State = dict[str, Any]
+"""``{"model": {name: [..]}, "optimizer": {name: {"step": [], "exp_avg": [..], "exp_avg_sq": [..]}}}``, float32."""
+
+
+def state_of(engine: Any, source: ZeroSource, rank: int, ranks: int) -> State:
+    """A copy on the CPU of every ``ranks``-th parameter from ``rank`` on; rank 0 also has what is not trained."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    inner = _inner_state(engine)
+    steps = next(iter(inner))["step"]
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {}
+    for index, (name, parameter) in enumerate(_trained(source).items()):
+        whole = safe_get_full_fp32_param(parameter)
+        found = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+        if index % ranks == rank:
+            weights.update({each: _copy(whole) for each in _names_of(source, name)})
+            moments[name] = {"step": _copy(steps), **{key: _copy(value) for key, value in found.items()}}
+    for name in _others(source):
+        with source.gather([name]) as tensors:
+            if rank == 0:
+                weights.update({each: _copy(tensors[name]) for each in _names_of(source, name)})
+    return {"model": weights, "optimizer": moments}
+
+
+def load_state(engine: Any, source: ZeroSource, rank: int, read: Callable[[State], None]) -> None:
+    """Take back what `state_of` wrote, or an engine of torch, some parameters at a time.
+
+    Args:
+        read: fills a state's tensors in place; a collective step.
+    """
+    inner = _inner_state(engine)
+    steps = torch.zeros(())
+    for part in _parts(_trained(source)):
+        weights = {name: torch.empty(_shape(parameter)) for name, parameter in part.items()}
+        moments = {
+            name: {"step": steps, **{key: torch.empty(_shape(parameter)) for key in MOMENTS}}
+            for name, parameter in part.items()
+        }
+        read({"model": weights, "optimizer": moments})
+        for name, parameter in part.items():
+            _set_trained(parameter, weights[name], moments[name], rank)
+    for state in inner:
+        state["step"].copy_(steps)
+    others = {
+        name: torch.empty(_shape(source.tensors[name]), dtype=source.tensors[name].dtype) for name in _others(source)
+    }
+    if others:
+        read({"model": others})
+        for name, value in others.items():
+            _set_weight(source.tensors[name], value)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _trained(source: ZeroSource) -> dict[str, Any]:
+    """Parameters that the optimizer has, tied ones once."""
+    owned = [spec.name for spec in source.manifest() if spec.alias_of is None]
+    return {name: source.tensors[name] for name in owned if source.tensors[name].requires_grad}
+
+
+def _others(source: ZeroSource) -> list[str]:
+    """Buffers, and parameters that are not trained."""
+    owned = [spec.name for spec in source.manifest() if spec.alias_of is None]
+    return [name for name in owned if not source.tensors[name].requires_grad]
+
+
+def _names_of(source: ZeroSource, name: str) -> list[str]:
+    return [name, *(spec.name for spec in source.manifest() if spec.alias_of == name)]
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _parts(parameters: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    part: dict[str, Any] = {}
+    size = 0
+    for name, parameter in parameters.items():
+        nbytes = torch.Size(_shape(parameter)).numel() * 4 * (1 + len(MOMENTS))
+        if part and size + nbytes > PART_BYTES:
+            yield part
+            part, size = {}, 0
+        part[name] = parameter
+        size += nbytes
+    if part:
+        yield part
+
+
+def _inner_state(engine: Any) -> list[dict[str, Any]]:
+    """torch's state of each flat partition of this rank. Before the first step it is made as that step would."""
+    optimizer = engine.optimizer
+    flats = _flat_partitions(optimizer)
+    for flat in flats:
+        state = optimizer.optimizer.state[flat]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state.update({key: torch.zeros_like(flat) for key in MOMENTS})
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._lazy_init_hp_params_optimizer_state()
+    return [optimizer.optimizer.state[flat] for flat in flats]
+
+
+def _flat_partitions(optimizer: Any) -> list[Tensor]:
+    stage3 = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    flats: list[Tensor] = optimizer.single_partition_of_fp32_groups if stage3 is None else stage3
+    return flats
+
+
+def _set_trained(parameter: Any, weight: Tensor, moments: Mapping[str, Tensor], rank: int) -> None:
+    """Weights in both precisions, and optimizer state, of one parameter."""
+    from deepspeed.utils import (
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
+
+    if hasattr(parameter, "ds_id"):
+        safe_set_local_fp32_param(parameter, _share(parameter, weight, rank))
+        for key in MOMENTS:
+            safe_set_local_optimizer_state(parameter, _share(parameter, moments[key], rank), key)
+    else:
+        safe_set_full_fp32_param(parameter, weight)
+        for key in MOMENTS:
+            safe_set_full_optimizer_state(parameter, moments[key], key)
+    _set_weight(parameter, weight)
+
+
+def _share(parameter: Any, whole: Tensor, rank: int) -> Tensor:
+    """This rank's part of a flat tensor; what the last ranks lack is 0."""
+    size = parameter.ds_tensor.ds_numel
+    share = whole.new_zeros(size)
+    mine = whole.reshape(-1)[rank * size : (rank + 1) * size]
+    share[: len(mine)] = mine
+    return share
+
+
+def _set_weight(parameter: Any, weight: Tensor) -> None:
+    """What forward passes use."""
+    import deepspeed
+
+    with torch.no_grad():
+        if not hasattr(parameter, "ds_id"):
+            parameter.copy_(weight)
+            return
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(weight)
