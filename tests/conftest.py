@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,11 +17,13 @@ import uvloop
 import zmq
 from hypothesis import settings
 
-from tests.leaks import LASTING, MARKER, LeakCheck
+from tests.leaks import LASTING, MARKER, LeakCheck, zmq_threads
 
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("rlmesh", deadline=None)
 settings.load_profile("rlmesh")
+
+COLLECTOR_THREADS = 2
 
 
 def open_what_lasts() -> None:
@@ -31,6 +34,10 @@ def open_what_lasts() -> None:
         socket.connect("inproc://open-what-lasts")
         socket.send(bytes(zmq.COPY_THRESHOLD), copy=False)
         other.recv()
+    # The collector's threads give themselves their names, by which the guard knows them: late on a busy machine.
+    deadline = time.monotonic() + 5.0
+    while len(zmq_threads()) < COLLECTOR_THREADS and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

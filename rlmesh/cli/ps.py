@@ -11,7 +11,8 @@ from rlmesh.cli.jobs import asking, headline
 from rlmesh.errors import RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, MemberWaits
 from rlmesh.master.discovery import RunningJob, find_job, running_jobs
-from rlmesh.master.graph import CallGraph, graph_lines
+from rlmesh.master.graph import CallGraph
+from rlmesh.master.graph_drawing import drawn
 from rlmesh.master.records import ended_jobs
 from rlmesh.master.workspace import KEY_FILE
 
@@ -66,7 +67,7 @@ def ask(job: RunningJob, *, pending: bool = False, graph: bool = False) -> list[
         if pending:
             return list(pending_lines(master.call("pending").result()))
         if graph:
-            return [f"  {line}" for line in graph_lines(CallGraph.of_plain(master.call("graph").result()))]
+            return [f"  {line}" for line in drawn(CallGraph.of_plain(master.call("graph").result()), "text")]
         return list(member_lines(master.call("status", _NO_RECORDS).result()))
 
 

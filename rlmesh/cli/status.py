@@ -1,4 +1,4 @@
-"""``rlmesh status [JOB]``: the state of a job that runs, or how one ended."""
+"""``rlmesh status [JOB] [--graph]``: the state of a job that runs, or how one ended; or who calls whom in it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 from rlmesh.cli.jobs import add_job_argument, age, asking, find_any, headline, told
 from rlmesh.job.status import JobStatus, MemberStatus
 from rlmesh.master.discovery import RunningJob
+from rlmesh.master.graph import CallGraph
+from rlmesh.master.graph_drawing import FORMATS, Format, drawn
+from rlmesh.master.last_state import last_graph
 from rlmesh.master.records import EndedJob
 from rlmesh.observe.incidents import newest_incident
 
@@ -23,17 +26,36 @@ def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
     parser = commands.add_parser("status", help="the state of a job, or how it ended", description=__doc__)
     add_job_argument(parser)
+    parser.add_argument(
+        "--graph", nargs="?", const="text", choices=FORMATS, metavar="FORMAT",
+        help="instead, who called whom, as far as it was seen: text (the default), dot for Graphviz, or mermaid",
+    )  # fmt: skip
     parser.set_defaults(run=told("status", show))
 
 
 def show(options: argparse.Namespace) -> int:
     """Print it; 0 if the job runs or succeeded, 1 if it did not."""
     job = find_any(options.job)
+    if options.graph is not None:
+        return _show_graph(job, options.graph)
     print(headline(job))
     if isinstance(job, EndedJob):
         print("\n".join(end_lines(job)))
         return 0 if job.stage == "succeeded" else 1
     print("\n".join(status_lines(_ask(job))))
+    return 0
+
+
+def _show_graph(job: RunningJob | EndedJob, how: Format) -> int:
+    """Print it, and nothing else where another program may read it."""
+    if isinstance(job, RunningJob):
+        with asking(job) as master:
+            graph = CallGraph.of_plain(master.call("graph").result())
+    else:
+        graph = last_graph(Path(job.run_dir))
+    if how == "text":
+        print(headline(job))
+    print("\n".join(f"  {line}" if how == "text" else line for line in drawn(graph, how)))
     return 0
 
 

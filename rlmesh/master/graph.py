@@ -103,6 +103,14 @@ class CallGraph:
         """Pairs of roles."""
         return tuple(sorted(self._declared))
 
+    def groups(self) -> frozenset[str]:
+        """Roles whose members are one process group."""
+        return frozenset(self._groups)
+
+    def devices(self) -> tuple[frozenset[str], ...]:
+        """Members that share a device, for each device that is shared."""
+        return tuple(self._devices)
+
     def callers_of(self, member: str) -> frozenset[str]:
         """Who calls a member, as far as it was observed or declared."""
         return self._neighbours(member, lambda caller, callee: (callee, caller))

@@ -87,6 +87,8 @@ several nodes, as torchrun:
   --nproc-per-node N    device slots of each node for a job on CPUs
   --log-dir DIR         where run directories are made (default runs)
   -m, --module          JOB.py is the name of a module
+  --max-restarts N      restarts of members in all, for roles for which the
+                        job names no number
 
 several nodes, over ssh:
   --hosts FILE          hosts.toml: the machines, the first runs the script
