@@ -10,6 +10,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Tests that run side by side, each file in one process; what measures the machine belongs to `make bench`.
+TEST_JOBS ?= 2
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -54,7 +56,7 @@ types: $(DEV_READY)
 	MYPYPATH=.:launcher:examples:benchmarks $(BIN)/mypy --explicit-package-bases --exclude '$(UNTYPED)' tests benchmarks examples/hello.py
 
 fast: $(DEV_READY)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 slow: $(DEV_READY)
 	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)

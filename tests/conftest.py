@@ -17,7 +17,7 @@ import uvloop
 import zmq
 from hypothesis import settings
 
-from tests.leaks import LASTING, MARKER, LeakCheck, zmq_threads
+from tests.leaks import LASTING, MARKER, LeakCheck, own_shared_memory, zmq_threads
 
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("rlmesh", deadline=None)
@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def leak_check(pytestconfig: pytest.Config) -> Iterator[LeakCheck]:
     """The session's marker in the environment, and a runtime directory of its own for socket directories."""
+    own_segments = own_shared_memory()  # First: threads that libraries start stay where they are.
     open_what_lasts()
     session = "/".join(filter(None, (os.environ.get(MARKER), uuid.uuid4().hex)))
     # Short, since the path of a socket holds at most 107 bytes.
@@ -56,7 +57,8 @@ def leak_check(pytestconfig: pytest.Config) -> Iterator[LeakCheck]:
         patch.setenv(MARKER, session)
         patch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
         patch.setenv("XDG_STATE_HOME", str(state_dir))
-        yield LeakCheck(session, runtime_dir, float(pytestconfig.getini("leak_grace_s")))
+        grace_s = float(pytestconfig.getini("leak_grace_s"))
+        yield LeakCheck(session, runtime_dir, grace_s, own_segments=own_segments)
     shutil.rmtree(runtime_dir, ignore_errors=True)
     shutil.rmtree(state_dir, ignore_errors=True)
 

@@ -245,8 +245,8 @@ async def test_shutdown_reports_that_nothing_is_left(node: Node) -> None:
     await node.start("Echo", "B:0")
     report = await node.agent.call("shutdown", 2.0)
     assert (report.leftovers, report.processes_started) == ((), 3)
-    assert {exit[1] for exit in node.master.said if exit[0] == "exited"} == {"A:0", "B:0"}
     assert (await node.end()).agent_code == 0
+    assert {exit[1] for exit in node.master.said if exit[0] == "exited"} == {"A:0", "B:0"}
 
 
 async def test_what_a_node_offers_and_the_ports_that_it_reserves(node: Node) -> None:

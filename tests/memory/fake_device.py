@@ -83,11 +83,13 @@ class FakeBackend:
 
     @staticmethod
     def _is_open(path: Path) -> bool:
-        with path.open("rb") as file:
-            try:
+        try:
+            with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            pass  # Its sender frees it at this moment.
         return False
 
     def device_of(self, tensor: torch.Tensor) -> str:
