@@ -48,7 +48,9 @@ class Lines:
             if self._stream is not None and self._left:
                 self._stream.flush()  # What others wrote through the stream itself comes first.
             while self._stream is not None and self._left and can_write(self._fd):
-                del self._left[: os.write(self._fd, self._left[:PIECE_BYTES])]
+                # Whole lines, since others may write to the same pipe in between: standard error, most of all.
+                end = self._left.rfind(b"\n", 0, PIECE_BYTES) + 1 or PIECE_BYTES
+                del self._left[: os.write(self._fd, self._left[:end])]
         except (OSError, ValueError):  # a broken pipe, a closed file
             self._stream = None
         if self._stream is None:

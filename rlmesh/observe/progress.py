@@ -112,5 +112,6 @@ def sparkline(values: Iterable[float], width: int) -> str:
         edges = [round(i * len(points) / width) for i in range(width + 1)]
         points = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(points), max(points)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in points)
+    span = high / 2 - low / 2  # Halves, since the whole of it may be too large for a float.
+    heights = ((value / 2 - low / 2) / span if span > 0 else 0.0 for value in points)
+    return "".join(_BLOCKS[round(height * (len(_BLOCKS) - 1))] for height in heights)

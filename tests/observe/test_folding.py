@@ -92,6 +92,26 @@ def test_what_is_read_late_is_all_there() -> None:
     assert taken.decode().splitlines() == [f"line {number:06d}" for number in range(200_000)]
 
 
+def test_a_line_is_written_whole_beside_those_of_others() -> None:
+    """Standard error is often the same pipe."""
+    read, write = os.pipe()
+    with open(write, "w") as stream:
+        lines = Lines(stream)
+        for number in range(5000):
+            lines.write(f"line {number:05d} {'x' * (number % 300)}")
+        taken, others = b"", 0
+        while not lines.pump():
+            taken += os.read(read, 5000)
+            os.write(write, b"another's\n")
+            others += 1
+    taken += b"".join(iter(lambda: os.read(read, 1 << 16), b""))
+    os.close(read)
+    seen = taken.decode().splitlines()
+    assert seen.count("another's") == others > 10
+    own = [line for line in seen if line != "another's"]
+    assert own == [f"line {number:05d} {'x' * (number % 300)}" for number in range(5000)]
+
+
 def test_a_reader_that_takes_nothing_is_given_up() -> None:
     read, write = os.pipe()
     with open(write, "w") as stream:

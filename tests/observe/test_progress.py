@@ -46,6 +46,7 @@ def test_sparkline_shows_rise_flat_and_nothing() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([2.0, 2.0], 8) == "▁▁"
     assert sparkline([], 8) == "" and sparkline([1.0], 0) == ""
+    assert sparkline([-1.7e308, 1.7e308], 8) == sparkline([0.0, 1.1e-308], 8) == "▁█"
 
 
 @given(st.lists(st.floats(-1e300, 1e300) | st.just(math.nan), max_size=300), st.integers(1, 60))
