@@ -55,10 +55,9 @@ def own_shared_memory() -> bool:
     if os.geteuid() != 0 or libc.unshare(_CLONE_NEWNS) != 0:
         return False
     options = f"mode=1777,size={size.f_blocks * size.f_frsize}".encode()
-    return (
-        libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None) == 0
-        and libc.mount(b"rlmesh-tests", os.fsencode(SHM), b"tmpfs", 0, options) == 0
-    )
+    here = libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
+    mounted = libc.mount(b"rlmesh-tests", os.fsencode(SHM), b"tmpfs", 0, options)
+    return bool(here == 0 and mounted == 0)
 
 
 class LeakCheck:

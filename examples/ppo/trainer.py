@@ -23,6 +23,16 @@ NEWS_S = 2.0
 """How long after a failed call the news may come that the reason was a restart, in seconds."""
 
 
+def learners_restarted() -> bool:
+    """Was a failed call due to a restart of actor or critic? They have lost what they had learnt: both go back to the
+    latest checkpoint. The other roles help themselves, and their calls are made again; news of them may come first."""
+    deadline = time.monotonic() + NEWS_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        if {event.role for event in current_worker().events(left_s)} & {"ACTOR", "CRITIC"}:
+            return True
+    return False
+
+
 class PPOTrainer:
     """Drives the other roles through PPO; ``history`` keeps the metrics, from step 0, before training, on."""
 
@@ -47,9 +57,7 @@ class PPOTrainer:
                     self.begin(checkpoints)
                     ready = True
             except (CallError, WeightSyncError):
-                # Was it a restart? Actor and critic have lost what they had learnt: both go back to the latest
-                # checkpoint. The other roles help themselves, and their calls are made again.
-                if not {event.role for event in current_worker().events(NEWS_S)} & {"ACTOR", "CRITIC"}:
+                if not learners_restarted():
                     raise
                 ready = False
         remote_call.weight_sync().close()

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from ppo import data, experience_maker, ppo_trainer
+from ppo import data, experience_maker, ppo_trainer, trainer
 from ppo.common import Batch, Experience, left_pad, right_pad, write_atomically
 from ppo.config import PPOConfig
 from ppo.model import END_ID, PAD_ID, VOCABULARY, build_model, build_tokenizer, encode, response_logits
@@ -23,6 +24,7 @@ from ppo.ppo_reward import RewardModelActor, exact_match
 from ppo.ppo_rollout import RolloutActor
 
 from rlmesh.errors import WeightsNotReady
+from rlmesh.job.restarts import RestartEvent
 from rlmesh.rl import reference
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
 from rlmesh.rl.engines.transformers import TransformersEngine, sample_batch
@@ -317,3 +319,24 @@ def test_submitting_needs_no_torch() -> None:
         "run_name='__main__'); print('torch' in sys.modules)"
     )
     assert python("-c", program).splitlines()[-1] == "False"
+
+
+class News:
+    """What `current_worker` gives: news of restarts, one by one."""
+
+    def __init__(self, *roles: str) -> None:
+        self.roles = list(roles)
+
+    def events(self, wait_s: float) -> tuple[Any, ...]:
+        assert 0 < wait_s <= trainer.NEWS_S
+        return (RestartEvent(self.roles.pop(0), (0,), "restarting", "member", (1,), "killed", 1, 0.0),)
+
+
+@pytest.mark.parametrize(("roles", "expected"), [(["REWARD", "ROLLOUT", "ACTOR"], True), (["REWARD"] * 2, False)])
+def test_news_of_other_restarts_may_come_before_that_of_the_learners(
+    monkeypatch: pytest.MonkeyPatch, roles: list[str], expected: bool
+) -> None:
+    news, times = News(*roles), iter([0.0, *(0.1 * n for n in range(len(roles))), trainer.NEWS_S])
+    monkeypatch.setattr(trainer, "current_worker", lambda: news)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    assert trainer.learners_restarted() == expected
