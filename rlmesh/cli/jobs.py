@@ -32,8 +32,11 @@ def headline(job: RunningJob | EndedJob, now: float | None = None) -> str:
     """A job in one line."""
     if isinstance(job, RunningJob):
         return f"{job.job_id}  {job.job_name}  for {age((now or time.time()) - job.started_at)}  {job.run_dir}"
-    took = f" after {age(job.ended_at - job.started_at)}" if job.ended_at else ""
-    return f"{job.job_id or '-'}  {job.job_name}  {job.stage}{took}  {job.run_dir}"
+    return f"{job.job_id or '-'}  {job.job_name}  {_end_of(job)}  {job.run_dir}"
+
+
+def _end_of(job: EndedJob) -> str:
+    return job.stage + (f" after {age(job.ended_at - job.started_at)}" if job.ended_at else "")
 
 
 def find_any(what: str | None) -> RunningJob | EndedJob:
@@ -46,7 +49,7 @@ def find_any(what: str | None) -> RunningJob | EndedJob:
     running = running_jobs()
     ended = ended_jobs(job.run_dir for job in running)
     if what is None:
-        return find_job(None, running) if running or not ended else ended[-1]
+        return find_job(None, running) if running or not ended else max(ended, key=lambda job: job.ended_at)
     folder = os.path.abspath(what)
     if any(what in (job.job_id, job.job_name) or folder == job.run_dir for job in running):
         return find_job(what, running)
@@ -59,6 +62,29 @@ def find_any(what: str | None) -> RunningJob | EndedJob:
         raise UsageError(f"{len(matching)} jobs that have ended are called {what!r}; name one by its folder: {folders}")
     known = ", ".join(job.job_id for job in running) or "none"
     raise UsageError(f"no job {what!r} runs here or is known to have ended (running: {known}); see `rlmesh ps --all`")
+
+
+def find_running(what: str | None) -> RunningJob:
+    """A job that runs, as `find_job` finds it.
+
+    Raises:
+        UsageError: there is none, or more than one; of one that has ended it says so.
+    """
+    running = running_jobs()
+    try:
+        return find_job(what, running)
+    except UsageError as error:
+        if what is None or any(what in (job.job_id, job.job_name) for job in running):
+            raise
+        ended = [job for job in ended_jobs() if what in (job.job_id, job.job_name)]
+        if not ended and (there := read_end(Path(os.path.abspath(what)))) is not None:
+            ended = [there]
+        if not ended:
+            raise
+        last = max(ended, key=lambda job: job.ended_at)
+        raise UsageError(
+            f"{what} has ended: {_end_of(last)}. `rlmesh status {what}` and `rlmesh logs --job {what}` tell more"
+        ) from error
 
 
 @contextmanager
@@ -88,8 +114,17 @@ def checked(names: list[str], who: str | None) -> list[str]:
     """
     chosen = [name for name in names if matches(name, who)]
     if not chosen:
-        raise UsageError(f"the job has no member {who!r}; it has {', '.join(names) or 'none yet'}")
+        hint = f". To name a job: --job {who}" if who is not None and _is_job(who) else ""
+        raise UsageError(f"the job has no member {who!r}; it has {', '.join(names) or 'none yet'}{hint}")
     return chosen
+
+
+def _is_job(what: str) -> bool:
+    try:
+        find_any(what)
+    except UsageError:
+        return False
+    return True
 
 
 def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace, list[str]], int]:

@@ -50,6 +50,8 @@ def show(options: argparse.Namespace) -> int:
             _print(LogLine(name, text) for text in last_lines(path, max(0, options.lines)))
         if options.follow:
             tail.finish()
+    if not options.follow and not any(path.stat().st_size for path in chosen.values()):
+        print(f"rlmesh logs: nothing was printed so far by {', '.join(chosen)}", file=sys.stderr)
     if options.follow:
         _follow(tail, folder, options.who, job.folder if isinstance(job, RunningJob) else None)
     return 0

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rlmesh.cli.jobs import asking, headline
+from rlmesh.cli.jobs import asking, find_running, headline
 from rlmesh.errors import RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, MemberWaits
-from rlmesh.master.discovery import RunningJob, find_job, running_jobs
+from rlmesh.master.discovery import RunningJob, running_jobs
 from rlmesh.master.graph import CallGraph
 from rlmesh.master.graph_drawing import drawn
 from rlmesh.master.records import ended_jobs
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             print(line)
         return 0
     try:
-        job = find_job(options.job, jobs)
+        job = find_running(options.job)
         print(headline(job))
         print(f"  {job.master_endpoint}  key file {job.folder / KEY_FILE}")
         for line in ask(job, pending=options.pending, graph=options.graph):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rlmesh.cli.jobs import add_job_argument, asking, checked, told
-from rlmesh.master.discovery import find_job
+from rlmesh.cli.jobs import add_job_argument, asking, checked, find_running, told
 
 TIMEOUT_S = 30.0
 
@@ -26,7 +25,7 @@ def add_to(commands: Any) -> None:
 
 def show(options: argparse.Namespace) -> int:
     """Print them and return the exit code."""
-    job = find_job(options.job)
+    job = find_running(options.job)
     with asking(job, TIMEOUT_S) as master:
         found: dict[str, str] = master.call("stacks").result()
     for name in checked(list(found), options.who):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.jobs import add_job_argument, age, asking, find_any, headline, told
+from rlmesh.cli.jobs import add_job_argument, asking, find_any, headline, told
 from rlmesh.job.status import JobStatus, MemberStatus
 from rlmesh.master.discovery import RunningJob
 from rlmesh.master.graph import CallGraph
@@ -97,8 +97,6 @@ def end_lines(job: EndedJob) -> Iterator[str]:
     """How a job ended."""
     if job.stage == "lost":
         yield "  its driver died before it could say how the job ended; the logs and exit-node*.json tell more"
-    else:
-        yield f"  {job.stage} after {age(job.ended_at - job.started_at)}"
     by_role: dict[str, list[str]] = {}
     for name, state in job.members:
         by_role.setdefault(name.rpartition(":")[0], []).append(state)

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.agent import ownership
-from rlmesh.cli.jobs import add_job_argument, asking, headline, told
+from rlmesh.cli.jobs import add_job_argument, asking, find_running, headline, told
 from rlmesh.errors import CallError, LaunchError
-from rlmesh.master.discovery import RunningJob, find_job
+from rlmesh.master.discovery import RunningJob
 
 GRACE_S = 10.0
 END_S = 15.0
 """From the end of the grace until all must be gone."""
 POLL_S = 0.05
+EXPECTED_ENDS = ("the driver is gone", "the agent ended")
+"""What guardians say after any ordinary end."""
 
 
 def add_to(commands: Any) -> None:
@@ -40,7 +42,7 @@ def add_to(commands: Any) -> None:
 
 def stop(options: argparse.Namespace) -> int:
     """End it and return the exit code: 0 if nothing is left, 1 if something is."""
-    job = find_job(options.job)
+    job = find_running(options.job)
     print(headline(job), flush=True)
     with _watching(job.driver_pid) as ended:
         try:
@@ -111,5 +113,6 @@ def reports(run_dir: Path) -> list[str]:
         what = "nothing had to be cleaned up" if not items else f"{len(items)} things were cleaned up"
         if unproven := [item["what"] for item in items if not item["removed"]]:
             what += f", not proven gone: {'; '.join(unproven)}"
-        lines.append(f"  node {report['node_rank']}: ended ({report['why']}), {what}")
+        why = "" if report["why"] in EXPECTED_ENDS else f" ({report['why']})"
+        lines.append(f"  node {report['node_rank']}: ended{why}, {what}")
     return lines

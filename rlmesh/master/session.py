@@ -292,7 +292,8 @@ class Session:
         if status.stage == "stopped" and status.resumable and not self._interrupt.count:
             raise job_stopped(self._job_name, status, self._interrupt.noticed, run_dir)
         if status.stage == "stopped":
-            raise job_interrupted(self._job_name, self._interrupt.reason, status.killed)
+            reason = self._interrupt.reason or status.note.removeprefix("stopped: ")
+            raise job_interrupted(self._job_name, reason, status.killed)
         if status.stage == "failed":
             raise job_failed(self._job_name, status.failures, run_dir)
         return JobResult(self.status, run_dir, picture, reports)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.cli.jobs import find_any, matches
+from rlmesh.cli.jobs import find_any, find_running, headline, matches
 from rlmesh.cli.logs import files
 from rlmesh.cli.main import main
 from rlmesh.cli.status import end_lines, status_lines
@@ -42,6 +42,13 @@ def test_commands_on_a_job_that_runs_and_has_ended(tmp_path: Path, capsys: pytes
         assert code == 0, stopped
         assert "nothing of it is left on this machine" in stopped and "node 0: ended" in stopped
         assert job.ended() == 130
+    assert "job toy was stopped: rlmesh stop" in job.output
+    (run,) = map(str, (tmp_path / "runs").iterdir())
+    for words in (("stacks", "--job", run), ("ps", run, "--pending"), ("stop", run)):
+        code, told = said(capsys, *words)
+        assert (code, told.partition(" after")[0]) == (2, f"rlmesh {words[0]}: {run} has ended: stopped"), told
+    code, told = said(capsys, "logs", run)
+    assert code == 2 and told.endswith(f"To name a job: --job {run}\n")
     code, status = said(capsys, "status")
     assert code == 1 and "  stopped after 0:0" in status
     assert "pid of TRAINER" in said(capsys, "logs", "TRAINER:0", "-n", "5")[1]
@@ -92,7 +99,8 @@ def test_the_end_of_a_job_is_kept_with_its_run(tmp_path: Path) -> None:
     write_end(status, 160.0)
     end = read_end(tmp_path)
     assert end == EndedJob("id", "j", str(tmp_path), "failed", 100.0, 160.0, ("boom",), (("A:0", "failed"),))
-    assert list(end_lines(end)) == ["  failed after 1:00", "  A  1 failed", "  first cause: boom"]
+    assert list(end_lines(end)) == ["  A  1 failed", "  first cause: boom"]
+    assert headline(end) == f"id  j  failed after 1:00  {tmp_path}"
 
 
 def test_a_job_whose_driver_died_is_known_as_lost(tmp_path: Path) -> None:
@@ -117,6 +125,10 @@ def test_the_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert find_any(str(tmp_path / "run0")) == read_end(tmp_path / "run0")
     with pytest.raises(UsageError, match="3 jobs that have ended are called 'j'"):
         find_any("j")
+    with pytest.raises(UsageError, match=r"id-2 has ended: succeeded after 0:08\. `rlmesh status id-2`"):
+        find_running("id-2")
+    with pytest.raises(UsageError, match="no job of yours runs"):
+        find_running("x")
     with pytest.raises(UsageError, match=r"no job 'x' runs here .*see `rlmesh ps --all`"):
         find_any("x")
 
