@@ -30,6 +30,11 @@ def pretrained() -> Path:
     return Path(current_worker().run_dir) / "pretrained"
 
 
+def trained() -> Path:
+    """Folder of the model after PPO, in any worker of the job."""
+    return Path(current_worker().run_dir) / "trained"
+
+
 @dataclass(frozen=True)
 class Batch:
     """Samples as tensors: prompts padded on the left, responses on the right.

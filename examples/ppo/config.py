@@ -28,6 +28,9 @@ class PPOConfig:
     gamma: float = _setting(1.0, "discount per token")
     lam: float = _setting(0.95, "lambda of generalized advantage estimation")
 
+    actor_engine: str = _setting("fsdp2", "what trains the actor: fsdp2, ddp, or DeepSpeed's zero1, zero2, zero3")
+    critic_engine: str = _setting("fsdp2", "what trains the critic")
+    activation_checkpointing: bool = _setting(False, "compute activations again in backward passes: less memory")
     actor_lr: float = _setting(5e-4, "peak learning rate of the actor")
     critic_lr: float = _setting(1e-3, "peak learning rate of the critic")
     lr_warmup_steps: int = _setting(10, "steps until the learning rates have risen to their peak")

@@ -46,7 +46,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     training = parser.add_argument_group("training")
     for field in fields(PPOConfig):
         kind, help = type(field.default), field.metadata["help"]
-        training.add_argument(f"--{field.name}", type=kind, default=field.default, help=help)
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        training.add_argument(f"--{field.name}", default=field.default, help=help, **how)
     return parser.parse_args(argv)
 
 

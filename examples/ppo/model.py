@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl.engines.training.forward import response_log_probs
 from rlmesh.rl.engines.transformers import sample_batch
-from rlmesh.rl.losses import aggregate, token_log_probs, valid_count
+from rlmesh.rl.losses import aggregate, valid_count
 
 from .common import MAX_LENGTH, left_pad, right_pad
 from .data import Row
@@ -65,11 +66,6 @@ def build_model(seed: int) -> Qwen2ForCausalLM:
     )
 
 
-def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions that count real tokens only, so that padding on the left shifts nothing."""
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
 class ValueModel(nn.Module):
     """A policy's backbone with a head that gives one number per token ``[batch, time, 1]``, 0 at first."""
 
@@ -84,26 +80,6 @@ class ValueModel(nn.Module):
         hidden = self.backbone(input_ids, attention_mask, position_ids, use_cache=False).last_hidden_state
         values: Tensor = self.head(hidden)
         return values.clone()  # FSDP2 warns of outputs that are views, as a linear layer's are
-
-
-def response_logits(model: nn.Module, sequences: Tensor, attention_mask: Tensor, width: int) -> Tensor:
-    """Logits ``[batch, width, vocabulary]`` that predict the last ``width`` tokens of ``sequences``."""
-    attend = attention_mask[:, :-1]  # the last token predicts nothing that we have
-    logits: Tensor = model(
-        input_ids=sequences[:, :-1],
-        attention_mask=attend.long(),
-        position_ids=position_ids(attend),
-        use_cache=False,
-        logits_to_keep=width,
-    ).logits
-    return logits
-
-
-def response_values(model: nn.Module, sequences: Tensor, attention_mask: Tensor, width: int) -> Tensor:
-    """Values ``[batch, width]`` before each of the last ``width`` tokens of ``sequences``."""
-    attend = attention_mask[:, :-1]
-    values: Tensor = model(sequences[:, :-1], attend.long(), position_ids(attend))
-    return values[:, -width:, 0]
 
 
 def make_pretrained(path: Path, rows: Sequence[Row], *, seed: int, accuracy: float) -> float:
@@ -150,7 +126,7 @@ def warm_up(
         prompt, attend = left_pad(prompts, PAD_ID)
         answer, chosen = right_pad(answers, PAD_ID)
         tokens, mask = torch.cat([prompt, answer], 1), torch.cat([attend, chosen], 1)
-        log_probs = token_log_probs(response_logits(model, tokens, mask, answer.shape[1]), answer, chosen)
+        log_probs = response_log_probs(model, tokens, mask, chosen)
         optimizer.zero_grad()
         count = valid_count(chosen, "token-mean")
         aggregate(-log_probs, chosen, "token-mean", denominator=count).backward()

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
-from rlmesh import ModuleSource, SendsWeights, rpc
+from rlmesh import SendsWeights, rpc
+from rlmesh.rl.engines.training.forward import response_logits
+from rlmesh.rl.engines.training.protocol import TrainingEngine
 from rlmesh.rl.losses import aggregate, entropy, ppo_clip_loss, token_log_probs
 
 from . import remote_call
-from .common import Experience, job_config
-from .model import response_logits
-from .training import ShardedModel
+from .common import Experience, job_config, trained
+from .training import Learner, make_engine
 
 
 class PolicyModelActor(SendsWeights):
@@ -24,23 +25,27 @@ class PolicyModelActor(SendsWeights):
         torch.set_num_threads(1)
         self.config = job_config()
         self.experience: Experience | None = None
+        self.engine: TrainingEngine | None = None
         dist.init_process_group("gloo")
 
     def teardown(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
         dist.destroy_process_group()
 
     @rpc(remote_call.actor_init)
     def init(self, model_path: str) -> None:
         policy = Qwen2ForCausalLM.from_pretrained(model_path)
-        self.policy = ShardedModel(policy, self.config, lr=self.config.actor_lr)
-        self.send_weights(ModuleSource(self.policy.model))
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = make_engine(self.config.actor_engine, policy, self.config, lr=self.config.actor_lr)
+        self.learner = Learner(self.engine, self.config)
+        self.send_weights(self.engine.named_tensors())
 
     @rpc(remote_call.actor_forward)
-    @torch.no_grad()
     def forward(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
-        width = action_mask.shape[1]
-        logits = response_logits(self.policy.model, sequences, attention_mask, width)
-        return token_log_probs(logits, sequences[:, -width:], action_mask, temperature=self.config.temperature)
+        temperature = self.config.temperature
+        return self.learner.engine.log_probs(sequences, attention_mask, action_mask, temperature=temperature)
 
     @rpc(remote_call.append_experience)
     def append_experience(self, experience: Experience) -> None:
@@ -51,12 +56,12 @@ class PolicyModelActor(SendsWeights):
         if self.experience is None:
             raise RuntimeError("actor_update before append_experience: there is nothing to train on")
         experience, self.experience = self.experience, None
-        return self.policy.update(experience, self._loss)
+        return self.learner.update(experience, self._loss)
 
-    def _loss(self, part: Experience, count: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _loss(self, model: nn.Module, part: Experience, count: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         width, mask = part.action_mask.shape[1], part.action_mask
         temperature = self.config.temperature
-        logits = response_logits(self.policy.model, part.sequences, part.attention_mask, width)
+        logits = response_logits(model, part.sequences, part.attention_mask, width)
         log_probs = token_log_probs(logits, part.sequences[:, -width:], mask, temperature=temperature)
         terms = ppo_clip_loss(log_probs, part.log_probs, part.advantages, mask, clip_low=self.config.clip)
 
@@ -74,12 +79,14 @@ class PolicyModelActor(SendsWeights):
 
     @rpc(remote_call.save_checkpoint)
     def save_checkpoint(self, directory: str, step: int) -> None:
-        self.policy.save(Path(directory) / "actor.pt", step)
+        self.learner.engine.save(Path(directory) / "actor").result()
 
     @rpc(remote_call.restore)
     def restore(self, directory: str) -> None:
-        self.policy.load(Path(directory) / "actor.pt")
+        self.learner.engine.load(Path(directory) / "actor")
 
     @rpc(remote_call.end_job)
     def end_job(self) -> None:
+        """Leave the trained policy as a folder that `from_pretrained` reads."""
+        self.learner.engine.export(trained())
         self.experience = None

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
 from rlmesh import rpc
+from rlmesh.rl.engines.training.forward import response_values
+from rlmesh.rl.engines.training.protocol import TrainingEngine
 from rlmesh.rl.losses import aggregate, value_clip_loss
 
 from . import remote_call
 from .common import Experience, job_config
-from .model import ValueModel, response_values
-from .training import ShardedModel
+from .model import ValueModel
+from .training import Learner, make_engine
 
 
 class CriticModelActor:
@@ -24,20 +26,25 @@ class CriticModelActor:
         torch.set_num_threads(1)
         self.config = job_config()
         self.experience: Experience | None = None
+        self.engine: TrainingEngine | None = None
         dist.init_process_group("gloo")
 
     def teardown(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
         dist.destroy_process_group()
 
     @rpc(remote_call.critic_init)
     def init(self, model_path: str) -> None:
         critic = ValueModel(Qwen2ForCausalLM.from_pretrained(model_path))
-        self.critic = ShardedModel(critic, self.config, lr=self.config.critic_lr)
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = make_engine(self.config.critic_engine, critic, self.config, lr=self.config.critic_lr)
+        self.learner = Learner(self.engine, self.config)
 
     @rpc(remote_call.critic_forward)
-    @torch.no_grad()
     def forward(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
-        return response_values(self.critic.model, sequences, attention_mask, action_mask.shape[1])
+        return self.learner.engine.values(sequences, attention_mask, action_mask)
 
     @rpc(remote_call.append_experience)
     def append_experience(self, experience: Experience) -> None:
@@ -48,22 +55,22 @@ class CriticModelActor:
         if self.experience is None:
             raise RuntimeError("critic_update before append_experience: there is nothing to train on")
         experience, self.experience = self.experience, None
-        return self.critic.update(experience, self._loss)
+        return self.learner.update(experience, self._loss)
 
-    def _loss(self, part: Experience, count: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _loss(self, model: nn.Module, part: Experience, count: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         mask = part.action_mask
-        values = response_values(self.critic.model, part.sequences, part.attention_mask, mask.shape[1])
+        values = response_values(model, part.sequences, part.attention_mask, mask)
         terms = value_clip_loss(values, part.values, part.returns, mask, clip=self.config.value_clip)
         loss = aggregate(terms.loss, mask, "token-mean", denominator=count)
         return loss, {"value_loss": loss}
 
     @rpc(remote_call.save_checkpoint)
     def save_checkpoint(self, directory: str, step: int) -> None:
-        self.critic.save(Path(directory) / "critic.pt", step)
+        self.learner.engine.save(Path(directory) / "critic").result()
 
     @rpc(remote_call.restore)
     def restore(self, directory: str) -> None:
-        self.critic.load(Path(directory) / "critic.pt")
+        self.learner.engine.load(Path(directory) / "critic")
 
     @rpc(remote_call.end_job)
     def end_job(self) -> None:

@@ -7,11 +7,10 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from rlmesh import RestartEvent, rpc
-from rlmesh.rl.losses import token_log_probs
+from rlmesh.rl.engines.training.forward import response_log_probs
 
 from . import remote_call
 from .common import job_config, pretrained
-from .model import response_logits
 
 
 class PPOReferenceActor:
@@ -31,9 +30,8 @@ class PPOReferenceActor:
     @torch.no_grad()
     def forward(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
         assert self.model is not None, "reference_forward before reference_init"
-        width = action_mask.shape[1]
-        logits = response_logits(self.model, sequences, attention_mask, width)
-        return token_log_probs(logits, sequences[:, -width:], action_mask, temperature=self.config.temperature)
+        temperature = self.config.temperature
+        return response_log_probs(self.model, sequences, attention_mask, action_mask, temperature=temperature)
 
     @rpc(remote_call.end_job)
     def end_job(self) -> None:

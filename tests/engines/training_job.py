@@ -192,6 +192,19 @@ def critic(kind: str, mine: Rows) -> dict[str, Any]:
     return {"before": before, "after": after, "reports": reports, "kinds": kinds}
 
 
+def share() -> Rows:
+    """This rank's rows."""
+    return WHOLE.split(dist.get_world_size())[dist.get_rank()]
+
+
+def goes_on(engine: Any) -> dict[str, Any]:
+    steps, saved = engine.steps, weights_of(engine)
+    engine.train_step(share(), policy_loss(WHOLE))
+    seen = {"steps": steps, "saved": saved, "next": weights_of(engine)}
+    engine.close()
+    return seen
+
+
 class Actor(SendsWeights):
     def setup(self) -> None:
         torch.set_num_threads(1)
@@ -203,17 +216,32 @@ class Actor(SendsWeights):
 
     @rpc
     def exercise(self, kind: str, folder: str) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
         place = Path(folder)
         place.mkdir(exist_ok=True)
-        seen = exercise(kind, place, WHOLE.split(ranks)[rank])
+        seen = exercise(kind, place, share())
         torch.save(seen, place / f"rank-{rank}.pt")
+
+    @rpc
+    def leave(self, kind: str, folder: str) -> dict[str, Any]:
+        """Train and save; what was saved, and what the next step makes of it."""
+        engine = make_engine(kind, build_policy(), OPTIONS)
+        for _ in range(4):
+            engine.train_step(share(), policy_loss(WHOLE))
+        engine.save(Path(folder)).result(60)
+        return goes_on(engine)
+
+    @rpc
+    def take(self, kind: str, folder: str) -> dict[str, Any]:
+        engine = make_engine(kind, build_policy(seed=5), OPTIONS)
+        engine.load(Path(folder))
+        return goes_on(engine)
 
     @rpc
     def prepare(self, kind: str, lora: Any) -> None:
         model = with_adapter(build_policy(tied=False)) if lora else build_policy()
         self.engine = make_engine(kind, model, replace(OPTIONS, precision="float32"))
-        self.engine.train_step(WHOLE.split(dist.get_world_size())[dist.get_rank()], policy_loss(WHOLE))
+        self.engine.train_step(share(), policy_loss(WHOLE))
         self.send_weights(self.engine.named_tensors(lora=lora))
 
     @rpc
@@ -271,6 +299,10 @@ class Trainer:
         settings = current_worker().job_info.user_config
         for kind in settings["kinds"]:
             RoleGroup[Any]("ACTOR").call("exercise", kind, f"{settings['out']}/{kind}").result(300)
+        for task in ("leave", "take"):
+            if settings[task]:
+                called = RoleGroup[Any]("ACTOR").call(task, settings[task], f"{settings['out']}/checkpoint")
+                torch.save(called.result(120)[0], f"{settings['out']}/{task}.pt")
         for kind in settings["sources"]:
             cases = CASES if settings["peft"] else CASES[:2]
             seen = {(lora, dtype): push(kind, lora, dtype) for lora, dtype in cases}
@@ -297,8 +329,13 @@ def push(kind: str, lora: str, dtype: str) -> dict[str, Any]:
     return {"given": list(given), "taken": taken, "tied": tied, "buckets": buckets, "left": left, "refused": refused}
 
 
-def build(out: Path, ranks: int, *, kinds: Sequence[str] = (), sources: Sequence[str] = (), peft: bool = False) -> Any:
-    settings = {"out": str(out), "kinds": list(kinds), "sources": list(sources), "peft": peft}
+def build(
+    out: Path, ranks: int, *, kinds: Sequence[str] = (), sources: Sequence[str] = (), peft: bool = False,
+    leave: str = "", take: str = "",
+) -> Any:  # fmt: skip
+    settings = {
+        "out": str(out), "kinds": list(kinds), "sources": list(sources), "peft": peft, "leave": leave, "take": take
+    }  # fmt: skip
     builder = RLJobBuilder().config(settings).device_type("CPU")
     builder.trainer(Trainer).resource(cpu=0)
     builder.actor(Actor).total(ranks).resource(cpu=0)

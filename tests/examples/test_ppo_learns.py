@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from transformers import Qwen2ForCausalLM
 
 from tests.examples.conftest import EXAMPLES
 
@@ -60,8 +60,10 @@ def check_run_directory(run_dir: Path, summary: dict[str, float]) -> None:
     assert list((run_dir / "tensorboard").glob("**/events.out.tfevents.*"))
     assert sorted(path.stem for path in (run_dir / "logs").glob("*.log") if path.stem in MEMBERS) == MEMBERS
     last = run_dir / "checkpoints" / f"step-{int(summary['steps']):06d}"
-    for name in ("actor.pt", "critic.pt"):
-        assert torch.load(last / name, weights_only=True)["step"] == summary["steps"]
+    for name in ("actor", "critic"):
+        assert json.loads((last / name / "current.json").read_text())["steps"] == 2 * summary["steps"]
+    model = Qwen2ForCausalLM.from_pretrained(run_dir / "trained")
+    assert model.config.vocab_size == 46
 
 
 def test_two_steps_of_a_small_batch_from_start_to_end(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from ppo import data, experience_maker, ppo_trainer, trainer
 from ppo.common import Batch, Experience, left_pad, right_pad, write_atomically
 from ppo.config import PPOConfig
-from ppo.model import END_ID, PAD_ID, VOCABULARY, build_model, build_tokenizer, encode, response_logits
+from ppo.model import END_ID, PAD_ID, VOCABULARY, build_model, build_tokenizer, encode
 from ppo.ppo_reward import RewardModelActor, exact_match
 from ppo.ppo_rollout import RolloutActor
 
@@ -27,8 +27,8 @@ from rlmesh.errors import WeightsNotReady
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.rl import reference
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
+from rlmesh.rl.engines.training.forward import response_log_probs
 from rlmesh.rl.engines.transformers import TransformersEngine, sample_batch
-from rlmesh.rl.losses import token_log_probs
 from tests.examples.conftest import EXAMPLES
 
 PPO = EXAMPLES / "ppo"
@@ -128,8 +128,7 @@ def test_the_log_probs_of_sampling_are_those_of_training() -> None:
     response, chosen = right_pad([sample.token_ids for sample in drawn], PAD_ID)
     tokens, mask = torch.cat([prompt, response], 1), torch.cat([attend, chosen], 1)
     with torch.no_grad():
-        logits = response_logits(model, tokens, mask, response.shape[1])
-        expected = token_log_probs(logits, response, chosen, temperature=0.7)
+        expected = response_log_probs(model, tokens, mask, chosen, temperature=0.7)
     for row, sample in enumerate(drawn):
         assert sample.log_probs == pytest.approx(expected[row, : len(sample.log_probs)].tolist(), abs=1e-4)
 

@@ -46,6 +46,8 @@ class ModuleEngine(ABC):
         self.rank, self.ranks = ranks.here()
         self._offloaded: Offloaded | None = None
         self._saver = SavingThread()
+        # Checkpoints are written beside training: their collectives must not get between those of training.
+        self._side = ranks.side_group()
 
     @property
     def device(self) -> torch.device:
@@ -180,6 +182,8 @@ class ModuleEngine(ABC):
         self._saver.wait()
         if self._offloaded is not None:
             self._offloaded.forget()
+        ranks.end_group(self._side)
+        self._side = None
 
 
 class EngineSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.checkpointing import checkpoint_activations, layers_of
+from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.engines.training.torch_engine import TorchEngine
 
 
@@ -20,7 +22,18 @@ class FSDP2Engine(TorchEngine):
 
     With precision "bfloat16" shards are float32, what is gathered and computed is bfloat16, and gradients are summed in
     float32.
+
+    Args:
+        model: a plain model, with its weights.
+        options: see `TrainingOptions`.
+        layers: what is gathered at a time; None: the model's repeated blocks; none: the model as a whole.
     """
+
+    def __init__(
+        self, model: nn.Module, options: TrainingOptions, *, layers: Sequence[nn.Module] | None = None
+    ) -> None:
+        self._layers = layers
+        super().__init__(model, options)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if not dist.is_initialized():
@@ -31,7 +44,7 @@ class FSDP2Engine(TorchEngine):
         policy = MixedPrecisionPolicy()
         if self.options.precision == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in layers_of(model):
+        for layer in layers_of(model) if self._layers is None else self._layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         # Also what belongs to no layer is given back after each pass: parameters() are shards whenever nothing runs.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -44,3 +44,9 @@ def side_group() -> dist.ProcessGroup | None:
     """A group of all ranks for what is written beside training: its collectives must not get between those of
     training. A collective step."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def end_group(group: dist.ProcessGroup | None) -> None:
+    """Forget a group, unless everything has ended already."""
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.base import ModuleEngine
 from rlmesh.rl.engines.training.checkpoints import CheckpointFolder
 from rlmesh.rl.engines.training.distributed_state import read_state, write_state
@@ -29,7 +28,6 @@ class TorchEngine(ModuleEngine):
         super().__init__(options)
         self.plain = model
         own_memory([*model.parameters(), *model.buffers()])
-        self._side = ranks.side_group()
         self.model = self._wrap(model)
         self.optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
@@ -72,12 +70,13 @@ class TorchEngine(ModuleEngine):
 
     def _state(self) -> dict[str, Any]:
         """Names are those of the model. What options say is not state."""
-        fresh = not self.optimizer.state
+        # As the first step would make it: torch makes it here by a step without gradients, which then counts as one.
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            state = self.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state.update({moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")})
         weights, optimizer = get_state_dict(self.plain, self.optimizer)
-        if fresh:
-            # That made the optimizer's state by a step without gradients. It does not count.
-            for state in self.optimizer.state.values():
-                state["step"].zero_()
         return {"model": weights, "optimizer": optimizer["state"]}
 
     def _write(self, folder: Path) -> Callable[[], Path]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from rlmesh import ZeroSource
 from rlmesh.errors import UsageError
-from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.base import ModuleEngine
 from rlmesh.rl.engines.training.checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.checkpoints import CheckpointFolder
@@ -53,7 +52,6 @@ class DeepSpeedEngine(ModuleEngine):
         super().__init__(options)
         self.stage = stage
         self.plain = model
-        self._side = ranks.side_group()
         if options.activation_checkpointing:
             checkpoint_activations(model)
         own_memory([*model.parameters(), *model.buffers()])

@@ -1,0 +1,178 @@
+"""Checkpoints are whole or not there: kills, errors, other numbers of ranks, other engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training.checkpoints import CURRENT, CheckpointFolder, Saved, SavingThread
+from rlmesh.testing import LocalCluster
+from tests.engines import checkpoint_writer, training_job
+from tests.engines.test_training_engines import WITHOUT_DEEPSPEED
+
+# torch says so whenever a process is alone.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "launcher")))
+    return subprocess.Popen(
+        [sys.executable, str(Path(checkpoint_writer.__file__)), str(folder)],
+        env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_who_is_killed_while_saving_leaves_the_last_complete_one(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for attempt in range(6):
+        process = start(folder)
+        assert process.stdout is not None
+        try:
+            lines = [process.stdout.readline()]
+            # It does little else than save, so it is in the middle of that almost whenever this is.
+            time.sleep(0.013 * attempt)
+            process.send_signal(signal.SIGKILL)
+            lines += process.stdout.readlines()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        printed = [int(line) for line in lines if line.strip()]
+        engine = checkpoint_writer.make()
+        engine.load(folder)
+        # Killed between the commit and the line, it is one further.
+        assert engine.steps in (printed[-1], printed[-1] + 1)
+        wanted = 1 - 0.125 * engine.steps
+        assert torch.allclose(engine.plain.weight, torch.full_like(engine.plain.weight, wanted), atol=1e-3)
+        # What was half written goes with the next complete one.
+        engine.save(folder).result(60)
+        assert sorted(path.name for path in folder.iterdir()) == [CURRENT, CheckpointFolder(folder).current().data]
+        engine.close()
+
+
+def test_one_process_without_a_process_group(tmp_path: Path) -> None:
+    engine = checkpoint_writer.make()
+    checkpoint_writer.step(engine)
+    first = engine.save(tmp_path)
+    checkpoint_writer.step(engine)
+    assert first.result(60).is_dir() and first.done()
+    other = checkpoint_writer.make()
+    other.load(tmp_path)
+    assert other.steps == 1 and torch.allclose(other.plain.weight, torch.tensor(0.875))
+    checkpoint_writer.step(other)
+    assert torch.equal(other.plain.weight, engine.plain.weight)
+
+
+def test_saving_before_the_first_step_does_not_change_it(tmp_path: Path) -> None:
+    one, other = checkpoint_writer.make(), checkpoint_writer.make()
+    one.save(tmp_path).result(60)
+    for engine in (one, other):
+        checkpoint_writer.step(engine)
+    assert torch.equal(one.plain.weight, other.plain.weight)
+    third = checkpoint_writer.make()
+    third.load(tmp_path)
+    checkpoint_writer.step(third)
+    assert torch.equal(third.plain.weight, other.plain.weight)
+
+
+def test_a_disk_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    engine = checkpoint_writer.make()
+    checkpoint_writer.step(engine)
+    engine.save(tmp_path).result(60)
+    before = (tmp_path / CURRENT).read_bytes()
+    # In place of the file into which the name of the new one goes.
+    (tmp_path / f".{CURRENT}.{os.getpid()}.tmp").mkdir()
+    checkpoint_writer.step(engine)
+    with pytest.raises(OSError, match="the checkpoint of step 2 is not complete"):
+        engine.save(tmp_path).result(60)
+    assert (tmp_path / CURRENT).read_bytes() == before
+    other = checkpoint_writer.make()
+    other.load(tmp_path)
+    assert other.steps == 1
+    with pytest.raises(OSError, match="no checkpoint could be begun"):
+        engine.save(tmp_path / CURRENT)
+
+
+def test_a_folder_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    place = CheckpointFolder(tmp_path)
+    with pytest.raises(UsageError, match="holds no complete checkpoint"):
+        place.current()
+    old, new = place.begin(1), place.begin(2)
+    place.commit(Saved(old, 1, "torch", 2))
+    assert place.current().data == old and not (tmp_path / new).exists()
+    place.commit(Saved(place.begin(2), 2, "another", 2))
+    assert place.current().steps == 2 and not (tmp_path / old).exists()
+    with pytest.raises(UsageError, match="of kind 'another'; this engine reads 'torch'"):
+        checkpoint_writer.make().load(tmp_path)
+    fields = json.loads((tmp_path / CURRENT).read_text())
+    (tmp_path / CURRENT).write_text(json.dumps({**fields, "format": 99}))
+    with pytest.raises(UsageError, match="has format 99; this version reads 1"):
+        place.current()
+
+
+def test_a_checkpoint_that_is_not_ready_in_time_goes_on(tmp_path: Path) -> None:
+    from threading import Event
+
+    gate, saver = Event(), SavingThread()
+
+    def work() -> Path:
+        assert gate.wait(10)
+        return tmp_path
+
+    saving = saver.start(work)
+    with pytest.raises(TimeoutError, match=r"not written after 0\.01 s; it goes on"):
+        saving.result(0.01)
+    assert not saving.done()
+    gate.set()
+    assert saving.result(10) == tmp_path
+    saver.wait()
+
+
+def kinds(*names: str) -> Any:
+    marks = [WITHOUT_DEEPSPEED] if any(name.startswith("zero") for name in names) else []
+    return pytest.param(names[0], names[1], marks=marks, id=f"{names[0]} to {names[1]}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2 ranks to 1", "1 rank to 2"])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        kinds("ddp", "fsdp2"),
+        kinds("fsdp2", "ddp"),
+        kinds("fsdp2", "zero3"),
+        kinds("zero3", "zero2"),
+        kinds("zero1", "ddp"),
+    ],
+)
+def test_other_engines_of_other_sizes_go_on_from_it(
+    writer: str, reader: str, ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    """Weights after the next step are those that the writer has after its next step."""
+    for kind, count, task in ((writer, ranks[0], "leave"), (reader, ranks[1], "take")):
+        with LocalCluster(run_root=tmp_path):
+            told: dict[str, Any] = {task: kind}
+            training_job.build(tmp_path, count, **told).submit(task)
+    left, taken = (torch.load(tmp_path / f"{task}.pt", weights_only=False) for task in ("leave", "take"))
+    assert training_job.same(left["saved"], taken["saved"]), "weights are equal to the bit"
+    assert taken["steps"] == left["steps"] == 4
+    for name, tensor in left["next"].items():
+        assert (tensor - left["saved"][name]).abs().max() > 1e-4
+        torch.testing.assert_close(taken["next"][name], tensor, rtol=0, atol=2e-4)
