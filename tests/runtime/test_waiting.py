@@ -50,6 +50,7 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
     waiting = mesh.caller.waiting()
     assert [(w.name, w.method) for w in waiting] == [("A:0", "wait"), ("A:0", "next_in_line"), ("B:0", "wait")]
     assert 0 < waiting[0].since_s < 60 and 1700 < waiting[0].left_s < 1800
+    until(lambda: mesh.runtimes[-1].serving()[0].runs)
     running, in_line = mesh.runtimes[-1].serving()
     assert str(running).startswith("A:0.wait() for caller runs for ")
     assert str(in_line).startswith("A:0.next_in_line() for caller is queued for ")
