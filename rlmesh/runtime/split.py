@@ -48,6 +48,12 @@ def is_splittable(value: object) -> bool:
     return isinstance(value, FutureSequence)
 
 
+def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Each with what messages call it."""
+    named = [(f"argument {i + 1}", value) for i, value in enumerate(args)]
+    return named + [(f"argument {key!r}", value) for key, value in kwargs.items()]
+
+
 def split_call(
     size: int, world: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -58,9 +64,7 @@ def split_call(
     """
     if isinstance(size, bool) or not isinstance(size, int):
         raise UsageError(f"call_batch's second argument is the number of items, an int, not {type(size).__name__}")
-    named = [(f"argument {i + 1}", value) for i, value in enumerate(args)]
-    named += [(f"argument {key!r}", value) for key, value in kwargs.items()]
-    for name, value in named:
+    for name, value in named_arguments(args, kwargs):
         if is_splittable(value) and len(value) != size:
             raise UsageError(
                 f"{name} of the batch call has {len(value)} items, but the batch has {size}: pass {size} items, "
@@ -93,9 +97,7 @@ def scatter_call(
     Raises:
         UsageError: naming the argument that has not one item per member.
     """
-    named = [(f"argument {i + 1}", value) for i, value in enumerate(args)]
-    named += [(f"argument {key!r}", value) for key, value in kwargs.items()]
-    for name, value in named:
+    for name, value in named_arguments(args, kwargs):
         if is_splittable(value) and len(value) != world:
             raise UsageError(f"{name} has {len(value)} items for a scatter over {world} members")
 

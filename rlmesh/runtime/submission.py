@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import UsageError
+from rlmesh.errors import Unserializable, UsageError
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.context import CallContext, served_call
@@ -17,6 +17,7 @@ from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
+from rlmesh.runtime.split import named_arguments
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.runtime.waiting import Serving, Waiting
 from rlmesh.wire import codec
@@ -54,7 +55,7 @@ class Submission:
     ) -> Future[Any]:  # fmt: skip
         """Send one call. Its arguments are captured before this returns."""
         return self.submit_encoded(
-            name, method, self._encode((args, kwargs), keep=reply), options, endpoint, incarnation, reply
+            name, method, self._encode(method, (args, kwargs), keep=reply), options, endpoint, incarnation, reply
         )
 
     def encode_calls(
@@ -64,10 +65,12 @@ class Submission:
         encoded: dict[int, Frames | PassedArguments] = {}
         for call in calls:
             if id(call) not in encoded:
-                encoded[id(call)] = self._encode(call)
+                encoded[id(call)] = self._encode(method, call)
         return [encoded[id(call)] for call in calls]
 
-    def _encode(self, call: object, *, keep: bool = True) -> Frames | PassedArguments:
+    def _encode(
+        self, method: str, call: tuple[tuple[Any, ...], dict[str, Any]], *, keep: bool = True
+    ) -> Frames | PassedArguments:
         """Capture arguments; those that hold futures go out when all of them have ended."""
         try:
             return codec.encode(call, self.capture)
@@ -75,6 +78,8 @@ class Submission:
             passed = PassedArguments(call, self.capture)
             passed.gather(keep=keep)
             return passed
+        except Unserializable as error:
+            raise _naming_the_argument(method, call, error) from error.__cause__
 
     def submit_encoded(
         self, name: str, method: str, frames: Frames | PassedArguments, options: CallOptions,
@@ -161,7 +166,7 @@ class Submission:
         kwargs: dict[str, Any], options: CallOptions,
     ) -> Stream[Any]:  # fmt: skip
         """Ask members, each by name, endpoint (or None) and incarnation, for the items of a generator method."""
-        frames = self._encode((args, kwargs))
+        frames = self._encode(method, (args, kwargs))
         inbox = Inbox(options.window)
         for name, endpoint, incarnation in targets:
             self.submit_encoded(name, method, frames, options, endpoint, incarnation, inbox=inbox)
@@ -227,3 +232,20 @@ class Submission:
                 "from setup() once all members are up"
             )
         return book
+
+
+def _as_it_is(buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
+    """For values that are encoded only to see whether that works."""
+    return buffers
+
+
+def _naming_the_argument(
+    method: str, call: tuple[tuple[Any, ...], dict[str, Any]], error: Unserializable
+) -> Unserializable:
+    """The same error, for whoever wrote the call."""
+    for name, value in named_arguments(*call):
+        try:
+            codec.encode(value, _as_it_is)
+        except Unserializable as own:
+            return Unserializable(f"{name} of {method}(): {own}")
+    return error

@@ -19,6 +19,7 @@ from rlmesh.errors import (
     PayloadTooLarge,
     PeerLost,
     StaleIncarnation,
+    Unserializable,
 )
 from rlmesh.runtime import calls
 from rlmesh.runtime.rpc import rpc
@@ -128,6 +129,19 @@ def test_what_is_too_large_is_refused_where_it_is_made(mesh: Mesh) -> None:
     error: Any = group[0].call("large", 2_000_000).exception(5)
     assert isinstance(error, PayloadTooLarge) and error.executed == "yes"  # type: ignore[attr-defined]
     assert len(group[0].call("large", 1000).result()) == 1000
+
+
+def test_an_argument_that_cannot_be_sent_is_named(mesh: Mesh) -> None:
+    group = mesh.serve("A", Member(), Member())
+    for call, name in (
+        (lambda: group[0].call("hold", threading.Lock()), "argument 1"),
+        (lambda: group.call("hold", x=threading.Lock()), "argument 'x'"),
+        (lambda: group.stream("hold", 1, bytes(10_000), [threading.Lock()]), "argument 3"),
+        (lambda: group.notify("hold", bytes(10_000), threading.Lock()), "argument 2"),
+    ):
+        with pytest.raises(Unserializable, match=rf"^{name} of hold\(\): a value of .* cannot be sent .*lock"):
+            call()
+    assert mesh.caller.pending() == []
 
 
 def test_a_full_window_holds_a_thread_back_and_never_a_loop(
