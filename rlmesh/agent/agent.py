@@ -161,14 +161,16 @@ class Agent:
 
     @rpc
     async def reserve_port(self, instead_of: int | None = None) -> int:
-        """A port of this node's address (loopback in a job of one machine) that no ``bind(0)`` gets until the node
-        ends, but that a server which sets SO_REUSEADDR (torch's store does) can bind: nobody listens on it.
-        ``instead_of`` is given up for it."""
+        """A port that no ``bind(0)`` gets on any address of this node until the node ends, but that a server which
+        sets SO_REUSEADDR can bind: nobody listens on it. On any address, since torch's store binds to all of them,
+        whatever the address is that it is told. ``instead_of`` is given up for it."""
         family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET
         holder = socket.socket(family, socket.SOCK_STREAM)
         try:
+            if family == socket.AF_INET6:
+                holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((self._config.host or "127.0.0.1", 0))
+            holder.bind(("", 0))
         except OSError:
             holder.close()
             raise

@@ -252,8 +252,9 @@ async def test_shutdown_reports_that_nothing_is_left(node: Node) -> None:
 async def test_what_a_node_offers_and_the_ports_that_it_reserves(node: Node) -> None:
     port = await node.agent.call("reserve_port")
     assert port != await node.agent.call("reserve_port")
-    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
-        plain.bind(("127.0.0.1", port))
+    for address in ("127.0.0.1", "127.0.0.2", ""):
+        with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+            plain.bind((address, port))
     with socket.socket() as server, socket.create_server(("", 0)):
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("", port))
