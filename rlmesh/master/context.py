@@ -159,6 +159,7 @@ class JobContext:
                     node_rank=member.placement.node_rank,
                     pid=member.pid,
                     public=member.public,
+                    group=member.placement.group,
                 )
                 for member in self.members.values()
             ),

@@ -13,7 +13,7 @@ from rlmesh.runtime.axes import Axes
 @dataclass(frozen=True, slots=True)
 class MemberAddress:
     """One member. ``endpoint`` is None until its process has bound one: calls to it wait for that. Where a job has
-    several nodes, ``public`` is where processes of the others reach it."""
+    several nodes, ``public`` is where processes of the others reach it. ``group`` is its group within the role."""
 
     role: str
     rank: int
@@ -22,6 +22,7 @@ class MemberAddress:
     node_rank: int = 0
     pid: int = 0
     public: str = ""
+    group: str = ""
 
     @property
     def name(self) -> str:
@@ -78,6 +79,23 @@ class AddressBook:
             known = ", ".join(sorted(self._by_role)) or "none"
             raise RoleNotFound(f"this job has no role {name!r} (its roles: {known}){hint}")
         return found
+
+    def group(self, role: str, name: str) -> tuple[MemberAddress, ...]:
+        """The members of a group within a role, by rank.
+
+        Raises:
+            RoleNotFound: with the groups there are.
+        """
+        members = self.role(role)
+        found = tuple(member for member in members if member.group == name)
+        if found:
+            return found
+        known = list(dict.fromkeys(member.group for member in members if member.group))
+        if not known:
+            raise RoleNotFound(f"{role} has no group {name!r}, nor any other: .with_groups({name}=…) makes groups")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RoleNotFound(f"{role} has no group {name!r} (its groups: {', '.join(known)}){hint}")
 
     def axes(self, role: str) -> Axes:
         """The axes of a role.

@@ -30,14 +30,16 @@ class RoleGroup(Generic[A]):
 
     ``RoleGroup(Actor)`` and ``RoleGroup[Actor]("ACTOR")`` are typed: type checkers know the results of
     ``group.call(Actor.forward, x)`` and find wrong methods and arguments. ``group[1:3]``, ``group.along("dp")`` and
-    ``group.options(…)`` are views of the same members.
+    ``group.options(…)`` are views of the same members. ``RoleGroup("ROLLOUT/prefill")``, or with ``group="prefill"``,
+    are the members of one of the groups that ``.with_groups(prefill=…, decode=…)`` made of a role.
     """
 
     def __init__(
-        self, role: str | Enum | type[A], *, runtime: Runtime | None = None, ranks: tuple[int, ...] | None = None,
-        options: CallOptions | None = None,
+        self, role: str | Enum | type[A], *, group: str = "", runtime: Runtime | None = None,
+        ranks: tuple[int, ...] | None = None, options: CallOptions | None = None,
     ) -> None:  # fmt: skip
-        self.role = role_name(role)
+        self.role, _, named = role_name(role).partition("/")
+        self.group = group or named
         self._runtime = runtime
         self._ranks = ranks
         self._options = options or CallOptions()
@@ -47,7 +49,9 @@ class RoleGroup(Generic[A]):
         """Ranks of the members that calls go to."""
         if self._ranks is not None:
             return self._ranks
-        return tuple(member.rank for member in self._caller().address_book().role(self.role))
+        book = self._caller().address_book()
+        members = book.group(self.role, self.group) if self.group else book.role(self.role)
+        return tuple(member.rank for member in members)
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -63,7 +67,7 @@ class RoleGroup(Generic[A]):
         try:
             rank = ranks[index]
         except IndexError:
-            raise RoleNotFound(f"{self.role} has {len(ranks)} members; there is no member {index}") from None
+            raise RoleNotFound(f"{self._name} has {len(ranks)} members; there is no member {index}") from None
         return self._member(rank)
 
     def __iter__(self) -> Iterator[MemberHandle[A]]:
@@ -280,14 +284,20 @@ class RoleGroup(Generic[A]):
         ]
 
     def _view(self, ranks: tuple[int, ...] | None, options: CallOptions | None = None) -> RoleGroup[A]:
-        return RoleGroup(self.role, runtime=self._runtime, ranks=ranks, options=options or self._options)
+        return RoleGroup(
+            self.role, group=self.group, runtime=self._runtime, ranks=ranks, options=options or self._options
+        )
 
     def _member(self, rank: int) -> MemberHandle[A]:
         return MemberHandle(self._caller(), member_name(self.role, rank), options=self._options)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.role}/{self.group}" if self.group else self.role
 
     def _caller(self) -> Runtime:
         return self._runtime or default_runtime()
 
     def __repr__(self) -> str:
         ranks = "" if self._ranks is None else f" ranks {list(self._ranks)}"
-        return f"<RoleGroup {self.role}{ranks}>"
+        return f"<RoleGroup {self._name}{ranks}>"

@@ -134,18 +134,23 @@ class InProcessCluster:
 
     # Members.
 
-    def serve(self, role: str, *objects: object, axes: Mapping[str, int] | None = None) -> RoleGroup[Any]:
+    def serve(
+        self, role: str, *objects: object, axes: Mapping[str, int] | None = None,
+        groups: Mapping[str, int] | None = None,
+    ) -> RoleGroup[Any]:  # fmt: skip
         """Serve objects as the members of a role, by rank.
 
         Args:
             axes: as ``.mesh(dp=2, tp=4)`` of a role, for ``along``.
+            groups: as ``.with_groups(prefill=1, decode=2)`` of a role, for ``RoleGroup("ROLLOUT/prefill")``.
         """
+        of_rank = [name for name, size in (groups or {"": len(objects)}).items() for _ in range(size)]
         if axes is not None:
             self.meshes[role] = Axes.of(dict(axes))
         for rank, obj in enumerate(objects):
             runtime = self.start(member_name(role, rank))
             runtime.serve(member_name(role, rank), obj)
-            self.addresses.append(MemberAddress(role, rank, 0, runtime.endpoint))
+            self.addresses.append(MemberAddress(role, rank, 0, runtime.endpoint, group=of_rank[rank]))
         self.publish()
         return RoleGroup(role, runtime=self.caller)
 

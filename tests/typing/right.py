@@ -119,6 +119,8 @@ def groups_by_class_and_by_name() -> None:
     assert_type(RoleGroup(Actor), RoleGroup[Actor])
     assert_type(RoleGroup[Actor]("ACTOR"), RoleGroup[Actor])
     assert_type(RoleGroup("ACTOR"), RoleGroup[Any])
+    assert_type(RoleGroup(Actor, group="prefill"), RoleGroup[Actor])
+    assert_type(RoleGroup[Actor]("ACTOR/prefill"), RoleGroup[Actor])
     assert_type(RoleGroup[Actor](RLRoleType.ACTOR)[0], MemberHandle[Actor])
     assert_type(RoleGroup[Actor]("ACTOR")[1:3], RoleGroup[Actor])
     assert_type(RoleGroup[Actor]("ACTOR").along("dp").options(timeout_s=3, idempotent=True), RoleGroup[Actor])
