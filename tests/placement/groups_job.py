@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 from rlmesh import DLJob, DLJobBuilder, RoleGroup, current_worker, rpc
 from rlmesh.errors import RoleNotFound
@@ -25,7 +26,7 @@ class Engine:
 class Trainer:
     def run(self) -> None:
         prefill, decode = RoleGroup[Engine]("ENGINE/prefill"), RoleGroup("ENGINE", group="decode")
-        seen = {
+        seen: dict[str, Any] = {
             "prefill": prefill.call(Engine.see).result(),
             "decode": decode.call(Engine.see).result(),
             "all": len(RoleGroup("ENGINE")),

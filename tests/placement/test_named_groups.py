@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
 
 import pytest
 
-from rlmesh import RoleGroup, rpc
+from rlmesh import RLRoleType, RoleGroup, rpc
 from rlmesh.errors import RoleNotFound
 from rlmesh.testing import InProcessCluster, LocalCluster
 from tests.placement import groups_job
@@ -35,8 +34,7 @@ def test_a_group_is_a_role_of_fewer_members() -> None:
         assert decode.options(timeout_s=5).call("which").result() == [2, 3, 4]
         assert decode.along("dp").ranks == (2, 3, 4)
         assert RoleGroup(Rollout, group="prefill").call(Rollout.which).result() == [0, 1]
-        roles = Enum("Roles", "ROLLOUT")
-        assert RoleGroup(roles.ROLLOUT, group="prefill").ranks == (0, 1)  # type: ignore[attr-defined]
+        assert RoleGroup(RLRoleType.ROLLOUT, group="prefill").ranks == (0, 1)
         assert repr(decode) == "<RoleGroup ROLLOUT/decode>"
         with pytest.raises(RoleNotFound, match="ROLLOUT/decode has 3 members; there is no member 3"):
             decode[3]
