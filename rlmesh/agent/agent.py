@@ -28,6 +28,7 @@ from rlmesh.agent.examination import examine
 from rlmesh.agent.leases import Leases
 from rlmesh.agent.logs import LAST_LINES, last_lines
 from rlmesh.agent.master_keeper import GiveUp, MasterKeeper, failed_start
+from rlmesh.agent.member_groups import MemberGroups
 from rlmesh.agent.node import node_info
 from rlmesh.agent.oom import OomCounters
 from rlmesh.agent.outbox import Outbox
@@ -101,6 +102,7 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leftovers: list[Leftover] = []
         self._oom = OomCounters()
+        self._groups = MemberGroups(config.job_id, config.node_rank)
         self._closing = False
         self._over: asyncio.Future[_Over] = self._loop.create_future()
         self._last_line = b""
@@ -255,7 +257,7 @@ class Agent:
             logger.error("%s:%d.%d was not started: %s", *key, error)
 
     async def _start_member(self, spec: WorkerSpec) -> int:
-        spec = self._completed(spec)
+        spec = replace(self._completed(spec), cgroup=self._groups.make(spec))
         started = await self._spawner.start_member(spec)
         self._members[started.child] = spec
         logger.info(
@@ -288,6 +290,7 @@ class Agent:
 
     def _on_exit(self, child: Child, ended: Ended) -> None:
         logger.info("%s (pid %d) %s", child.name, child.pid, ended.describe())
+        spec = self._members.get(child)
         if child is self._master_child:
             self._master_ended(ended)
         elif child in self._members:
@@ -296,7 +299,7 @@ class Agent:
             logger.warning("the %s process ended; workers start without it", child.name)
         # Its shared memory goes with it, so that nothing stays in /dev/shm while the job lives on.
         self._do(self._remove_segments(child.pid, child.name))
-        self._do(self._end_orphans(child.name))
+        self._do(self._end_left(child.name, spec))
 
     def _member_ended(self, child: Child, ended: Ended) -> None:
         spec = self._members.pop(child)
@@ -311,7 +314,7 @@ class Agent:
             log_path=spec.log_path,
             last_log_lines=last_lines(spec.log_path, CRASH_LINES if ended.signal in CRASHES else LAST_LINES),
             peak_rss_bytes=ended.peak_rss_bytes,
-            oom=self._oom.look(ended.peak_rss_bytes) if ended.signal == signal.SIGKILL else "",
+            oom=self._oom.look(ended.peak_rss_bytes, spec.cgroup) if ended.signal == signal.SIGKILL else "",
         )
         for member in spec.members:
             self._leases.gone(member.key)
@@ -373,6 +376,12 @@ class Agent:
         for process, owner in (await self._table.end_orphans(left_by)).items():
             await self._remove_segments(process.pid, str(process))
             self._leftovers.append(Leftover("process", f"{process} left by {owner}", not _runs(process)))
+
+    async def _end_left(self, left_by: str, spec: WorkerSpec | None) -> None:
+        """What a process left: by its descent, with a moment to end in good order, then by its control group."""
+        await self._end_orphans(left_by)
+        for process in await self._groups.end(spec) if spec is not None else ():
+            self._leftovers.append(Leftover("process", f"{process} left by {left_by}", not _runs(process)))
 
     async def _stop(self, children: list[Child], grace_s: float) -> None:
         ends = await asyncio.gather(*(self._table.stop(child, grace_s) for child in children), return_exceptions=True)
@@ -444,6 +453,8 @@ class Agent:
         for holder in self._ports:
             holder.close()
         self._ports.clear()
+        if not await self._groups.close():
+            self._leftovers.append(Leftover("control_group", "of the node: a process in it does not end", False))
         survivors = [child for child in self._members if child in self._table]
         stuck = tuple(Leftover("process", f"pid {child.pid} ({child.name})", False) for child in survivors)
         return ExitReport(self._config.node_rank, self._table.started, (*self._leftovers, *stuck))

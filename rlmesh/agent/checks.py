@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlmesh.agent.control_groups import own_group
+
 __all__ = ["Check", "Facts", "gather", "judge"]
 
 Verdict = Literal["ok", "warning", "failed"]
@@ -43,7 +45,7 @@ class Facts:
         shm: free and total bytes of /dev/shm; -1 where it cannot be used.
         resolves: the addresses that the machine's own name stands for; None if it does not resolve in time.
         gpu_files: /dev/nvidia0 and the like that this process may open, and those that it may not.
-        cgroup: a writable cgroup of this process, empty if there is none.
+        cgroup: this process's control group (v2), if it may make others in it; else empty, and ``no_cgroup`` says why.
     """
 
     hostname: str
@@ -61,6 +63,7 @@ class Facts:
     programs: tuple[tuple[str, str], ...] = ()
     loopback: bool = True
     cgroup: str = ""
+    no_cgroup: str = ""
     pid_limit: int = 0
 
 
@@ -78,6 +81,7 @@ def gather(*, names: bool = True) -> Facts:
     """The facts of this machine; ``names``: also what its own name resolves to, which may take ``NAME_WAIT_S``."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     hostname = socket.gethostname()
+    cgroup, no_cgroup = own_group()
     return Facts(
         hostname=hostname,
         python=tuple(map(int, platform.python_version_tuple()[:2])),
@@ -93,7 +97,8 @@ def gather(*, names: bool = True) -> Facts:
         mask=os.environ.get("CUDA_VISIBLE_DEVICES"),
         programs=tuple((name, shutil.which(name) or "") for name in ("ssh", "srun", "sbatch")),
         loopback=_loopback_works(),
-        cgroup=_writable_cgroup(),
+        cgroup=cgroup,
+        no_cgroup=no_cgroup,
         pid_limit=resource.getrlimit(resource.RLIMIT_NPROC)[0],
     )
 
@@ -138,19 +143,6 @@ def _loopback_works() -> bool:
     except OSError:
         return False
     return True
-
-
-def _writable_cgroup() -> str:
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        number, _, path = line.split(":", 2)
-        folder = Path("/sys/fs/cgroup") / path.lstrip("/")
-        if number == "0" and os.access(folder / "cgroup.procs", os.W_OK):
-            return str(folder)
-    return ""
 
 
 def judge(facts: Facts) -> tuple[Check, ...]:
@@ -241,8 +233,11 @@ def _launchers(facts: Facts) -> Check:
 
 
 def _processes(facts: Facts) -> Check:
-    text = "subreaper and parent-death signals" + (
-        f", cgroup {facts.cgroup}" if facts.cgroup else "; no writable cgroup"
+    text = "subreaper, parent-death signals" + (
+        f", and a control group for each member below {facts.cgroup}"
+        if facts.cgroup
+        else f"; no control groups{f' ({facts.no_cgroup})' if facts.no_cgroup else ''}: what members leave behind is "
+        "found by its descent"
     )
     if 0 < facts.pid_limit < 1024:
         return Check("processes", "warning", f"at most {facts.pid_limit}", "raise it: ulimit -u")

@@ -43,9 +43,10 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
-    from rlmesh.agent import ownership
+    from rlmesh.agent import control_groups, ownership
 else:  # a script without sys.path: neither site-packages nor the package itself
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import control_groups
     import ownership
 
 CONFIG_LIMIT_BYTES = 1 << 20
@@ -267,6 +268,9 @@ class Guardian:
             {"kind": "shared_memory", "what": f"/dev/shm/{name}", "removed": gone}
             for name, gone in ownership.remove_shared_memory(job_id, node_rank)
         ]
+        own, _ = control_groups.own_group()
+        if own and not control_groups.end(folder := control_groups.node_group(own, job_id, node_rank)):
+            left.append({"kind": "control_group", "what": folder, "removed": False})
         socket_dir = str(self.config.get("socket_dir", ""))
         if socket_dir and not ownership.remove_folder(socket_dir, self._folder):
             left.append({"kind": "socket", "what": socket_dir, "removed": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from rlmesh.agent import ownership
+from rlmesh.agent import control_groups, ownership
 from rlmesh.agent.agent import Agent
 from rlmesh.agent.boot import Boot
 from rlmesh.agent.protocol import AGENT, AgentConfig
@@ -54,6 +54,9 @@ async def _main(config: AgentConfig, started: Boot) -> int:
 
 def _clean_up_for_the_guardian(config: AgentConfig) -> None:
     """The guardian was killed: its other duties are the agent's now."""
+    own, _ = control_groups.own_group()
+    if own:
+        control_groups.end(control_groups.node_group(own, config.job_id, config.node_rank))
     ownership.remove_shared_memory(config.job_id, config.node_rank)
     ownership.remove_folder(config.socket_dir, ownership.hold_folder(config.socket_dir))
     ownership.remove_job_file(config.job_path, config.socket_dir)

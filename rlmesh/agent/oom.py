@@ -16,13 +16,16 @@ class OomCounters:
         self._proc, self._cgroups = proc, cgroups
         self._last = self._read()
 
-    def look(self, peak_rss_bytes: int) -> str:
+    def look(self, peak_rss_bytes: int, own_group: str = "") -> str:
         """How the kernel ran out of memory since the last look, in words; empty if it did not.
 
         Args:
             peak_rss_bytes: of the process that was killed.
+            own_group: folder of its control group, if it had one of its own.
         """
         before, self._last = self._last, self._read()
+        if own_group and _count(Path(own_group) / "memory.events") and (limit := _limit(Path(own_group))) is not None:
+            return f"out of memory: its peak was {_mib(peak_rss_bytes)}, and it had asked for {_mib(limit)}"
         grown = [name for name, count in self._last.items() if count > before.get(name, 0)]
         if not grown:
             return ""

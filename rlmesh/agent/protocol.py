@@ -63,7 +63,8 @@ class AgentConfig:
 class WorkerSpec:
     """All that a worker process needs to become one member of a role. What depends on the node (key, addresses,
     folder of sockets) is filled in by its agent. ``restart``: why it takes the place of an earlier process; None for
-    the first one. ``fused``: further members that live in the same process; ``env`` is that of all of them."""
+    the first one. ``fused``: further members that live in the same process; ``env`` is that of all of them.
+    ``cgroup``: folder of its control group, if it has one, which may use ``memory_limit_bytes`` (0: any)."""
 
     job_id: str
     job_name: str
@@ -97,6 +98,8 @@ class WorkerSpec:
     nvml: str = ""
     agent_endpoint: str = ""
     fused: tuple[WorkerSpec, ...] = ()
+    memory_limit_bytes: int = 0
+    cgroup: str = ""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -147,7 +150,7 @@ class Grant:
 class Leftover:
     """Something that was, or may have been, left behind by a node."""
 
-    kind: Literal["process", "shared_memory", "socket", "unproven"]
+    kind: Literal["process", "shared_memory", "socket", "control_group", "unproven"]
     what: str
     removed: bool
 

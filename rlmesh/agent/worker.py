@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlmesh.agent import ownership
+from rlmesh.agent import control_groups, ownership
 from rlmesh.agent.control import AgentLink, Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
 from rlmesh.agent.fused import acting_for
@@ -107,6 +107,8 @@ def _use_null_input() -> None:
 def _become(spec: WorkerSpec, agent: int) -> int:
     if not become_member(agent, _comm(spec)):
         return 1
+    if spec.cgroup and (why := control_groups.enter(spec.cgroup)):  # before there is anything that would stay behind
+        print_error(f"{spec.name}: it has no control group of its own: {why}")
     os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
     listen(spec.socket_dir, spec.role, spec.rank)

@@ -127,6 +127,8 @@ class Scheduler:
             call_timeout_s=spec.call_timeout_s,
             restart=restart,
             resume=spec.resume,
+            # Where there are no real devices, what is asked only balances the nodes.
+            memory_limit_bytes=placement.memory_bytes if spec.demand.device_type == "GPU" else 0,
         )
 
 

@@ -72,6 +72,21 @@ class Echo:
         return int(out.stdout)
 
     @rpc
+    def flee(self) -> None:
+        """Start a process that lives on as a child of itself, again and again; returns when it does."""
+        code = (
+            "import os, signal, time\n"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "if os.fork(): os._exit(0)\n"
+            "print('runs', flush=True); os.closerange(0, 3)\n"
+            "while True:\n"
+            "    os.setsid() if os.getsid(0) != os.getpid() else None\n"
+            "    if os.fork(): os._exit(0)\n"
+            "    time.sleep(0.001)\n"
+        )
+        subprocess.run([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE, check=True)
+
+    @rpc
     def large(self, nbytes: int) -> object:
         import numpy as np
 
