@@ -112,7 +112,9 @@ class Agent:
         own, public = runtime.endpoint, runtime.public_endpoint
         assert own is not None
         # The master is on the first node, whose socket folder it sees.
-        self._info = info = node_info(config, own if config.start_master or public is None else public)
+        self._info = info = node_info(
+            config, own if config.start_master or public is None else public, public=public or ""
+        )
         self._allegiance = Allegiance(
             config, runtime, sender, info, Ties(self._running, self._fence, self._give_up, self._job_over)
         )
@@ -200,14 +202,21 @@ class Agent:
         return {member.key: text for spec, text in of_process for member in spec.members}
 
     @rpc(concurrent=4096)
-    async def lease_devices(self, key: MemberKey, timeout_s: float) -> LeaseAnswer:
-        """Give a member its devices when no other role has them; called by the member, in ``device_lease()``."""
+    async def lease_devices(self, key: MemberKey, timeout_s: float, group: tuple[MemberKey, ...] = ()) -> LeaseAnswer:
+        """Give a member its devices when no other role has them; called by the member, in ``device_lease()``.
+
+        Args:
+            group: all members of its role, if they are on several nodes: they have their turn together, also those of
+                other nodes, which have no devices here.
+        """
         specs = [spec for process in self._members.values() for spec in process.members if spec.role == key[0]]
         own = [spec for spec in specs if spec.key == key]
-        if not own:
+        if not own and not group:
             raise ShuttingDown(f"{key[0]}:{key[1]} is no member on node {self._config.node_name}", executed="no")
-        turn = specs if own[0].backend == "elastic" else own
+        turn = specs if group or own[0].backend == "elastic" else own
         together = {spec.key: tuple(device.uuid for device in spec.devices) for spec in turn}
+        if group:
+            together = {member: together.get(member, ()) for member in group}
         return await self._leases.take(key, together, timeout_s)
 
     @rpc(concurrent=64)

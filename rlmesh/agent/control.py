@@ -10,9 +10,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from rlmesh.agent import ownership
 from rlmesh.agent.outbox import Outbox
@@ -28,15 +27,12 @@ from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.waiting import Serving, Waiting
 
-__all__ = ["AgentLink", "Control", "MasterLink", "Orders", "Phase", "Terminated", "stacks"]
+__all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated", "stacks"]
 
 Phase = Literal["starting", "serving", "running", "ending"]
 Order = Literal["run", "end"]
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-LEASE_MARGIN_S = 10.0
-"""How much longer than a member waits for its devices the answer that it did not get them may take."""
-
 TERM_PATIENCE = 0.6
 """Share of the grace that ``run()`` has, after SIGTERM, to come to a step boundary."""
 
@@ -346,21 +342,6 @@ class MasterLink:
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         return self._runtime.take_call_stats()
-
-
-class AgentLink:
-    """How a worker gets its devices for itself: from its node's agent."""
-
-    def __init__(self, agent: MemberHandle, who: tuple[str, int, int]) -> None:
-        self._agent = agent
-        self._who = who
-
-    def lease_devices(self, timeout_s: float) -> Future[Any]:
-        agent = self._agent.options(timeout_s=timeout_s + LEASE_MARGIN_S)
-        return agent.call("lease_devices", self._who, timeout_s)
-
-    def return_devices(self) -> Future[Any]:
-        return self._agent.call("return_devices", self._who)
 
 
 def stacks(current_frames: Callable[[], dict[int, FrameType]] = sys._current_frames) -> str:

@@ -23,7 +23,7 @@ class Leases:
         """Wait until a member has its devices; ``together`` as for the table. Cancelling it gives up the place."""
         devices = tuple(together[key])
         began = self._clock()
-        if not devices:
+        if not any(together.values()):
             return LeaseAnswer(True)
         if key in self._table.ask(key, together, began):
             return LeaseAnswer(True, devices)

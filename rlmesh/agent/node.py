@@ -24,9 +24,11 @@ def machine_id() -> str:
 
 
 def node_info(
-    config: AgentConfig, endpoint: str, machine: Machine | None = None, env: Mapping[str, str] | None = None
-) -> NodeInfo:
-    """What the machine offers under the masks and allocations in ``env`` (this process's, if not given).
+    config: AgentConfig, endpoint: str, machine: Machine | None = None, env: Mapping[str, str] | None = None,
+    *, public: str = "",
+) -> NodeInfo:  # fmt: skip
+    """What the machine offers under the masks and allocations in ``env`` (this process's, if not given). The agent
+    listens at ``endpoint`` for the master, and at ``public`` for processes of other machines.
     ``config.virtual_devices`` replaces the machine's own devices."""
     machine = machine or Machine(nvml=config.nvml)
     env = os.environ if env is None else env
@@ -49,4 +51,5 @@ def node_info(
         numa=machine.numa(),
         notes=notes,
         group=config.group,
+        agent_public=public,
     )

@@ -64,6 +64,7 @@ class WorkerSpec:
     """All that a worker process needs to become one member of a role. What depends on the node (key, addresses,
     folder of sockets) is filled in by its agent. ``restart``: why it takes the place of an earlier process; None for
     the first one. ``fused``: further members that live in the same process; ``env`` is that of all of them.
+    ``lease_agents``: nodes of its group and where their agents listen, if it leases devices on several.
     ``cgroup``: folder of its control group, if it has one, which may use ``memory_limit_bytes`` (0: any)."""
 
     job_id: str
@@ -98,6 +99,7 @@ class WorkerSpec:
     nvml: str = ""
     agent_endpoint: str = ""
     fused: tuple[WorkerSpec, ...] = ()
+    lease_agents: tuple[tuple[int, str], ...] = ()
     memory_limit_bytes: int = 0
     cgroup: str = ""
 

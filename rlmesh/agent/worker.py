@@ -36,9 +36,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.agent import control_groups, ownership
-from rlmesh.agent.control import AgentLink, Control, MasterLink, Orders, Terminated
+from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
 from rlmesh.agent.fused import acting_for
+from rlmesh.agent.lessor import AgentLink
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
@@ -54,6 +55,7 @@ from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
 from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.placement.proof import prove, prove_by_torch
 from rlmesh.placement.system import Machine
+from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
@@ -362,7 +364,7 @@ class Member:
             rank=spec.rank,
             world_size=spec.world_size,
             link=MasterLink(self._runtime, self._master, self._outbox, self._orders, spec.key),
-            lessor=AgentLink(self._agent, spec.key),
+            lessor=AgentLink(self._agents(spec), spec.node_rank, spec.key, spec.world_size),
             local_rank=spec.local_rank,
             local_world_size=spec.local_world_size,
             node_rank=spec.node_rank,
@@ -374,6 +376,15 @@ class Member:
             lease_timeout_s=spec.call_timeout_s,
             objects=self._objects,
         )
+
+    def _agents(self, spec: WorkerSpec) -> dict[int, MemberHandle]:
+        """Those whose nodes' devices the member's group leases."""
+        others = {
+            node: self._runtime.peer(AGENT, endpoint).options(timeout_s=MASTER_TIMEOUT_S)
+            for node, endpoint in spec.lease_agents
+            if node != spec.node_rank
+        }
+        return {**others, spec.node_rank: self._agent}
 
     def _await_book(self) -> None:
         """So that ``setup()`` may already name other roles."""

@@ -238,9 +238,11 @@ class Executor:
         hosts = {role: context.nodes[leader].host for role, leader in leaders.items()}
         of_process: dict[MemberId, list[WorkerSpec]] = {}
         for member in (context.members[member] for member in members):
+            plan = context.plan
             spec = self._scheduler.worker_spec(
-                member.placement, node, member.incarnation, self._manager.ports, member.restart, hosts
-            )
+                member.placement, node, member.incarnation, self._manager.ports, member.restart, hosts,
+                self._scheduler.lease_agents(member.placement, plan, context.nodes) if plan is not None else (),
+            )  # fmt: skip
             of_process.setdefault(member.host, []).append(spec)
         specs = tuple(map(self._scheduler.process_spec, of_process.values()))
         try:

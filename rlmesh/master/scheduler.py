@@ -11,6 +11,7 @@ from rlmesh.job.context import COLLOCATION_ENV
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.master.context import MemberId
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.placement.demand import WHOLE
 from rlmesh.placement.environment import device_environment
 from rlmesh.placement.groups import ipc_notes
 from rlmesh.placement.inventory import NodeInfo
@@ -63,6 +64,26 @@ class Scheduler:
     def log_path(self, role: str, rank: int) -> str:
         return f"{self._spec.run_dir}/logs/{role}-{rank}.log"
 
+    def lease_agents(
+        self, placement: Placement, plan: Plan, nodes: Mapping[int, NodeInfo]
+    ) -> tuple[tuple[int, str], ...]:
+        """The nodes on which a member's group leases devices, in their order, and where the member reaches their
+        agents. Empty if it is one node, or no other role can be on its devices."""
+        role = self._spec.role(placement.role)
+        key = f"{role.name}/{placement.group}" if placement.group else role.name
+        shared = self._spec.demand.sharing(key) or any(share.milli < WHOLE for share in placement.devices)
+        if role.backend != "elastic" or not shared:
+            return ()
+        own = nodes[placement.node_rank]
+        ranks = sorted({other.node_rank for other in plan.of(role.name)})
+        at = [(rank, nodes[rank]) for rank in ranks if rank in nodes]
+        if len(at) < 2:
+            return ()
+        return tuple(
+            (rank, node.agent_endpoint if node.machine == own.machine else node.agent_public or node.agent_endpoint)
+            for rank, node in at
+        )
+
     def process_spec(self, members: Sequence[WorkerSpec]) -> WorkerSpec:
         """What one process is told that is all of these members; the first one's log, name and devices are its own.
 
@@ -84,6 +105,7 @@ class Scheduler:
     def worker_spec(
         self, placement: Placement, node: NodeInfo, incarnation: int, ports: Mapping[str, int],
         restart: RestartEvent | None = None, hosts: Mapping[str, str] | None = None,
+        lease_agents: tuple[tuple[int, str], ...] = (),
     ) -> WorkerSpec:  # fmt: skip
         """What the process of one member is told. ``ports`` has the reserved port of each elastic role, ``hosts``
         the address of the node that it is reserved on where that is not loopback; ``restart`` is why it takes
@@ -127,6 +149,7 @@ class Scheduler:
             call_timeout_s=spec.call_timeout_s,
             restart=restart,
             resume=spec.resume,
+            lease_agents=lease_agents,
             # Where there are no real devices, what is asked only balances the nodes.
             memory_limit_bytes=placement.memory_bytes if spec.demand.device_type == "GPU" else 0,
         )

@@ -61,6 +61,7 @@ class NodeInfo:
             machine.
         machine: equal where processes see each other's process numbers; host names are not unique.
         group: equal for agents that share a machine, one of them per task of Slurm; empty for a machine of its own.
+        agent_public: where processes of other machines reach its agent; empty in a job of one machine.
     """
 
     node_rank: int
@@ -76,3 +77,4 @@ class NodeInfo:
     host: str = ""
     machine: str = ""
     group: str = ""
+    agent_public: str = ""

@@ -7,7 +7,7 @@ them has to be awake for any of them to get on, so that none may wait behind a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -43,8 +43,31 @@ class _Turn:
         return {device for key in self.left for device in self.devices[key]}
 
 
+class Acquisition:
+    """In which order a member asks the nodes of its group: by their numbers, the next one when it has the one before.
+
+    All groups go in this order and hold what they have while they wait, so the one that has come furthest never waits
+    for one that waits for it: the usual order of locks.
+    """
+
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self._left = sorted(set(nodes), reverse=True)
+        self.asked: list[int] = []
+
+    def next(self) -> int | None:
+        """The node to ask; None if the member has got all."""
+        if not self._left:
+            return None
+        self.asked.append(self._left.pop())
+        return self.asked[-1]
+
+
 class LeaseTable:
-    """The turns of one node, oldest first. Each method returns the members that have got their devices by it."""
+    """The turns of one node, oldest first. Each method returns the members that have got their devices by it.
+
+    Members of a group that are on other nodes ask here too, without devices: their turn is that of the group, but once
+    the members of this node have given their devices back, others may have them.
+    """
 
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
@@ -64,6 +87,8 @@ class LeaseTable:
             devices = {member: tuple(uuids) for member, uuids in together.items()}
             turn = _Turn(key[0], devices, now, left=set(devices))
             self._turns.append(turn)
+        for member in turn.left:  # one may have asked here before this node's own members were started
+            turn.devices[member] = turn.devices[member] or tuple(together.get(member, ()))
         turn.asked.add(key)
         if turn.granted_at is not None:
             return [key]
@@ -82,10 +107,12 @@ class LeaseTable:
         return self._advance(now)
 
     def gone(self, key: MemberKey, now: float) -> list[MemberKey]:
-        """A member's process has ended; whatever it had is free."""
+        """A member's process has ended; whatever it had is free. The rest of its group ends too, or is started again:
+        this node does not hear of those of other nodes."""
         for turn in self._turns:
-            turn.asked.discard(key)
-            turn.left.discard(key)
+            leaving = {key} | {other for other in turn.left if not turn.devices[other]} if key in turn.left else set()
+            turn.asked -= leaving
+            turn.left -= leaving
         return self._advance(now)
 
     def holders(self, device: str) -> list[MemberKey]:
@@ -112,7 +139,8 @@ class LeaseTable:
                 if turn.granted_at is None:
                     said.append(f"{who} has waited before it for {now - turn.asked_at:.1f} s")
                 elif member in turn.asked:
-                    said.append(f"{who} has had {', '.join(turn.devices[member])} for {now - turn.granted_at:.1f} s")
+                    what = ", ".join(turn.devices[member]) or "its turn"
+                    said.append(f"{who} has had {what} for {now - turn.granted_at:.1f} s")
                 else:
                     said.append(f"it is the turn of {turn.role}, and {who} has not come for it")
         return "; ".join(said) or "nobody is before it"
