@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -27,7 +25,7 @@ from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.waiting import Serving, Waiting
 
-__all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated", "stacks"]
+__all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated"]
 
 Phase = Literal["starting", "serving", "running", "ending"]
 Order = Literal["run", "end"]
@@ -297,11 +295,6 @@ class Control:
             waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.waiting())),
         )
 
-    @rpc
-    async def stacks(self) -> str:
-        """What each thread is doing."""
-        return stacks()
-
     def _calls_of(self, member: str) -> Iterator[Serving]:
         for call in self._runtime.serving():
             if call.method.startswith(f"{member}.") if member else not call.method.startswith(CONTROL):
@@ -342,13 +335,3 @@ class MasterLink:
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         return self._runtime.take_call_stats()
-
-
-def stacks(current_frames: Callable[[], dict[int, FrameType]] = sys._current_frames) -> str:
-    """The Python stack of each thread, innermost call last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    for ident, frame in current_frames().items():
-        name = names.get(ident, "a thread that Python did not start")
-        parts.append(f"--- {name} ({ident}) ---\n{''.join(traceback.format_stack(frame))}")
-    return "\n".join(parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -110,7 +110,7 @@ class _Way:
             self._answer.set_result(LeaseAnswer(False, devices, time.monotonic() - self._began, why))
 
 
-def _all(futures: list[Future[Any]]) -> Future[Any]:
+def _all(futures: Sequence[Future[Any]]) -> Future[Any]:
     """Done when all of them are, with the first one's error if there is one."""
     together: Future[Any] = Future()
     together.set_running_or_notify_cancel()

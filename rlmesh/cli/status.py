@@ -73,6 +73,8 @@ def status_lines(status: JobStatus) -> Iterator[str]:
         by_role.setdefault(member.role, []).append(member)
     for role, members in by_role.items():
         yield f"  {role}  {_counted(member.state for member in members)}{_details(members)}"
+    if status.samples_trained:
+        yield f"  samples trained: {status.samples_trained:,}"
     yield from _failure_lines([failure.message for failure in status.failures])
     for path in status.incidents:
         yield f"  incident: {path}"

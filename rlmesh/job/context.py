@@ -61,10 +61,13 @@ class Resume:
         count: how often it was started before.
         step: the step after which all ranks stopped the last time; None if they did not stop together (a crash, a lost
             node): then the last checkpoint is what there is.
+        samples_trained: the last count that was reported, see ``report``. Who resumes from an older checkpoint counts
+            on from what that says.
     """
 
     count: int
     step: int | None = None
+    samples_trained: int = 0
 
 
 class ControlLink(Protocol):
@@ -211,6 +214,9 @@ class WorkerContext:
         They go to ``metrics.jsonl``, TensorBoard and the live view, and count as a sign of life. Without
         ``step`` they belong to the last step that was named here (0 before any). Never waits and never fails
         because of the job's state.
+
+        ``samples_trained=n``, the number of samples that the job was trained with so far, is part of the job's state as
+        well: it is saved, shown by ``rlmesh status``, and found in ``current_worker().resume``.
 
         Raises:
             UsageError: a value is no number; the message names it.

@@ -210,7 +210,7 @@ class JobStatus:
     """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all
     so far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must
     end; ``stopped_at`` is then the step after which all ranks stopped, if they did. ``killed`` names the members whose
-    grace was not enough."""
+    grace was not enough. ``samples_trained`` is the count that was reported last, 0 if none was."""
 
     job_name: str
     job_id: str
@@ -230,6 +230,7 @@ class JobStatus:
     extra: Mapping[str, str] = field(default_factory=dict)
     restarts: tuple[RestartRecord, ...] = ()
     incidents: tuple[str, ...] = ()
+    samples_trained: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ place: that is how a change is found.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite, nan
 
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import (
@@ -27,6 +28,8 @@ from rlmesh.placement.planner import Placement, Plan
 from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.axes import Axes
 
+SAMPLES_TRAINED = "samples_trained"
+"""The metric that is part of the job's state."""
 KEPT_RECORDS = 100_000
 """Metric records that are kept for status(); ``metrics.jsonl`` has all of them."""
 
@@ -127,6 +130,8 @@ class JobContext:
     graph: CallGraph = field(default_factory=CallGraph)
     resumable: bool = False
     stopped_at: int | None = None
+    samples_trained: int = 0
+    """As it was reported last, in this start of the job or in one before."""
     killed: list[str] = field(default_factory=list)
     stop_grace_s: float = 0.0
     incidents: list[str] = field(default_factory=list)
@@ -139,6 +144,8 @@ class JobContext:
         return [other for other in self.members.values() if other.host == member.host]
 
     def add_record(self, record: MetricRecord) -> None:
+        if isfinite(count := record.metrics.get(SAMPLES_TRAINED, nan)):
+            self.samples_trained = int(count)
         self.records.append(record)
         if len(self.records) > KEPT_RECORDS:
             dropped = KEPT_RECORDS // 10
@@ -188,6 +195,7 @@ class JobContext:
             stopped_at=self.stopped_at,
             killed=f"SIGKILL after {self.stop_grace_s:g} s: {', '.join(self.killed)}" if self.killed else "",
             incidents=tuple(self.incidents),
+            samples_trained=self.samples_trained,
         )
 
 

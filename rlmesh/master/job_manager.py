@@ -72,7 +72,7 @@ class JobManager:
     def __init__(
         self, spec: JobSpec, scheduler: Scheduler, now: float, last_lines: LastLines = lambda path: ()
     ) -> None:
-        self.context = JobContext(spec, started_at=now)
+        self.context = JobContext(spec, now, samples_trained=spec.resume.samples_trained if spec.resume else 0)
         self._state = JobState(self.context, Deadlines(spec.limits, now), last_lines)
         self._scheduler = scheduler
         self._together = StopTogether(spec.grace_s)

@@ -14,10 +14,11 @@ from pathlib import Path
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.agent.usage import NodeUse
 from rlmesh.errors import CallError, UsageError
-from rlmesh.job.status import EdgeStats
+from rlmesh.job.status import EdgeStats, MemberStack
 from rlmesh.master import events as ev
 from rlmesh.master.chaos import Chaos
 from rlmesh.master.context import JobContext, Member
+from rlmesh.master.executor import stacks_text
 from rlmesh.master.incident_keeper import IncidentKeeper
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.kills import parse_kills
@@ -32,7 +33,7 @@ __all__ = ["Observer"]
 
 logger = logging.getLogger(__name__)
 
-STACKS_S = 2.0
+STACKS_S = 5.0
 USAGE_S = 1.0
 """How long a scrape waits for a node."""
 METRICS_ADDRESS = "metrics.address"
@@ -137,8 +138,11 @@ class Observer:
         return use
 
     async def _ask_stacks(self, member: Member) -> str:
-        control = self._runtime.peer(CONTROL, member.endpoint).options(timeout_s=STACKS_S)
-        return str(await control.call("stacks"))
+        """Its agent has it write them by a signal, which needs nothing of what may keep the member busy."""
+        node = self._manager.context.nodes[member.placement.node_rank]
+        agent = self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=STACKS_S)
+        found: tuple[MemberStack, ...] = await agent.call("examine", (member.key,))
+        return stacks_text(found) if found else "it has ended"
 
     async def close(self) -> None:
         await self._incidents.close(self._clock())

@@ -54,7 +54,7 @@ class Scheduler:
             self._spec.demand, nodes, kept=kept, excluded_nodes=excluded_nodes,
             excluded_devices=excluded_devices, spare_nodes=spare_nodes,
         )  # fmt: skip
-        return replace(plan, notes=(*plan.notes, *ipc_notes(nodes)))
+        return replace(plan, notes=(*plan.notes, *ipc_notes(nodes, plan)))
 
     def group_leaders(self, plan: Plan) -> dict[str, int]:
         """For each elastic role the node of its rank 0, where the process group's port must be."""

@@ -288,7 +288,10 @@ class Session:
         write_end(self.status)
         picture = self._report(run_dir) if status.stage == "succeeded" else None
         self._view.finish(replace(status, records_from=self._records, records=()), picture)
-        note_end(run_dir, succeeded=status.stage == "succeeded", stopped_at=status.stopped_at)
+        note_end(
+            run_dir, succeeded=status.stage == "succeeded", stopped_at=status.stopped_at,
+            samples_trained=status.samples_trained,
+        )  # fmt: skip
         if status.stage == "stopped" and status.resumable and not self._interrupt.count:
             raise job_stopped(self._job_name, status, self._interrupt.noticed, run_dir)
         if status.stage == "stopped":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.job.context import Resume
+from rlmesh.master.store import STORE_FILE, read_fact
 
 __all__ = ["STARTS_FILE", "note_end", "note_start"]
 
@@ -28,14 +29,25 @@ def note_start(run_dir: Path, restarts: int = 0, now: float | None = None) -> Re
     before = _read(run_dir)
     starts = int(before.get("starts", 0))
     count = max(starts, restarts)
-    resume = Resume(count, before.get("stopped_at")) if count and not before.get("succeeded") else None
+    resume = None
+    if count and not before.get("succeeded"):
+        resume = Resume(count, before.get("stopped_at"), _samples_trained(run_dir, before))
     _write(run_dir, {"starts": count + 1 if resume else 1, "started_at": time.time() if now is None else now})
     return resume
 
 
-def note_end(run_dir: Path, *, succeeded: bool, stopped_at: int | None) -> None:
+def note_end(run_dir: Path, *, succeeded: bool, stopped_at: int | None, samples_trained: int = 0) -> None:
     """Note how the last start ended: ``stopped_at`` is the step after which all ranks stopped, if they did."""
-    _write(run_dir, {**_read(run_dir), "succeeded": succeeded, "stopped_at": stopped_at})
+    end = {"succeeded": succeeded, "stopped_at": stopped_at, "samples_trained": samples_trained}
+    _write(run_dir, {**_read(run_dir), **end})
+
+
+def _samples_trained(run_dir: Path, before: dict[str, Any]) -> int:
+    """As noted at the end of the last start; of one that died, as its master has saved it."""
+    try:
+        return int(before.get("samples_trained") or read_fact(run_dir / STORE_FILE, "samples_trained") or 0)
+    except ValueError:
+        return 0
 
 
 def _read(run_dir: Path) -> dict[str, Any]:

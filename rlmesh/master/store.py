@@ -22,6 +22,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,18 @@ Row = tuple[object, ...]
 """Values of all columns, key first."""
 Changes = Mapping[Key, Row | None]
 """What to write; None deletes."""
+
+
+def read_fact(path: Path, name: str) -> str:
+    """A fact about a job as the file has it for people; empty if there is none, or no file."""
+    if not path.exists():
+        return ""
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_S)) as file:
+            found = file.execute("SELECT text FROM job WHERE name = ?", (name,)).fetchone()
+    except sqlite3.Error:
+        return ""
+    return str(found[0]) if found else ""
 
 
 class StoreError(RLMeshError):

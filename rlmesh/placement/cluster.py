@@ -12,6 +12,7 @@
     gpu_memory_gib = 80
     numa = 2                  # NUMA nodes, among which CPUs and GPUs are divided
     nvlink = "all"            # or "pairs", "none"
+    agents = 1                # or as many as Slurm starts tasks there, each of which sees its share of the GPUs
 
     [[nodes]]
     name = "cpu"
@@ -23,6 +24,7 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,10 @@ LINKS = 18
 
 DEFAULTS: dict[str, Any] = {
     "name": "node", "count": 1, "cpus": 1, "memory_gib": 0, "gpus": 0, "virtual": 0, "gpu_model": "GPU",
-    "gpu_memory_gib": 0, "numa": 1, "nvlink": "all",
+    "gpu_memory_gib": 0, "numa": 1, "nvlink": "all", "agents": 1,
 }  # fmt: skip
 NVLINK = ("all", "pairs", "none")
+LEAST_ONE = ("count", "cpus", "numa", "agents")
 
 
 def read_cluster(path: Path) -> tuple[NodeInfo, ...]:
@@ -89,10 +92,18 @@ def _faults(group: Mapping[str, Any]) -> list[str]:
         elif key in ("memory_gib", "gpu_memory_gib"):
             if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
                 found.append(f"{key}={value!r}: must be a number of GiB")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < (key in ("count", "cpus", "numa")):
-            found.append(f"{key}={value!r}: must be a whole number{' above 0' if key in ('count', 'cpus') else ''}")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < (key in LEAST_ONE):
+            found.append(f"{key}={value!r}: must be a whole number{' above 0' if key in LEAST_ONE else ''}")
     if group.get("nvlink", "all") not in NVLINK:
         found.append(f"nvlink={group['nvlink']!r}: must be one of {', '.join(NVLINK)}")
+    agents = group.get("agents", 1)
+    if not found and agents > 1:
+        counts = {key: group.get(key, DEFAULTS[key]) for key in ("cpus", "gpus", "virtual")}
+        found += [
+            f"agents={agents}: {count} {key} cannot be divided evenly among them"
+            for key, count in counts.items()
+            if count % agents
+        ]
     return found
 
 
@@ -106,8 +117,27 @@ def _nodes(group: Mapping[str, Any], first: int) -> list[NodeInfo]:
     found = []
     for i in range(count):
         name = f"{group['name']}-{i}" if count > 1 else group["name"]
-        found.append(NodeInfo(first + i, name, name, "", 0, cpus, memory or 2**63, _devices(group, name), numa))
+        node = NodeInfo(first + i, name, name, "", 0, cpus, memory or 2**63, _devices(group, name), numa)
+        found += _shared_out(node, group["agents"], first + len(found)) if group["agents"] > 1 else [node]
     return found
+
+
+def _shared_out(node: NodeInfo, agents: int, first: int) -> list[NodeInfo]:
+    """A machine with several agents, each of which sees its share of it."""
+    real, slots = ([d for d in node.devices if (d.kind == VIRTUAL) is virtual] for virtual in (False, True))
+    shares = [
+        (*real[i * len(real) // agents : (i + 1) * len(real) // agents],
+         *slots[i * len(slots) // agents : (i + 1) * len(slots) // agents])
+        for i in range(agents)
+    ]  # fmt: skip
+    return [
+        replace(
+            node, node_rank=first + i, name=f"{node.name}.{i}", cpus=node.cpus // agents,
+            memory_bytes=node.memory_bytes // agents, devices=shares[i], numa=(),
+            group=node.name, machine=node.name,
+        )
+        for i in range(agents)
+    ]  # fmt: skip
 
 
 def _devices(group: Mapping[str, Any], name: str) -> tuple[Device, ...]:

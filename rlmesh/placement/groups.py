@@ -6,9 +6,13 @@ GPU memory if a mask hides the GPUs of one from the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from rlmesh.placement.inventory import GPU, MIG, NodeInfo
+
+if TYPE_CHECKING:
+    from rlmesh.placement.planner import Plan
 
 __all__ = ["hidden_devices", "ipc_notes", "node_groups"]
 
@@ -29,8 +33,9 @@ def hidden_devices(one: NodeInfo, other: NodeInfo) -> bool:
     return seen != others
 
 
-def ipc_notes(nodes: Iterable[NodeInfo]) -> tuple[str, ...]:
-    """For the plan: between which agents CUDA IPC is refused, and what to ask of Slurm instead."""
+def ipc_notes(nodes: Iterable[NodeInfo], plan: Plan | None = None) -> tuple[str, ...]:
+    """For the plan: between which agents CUDA IPC is refused, by which channel bytes go instead, between which roles,
+    and what to ask of Slurm."""
     by_rank = {node.node_rank: node for node in nodes}
     notes = []
     for ranks in node_groups(by_rank.values()):
@@ -41,8 +46,18 @@ def ipc_notes(nodes: Iterable[NodeInfo]) -> tuple[str, ...]:
             names = ", ".join(node.name for node in members)
             notes.append(
                 f"{leader.group}: its {len(members)} agents ({names}) do not see each other's GPUs, so CUDA IPC "
-                "between them is refused and bytes go through shared memory. For CUDA IPC start one task per node: "
+                f"between them is refused: weights{_between(ranks, plan)} go through shared memory instead (channel "
+                "shm), and so do tensors in calls. For CUDA IPC start one task per node: "
                 f"sbatch --ntasks-per-node=1 --gpus-per-node={total} (instead of --gpus-per-task), or let the tasks "
                 "see all of them: --gpu-bind=none"
             )
     return tuple(notes)
+
+
+def _between(ranks: Collection[int], plan: Plan | None) -> str:
+    """The roles with members on GPUs of several of these agents: between those it matters."""
+    placed = [p for p in plan.placements if p.node_rank in ranks and p.devices] if plan is not None else []
+    roles = list(dict.fromkeys(placement.role for placement in placed))
+    if len({placement.node_rank for placement in placed}) < 2:
+        return ""
+    return f" between {', '.join(roles[:-1])} and {roles[-1]}" if len(roles) > 1 else f" within {roles[0]}"

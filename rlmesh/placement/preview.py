@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ from rlmesh.job.descriptors import BaseWorkloadDesc
 from rlmesh.placement.chunks import layout_of
 from rlmesh.placement.cluster import nodes_of, read_cluster
 from rlmesh.placement.demand import WHOLE, JobDemand, Pool, RoleDemand, Separation, milli
+from rlmesh.placement.groups import ipc_notes
 from rlmesh.placement.inventory import Device, NodeInfo
 from rlmesh.placement.planner import Plan, make_plan
 from rlmesh.placement.system import Machine
@@ -38,7 +40,8 @@ def plan_job(config: DLConfig, cluster: ClusterLike | None = None) -> Plan:
         nodes = nodes_of(cluster)
     else:
         nodes = cluster
-    return make_plan(demand, nodes)
+    plan = make_plan(demand, nodes)
+    return replace(plan, notes=(*plan.notes, *ipc_notes(nodes, plan)))
 
 
 def this_machine(config: DLConfig, demand: JobDemand, machine: Machine | None = None) -> NodeInfo:

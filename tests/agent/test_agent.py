@@ -126,7 +126,8 @@ async def test_sigterm(node: Node) -> None:
         assert await node.control(hello).call("begin_run") is (name != names["Echo"])
         assert await node.member(hello).call("echo", 1) == 1  # also while run() has the main thread
         if name == names["Stubborn"]:
-            assert "time.sleep" in await node.control(hello).call("stacks")
+            (found,) = await node.agent.call("examine", (("ACTOR", 1, 0),))
+            assert "roles.py" in found.text
     began = time.monotonic()
     await node.agent.call("stop_members", (*(("ACTOR", rank, 0) for rank in range(4)), ("GONE", 1, 0)), 1.0)
     assert 0.9 < time.monotonic() - began < 2.5
