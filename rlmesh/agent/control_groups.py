@@ -21,6 +21,9 @@ ROOTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
 """Where the one hierarchy of v2 is mounted: alone, or beside those of v1."""
 OFF = "RLMESH_CGROUPS"
 """Environment variable that is 0 where no groups are to be made."""
+PREFIX = "rlmesh-"
+STALE_S = 600.0
+"""A younger group may be one whose first process is about to enter it."""
 _POLL_S = 0.001
 
 
@@ -48,7 +51,7 @@ def own_group(proc: str = "/proc", roots: tuple[str, ...] = ROOTS) -> tuple[str,
 
 def node_group(own: str, job_id: str, node_rank: int) -> str:
     """The folder of a node's groups."""
-    return f"{own}/rlmesh-{job_id}-n{node_rank}"
+    return f"{own}/{PREFIX}{job_id}-n{node_rank}"
 
 
 def enter(folder: str) -> str:
@@ -90,6 +93,18 @@ def end(folder: str, wait_s: float = 2.0) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_S)
+
+
+def sweep(own: str, older_than_s: float = STALE_S) -> None:
+    """Remove what a job has left whose agent and guardian were killed at the same moment: groups without processes."""
+    try:
+        with os.scandir(own) as entries:
+            for entry in entries:
+                old = entry.name.startswith(PREFIX) and time.time() - entry.stat().st_mtime > older_than_s
+                if old and not members_of(entry.path):
+                    _remove(entry.path)
+    except OSError:
+        pass  # another one sweeps too
 
 
 def _remove(folder: str) -> bool:

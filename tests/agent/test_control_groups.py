@@ -88,6 +88,21 @@ async def test_no_groups_if_they_are_not_wanted(tmp_path: Path, monkeypatch: pyt
         assert not folder(node).exists()
 
 
+@real
+def test_groups_that_a_job_has_left_are_swept() -> None:
+    own = Path(OWN) / f"test-of-sweeping-{os.getpid()}"
+    left, others = own / "rlmesh-j-n0", own / "another"
+    (left / "ACTOR-0.0").mkdir(parents=True)
+    others.mkdir()
+    try:
+        control_groups.sweep(str(own))
+        assert left.exists(), "it may be one that begins"
+        control_groups.sweep(str(own), older_than_s=-1.0)
+        assert not left.exists() and others.exists()
+    finally:
+        assert control_groups.end(str(own))
+
+
 def test_why_groups_cannot_be_made(tmp_path: Path) -> None:
     proc, root = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)

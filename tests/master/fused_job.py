@@ -13,6 +13,7 @@ from typing import Any
 
 from rlmesh import DLJob, DLJobBuilder, RestartEvent, RoleGroup, current_worker, rpc
 from rlmesh.errors import CallError
+from tests.master.launched import command, descendants
 
 
 def config() -> dict[str, Any]:
@@ -147,6 +148,22 @@ class Trainer:
             "reentrant": actor.call("call_myself").result(),
             "own_error": str(rollout[0].call("fail").exception()),
         }
+
+    def masterless(self) -> dict[str, Any]:
+        """The master is killed, and then, as soon as there is another one, a process of two roles."""
+        actor, rollout = RoleGroup("ACTOR"), RoleGroup("ROLLOUT")
+        before = actor.call("who").result()
+        (master,) = [pid for pid in descendants(os.getppid()) if "prime_master" in command(pid)]
+        os.kill(master, signal.SIGKILL)
+        alone = rollout.call("who").result()
+        deadline = time.monotonic() + 20.0
+        while not any("prime_master" in command(pid) for pid in descendants(os.getppid()) if pid != master):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(before[1]["pid"], signal.SIGKILL)
+        current_worker().events(wait_s=10.0)
+        again = [*actor.options(idempotent=True).call("who").result(), *rollout.call("who").result()]
+        return {"before": before, "alone": alone, "again": again}
 
     def killed(self) -> dict[str, Any]:
         """One process is killed while both of its roles have calls."""

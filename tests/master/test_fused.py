@@ -77,6 +77,17 @@ def test_a_killed_process_brings_all_of_its_roles_back(tmp_path: Path) -> None:
     assert record.unit == "ACTOR+ROLLOUT:1" and record.scope == "member"
 
 
+def test_a_new_master_takes_over_processes_with_several_roles(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    seen, result = run(fused_job.build("masterless", out), out)
+    pids = [member["pid"] for member in seen["before"]]
+    assert [member["pid"] for member in seen["alone"]] == pids
+    assert [member["incarnation"] for member in seen["again"]] == [0, 1, 0, 1]
+    assert seen["again"][0]["pid"] == seen["again"][2]["pid"] == pids[0]
+    assert seen["again"][1]["pid"] == seen["again"][3]["pid"] != pids[1]
+    assert result.status.extra["masters"] == "2"
+
+
 def test_the_strictest_scope_holds(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     job = fused_job.build("killed", out)
