@@ -114,7 +114,7 @@ def _nodes(group: Mapping[str, Any], first: int) -> list[NodeInfo]:
     numa = tuple(
         NumaNode(i, tuple(range(borders[i], borders[i + 1])), memory // domains) for i in range(domains)
     ) if domains > 1 else ()  # fmt: skip
-    found = []
+    found: list[NodeInfo] = []
     for i in range(count):
         name = f"{group['name']}-{i}" if count > 1 else group["name"]
         node = NodeInfo(first + i, name, name, "", 0, cpus, memory or 2**63, _devices(group, name), numa)
