@@ -71,8 +71,8 @@ class World:
     def do(self, rank: Rank, what: str) -> None:
         if what == "sleep":
             rank.awake, rank.rounds = False, rank.rounds - 1
-            for node in sorted(rank.had, reverse=True):
-                self._note(node, self.tables[node].give_back(rank.key, 0))
+            for held in sorted(rank.had, reverse=True):
+                self._note(held, self.tables[held].give_back(rank.key, 0))
             rank.had, rank.way = set(), None
             return
         if rank.way is None:
