@@ -27,14 +27,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launcher"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from weights_floor import Shapes, copy_in_memory, copy_to_process  # noqa: E402
-from weights_member import KEY, MemberSpec  # noqa: E402
+from weights_member import KEY, MemberSpec, Tensors  # noqa: E402
 from weights_member import main as member_main  # noqa: E402
 
-from rlmesh import RoleGroup, Runtime, WeightSync  # noqa: E402
+from rlmesh import ModuleSource, RoleGroup, Runtime, WeightSync  # noqa: E402
 from rlmesh.runtime.address import AddressBook, MemberAddress  # noqa: E402
 
 GIB = 1 << 30
 BUCKET_GPU = 2 * GIB
+WARM_UP = 4
 
 
 def model_7b(scale: float) -> Shapes:
@@ -76,9 +77,10 @@ class Job:
             pipe.send(message)
         return [pipe.recv() for pipe in self.pipes[roles]]
 
-    def sync(self, **options: Any) -> WeightSync:
+    def sync(self, source: ModuleSource | None = None, **options: Any) -> WeightSync:
+        """From the job's sources, or from this process."""
         groups = [RoleGroup[Any](role, runtime=self.caller) for role in ("SOURCE", "SINK")]
-        return WeightSync(groups[0], groups[1], **options)
+        return WeightSync(source or groups[0], groups[1], **options)
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -98,12 +100,13 @@ def running(specs: list[MemberSpec]) -> Iterator[Job]:
             job.close()
 
 
-def pushes(job: Job, times: int, **options: Any) -> tuple[dict[str, float], str]:
-    """Median seconds of steady pushes (the first two are warm-up), and the plan."""
-    with job.sync(**options) as sync:
-        reports = [sync.push(version).result() for version in range(times + 2)]
+def pushes(job: Job, times: int, *, source: ModuleSource | None = None, **options: Any) -> tuple[dict[str, float], str]:
+    """Median seconds of steady pushes, and the plan. The first four are warm-up: two for each of a `double_buffer`
+    sink's memories, one that finds out where everything is and one that prepares its copies."""
+    with job.sync(source, **options) as sync:
+        reports = [sync.push(version).result() for version in range(times + WARM_UP)]
         plan = str(sync.plan())
-    steady = reports[2:]
+    steady = reports[WARM_UP:]
     return {
         "seconds": statistics.median(r.seconds for r in steady),
         "staged_s": statistics.median(r.staged_s for r in steady),
@@ -167,35 +170,51 @@ def gpu_rows(rows: Rows, scale: float, times: int) -> None:
     shapes = model_7b(scale)
     same_s = copy_to_process(shapes, 0, times)
     rows.row("floor: 339 tensors to another process, same GPU", same_s)
-    source = MemberSpec("SOURCE", 0, "", shapes, "bfloat16", "cuda:0")
-    sink = replace(source, role="SINK")
+    spec = MemberSpec("SOURCE", 0, "", shapes, "bfloat16", "cuda:0")
+    sink = replace(spec, role="SINK")
     options: dict[str, Any] = {"bucket_bytes": BUCKET_GPU}
-    with running([source, sink]) as job:
-        plain, plan = pushes(job, times, verify=False, **options)
-        rows.row("same GPU, fenced, double_buffer", plain["seconds"], floor_s=same_s, goal="≤ 13 ms", plan=plan)
-        summed, _ = pushes(job, times, **options)
-        ratio = summed["seconds"] / plain["seconds"]
+    mine = ModuleSource(Tensors(spec, filled=True))
+
+    def phases(got: dict[str, float]) -> dict[str, Any]:
+        return {f"{name}_ms": 1000 * got[f"{name}_s"] for name in ("captured", "staged")}
+
+    with running([sink]) as job:
+        plain, plan = pushes(job, times, source=mine, verify=False, **options)
+        rows.row("same GPU, two processes, fenced, double_buffer", plain["seconds"], floor_s=same_s, goal="≤ 13 ms",
+                 **phases(plain), plan=plan)  # fmt: skip
+        summed, _ = pushes(job, times, source=mine, **options)
         rows.row("the same with checksums", summed["seconds"], floor_s=same_s, goal="≤ 1.3 × if fused, else ≤ 1.6 ×",
-                 ratio=ratio)  # fmt: skip
-        copied, _ = pushes(job, times, verify=False, snapshot=True, **options)
-        rows.row("the same with a snapshot", copied["seconds"], floor_s=2 * same_s, goal="≤ 24 ms",
-                 captured_s=copied["captured_s"])  # fmt: skip
-    if torch.cuda.device_count() < 2:
-        return
-    peer_s = copy_to_process(shapes, 1, times)
-    rows.row("floor: to a process on another GPU", peer_s)
-    with running([source, replace(sink, device="cuda:1")]) as job:
-        peer, plan = pushes(job, times, verify=False, **options)
-        rows.row("another GPU, fenced", peer["seconds"], floor_s=peer_s, goal="≤ 48 ms", plan=plan)
-        summed, _ = pushes(job, times, **options)
-        rows.row("the same with checksums", summed["seconds"], floor_s=peer_s)
-        spread, plan = pushes(job, times, verify=False, channel="collective", **options)
-        rows.row("the same by NCCL", spread["seconds"], floor_s=peer_s, plan=plan)
-    sharded_rows(rows, source, same_s, times)
+                 ratio=summed["seconds"] / plain["seconds"], **phases(summed))  # fmt: skip
+        copied, _ = pushes(job, times, source=mine, verify=False, snapshot=True, **options)
+        rows.row("the same with a snapshot", copied["seconds"], floor_s=2 * same_s, goal="≤ 24 ms", **phases(copied))
+        copied, _ = pushes(job, times, source=mine, snapshot=True, **options)
+        rows.row("the same with a snapshot and checksums", copied["seconds"], floor_s=2 * same_s, **phases(copied))
+    peer_s = 0.0
+    if torch.cuda.device_count() > 1:
+        peer_s = copy_to_process(shapes, 1, times)
+        rows.row("floor: to a process on another GPU", peer_s)
+        with running([replace(sink, device="cuda:1")]) as job:
+            peer, plan = pushes(job, times, source=mine, verify=False, **options)
+            rows.row("another GPU, two processes, fenced, double_buffer", peer["seconds"], floor_s=peer_s,
+                     goal="≤ 48 ms", **phases(peer), plan=plan)  # fmt: skip
+            summed, _ = pushes(job, times, source=mine, **options)
+            rows.row("the same with checksums", summed["seconds"], floor_s=peer_s,
+                     ratio=summed["seconds"] / peer["seconds"], **phases(summed))  # fmt: skip
+            copied, _ = pushes(job, times, source=mine, snapshot=True, **options)
+            rows.row("the same with a snapshot and checksums", copied["seconds"], floor_s=peer_s, **phases(copied))
+            spread, plan = pushes(job, times, source=mine, verify=False, channel="collective", **options)
+            rows.row("the same by NCCL", spread["seconds"], floor_s=peer_s, plan=plan)
+    del mine
+    torch.cuda.empty_cache()
+    with running([spec, sink]) as job:
+        apart, _ = pushes(job, times, verify=False, **options)
+        rows.row("same GPU, fenced, commanded by a third process", apart["seconds"], floor_s=same_s, **phases(apart))
+    sharded_rows(rows, spec, same_s, peer_s, times)
 
 
-def sharded_rows(rows: Rows, source: MemberSpec, copy_s: float, times: int) -> None:
-    """From two FSDP2 ranks to two sinks: on the same GPUs, and on two more."""
+def sharded_rows(rows: Rows, source: MemberSpec, copy_s: float, peer_s: float, times: int) -> None:
+    """From two FSDP2 ranks to two sinks: on the same GPUs, and on two more. The limit is the fastest all-gather that
+    NCCL does here, and a copy; on other GPUs, where all bytes come over NVLink, that of a copy from another GPU."""
     ranks = [replace(source, rank=rank, device=f"cuda:{rank}", ranks=2) for rank in (0, 1)]
     for first, what, goal in ((0, "the same two GPUs", "≤ 1.15 × floor"), (2, "two other GPUs", "reported")):
         if torch.cuda.device_count() < first + 2:
@@ -204,14 +223,19 @@ def sharded_rows(rows: Rows, source: MemberSpec, copy_s: float, times: int) -> N
             replace(source, role="SINK", rank=rank, device=f"cuda:{first + rank}", mode="in_place") for rank in (0, 1)
         ]
         with running([*ranks, *sinks]) as job:
-            gather_s = max(job.ask("gather", times, roles=slice(0, 2)))
+            gather_s = max(job.ask("all_gather", GIB, times, roles=slice(0, 2)))
+            by_tensor_s = max(job.ask("gather", times, roles=slice(0, 2)))
+            before = job.ask("memory", roles=slice(0, 4))
             got, plan = pushes(job, times, verify=False, bucket_bytes=GIB)
-            memory = job.ask("memory", roles=slice(0, 2))
-        limit_s = gather_s + copy_s
+            summed, _ = pushes(job, times, bucket_bytes=GIB)
+            more = [after - was for after, was in zip(job.ask("memory", roles=slice(0, 4)), before, strict=True)]
+        limit_s = gather_s + copy_s if first == 0 else peer_s
         rows.row(
             f"2 FSDP2 ranks to 2 in_place sinks on {what}", got["seconds"], floor_s=limit_s, goal=goal,
-            ratio=got["seconds"] / limit_s, gather_s=gather_s, peak_GiB=max(memory) / GIB, plan=plan,
+            ratio=got["seconds"] / limit_s, all_gather_s=gather_s, full_tensor_s=by_tensor_s,
+            more_GiB=max(more) / GIB, plan=plan,
         )  # fmt: skip
+        rows.row("the same with checksums", summed["seconds"], floor_s=limit_s, ratio=summed["seconds"] / limit_s)
 
 
 def main() -> None:

@@ -85,7 +85,10 @@ def _source(spec: MemberSpec, name: str, runtime: Runtime) -> Source:
 
         backend = "nccl" if spec.device != "cpu" else "gloo"
         file = f"file://{spec.socket_dir}/group"
-        torch.distributed.init_process_group(backend, file, rank=spec.rank, world_size=spec.ranks)
+        torch.distributed.init_process_group(
+            backend, file, rank=spec.rank, world_size=spec.ranks,
+            device_id=torch.device(spec.device) if spec.device != "cpu" else None,
+        )  # fmt: skip
         fully_shard(module)
     source = Source()
     source.send_weights(ModuleSource(module), name=name, runtime=runtime)
@@ -105,10 +108,45 @@ def _obey(message: Any, runtime: Runtime, member: Source | Sink, spec: MemberSpe
         runtime.set_address_book(message[1])
         return None
     if message[0] == "memory":
-        return torch.cuda.max_memory_allocated() if spec.device != "cpu" else 0
+        return _memory_in_use(spec)
+    if message[0] == "all_gather":
+        return _time_all_gather(spec, message[1], message[2])
     if message[0] == "gather":
         return _time_gather(member, message[1])
     raise ValueError(f"unknown command {message!r}")
+
+
+def _memory_in_use(spec: MemberSpec) -> int:
+    """The most that torch had at any time since the last question, in bytes."""
+    if spec.device == "cpu":
+        return 0
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most
+
+
+def _time_all_gather(spec: MemberSpec, bucket_bytes: int, times: int) -> float:
+    """Seconds until NCCL has all bytes of the model on all ranks, in flat buckets, and nothing else: the median."""
+    import math
+    import time
+
+    elements = sum(math.prod(shape) for shape in spec.shapes)
+    step = bucket_bytes // 2
+    sizes = [min(step, elements - at) // spec.ranks * spec.ranks for at in range(0, elements, step)]
+    shard = torch.zeros(max(sizes) // spec.ranks, dtype=torch.bfloat16, device=spec.device)
+    whole = [torch.zeros(max(sizes), dtype=torch.bfloat16, device=spec.device) for _ in range(2)]
+    taken = []
+    for _ in range(times + 2):
+        torch.distributed.barrier()
+        _wait_for_gpu()
+        began = time.perf_counter()
+        for i, size in enumerate(sizes):
+            torch.distributed.all_gather_into_tensor(whole[i % 2][:size], shard[: size // spec.ranks])
+        _wait_for_gpu()
+        taken.append(time.perf_counter() - began)
+    del shard, whole
+    torch.cuda.empty_cache()
+    return sorted(taken[2:])[times // 2]
 
 
 def _time_gather(member: Source | Sink, times: int) -> float:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rlmesh.weights.manifest import TensorSpec as TensorSpec
     from rlmesh.weights.members import ReceivesWeights as ReceivesWeights
     from rlmesh.weights.members import SendsWeights as SendsWeights
-    from rlmesh.weights.modules import ModuleSink as ModuleSink
+    from rlmesh.weights.module_sink import ModuleSink as ModuleSink
     from rlmesh.weights.modules import ModuleSource as ModuleSource
     from rlmesh.weights.protocols import WeightSink as WeightSink
     from rlmesh.weights.protocols import WeightSource as WeightSource
@@ -71,7 +71,7 @@ _WHERE = {
     "FutureSequence": "rlmesh.runtime.sequence",
     "MemberHandle": "rlmesh.runtime.handle",
     "Manifest": "rlmesh.weights.manifest",
-    "ModuleSink": "rlmesh.weights.modules",
+    "ModuleSink": "rlmesh.weights.module_sink",
     "ModuleSource": "rlmesh.weights.modules",
     "Mesh": "rlmesh.runtime.subgraphs",
     "PrimeMaster": "rlmesh.master.prime_master",

@@ -4,122 +4,21 @@ torch has handles of its own (`torch.multiprocessing`), but counts who uses them
 count down: a receiver that is killed keeps the sender's memory for ever. So the driver is asked directly, and who
 holds what is known from loans (`device`).
 
-A handle names a whole allocation, one segment of torch's allocator, in which a tensor begins somewhere. Memory of
-``expandable_segments:True`` and of ``backend:cudaMallocAsync`` has no handles. Devices are named by their UUIDs, since
-each process may number them differently; a mask (CUDA_VISIBLE_DEVICES) that hides a device hides its memory too.
+What handles are says `cuda_driver`. Devices are named by their UUIDs, since each process may number them differently;
+a mask (CUDA_VISIBLE_DEVICES) that hides a device hides its memory too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from rlmesh.errors import DeviceUnreachable
+from rlmesh.memory.cuda_driver import Driver, DriverError, driver
 from rlmesh.memory.device import Handle, NotShareable
 from rlmesh.memory.native import Buffer
-
-_HANDLE_BYTES = 64
-_LAZY_PEER_ACCESS = 1
-
-
-class _MemoryHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
-
-
-class _Uuid(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_ubyte * 16),)
-
-
-class DriverError(Exception):
-    """A call of the driver failed; ``name`` is the driver's for the error."""
-
-    def __init__(self, what: str, name: str) -> None:
-        super().__init__(f"{what}: {name}")
-        self.name = name
-
-
-class Driver:
-    """The few calls of libcuda that torch does not offer. Devices are numbered as torch numbers them."""
-
-    def __init__(self) -> None:
-        self._lib = ctypes.CDLL("libcuda.so.1")
-        for name, argtypes in {
-            "cuDeviceGet": [ctypes.POINTER(ctypes.c_int), ctypes.c_int],
-            "cuDeviceGetUuid_v2": [ctypes.POINTER(_Uuid), ctypes.c_int],
-            "cuDevicePrimaryCtxRetain": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int],
-            "cuCtxPushCurrent_v2": [ctypes.c_void_p],
-            "cuCtxPopCurrent_v2": [ctypes.POINTER(ctypes.c_void_p)],
-            "cuMemGetAddressRange_v2": [
-                ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64,
-            ],
-            "cuIpcGetMemHandle": [ctypes.POINTER(_MemoryHandle), ctypes.c_uint64],
-            "cuIpcOpenMemHandle_v2": [ctypes.POINTER(ctypes.c_uint64), _MemoryHandle, ctypes.c_uint],
-            "cuIpcCloseMemHandle": [ctypes.c_uint64],
-            "cuGetErrorName": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
-        }.items():  # fmt: skip
-            getattr(self._lib, name).argtypes = argtypes
-        self._contexts: dict[int, ctypes.c_void_p] = {}
-
-    def uuid(self, index: int) -> str:
-        """As nvidia-smi shows it, of a GPU or of a slice of one."""
-        found = _Uuid()
-        self._call("cuDeviceGetUuid_v2", ctypes.byref(found), self._device(index))
-        text = bytes(found.bytes).hex()
-        return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
-
-    def export(self, index: int, address: int) -> tuple[bytes, int]:
-        """The handle of the allocation that holds an address, and how far behind its begin that is."""
-        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _MemoryHandle()
-        with self._context(index):
-            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
-            self._call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
-        return bytes(handle.reserved), address - base.value
-
-    def open(self, index: int, handle: bytes) -> int:
-        """Where the allocation lies in this process. Each opening must be closed once."""
-        if len(handle) != _HANDLE_BYTES:
-            raise DriverError("cuIpcOpenMemHandle", f"a handle of {len(handle)} bytes")
-        address = ctypes.c_uint64()
-        with self._context(index):
-            structure = _MemoryHandle.from_buffer_copy(handle)
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), structure, _LAZY_PEER_ACCESS)
-        return address.value
-
-    def close(self, index: int, address: int) -> None:
-        with self._context(index):
-            self._call("cuIpcCloseMemHandle", address)
-
-    def _device(self, index: int) -> int:
-        device = ctypes.c_int()
-        self._call("cuDeviceGet", ctypes.byref(device), index)
-        return device.value
-
-    @contextmanager
-    def _context(self, index: int) -> Iterator[None]:
-        """torch's context of the device, the primary one, on the calling thread."""
-        context = self._contexts.get(index)
-        if context is None:
-            context = ctypes.c_void_p()
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device(index))
-            self._contexts[index] = context
-        self._call("cuCtxPushCurrent_v2", context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._lib, name)(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._lib.cuGetErrorName(code, ctypes.byref(text))
-            raise DriverError(name, (text.value or b"").decode() or f"error {code}")
 
 
 @dataclass
@@ -130,12 +29,20 @@ class _Snapshot:
 
 
 class _Raw:
-    """Memory as torch takes it from others."""
+    """Memory as torch takes it from others. ``owner`` is kept as long as it is looked at."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2,
         }  # fmt: skip
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device | str, owner: object = None) -> torch.Tensor:
+    """A tensor of bytes ``[nbytes]`` over memory at an address; no copy. ``device`` is where that memory is."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.as_tensor(_Raw(address, nbytes, owner), device=device)
 
 
 class _Copy:
@@ -168,7 +75,7 @@ class CudaBackend:
                 "tensor.cpu()"
             )
         torch.cuda.init()
-        self._driver = Driver()
+        self._driver = driver()
         self._uuids = [self._driver.uuid(index) for index in range(torch.cuda.device_count())]
 
     def device_of(self, tensor: torch.Tensor) -> str:
@@ -218,7 +125,7 @@ class CudaBackend:
             with torch.cuda.device(index):
                 stream = torch.cuda.current_stream()
                 ready = torch.cuda.Event.from_ipc_handle(device, handle.ready)
-                source = torch.as_tensor(_Raw(address + handle.offset, handle.nbytes), device=device)
+                source = bytes_at(address + handle.offset, handle.nbytes, device)
                 target = torch.empty(handle.nbytes, dtype=torch.uint8, device=device)
                 ready.wait(stream)
                 target.copy_(source, non_blocking=True)

@@ -1,8 +1,9 @@
 """`Delivery`: one route of one push. Announces buckets to the route's sinks and waits for their answers.
 
 It runs on a thread of its own, so that the next bucket is gathered while the sinks verify the last, and so that a
-snapshotted source trains on meanwhile. At most ``window`` buckets are unanswered at a time. The first failure ends it:
-what comes afterwards is dropped, and `result` tells who failed, and in which bucket.
+snapshotted source trains on meanwhile; where there is no next bucket, on the thread that waits for it. At most
+``window`` buckets are unanswered at a time. The first failure ends it: what comes afterwards is dropped, and `result`
+tells who failed, and in which bucket.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, wait
 from concurrent.futures import Future as PlainFuture
 from dataclasses import dataclass
@@ -70,11 +71,13 @@ class Delivery:
         command: sends a command to a sink.
         header: of the push.
         source: the member that sends, for errors of its own.
+        window: how many buckets may be unanswered.
+        beside: on a thread of its own; otherwise in `result`.
     """
 
     def __init__(
         self, outlet: Outlet, sinks: Mapping[str, int], command: Command, header: Header, source: str, *,
-        window: int = WINDOW, start: Callable[[threading.Thread], None] = threading.Thread.start,
+        window: int = WINDOW, beside: bool = True,
     ) -> None:  # fmt: skip
         self._outlet, self._sinks, self._command, self._header = outlet, dict(sinks), command, header
         self._source, self._window = source, window
@@ -82,8 +85,12 @@ class Delivery:
         self._room = threading.Semaphore(window)
         self._unanswered: deque[tuple[Parcel, dict[str, PlainFuture[Any]]]] = deque()
         self._failure: Failure | None = None
-        self._thread = threading.Thread(target=self._run, name=f"rlmesh-weights-{source}", daemon=True)
-        start(self._thread)
+        self._turn = -1
+        self._thread: threading.Thread | None = None
+        self._done = False
+        if beside:
+            self._thread = threading.Thread(target=self._run, name=f"rlmesh-weights-{source}", daemon=True)
+            self._thread.start()
 
     @property
     def failed(self) -> bool:
@@ -110,10 +117,11 @@ class Delivery:
 
     def result(self) -> Failure | None:
         """Wait for the last answer. Bounded by the deadlines of the buckets."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        elif not self._done:
+            self._run()
         return self._failure
-
-    # On its own thread.
 
     def _run(self) -> None:
         while (parcel := self._parcels.get()) is not None:
@@ -125,6 +133,7 @@ class Delivery:
                 self._settle()
         while self._unanswered:
             self._settle()
+        self._done = True
         if self._failure is not None:
             self._outlet.abandon()
 
@@ -132,12 +141,13 @@ class Delivery:
         header, index = self._header, parcel.bucket.index
         answers: dict[str, PlainFuture[Any]] = {}
         self._unanswered.append((parcel, answers))
+        self._turn += 1
         try:
             for sink in self._sinks:
                 answers[sink] = self._command(
-                    sink, "weights_stage", header.session, header.push, header.version, index,
-                    self._outlet.payload(parcel, sink), parcel.checksums, header.flip_s, timeout_s=header.bucket_s,
-                    incarnation=self._sinks[sink],
+                    sink, "weights_stage", header.session, header.push, header.version, self._source,
+                    self._turn, (index, parcel.bucket.count), self._outlet.payload(parcel, sink), parcel.sums_for(sink),
+                    header.flip_s, timeout_s=header.bucket_s, incarnation=self._sinks[sink],
                 )  # fmt: skip
             self._outlet.transmit(parcel, lambda: any(_has_failed(answer) for answer in answers.values()))
         except ChannelBroken as error:

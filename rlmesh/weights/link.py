@@ -50,6 +50,7 @@ class Link:
         self._source, self._sinks, self._timeouts, self._members = source, sinks, timeouts, members
         self._source_names = [party.name for party in plan.sources]
         self._sink_names = [party.name for party in plan.sinks]
+        self._alone = len(self._sink_names) == 1
 
     @classmethod
     def open(
@@ -79,11 +80,11 @@ class Link:
 
     def _connect(self) -> None:
         plan, limit = self.plan, self._timeouts.connect_s
-        cut = [bucket.to_wire() for bucket in plan.buckets]
+        cut = {name: [bucket.to_wire() for bucket in plan.by_rank[name]] for name in self._source_names}
         keep = plan.source_mode == "snapshot"
         starting = {
             name: [
-                (r.channel, {sink: self._members[sink] for sink in r.sinks}, plan.on_gpus(r))
+                (r.channel, {sink: self._members[sink] for sink in r.sinks}, plan.on_gpus(r), plan.on_one_gpu(r))
                 for r in plan.routes
                 if r.source == name
             ]
@@ -91,23 +92,21 @@ class Link:
         }
         opening = {
             name: self._source.call(
-                name, "weights_open", self.session, cut,
-                starting[name], keep, self._timeouts.bucket_s, self._verify, timeout_s=limit,
+                name, "weights_open", self.session, cut[name],
+                starting[name], keep, self._timeouts.bucket_s, self._verify, plan.sharded, timeout_s=limit,
             )
             for name in self._source_names
         }  # fmt: skip
-        opened: dict[str, Any] = {}
-        for name, answer in opening.items():
-            opened.update(_result(answer, name, "open its channels"))
-        attaching = {
-            name: self._sinks.call(name, "weights_attach", opened[name], cut, timeout_s=limit)
-            for name in self._sink_names
-        }
-        connecting = {
-            name: self._source.call(name, "weights_connect", self.session, timeout_s=limit)
+        attaching = [
+            (sink, self._sinks.call(sink, "weights_attach", opened, cut[name], timeout_s=limit))
+            for name, answer in opening.items()
+            for sink, opened in _result(answer, name, "open its channels").items()
+        ]
+        connecting = [
+            (name, self._source.call(name, "weights_connect", self.session, timeout_s=limit))
             for name in self._source_names
-        }
-        for name, answer in {**attaching, **connecting}.items():
+        ]
+        for name, answer in (*attaching, *connecting):
             _result(answer, name, "connect to its channel")
 
     # A push.
@@ -141,7 +140,7 @@ class Link:
         limit = self._timeouts.flip_s
         flips = {
             name: self._sinks.call(
-                name, "weights_flip", push, version, limit, timeout_s=limit + self._timeouts.bucket_s
+                name, "weights_flip", push, version, limit, self._alone, timeout_s=limit + self._timeouts.bucket_s
             )
             for name in self._sink_names
         }
@@ -155,7 +154,9 @@ class Link:
 
     def conclude(self, push: int) -> None:
         """All have flipped: let them serve, and wait until they do. A sink that dies now is one that restarts and
-        serves nothing; one that does not hear it serves nothing either."""
+        serves nothing; one that does not hear it serves nothing either. One that is alone serves already."""
+        if self._alone:
+            return
         limit = self._timeouts.bucket_s
         told = {name: self._sinks.call(name, "weights_conclude", push, timeout_s=limit) for name in self._sink_names}
         for name, answer in told.items():

@@ -15,34 +15,30 @@
         def setup(self):
             self.send_weights(ModuleSource(self.model))
 
-The commands to a sink run one after the other on a thread of their own, so that a bucket is staged while the member
-generates. What a source gathers runs on the member's main thread, in its turn: never beside an optimizer step.
+The commands to a sink run one after the other beside the member's own thread, so that a bucket is staged while the
+member generates. What a source gathers runs on the member's main thread, in its turn: never beside an optimizer step.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.job.context import current_worker
-from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime, default_runtime
-from rlmesh.weights.channels.base import RouteSettings
 from rlmesh.weights.delivery import Command
-from rlmesh.weights.plan import Channel
 from rlmesh.weights.protocols import WeightSink, WeightSource
 from rlmesh.weights.receiving import Receiver, Tap
-from rlmesh.weights.sending import Opened, Origin, Sender
+from rlmesh.weights.sending import Opened, Origin, RouteStart, Sender
 from rlmesh.wire.envelope import ANY_INCARNATION
 
-T = TypeVar("T")
+BESIDE = 8
+"""Calls of a method that may wait for each other beside the member's own thread."""
 
 
 def commander(runtime: Runtime) -> Command:
@@ -74,48 +70,10 @@ def _host_of(endpoint: str | None) -> str:
     return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
-def _set_result(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_error(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-class _Turns:
-    """Runs functions one after the other on a thread of its own, for coroutines."""
-
-    def __init__(self, name: str) -> None:
-        self._executor = SerialExecutor(name)
-
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-
-        def job() -> None:
-            try:
-                answer: Callable[[], None] = partial(_set_result, done, function(*args))
-            except Exception as error:
-                answer = partial(_set_error, done, error)
-            try:
-                loop.call_soon_threadsafe(answer)
-            except RuntimeError:
-                return  # the process is ending, and nobody waits any more
-
-        self._executor.submit(job)
-        return await done
-
-    def close(self) -> None:
-        self._executor.close()
-
-
 class ReceivesWeights:
     """A member whose weights come from a `WeightSync`. Call `receive_weights` before the first push."""
 
     __receiver: Receiver | None = None
-    __turns: _Turns | None = None
 
     def receive_weights(
         self, sink: WeightSink, *, name: str | None = None, incarnation: int | None = None, node: str | None = None,
@@ -126,7 +84,6 @@ class ReceivesWeights:
             worker = current_worker()
             name, incarnation, node = worker.name, worker.incarnation, node or worker.node_name or None
         self.__receiver = Receiver(sink, name, incarnation=incarnation or 0, node=node, tap=tap)
-        self.__turns = self.__turns or _Turns(f"weights-{name}")
         return self.__receiver
 
     @property
@@ -140,51 +97,47 @@ class ReceivesWeights:
 
     def close_weights(self) -> None:
         """Leave all weight syncs; what is served stays."""
-        if self.__turns is not None:
-            self.__turns.close()
         if self.__receiver is not None:
             self.__receiver.close()
 
-    async def __run(self, function: Callable[..., T], *args: Any) -> T:
-        assert self.__turns is not None
-        return await self.__turns.run(function, *args)
+    # Of these only `Receiver` knows the order; it lets one in at a time.
 
-    @rpc
-    async def weights_sink_describe(self) -> dict[str, Any]:
-        return await self.__run(self.weights.describe)
+    @rpc(concurrent=BESIDE)
+    def weights_sink_describe(self) -> dict[str, Any]:
+        return self.weights.describe()
 
-    @rpc
-    async def weights_attach(self, opened: Opened, buckets: Sequence[Any]) -> None:
-        settings: RouteSettings = opened.settings
-        await self.__run(self.weights.attach, settings, opened.channel, buckets, opened.info)
+    @rpc(concurrent=BESIDE)
+    def weights_attach(self, opened: Opened, buckets: Sequence[Any]) -> None:
+        self.weights.attach(opened.settings, opened.channel, buckets, opened.info)
 
-    @rpc
-    async def weights_detach(self, session: str) -> None:
-        await self.__run(self.weights.detach, session)
+    @rpc(concurrent=BESIDE)
+    def weights_detach(self, session: str) -> None:
+        self.weights.detach(session)
 
     @rpc(concurrent=64)
-    async def weights_stage(
-        self, session: str, push: int, version: int, index: int, payload: Any, checksums: Sequence[int], flip_s: float
-    ) -> None:
-        await self.__run(self.weights.stage, session, push, version, index, payload, checksums, flip_s)
+    def weights_stage(
+        self, session: str, push: int, version: int, source: str, turn: int, buckets: tuple[int, int], payload: Any,
+        checksums: Sequence[int], flip_s: float,
+    ) -> None:  # fmt: skip
+        self.weights.stage(session, push, version, source, turn, buckets, payload, checksums, flip_s)
 
-    @rpc
-    async def weights_flip(self, push: int, version: int, flip_s: float) -> None:
-        await self.__run(self.weights.flip, push, version, flip_s)
+    @rpc(concurrent=BESIDE)
+    def weights_flip(self, push: int, version: int, flip_s: float, alone: bool) -> None:
+        self.weights.flip(push, version, flip_s, alone)
 
-    @rpc
-    async def weights_conclude(self, push: int) -> None:
-        await self.__run(self.weights.conclude, push)
+    @rpc(concurrent=BESIDE)
+    def weights_conclude(self, push: int) -> None:
+        self.weights.conclude(push)
 
-    @rpc(concurrent=8)
-    async def weights_abort(self, session: str, push: int) -> int | None:
-        await self.__run(self.weights.abort, push)
-        await self.__run(self.weights.detach, session)
+    @rpc(concurrent=BESIDE)
+    def weights_abort(self, session: str, push: int) -> int | None:
+        self.weights.abort(push)
+        self.weights.detach(session)
         return self.weights.version
 
-    @rpc
-    async def weights_rollback(self, flip_s: float) -> int | None:
-        return await self.__run(self.weights.rollback, flip_s)
+    @rpc(concurrent=BESIDE)
+    def weights_rollback(self, flip_s: float) -> int | None:
+        return self.weights.rollback(flip_s)
 
 
 class SendsWeights:
@@ -226,10 +179,10 @@ class SendsWeights:
 
     @rpc
     def weights_open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, Mapping[str, int], bool]],
-        keep: bool, timeout_s: float, verify: bool,
+        self, session: str, buckets: Sequence[Any], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
+        verify: bool, sharded: bool,
     ) -> Mapping[str, Opened]:  # fmt: skip
-        return self.weights_source.open(session, buckets, routes, keep, timeout_s, verify)
+        return self.weights_source.open(session, buckets, routes, keep, timeout_s, verify, sharded)
 
     @rpc
     def weights_connect(self, session: str) -> None:

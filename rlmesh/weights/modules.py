@@ -1,19 +1,19 @@
-"""Weights of torch modules: `ModuleSource` (plain, DDP, FSDP2, tensor parallel, LoRA) and `ModuleSink`."""
+"""Weights of torch modules that are trained: `ModuleSource` (plain, DDP, FSDP2, tensor parallel, LoRA)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
 from rlmesh.weights.pieces import dtype_name
-from rlmesh.weights.plan import Mode
-from rlmesh.weights.protocols import Framework
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
 
 Lora = Literal["", "adapter", "merged"]
 
@@ -72,6 +72,28 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]] | None:
+    """Which elements of each tensor are in this process, in C order: (first, how many). None if some are not in one
+    run: sharded along another dimension than the first, or with strides."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    parts = {}
+    for name, tensor in tensors.items():
+        if not _local(tensor).is_contiguous():
+            return None
+        first = 0
+        if isinstance(tensor, DTensor):
+            if not all(type(p) is Replicate or (type(p) is Shard and p.dim == 0) for p in tensor.placements):
+                return None
+            shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            if tuple(shape) != tuple(_local(tensor).shape):
+                return None
+            first = start[0] * prod(tensor.shape[1:]) if start else 0
+        parts[name] = first, _local(tensor).numel()
+    return parts
+
+
 class ModuleSource:
     """A module that is trained here.
 
@@ -105,6 +127,7 @@ class ModuleSource:
         self._watched = list(module.parameters())
         self._manifest = manifest_of(self._tensors, kinds, (*exclude, *left))
         self.lasting = not self._makers and all(_local(t) is t for t in self._tensors.values())
+        self._parts = None if self.lasting or self._makers else parts_of(self._tensors)
         self.device = str(_local(next(iter(self._tensors.values()))).device) if self._tensors else "cpu"
 
     def manifest(self) -> Manifest:
@@ -116,6 +139,9 @@ class ModuleSource:
         from torch.distributed.tensor import DTensor
 
         with torch.no_grad():
+            if self.lasting:
+                yield {name: self._tensors[name] for name in names}
+                return
             whole = {}
             for name in names:
                 make = self._makers.get(name)
@@ -123,146 +149,15 @@ class ModuleSource:
                 whole[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             yield whole
 
+    def parts(self) -> Mapping[str, tuple[int, int]] | None:
+        return self._parts
+
+    @contextmanager
+    def shards(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        yield {name: _local(self._tensors[name]) for name in names}
+
     def stamp(self) -> object:
         """torch counts the changes of every tensor in place."""
+        if self.lasting:
+            return [parameter._version for parameter in self._watched]
         return tuple(_local(parameter)._version for parameter in self._watched)
-
-
-class ModuleSink:
-    """A module that is used here.
-
-    A `double_buffer` sink swaps the memory of its parameters and buffers at the flip (``tensor.data``): the module, its
-    parameters and ties stay the same objects. Where something holds on to that memory itself (CUDA graphs, packed
-    weights), use ``in_place``.
-
-    Args:
-        module: its parameters and persistent buffers are what the sink takes.
-        mode: see `WeightSink`.
-        keep_shared: use memory that the source shares, as it is, instead of copying it.
-        exclude: names that are not synced.
-        lora: "adapter": of a peft model take one adapter's tensors only.
-        adapter: which one.
-        after_flip: called when the weights are new: reset caches of old ones here.
-    """
-
-    framework: Framework = "torch"
-
-    def __init__(
-        self, module: nn.Module, mode: Mode = "double_buffer", *, keep_shared: bool = True,
-        exclude: Collection[str] = (), lora: Literal["", "adapter"] = "", adapter: str = "default",
-        after_flip: Callable[[], object] | None = None,
-    ) -> None:  # fmt: skip
-        if lora:
-            from rlmesh.weights.lora import lora_tensors
-
-            tensors, _, kinds, left = lora_tensors(module, lora, adapter)
-        else:
-            tensors, kinds, left = named_tensors(module)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in exclude}
-        self._manifest = manifest_of(tensors, kinds, (*exclude, *left))
-        self.mode: Mode = mode
-        self.device = str(next(iter(tensors.values())).device) if tensors else "cpu"
-        # All objects that show one memory: each gets the new one.
-        self._targets: dict[str, list[Tensor]] = {}
-        for name, tensor in tensors.items():
-            same = self._targets.setdefault(self._manifest.owner(name).name, [])
-            if all(known is not tensor for known in same):
-                same.append(tensor)
-        self._keep, self._after_flip = keep_shared, after_flip or (lambda: None)
-        self._staged: dict[str, Tensor] = {}
-        self._previous: dict[str, Tensor] = {}
-        self._spare: dict[str, Tensor] = {}
-
-    def manifest(self) -> Manifest:
-        return self._manifest
-
-    def begin(self, version: int) -> None:
-        # Copies go into the memory of the version before, which nobody can go back to any more.
-        self._spare = {} if self._keep and self.device == "cpu" else self._previous or self._spare
-        self._previous, self._staged = {}, {}
-
-    def stage(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
-        import torch
-
-        with torch.no_grad():
-            for owner, sent in self._manifest.by_owner(tensors).items():
-                target = self._targets[owner][0].detach()
-                if self.mode == "in_place":
-                    target.copy_(sent, non_blocking=True)
-                elif keep and self._keep and sent.dtype == target.dtype and sent.device == target.device:
-                    self._staged[owner] = sent
-                else:
-                    self._staged[owner] = self._copy(owner, sent, target)
-        if not self.device.startswith("cpu"):
-            # What was copied from may be used again when this returns.
-            torch.cuda.current_stream(torch.device(self.device)).synchronize()
-
-    def stage_summed(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """`stage` of tensors on a GPU that gives checksums by name, of what was copied, in the same pass where types
-        and layouts allow it."""
-        import torch
-
-        from rlmesh.weights.cuda import copy_with_checksums
-
-        with torch.no_grad():
-            sources, targets, owners = [], [], []
-            others = {}
-            for owner, sent in self._manifest.by_owner(tensors).items():
-                mine = self._targets[owner][0].detach()
-                target = mine if self.mode == "in_place" else self._back(owner, mine)
-                if sent.dtype == target.dtype and target.is_contiguous() and target.is_cuda and sent.numel():
-                    sources.append(sent.reshape(-1).view(torch.uint8))
-                    targets.append(target.reshape(-1).view(torch.uint8))
-                    owners.append(owner)
-                else:
-                    others[owner] = sent
-                if self.mode == "double_buffer":
-                    self._staged[owner] = target
-            sums = dict(zip(owners, copy_with_checksums(sources, targets), strict=True))
-            for owner, sent in others.items():
-                flat = sent.reshape(-1)
-                piece = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
-                (sums[owner],) = copy_with_checksums([piece], None)
-                target = self._targets[owner][0].detach() if self.mode == "in_place" else self._staged[owner]
-                target.copy_(sent, non_blocking=True)
-            torch.cuda.current_stream(torch.device(self.device)).synchronize()
-        return {name: sums[self._manifest.owner(name).name] for name in tensors}
-
-    def _copy(self, owner: str, sent: Tensor, target: Tensor) -> Tensor:
-        back = self._back(owner, target)
-        back.copy_(sent, non_blocking=True)
-        return back
-
-    def _back(self, owner: str, target: Tensor) -> Tensor:
-        """Memory beside what is in use."""
-        import torch
-
-        back = self._spare.get(owner)
-        if back is None:
-            back = self._spare[owner] = torch.empty_like(target)
-        return back
-
-    def flip(self, version: int) -> None:
-        if self.mode == "double_buffer":
-            missing = self._targets.keys() - self._staged.keys()
-            if missing:
-                raise WeightSyncError(f"{sorted(missing)[:5]} did not come")
-            self._previous = self._swap(self._staged)
-            self._staged = {}
-        self._after_flip()
-
-    def _swap(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        old = {}
-        for owner, tensor in new.items():
-            old[owner] = self._targets[owner][0].data
-            for target in self._targets[owner]:
-                target.data = tensor
-        return old
-
-    def rollback(self) -> None:
-        self._spare = self._swap(self._previous)
-        self._previous = {}
-        self._after_flip()
-
-    def discard(self) -> None:
-        self._staged = {}

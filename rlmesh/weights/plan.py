@@ -1,25 +1,26 @@
 """`WeightPlan`: which tensors go in which bucket, by which channel to which sink. Pure: values in, values out.
 
-A bucket is a run of whole tensors; it is what is staged, acknowledged and named in errors. A route is one source rank,
-one channel and the sinks that it feeds. Every sink is on exactly one route, and every route carries all buckets.
+A bucket is a run of tensors; it is what is staged, acknowledged and named in errors. A route is one source rank, one
+channel and the sinks that it feeds. Where the source is sharded and its memory can be shared with all sinks, every rank
+sends its own shards: there is a route from each rank to each sink, nothing is gathered, and the sinks put the parts
+together. Otherwise every sink is on exactly one route, which carries whole tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.dtypes import ITEM_BYTES
-from rlmesh.weights.manifest import NO_CASTS, Casts, Manifest, TensorSpec, misfits
+from rlmesh.weights.buckets import Bucket, cut, parts_of, share_out
+from rlmesh.weights.manifest import NO_CASTS, Casts, Manifest, misfits
 
 Mode = Literal["double_buffer", "in_place"]
 SourceMode = Literal["fenced", "snapshot"]
 Channel = Literal["shm", "cuda_ipc", "collective", "stream"]
 
 CHANNELS: tuple[Channel, ...] = ("cuda_ipc", "shm", "collective", "stream")
-ALIGNMENT = 256
 DEFAULT_BUCKET_BYTES = 64 << 20
 
 
@@ -38,7 +39,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """One source rank or one sink, as it described itself."""
+    """One source rank or one sink, as it described itself.
+
+    Attributes:
+        parts: of a source rank: which elements of each tensor it holds, in C order: (first, how many). None: all that
+            it can give are whole tensors.
+        takes_parts: of a sink: tensors may come in several parts.
+    """
 
     name: str
     incarnation: int
@@ -46,37 +53,8 @@ class Party:
     manifest: Manifest | None
     mode: Mode = "double_buffer"
     channels: tuple[Channel, ...] = CHANNELS
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor inside a bucket; ``dtype`` is the one that travels, ``tied`` the source's other names for it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    nbytes: int
-    tied: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    index: int
-    entries: tuple[Entry, ...]
-    nbytes: int
-
-    def to_wire(self) -> list[Any]:
-        rows = [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes, list(e.tied)] for e in self.entries]
-        return [self.index, self.nbytes, rows]
-
-    @classmethod
-    def from_wire(cls, fields: Sequence[Any]) -> Bucket:
-        index, nbytes, rows = fields
-        entries = tuple(
-            Entry(n, tuple(shape), dtype, at, size, tuple(tied)) for n, shape, dtype, at, size, tied in rows
-        )
-        return cls(index, entries, nbytes)
+    parts: Mapping[str, tuple[int, int]] | None = None
+    takes_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +101,24 @@ class WeightPlan:
     buckets: tuple[Bucket, ...]
     routes: tuple[Route, ...]
     source_mode: SourceMode
+    by_rank: Mapping[str, tuple[Bucket, ...]]
+    """What each source rank sends: all buckets, or its shards of them."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that one sink gets."""
         return sum(entry.nbytes for bucket in self.buckets for entry in bucket.entries)
+
+    def on_one_gpu(self, route: Route) -> bool:
+        """Are all ends of a route on the same GPU?"""
+        names = {route.source, *route.sinks}
+        devices = {party.place.device for party in (*self.sources, *self.sinks) if party.name in names}
+        return len(devices) == 1 and "" not in devices
+
+    @property
+    def sharded(self) -> bool:
+        """Does every rank send its own shards?"""
+        return any(entry.is_part for cut in self.by_rank.values() for bucket in cut for entry in bucket.entries)
 
     def on_gpus(self, route: Route) -> bool:
         """Are all ends of a route on GPUs, each on one of its own?"""
@@ -142,6 +133,7 @@ class WeightPlan:
         lines = [
             f"{_size(self.nbytes)} in {count} tensors ({len(tied)} tied names), {len(self.buckets)} buckets of at most "
             f"{_size(largest)}; source {'fenced' if self.source_mode == 'fenced' else 'snapshotted'}"
+            f"{', each rank sends its own shards' if self.sharded else ''}"
         ]
         mode = {sink.name: sink.mode for sink in self.sinks}
         for route in self.routes:
@@ -171,9 +163,10 @@ def make_plan(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes) 
             + "\n".join(f"  {fault}" for fault in faults)
         )
     buckets = cut(manifest, wire_types(manifest, sinks), wishes.bucket_bytes)
-    return WeightPlan(
-        tuple(sources), tuple(sinks), manifest, buckets, choose_routes(sources, sinks, wishes), wishes.source_mode
-    )
+    routes, by_rank = _shards(manifest, buckets, sources, sinks, wishes)
+    if not routes:
+        routes, by_rank = choose_routes(sources, sinks, wishes), {source.name: buckets for source in sources}
+    return WeightPlan(tuple(sources), tuple(sinks), manifest, buckets, routes, wishes.source_mode, by_rank)
 
 
 def _one_manifest(sources: Sequence[Party]) -> Manifest:
@@ -200,40 +193,43 @@ def wire_types(manifest: Manifest, sinks: Sequence[Party]) -> dict[str, str]:
     return chosen
 
 
-def cut(manifest: Manifest, types: Mapping[str, str], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Whole tensors, in the manifest's order, in runs of at most ``bucket_bytes``; tied names travel once."""
-    if bucket_bytes < 1:
-        raise WeightSyncError(f"bucket_bytes={bucket_bytes}: it is a number of bytes, 1 or more")
-    buckets: list[Bucket] = []
-    entries: list[Entry] = []
-    end = 0
-
-    def close() -> None:
-        nonlocal entries, end
-        if entries:
-            buckets.append(Bucket(len(buckets), tuple(entries), end))
-        entries, end = [], 0
-
-    tied: dict[str, list[str]] = {}
-    for spec in manifest:
-        if spec.alias_of is not None:
-            tied.setdefault(spec.alias_of, []).append(spec.name)
-    for spec in manifest:
-        if spec.alias_of is not None:
-            continue
-        nbytes = _bytes_as(spec, types[spec.name])
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if entries and start + nbytes > bucket_bytes:
-            close()
-            start = 0
-        entries.append(Entry(spec.name, spec.shape, types[spec.name], start, nbytes, tuple(tied.get(spec.name, ()))))
-        end = start + nbytes
-    close()
-    return tuple(buckets)
+_WITHOUT_GATHERING: tuple[Channel, ...] = ("cuda_ipc", "shm")
 
 
-def _bytes_as(spec: TensorSpec, dtype: str) -> int:
-    return spec.numel * ITEM_BYTES[dtype]
+def _shards(
+    manifest: Manifest, buckets: Sequence[Bucket], sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes
+) -> tuple[tuple[Route, ...], dict[str, tuple[Bucket, ...]]]:
+    """Routes from every rank, with its own shards only; none if the shards do not add up, or a channel or sink needs
+    whole tensors."""
+    shares = share_out(manifest, {source.name: source.parts for source in sources})
+    if len(sources) < 2 or shares is None or not all(_takes_parts(sink, buckets) for sink in sinks):
+        return (), {}
+    routes: list[Route] = []
+    by_rank = {}
+    for rank, source in enumerate(sources):
+        cut = by_rank[source.name] = parts_of(buckets, shares[source.name])
+        # Each rank begins with another sink, so that no two of them read from the same rank first.
+        turn = rank % len(sinks)
+        try:
+            mine = choose_routes([source], [*sinks[turn:], *sinks[:turn]], wishes) if cut else ()
+        except WeightSyncError:
+            return (), {}
+        routes += mine
+    if any(route.channel not in _WITHOUT_GATHERING for route in routes):
+        return (), {}
+    return tuple(routes), by_rank
+
+
+def _takes_parts(sink: Party, buckets: Sequence[Bucket]) -> bool:
+    """Has it, for every tensor that travels, one tensor of that very type?"""
+    mine = sink.manifest
+    if not sink.takes_parts or mine is None:
+        return False
+    for entry in (entry for bucket in buckets for entry in bucket.entries):
+        owners = [mine.owner(name) for name in (entry.name, *entry.tied) if mine.find(name) is not None]
+        if len({owner.name for owner in owners}) != 1 or owners[0].dtype != entry.dtype:
+            return False
+    return True
 
 
 def choose_routes(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes) -> tuple[Route, ...]:

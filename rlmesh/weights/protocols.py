@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.plan import Mode
+
+if TYPE_CHECKING:
+    from rlmesh.weights.buckets import Entry
 
 Framework = Literal["numpy", "torch"]
 
@@ -34,6 +37,20 @@ class WeightSource(Protocol):
 
     def stamp(self) -> object:
         """A value that changes when the weights do: a fenced push fails if it is another one at its end."""
+        ...
+
+
+@runtime_checkable
+class ShardedSource(Protocol):
+    """A `WeightSource` that may give its own shards, so that nothing is gathered."""
+
+    def parts(self) -> Mapping[str, tuple[int, int]] | None:
+        """Which elements of each tensor are here, in C order: (first, how many). None: it has no such shards, or not
+        of all tensors."""
+        ...
+
+    def shards(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Any]]:
+        """These tensors, as far as they are here: contiguous, and where they are for good. No collective step."""
         ...
 
 
@@ -79,4 +96,19 @@ class WeightSink(Protocol):
 
     def discard(self) -> None:
         """The push failed before ``flip``: forget what was staged."""
+        ...
+
+
+@runtime_checkable
+class OpenSink(Protocol):
+    """A `WeightSink` whose memory may be written to by whoever receives: in one pass with the checksums, and in parts
+    where every rank of the source sends its own."""
+
+    def rooms(self, entries: Sequence[Entry], *, keep: bool) -> Sequence[Any]:
+        """Contiguous memory for each tensor, in the type that travels; None for what shall come by ``stage``. With
+        ``keep`` that would get memory which may be used as it is; not asked for parts."""
+        ...
+
+    def takes_parts(self) -> bool:
+        """Is there room for all tensors, so that any of them may come in parts?"""
         ...

@@ -6,35 +6,92 @@ Nothing here knows of RPC: `members` exports it, and tests call it as it is.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlmesh.errors import WeightSyncError
+from rlmesh.weights.buckets import Bucket, Entry, join_all
 from rlmesh.weights.channels.base import Inlet, RouteSettings
 from rlmesh.weights.channels.registry import open_inlet
 from rlmesh.weights.gate import VersionGate
-from rlmesh.weights.pieces import checksums_of, is_torch, tensor_of
 from rlmesh.weights.places import place_of
-from rlmesh.weights.plan import Bucket, Channel
-from rlmesh.weights.protocols import WeightSink
+from rlmesh.weights.plan import Channel
+from rlmesh.weights.protocols import OpenSink, WeightSink
+from rlmesh.weights.staging import stage_pieces
 from rlmesh.weights.states import SinkState
 
 logger = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
 
 Tap = Callable[[str, int], None]
 """Called with the name of a step and a bucket's number; for tests, which raise, wait or die in it."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _command(method: Callable[Concatenate[Receiver, P], R]) -> Callable[Concatenate[Receiver, P], R]:
+    """One at a time, on whatever threads they come."""
+
+    @wraps(method)
+    def one_at_a_time(self: Receiver, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._commands:
+            return method(self, *args, **kwargs)
+
+    return one_at_a_time
+
+
 @dataclass(eq=False)
-class _Session:
-    """One plan of one `WeightSync`, as this sink sees it."""
+class _Route:
+    """From one rank of the source.
+
+    Attributes:
+        first: its buckets are counted from there on, among all of the session.
+        turn: which command of which push comes next: commands that are sent one after the other may overtake each
+            other on their way to a thread.
+    """
 
     settings: RouteSettings
-    channel: str
     buckets: tuple[Bucket, ...]
     inlet: Inlet
+    share: tuple[int, int]
+    first: int
+    turn: tuple[int, int] = (0, 0)
+    positions: dict[int, int] = field(default_factory=dict)
+    joined: dict[tuple[int, int], Bucket] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.positions = {bucket.index: position for position, bucket in enumerate(self.buckets)}
+
+    def bucket(self, index: int, count: int) -> Bucket:
+        """So many buckets from that one on, as one."""
+        found = self.joined.get((index, count))
+        if found is None:
+            at = self.positions[index]
+            found = self.joined[index, count] = join_all(self.buckets[at : at + count])
+        return found
+
+    def numbers(self, index: int, count: int) -> range:
+        """What these buckets are among all of the session."""
+        at = self.first + self.positions[index]
+        return range(at, at + count)
+
+
+@dataclass(eq=False)
+class _Session:
+    """One plan of one `WeightSync`, as this sink sees it: a route from each rank of the source that sends to it."""
+
+    routes: dict[str, _Route] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(len(route.buckets) for route in self.routes.values())
 
 
 class Receiver:
@@ -59,6 +116,10 @@ class Receiver:
         self.tap: Tap = tap or (lambda step, bucket: None)
         self._node = node
         self._sessions: dict[str, _Session] = {}
+        self._commands = threading.Condition()
+        """Held by the command that runs. It is reentrant."""
+        self._alone: tuple[int, float] | None = None
+        """The push that it concluded by itself, as the only sink, and how long its requests may hold up a flip."""
 
     @property
     def version(self) -> int | None:
@@ -71,6 +132,7 @@ class Receiver:
 
     # Commands of a plan.
 
+    @_command
     def describe(self) -> dict[str, Any]:
         manifest = self.sink.manifest()
         place = place_of(self.sink.device, self._node)
@@ -81,8 +143,10 @@ class Receiver:
             "version": self.gate.version,
             "place": [place.node, place.shm, place.device, list(place.peers), place.cuda_ipc, place.why_no_ipc],
             "manifest": manifest.to_wire() if manifest is not None else None,
+            "takes_parts": isinstance(self.sink, OpenSink) and self.sink.takes_parts(),
         }
 
+    @_command
     def attach(
         self, settings: RouteSettings, channel: Channel, buckets: Sequence[Any], info: Mapping[str, Any]
     ) -> None:
@@ -90,71 +154,113 @@ class Receiver:
         self._use_device()
         inlet = open_inlet(channel, settings, self.who, info)
         cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
-        self._sessions[settings.session] = _Session(settings, channel, cut, inlet)
+        session = self._sessions.setdefault(settings.session, _Session())
+        share = settings.sinks.index(self.who), len(settings.sinks)
+        session.routes[settings.source] = _Route(settings, cut, inlet, share, session.total)
 
+    @_command
     def detach(self, session: str) -> None:
+        self._leave(session)
+        self._commands.notify_all()
+
+    def _leave(self, session: str) -> None:
         gone = self._sessions.pop(session, None)
-        if gone is not None:
-            gone.inlet.close()
+        for route in gone.routes.values() if gone is not None else ():
+            route.inlet.close()
 
     def close(self) -> None:
+        """Leave all plans; waits for the command that runs, but not for ever."""
+        mine = self._commands.acquire(timeout=CLOSE_S)
         for session in list(self._sessions):
-            self.detach(session)
+            self._leave(session)
+        if mine:
+            self._commands.notify_all()
+            self._commands.release()
 
     # Commands of a push.
 
     def stage(
-        self, session: str, push: int, version: int, index: int, payload: Any, checksums: Sequence[int], flip_s: float
-    ) -> None:
-        """Take and verify one bucket; the first one of a push begins it."""
-        found = self._find(session)
+        self, session: str, push: int, version: int, source: str, turn: int, buckets: tuple[int, int], payload: Any,
+        checksums: Sequence[int], flip_s: float,
+    ) -> None:  # fmt: skip
+        """Take and verify one bucket of a rank of the source, or several as one; the first of a push begins it.
+
+        Args:
+            turn: the how-manieth command of the push and of this rank it is, from 0 on.
+            buckets: number of the first, and how many.
+            checksums: of its entries; after these, where the sinks verify together, of this sink's shares of them.
+        """
+        with self._commands:
+            found = self._find(session)
+            route = found.routes[source]
+            came = self._commands.wait_for(
+                lambda: not turn or route.turn == (push, turn) or self._sessions.get(session) is not found,
+                route.settings.timeout_s,
+            )
+            if not came:
+                raise WeightSyncError(f"the command before bucket {buckets[0]} did not come to {self.who}")
+            self._find(session)
+            try:
+                self._stage(found, route, push, version, buckets, payload, checksums, flip_s)
+            finally:
+                route.turn = push, turn + 1
+                self._commands.notify_all()
+
+    def _stage(
+        self, found: _Session, route: _Route, push: int, version: int, buckets: tuple[int, int], payload: Any,
+        checksums: Sequence[int], flip_s: float,
+    ) -> None:  # fmt: skip
         self._use_device()
         if self.state.push != push or self.state.phase != "staging":
             self._begin(found, push, version, flip_s)
-        self.tap("stage", index)
-        bucket = found.buckets[index]
-        self._take(found, bucket, payload, checksums)
-        found.inlet.done()
-        self.state = self.state.add(push, index)
-        self.tap("staged", index)
+        index, count = buckets
+        bucket = route.bucket(index, count)
+        for number in range(index, index + count):
+            self.tap("stage", number)
+        self._take(route, bucket, payload, checksums)
+        route.inlet.done()
+        for number in route.numbers(index, count):
+            self.state = self.state.add(push, number)
+        for number in range(index, index + count):
+            self.tap("staged", number)
 
-    def _take(self, found: _Session, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
-        pieces = found.inlet.take(bucket, payload, found.settings.timeout_s)
-        stage_summed = getattr(self.sink, "stage_summed", None)
-        on_gpu = stage_summed is not None and any(is_torch(piece) and piece.is_cuda for piece in pieces)
-        if found.settings.verify and not on_gpu:
-            self._verify(bucket, checksums, checksums_of(pieces))
-        tensors = {}
-        for entry, piece in zip(bucket.entries, pieces, strict=True):
-            tensor = tensor_of(piece, entry.dtype, entry.shape, self.sink.framework)
-            tensors.update(dict.fromkeys((entry.name, *entry.tied), tensor))
-        if found.settings.verify and on_gpu and stage_summed is not None:
-            # One pass: the sums are of what the sink has copied.
-            sums = stage_summed(tensors)
-            self._verify(bucket, checksums, [sums[entry.name] for entry in bucket.entries])
-        else:
-            self.sink.stage(tensors, keep=found.inlet.keeps)
+    def _take(self, route: _Route, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
+        size = len(bucket.entries)
+        position = {entry.name: i for i, entry in enumerate(bucket.entries)} if route.settings.verify else {}
+        whole, of_share = checksums[:size], checksums[size:]
+
+        def compare(entries: Sequence[Entry], here: Sequence[int], shared: bool) -> None:
+            sent = of_share if shared and of_share else whole
+            found = zip(entries, here, strict=True)
+            wrong = [entry.name for entry, one in found if one != sent[position[entry.name]]]
+            if wrong:
+                raise WeightSyncError(
+                    f"bucket {bucket.index} arrived altered: the checksums of {', '.join(wrong[:5])} "
+                    f"({len(wrong)} of {size} tensors) are not the source's"
+                )
+
+        pieces = route.inlet.take(bucket, payload, route.settings.timeout_s)
+        stage_pieces(
+            self.sink, bucket, pieces, keep=route.inlet.keeps, share=route.share if of_share else (0, 1),
+            compare=compare if route.settings.verify else None,
+        )  # fmt: skip
 
     def _begin(self, session: _Session, push: int, version: int, flip_s: float) -> None:
         self.abort(self.state.push)
         self._heed_gate()
+        self._alone = None
         if self.sink.mode == "in_place":
             self.gate.close(f"version {version} is being written over version {self.state.version}", flip_s)
             self.gate.set_version(None, f"a push of version {version} overwrote its weights and was not concluded")
-        self.state = self.state.begin(push, version, len(session.buckets))
+        self.state = self.state.begin(push, version, session.total)
         self.sink.begin(version)
-        session.inlet.settle()
+        for route in session.routes.values():
+            route.inlet.settle()
 
-    def _verify(self, bucket: Bucket, sent: Sequence[int], here: Sequence[int]) -> None:
-        wrong = [e.name for e, a, b in zip(bucket.entries, sent, here, strict=True) if a != b]
-        if wrong:
-            raise WeightSyncError(
-                f"bucket {bucket.index} arrived altered: the checksums of {', '.join(wrong[:5])} "
-                f"({len(wrong)} of {len(bucket.entries)} tensors) are not the source's"
-            )
-
-    def flip(self, push: int, version: int, flip_s: float) -> None:
-        """Use the new weights, but serve nobody before `conclude`: another sink may still fail."""
+    @_command
+    def flip(self, push: int, version: int, flip_s: float, alone: bool = False) -> None:
+        """Use the new weights, but serve nobody before `conclude`: another sink may still fail. A sink that is alone
+        concludes at once."""
         flipped = self.state.flip(push)
         self.tap("flip", -1)
         self.gate.close(f"the flip to version {version} is not concluded", flip_s)
@@ -165,7 +271,11 @@ class Receiver:
             self._undo(flipped=False)
             raise
         self.state = flipped
+        if alone:
+            self.conclude(push)
+            self._alone = push, flip_s
 
+    @_command
     def conclude(self, push: int) -> None:
         """All sinks have flipped: serve."""
         self.state = self.state.conclude(push)
@@ -175,13 +285,27 @@ class Receiver:
             conclude(self.state.version)
         self.gate.open()
 
+    @_command
     def abort(self, push: int | None) -> None:
         """Go back to what was before the push, if it is this one's that is under way."""
+        if self._alone is not None and self._alone[0] == push:
+            # It concluded, but too late: its coordinator has given the push up.
+            self._unconclude(self._alone[1])
         if push is None or self.state.push != push:
             return
         flipped = self.state.phase == "flipped"
         self.state = self.state.abort()
         self._undo(flipped=flipped)
+
+    def _unconclude(self, flip_s: float) -> None:
+        self._alone = None
+        try:
+            self.rollback(flip_s)
+        except Exception as error:
+            logger.warning("%s cannot go back from version %s, whose push failed, and serves nothing until the next "
+                           "push: %s", self.who, self.state.version, error)  # fmt: skip
+            self.state = SinkState(self.sink.mode)
+            self.gate.set_version(None, "a push that was under way failed")
 
     def _undo(self, *, flipped: bool) -> None:
         try:
@@ -199,9 +323,11 @@ class Receiver:
         self.gate.set_version(self.state.version, why)
         self.gate.open()
 
+    @_command
     def rollback(self, flip_s: float) -> int | None:
         """Serve the version before again."""
         self._heed_gate()
+        self._alone = None
         back = self.state.rollback()
         self.gate.close(f"going back to version {back.version}", flip_s)
         try:
@@ -226,7 +352,6 @@ class Receiver:
             import torch
 
             torch.cuda.set_device(torch.device(self.sink.device))
-            torch.cuda.current_stream().synchronize()
 
     def _find(self, session: str) -> _Session:
         found = self._sessions.get(session)

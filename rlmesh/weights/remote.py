@@ -24,13 +24,15 @@ Incarnations = Mapping[str, int]
 def party_of(fields: Mapping[str, Any]) -> Party:
     """From what a member said of itself."""
     node, shm, device, peers, ipc, why_not = fields["place"]
-    manifest = fields["manifest"]
+    manifest, parts = fields["manifest"], fields.get("parts")
     return Party(
         name=fields["name"],
         incarnation=fields["incarnation"],
         place=Place(node, shm, device, tuple(peers), ipc, why_not),
         manifest=Manifest.from_wire(manifest) if manifest is not None else None,
         mode=fields["mode"],
+        parts={name: (first, count) for name, (first, count) in parts.items()} if parts else None,
+        takes_parts=fields.get("takes_parts", False),
     )
 
 

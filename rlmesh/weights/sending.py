@@ -6,16 +6,21 @@ Nothing here knows of RPC but the ``command`` that it was given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlmesh.errors import WeightSyncError
+from rlmesh.weights.buckets import Bucket, join
 from rlmesh.weights.channels.base import Outlet, RouteSettings
 from rlmesh.weights.channels.registry import open_outlet
 from rlmesh.weights.delivery import Command, Delivery, Failure, Header
 from rlmesh.weights.places import place_of
-from rlmesh.weights.plan import Bucket, Channel
-from rlmesh.weights.protocols import WeightSource
+from rlmesh.weights.plan import Channel
+from rlmesh.weights.protocols import ShardedSource, WeightSource
+
+RouteStart = tuple[Channel, Mapping[str, int], bool, bool]
+"""Channel; sinks and their incarnations; are all ends on GPUs of their own; are they all on one GPU?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +46,20 @@ class Opened:
 class _Session:
     buckets: tuple[Bucket, ...]
     keep: bool
+    sharded: bool
     routes: list[tuple[Mapping[str, int], Outlet]]
     deliveries: dict[int, list[Delivery]] = field(default_factory=dict)
+    _joined: dict[tuple[int, int], list[Bucket]] = field(default_factory=dict)
+
+    def to_put(self) -> list[Bucket]:
+        """All buckets, as many in one as all routes allow. Without routes a rank gathers for the others, in the buckets
+        that they gather in."""
+        each = [outlet.joins_bytes for _, outlet in self.routes] or [(0, 0)]
+        most = min(first for first, _ in each), min(other for _, other in each)
+        found = self._joined.get(most)
+        if found is None:
+            found = self._joined[most] = join(self.buckets, *most)
+        return found
 
 
 class Sender:
@@ -74,22 +91,25 @@ class Sender:
             "version": None,
             "place": [place.node, place.shm, place.device, list(place.peers), place.cuda_ipc, place.why_no_ipc],
             "manifest": self.source.manifest().to_wire(),
+            "parts": self.source.parts() if isinstance(self.source, ShardedSource) else None,
         }
 
     def open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[tuple[Channel, Mapping[str, int], bool]],
-        keep: bool, timeout_s: float, verify: bool,
+        self, session: str, buckets: Sequence[Any], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
+        verify: bool, sharded: bool,
     ) -> dict[str, Opened]:  # fmt: skip
-        """Open the routes that start here; gives what each sink needs to connect."""
+        """Open the routes that start here; gives what each sink needs to connect. ``sharded``: give the shards of this
+        rank, which ``buckets`` are of, and gather nothing."""
         made: list[tuple[Mapping[str, int], Outlet]] = []
-        self._sessions[session] = _Session(tuple(Bucket.from_wire(bucket) for bucket in buckets), keep, made)
+        cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
+        self._sessions[session] = _Session(cut, keep, sharded, made)
         opened: dict[str, Opened] = {}
         job = self._origin
-        for channel, sinks, on_gpu in routes:
+        for channel, sinks, on_gpu, same_device in routes:
             settings = RouteSettings(
                 session=session, job_id=job.job_id, node_rank=job.node_rank, source=self.who, sinks=tuple(sinks),
                 keep=keep, timeout_s=timeout_s, private=job.private, host=job.host, on_gpu=on_gpu, verify=verify,
-                lasting=self.source.lasting,
+                lasting=self.source.lasting or sharded, same_device=same_device,
             )  # fmt: skip
             outlet = open_outlet(channel, settings)
             made.append((sinks, outlet))
@@ -110,10 +130,14 @@ class Sender:
         """
         found = self._find(session)
         header = Header(session, push, version, flip_s, bucket_s)
-        deliveries = [Delivery(outlet, sinks, self._command, header, self.who) for sinks, outlet in found.routes]
+        buckets = found.to_put()
+        beside = found.keep or len(buckets) > 1 or len(found.routes) > 1
+        deliveries = [
+            Delivery(outlet, sinks, self._command, header, self.who, beside=beside) for sinks, outlet in found.routes
+        ]
         before = self.source.stamp()
         try:
-            for bucket in found.buckets:
+            for bucket in buckets:
                 self._gather(bucket, found, deliveries)
         finally:
             for delivery in deliveries:
@@ -131,7 +155,7 @@ class Sender:
         if not found.keep:
             for delivery in deliveries:
                 delivery.wait_for_room()
-        with self.source.gather([entry.name for entry in bucket.entries]) as tensors:
+        with self._tensors(bucket, found) as tensors:
             for delivery, (_, outlet) in zip(deliveries, found.routes, strict=True):
                 if delivery.failed:
                     delivery.skip()
@@ -141,6 +165,13 @@ class Sender:
                 except Exception as error:
                     delivery.put_failed(bucket.index, error)
                     delivery.skip()
+
+    def _tensors(self, bucket: Bucket, found: _Session) -> AbstractContextManager[Mapping[str, Any]]:
+        names = [entry.name for entry in bucket.entries]
+        if found.sharded:
+            assert isinstance(self.source, ShardedSource)
+            return self.source.shards(names)
+        return self.source.gather(names)
 
     def sent(self, session: str, push: int) -> Failure | None:
         """Wait for the sinks' last answers; the first failure, if there is one."""

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlmesh.weights.buckets import Bucket, cut
 from rlmesh.weights.channels.base import ChannelBroken, Inlet, Outlet, RouteSettings
 from rlmesh.weights.channels.registry import open_inlet, open_outlet
 from rlmesh.weights.checksum import reference
 from rlmesh.weights.manifest import Manifest, TensorSpec
 from rlmesh.weights.pieces import checksums_of
-from rlmesh.weights.plan import Bucket, cut
 from tests.weights.mesh import segments
 
 SINKS = ("R:0", "R:1")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmesh.weights.checksum import BLOCK_BYTES, checksum, copy_with_checksum, reference
+from rlmesh.weights.checksum import BLOCK_BYTES, Sums, checksum, copy_with_checksum, reference, share_of
 
 SIZES = [0, 1, 7, 8, 9, 63, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 13, 2 * BLOCK_BYTES + 77]
 
@@ -40,3 +40,17 @@ def test_words_and_blocks_that_change_places_are_seen() -> None:
     for swapped in (blocks[[1, 0, 2]], blocks[[0, 2, 1]], np.roll(data, 8), np.roll(data, 1), data[::-1]):
         assert checksum(np.ascontiguousarray(swapped).reshape(-1)) != checksum(data)
     assert checksum(np.concatenate([data[:-8], np.zeros(8, np.uint8)])) != checksum(data)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", SIZES)
+def test_readers_share_every_byte_and_their_sums_add_up(size: int, readers: int) -> None:
+    data = some_bytes(size)
+    whole, end = Sums(0, 0), 0
+    for reader in range(readers):
+        share = share_of(size, reader, readers)
+        assert share.start == min(end, share.start) or not size
+        found = Sums.of(data[share])
+        assert found.weighted == checksum(data[share]) == reference(data[share].tobytes())
+        whole, end = whole.then(found, share.start // 8), share.stop
+    assert end == size and whole.weighted == reference(data.tobytes())

@@ -135,6 +135,76 @@ def test_bytes_that_change_on_the_way_are_found_out(mesh: WeightMesh, monkeypatc
     assert member.weights.version is None
 
 
+@pytest.mark.parametrize("word", [0, 65535])
+def test_sinks_that_look_at_one_memory_verify_it_together(
+    mesh: WeightMesh, monkeypatch: pytest.MonkeyPatch, word: int
+) -> None:
+    """The first word of a tensor is in the first sink's share, the last one in the second's: each is seen."""
+    sinks = [ArraySink(arrays(0)) for _ in range(2)]
+    members = [mesh.add_sink(sink, rank) for rank, sink in enumerate(sinks)]
+    weights = arrays(1)
+    sync = mesh.sync(ArraySource(weights))
+    sync.push(1).result(10)
+    from rlmesh.weights.channels import shm
+
+    fill = shm._BucketFiller.fill
+
+    def altered(self: Any, into: memoryview) -> None:
+        fill(self, into)
+        place = next(entry.offset for entry in self._bucket.entries if entry.name == "layer.3")
+        into.cast("B")[place + 4 * word] ^= 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shm._BucketFiller, "fill", altered)
+        seen = f"receiver ROLLOUT:{int(word > 0)} failed in bucket 0 .*altered: the checksums of layer.3"
+        with pytest.raises(WeightSyncError, match=seen):
+            sync.push(2).result(10)
+    for sink, member in zip(sinks, members, strict=True):
+        check_serves(sink, member, 1, weights)
+
+
+def test_a_sink_that_concluded_too_late_goes_back() -> None:
+    """The only sink flips and concludes in one step; if its answer does not come in time, the push has failed."""
+    from rlmesh.weights.receiving import Receiver
+
+    class Swap:
+        mode: Mode = "double_buffer"
+        framework: Any = "numpy"
+        device = "cpu"
+        held = "old"
+
+        def manifest(self) -> None:
+            return None
+
+        def begin(self, version: int) -> None: ...
+        def stage(self, tensors: Any, *, keep: bool) -> None: ...
+        def discard(self) -> None: ...
+        def flip(self, version: int) -> None:
+            self.before, self.held = self.held, f"of {version}"
+
+        def rollback(self) -> None:
+            self.held = self.before
+
+    sink = Swap()
+    receiver = Receiver(sink, "R:0")
+    for push, version in ((1, 10), (2, 11)):
+        receiver.state = receiver.state.begin(push, version, 0)
+        receiver.flip(push, version, 1.0, alone=True)
+        assert receiver.version == version
+    receiver.abort(1)
+    assert receiver.version == 11, "that push was committed, and another one since"
+    receiver.abort(2)
+    assert receiver.version == 10 and sink.held == "of 10"
+    receiver.abort(2)
+    assert receiver.version == 10
+    receiver.state = receiver.state.begin(3, 12, 0)
+    receiver.flip(3, 12, 1.0, alone=True)
+    receiver.state = receiver.state.begin(4, 13, 0).abort()
+    receiver.abort(3)
+    with pytest.raises(WeightsNotReady), receiver.serving(0.1):
+        pass
+
+
 @pytest.mark.case("O17")
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("hold", ["per rollout", "per token"])

@@ -59,3 +59,4 @@ def test_sharded_ranks_to_two_sinks(tmp_path: Path) -> None:
     seen = json.loads(out.read_text())
     assert seen["same"] == [True, True] and seen["after_step"] == [True, True] and not seen["stale"]
     assert "ACTOR:0 → ROLLOUT:0 (double_buffer), ROLLOUT:1 (double_buffer) by shm" in seen["plan"]
+    assert "each rank sends its own shards" in seen["plan"]

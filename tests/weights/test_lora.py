@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from rlmesh.errors import UsageError
-from rlmesh.weights.modules import ModuleSink, ModuleSource
+from rlmesh.weights.module_sink import ModuleSink
+from rlmesh.weights.modules import ModuleSource
 from tests.weights.mesh import WeightMesh
 
 peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -8,8 +8,10 @@ from torch import nn
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.checksum import reference
-from rlmesh.weights.cuda import copy_with_checksums, sum_by_torch
-from rlmesh.weights.modules import ModuleSink, ModuleSource, whole_name
+from rlmesh.weights.cuda import sum_by_torch
+from rlmesh.weights.cuda_copies import copy
+from rlmesh.weights.module_sink import ModuleSink
+from rlmesh.weights.modules import ModuleSource, whole_name
 from rlmesh.weights.plan import Mode
 from tests.weights.mesh import WeightMesh
 
@@ -147,6 +149,8 @@ def test_names_of_wrappers_are_taken_off() -> None:
 @pytest.mark.parametrize("size", [0, 1, 8, 8 * 4096 - 1, 8 * 4096, 3 * 8 * 4096 + 13])
 def test_torch_sums_as_the_definition_says(size: int) -> None:
     piece = torch.randint(0, 256, (size + 3,), dtype=torch.uint8)[3:]
-    copy = torch.zeros_like(piece)
+    target = torch.zeros(size + 5, dtype=torch.uint8)
     assert sum_by_torch(piece) == reference(bytes(piece.tolist()))
-    assert copy_with_checksums([piece], [copy]) == [sum_by_torch(piece)] and torch.equal(piece, copy)
+    assert copy([piece], [target], [size], [5], summed=True) == [sum_by_torch(piece)] and torch.equal(piece, target[5:])
+    assert copy([piece], None, [size], summed=True) == [sum_by_torch(piece)]
+    assert copy([piece], None, [size], summed=False) == []

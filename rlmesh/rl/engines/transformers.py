@@ -181,7 +181,7 @@ class _Sink(ModuleSink):
         self._gone: dict[int, int] = {}
 
     def release(self, level: SleepLevel) -> None:
-        self._staged, self._previous, self._spare = {}, {}, {}
+        self.let_go()
         if level == 1 and self._home.type != "cpu":
             self._move("cpu")
         elif level == 2:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlmesh.weights.plan import Bucket
+from rlmesh.weights.buckets import Bucket
 
 SOONER = 0.9
 """A sender gives up this much sooner than the call that announced the bucket, and so can name the sink that is late."""
@@ -30,11 +30,20 @@ SOONER = 0.9
 
 @dataclass(eq=False)
 class Parcel:
-    """One bucket on its way. ``checksums`` are those of its entries, in their order."""
+    """One bucket on its way. ``checksums`` are those of its entries, in their order.
+
+    Where the sinks of a route look at one memory they need not all look at all of it: ``shared`` are checksums of parts
+    of each entry, one list for each sink (`ShmOutlet` says how).
+    """
 
     bucket: Bucket
     checksums: list[int]
     data: Any = field(default=None, repr=False)
+    shared: Mapping[str, list[int]] | None = None
+
+    def sums_for(self, sink: str) -> list[int]:
+        """What a sink compares with: the checksums, and after them those of its shares, if there are any."""
+        return self.checksums if self.shared is None else [*self.checksums, *self.shared[sink]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ class RouteSettings:
         verify: checksums are made and compared.
         lasting: what the source gives are its weights themselves, which stay where they are; otherwise they are made
             for each push (gathered, merged).
+        same_device: all sinks are on the GPU of the source.
     """
 
     session: str
@@ -68,10 +78,19 @@ class RouteSettings:
     on_gpu: bool = False
     verify: bool = True
     lasting: bool = False
+    same_device: bool = False
 
 
 class Outlet(Protocol):
-    """The sending half, for all sinks of one route."""
+    """The sending half, for all sinks of one route.
+
+    Attributes:
+        joins_bytes: neighbouring buckets may be put as one, up to so many bytes: (the first of a push, the others);
+            0: each by itself.
+    """
+
+    @property
+    def joins_bytes(self) -> tuple[int, int]: ...
 
     def info(self, sink: str) -> Mapping[str, Any]:
         """What this sink needs to connect."""

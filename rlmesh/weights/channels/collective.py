@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import SOONER, ChannelBroken, Parcel, RouteSettings
 from rlmesh.weights.pieces import checksums_of, host_bytes
-from rlmesh.weights.plan import Bucket
 
 POLL_S = 0.0002
 TURNS = 2
@@ -86,6 +86,8 @@ def _broadcast(group: Any, data: Any, timeout_s: float) -> None:
 
 class CollectiveOutlet:
     """See `channels.base.Outlet`. Rank 0 of its group."""
+
+    joins_bytes = 0, 0
 
     def __init__(self, settings: RouteSettings) -> None:
         from torch._C._distributed_c10d import TCPStore

@@ -5,6 +5,11 @@ are opened once. Weights that are gathered, cast or snapshotted go through memor
 are used in turn, or one per bucket with a snapshot. Memory that has no handles (expandable segments) is found out when
 it is put, and goes the same way.
 
+What takes no memory of the outlet's, or has memory of its own for every bucket, is put in one piece: one message, one
+launch. Only where a kernel of the source has work first (checksums, a snapshot) and a sink is on another GPU are there
+two: while the first is on its way, which takes ten times as long, the source is done with the other. On one GPU they
+would only take turns.
+
 Nobody reads what is freed: a sink answers when its copy has ended, and closes its handles before the source frees
 anything (`Link.close` waits for that).
 """
@@ -13,16 +18,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
-from rlmesh.weights.cuda import checksums, copy_with_checksums, describe_device, index_of
-from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, bytes_at, export, make_current
-from rlmesh.weights.plan import Bucket
+from rlmesh.weights.cuda import index_of, uuid_of
+from rlmesh.weights.cuda_copies import copy
+from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, export
 
 logger = logging.getLogger(__name__)
 
 TURNS = 2
+ALL = 1 << 62
+FIRST = 2 << 30
+
+
+@dataclass(eq=False)
+class _Known:
+    """Where a bucket's tensors are for its sinks: handle and offset of each. ``addresses``: for this process."""
+
+    serial: int
+    addresses: list[int]
+    places: list[tuple[bytes, int]]
+    targets: list[Any] = field(default_factory=list)
+
+
+def _sizes(bucket: Bucket) -> tuple[int, ...]:
+    return tuple([entry.nbytes for entry in bucket.entries])
 
 
 class CudaOutlet:
@@ -33,6 +56,18 @@ class CudaOutlet:
         self._own: dict[int, Allocation] = {}
         self._direct = settings.lasting and not settings.keep
         self._device = ""
+        self._serial = 0
+        # What the last put of a bucket found out: the same in every push of a steady state.
+        self._known: dict[int, _Known] = {}
+        self._told: dict[tuple[str, int], int] = {}
+
+    @property
+    def joins_bytes(self) -> tuple[int, int]:
+        settings = self._settings
+        if not settings.keep and not (self._direct and self._known):
+            return 0, 0  # whether the weights can be read where they are is not known before the first push
+        works_first = settings.keep or settings.verify
+        return FIRST if works_first and not settings.same_device else ALL, ALL
 
     def info(self, sink: str) -> Mapping[str, Any]:
         return {}
@@ -43,39 +78,51 @@ class CudaOutlet:
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
         import torch
 
-        whole = [tensors[entry.name].detach() for entry in bucket.entries]
+        whole = [tensors[entry.name] for entry in bucket.entries]
         device = next((tensor.device for tensor in whole if tensor.is_cuda), None)
         if device is None:
             raise ChannelBroken(f"bucket {bucket.index} is not on a GPU")
         self._device = str(device)
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), torch.no_grad():
             places = self._places(bucket, whole) if self._direct else None
             sums: list[int] = []
             if places is None:
                 places, sums = self._copy(bucket, whole)
             elif self._settings.verify:
-                sums = checksums([_bytes(tensor) for tensor in whole])
+                sums = copy(whole, None, _sizes(bucket), summed=True)
             # Whoever reads next does so from another process, which knows nothing of this one's streams.
             torch.cuda.current_stream().synchronize()
-        return Parcel(bucket, sums, (describe_device(self._device)[0], places, whole))
+        return Parcel(bucket, sums, (places, whole))
 
-    def _places(self, bucket: Bucket, whole: Sequence[Any]) -> list[tuple[bytes, int]] | None:
+    def _places(self, bucket: Bucket, whole: Sequence[Any]) -> _Known | None:
         """Handle and offset of each tensor where it is; None if they must be copied."""
         from rlmesh.weights.pieces import dtype_name
 
+        addresses = [tensor.data_ptr() for tensor in whole]
+        known = self._known.get(bucket.index)
+        if known is not None and known.addresses == addresses and all(tensor.is_contiguous() for tensor in whole):
+            return known
         for entry, tensor in zip(bucket.entries, whole, strict=True):
             if not tensor.is_cuda or not tensor.is_contiguous() or dtype_name(tensor) != entry.dtype:
+                self._direct = False
                 return None
+            if tensor.nbytes != entry.nbytes:
+                raise ChannelBroken(f"{entry.name} has {tensor.nbytes:,} bytes now; it had {entry.nbytes:,}")
         try:
-            make_current(self._device)
-            return [export(tensor.data_ptr()) if tensor.numel() else (b"", 0) for tensor in whole]
+            places = [export(tensor) for tensor in whole]
         except Unshareable as error:
             logger.warning("the weights of %s are copied before they are shared, since %s (expandable segments?)",
                            self._settings.source, error)  # fmt: skip
             self._direct = False
             return None
+        return self._remember(bucket, addresses, places)
 
-    def _copy(self, bucket: Bucket, whole: Sequence[Any]) -> tuple[list[tuple[bytes, int]], list[int]]:
+    def _remember(self, bucket: Bucket, addresses: list[int], places: list[tuple[bytes, int]]) -> _Known:
+        self._serial += 1
+        found = self._known[bucket.index] = _Known(self._serial, addresses, places)
+        return found
+
+    def _copy(self, bucket: Bucket, whole: Sequence[Any]) -> tuple[_Known, list[int]]:
         import torch
 
         turn = bucket.index if self._settings.keep else bucket.index % TURNS
@@ -83,25 +130,30 @@ class CudaOutlet:
         if own is None or own.nbytes < bucket.nbytes:
             if own is not None:
                 self._own.pop(turn).free()
-            own = self._own[turn] = Allocation(bucket.nbytes, self._device)
-        targets = [own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries]
+            own = self._own[turn] = Allocation(bucket.nbytes, torch.device(self._device).index or 0)
+        known = self._known.get(bucket.index)
+        if known is None or known.addresses != [own.address]:
+            known = self._remember(bucket, [own.address], [(own.handle, entry.offset) for entry in bucket.entries])
+            known.targets = [own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries]
         ready = [
-            _bytes(tensor.to(device=self._device, dtype=getattr(torch, entry.dtype)))
-            for entry, tensor in zip(bucket.entries, whole, strict=True)
-        ]
-        sums: list[int] = []
-        if self._settings.verify:
-            sums = copy_with_checksums(ready, targets)
-        else:
-            for target, source in zip(targets, ready, strict=True):
-                target.copy_(source, non_blocking=True)
-        return [(own.handle, entry.offset) for entry in bucket.entries], sums
+            tensor.to(device=self._device, dtype=dtype).contiguous()
+            if tensor.dtype is not dtype or not tensor.is_cuda or not tensor.is_contiguous() else tensor
+            for tensor, dtype in zip(whole, [getattr(torch, entry.dtype) for entry in bucket.entries], strict=True)
+        ]  # fmt: skip
+        return known, copy(ready, known.targets, _sizes(bucket), summed=self._settings.verify)
 
     def payload(self, parcel: Parcel, sink: str) -> Any:
-        uuid, places, _ = parcel.data
-        handles = list(dict.fromkeys(handle for handle, _ in places))
+        known, index = parcel.data[0], parcel.bucket.index
+        if self._told.get((sink, index)) == known.serial:
+            return [known.serial]
+        # A push that follows this one is of this session, so the sink has heard it.
+        self._told[sink, index] = known.serial
+        handles = list(dict.fromkeys(handle for handle, _ in known.places))
         number = {handle: i for i, handle in enumerate(handles)}
-        return [uuid, handles, [(number[handle], offset) for handle, offset in places]]
+        import torch
+
+        uuid = uuid_of(torch.device(self._device).index or 0)
+        return [known.serial, uuid, handles, [(number[handle], offset) for handle, offset in known.places]]
 
     def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
         return
@@ -113,17 +165,10 @@ class CudaOutlet:
         return
 
     def close(self) -> None:
+        self._known.clear()
         own, self._own = self._own, {}
         for allocation in own.values():
             allocation.free()
-
-
-def _bytes(tensor: Any) -> Any:
-    """``[n]`` of uint8 over a tensor's memory, or over that of a contiguous copy."""
-    import torch
-
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
 
 
 class CudaInlet:
@@ -132,32 +177,49 @@ class CudaInlet:
     keeps = False
 
     def __init__(self, sink: str) -> None:
+        import torch
+
         self._sink = sink
-        self._opened = Opened()
+        self._opened = Opened(torch.cuda.current_device())
         self._used: set[bytes] = set()
+        self._known: dict[int, tuple[int, Sequence[bytes], Sequence[Any]]] = {}
 
     def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
-        uuid, handles, places = payload
+        serial, *rest = payload
+        known = self._known.get(bucket.index)
+        if known is not None and known[0] == serial:
+            self._used.update(known[1])
+            return known[2]
+        if not rest:
+            raise ChannelBroken(f"{self._sink} was not told where bucket {bucket.index} is", self._sink)
+        uuid, handles, places = rest
+        self._used.update(handles)
+        from rlmesh.memory.cuda import bytes_at
+
         try:
             device = f"cuda:{index_of(uuid)}"
-        except LookupError as error:
+            bases = [self._opened.address(handle) if handle else 0 for handle in handles]
+        except (LookupError, Unshareable) as error:
             raise ChannelBroken(f"{self._sink} cannot open the source's memory: {error}", self._sink) from error
-        bases = [self._opened.address(handle) if handle else 0 for handle in handles]
-        self._used.update(handles)
-        return [
+        pieces = [
             bytes_at(bases[number] + offset, entry.nbytes, device, self)
             for entry, (number, offset) in zip(bucket.entries, places, strict=True)
         ]
+        self._known[bucket.index] = serial, [handle for handle in handles if handle], pieces
+        return pieces
 
     def done(self) -> None:
         return
 
     def settle(self) -> None:
         """Close what the last push did not use: the source may have freed it."""
+        for index in [i for i, (_, handles, _) in self._known.items() if not self._used.issuperset(handles)]:
+            del self._known[index]
         self._opened.keep_only(self._used)
         self._used = set()
 
     def close(self) -> None:
+        self._known.clear()
         self._opened.close()
 
 

@@ -1,5 +1,10 @@
 """Shared memory: a bucket is written once for all sinks of a node, and read in place.
 
+Where a route has several sinks, they verify together. Whoever keeps the memory as it is looks at the same pages as the
+others, so each sums its own share of every tensor: a word that is wrong is in somebody's share, and the commit is of
+all or of none; a sink that looked at other memory by mistake would find its own share wrong. Whoever copies sums all
+that it copied.
+
 The outlet puts each bucket into a slot of a pool of reused segments (`rlmesh.memory`). The sinks map the slot and hold
 its lock; a `double_buffer` sink on a CPU may use that memory as its weights until the next flip, so that nothing is
 copied out. The outlet needs no message to know when a slot is free: the kernel tells whether a lock is held, also after
@@ -18,20 +23,25 @@ from typing import Any
 from rlmesh.memory.attach import Attachments, writable
 from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
+from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
-from rlmesh.weights.checksum import copy_with_checksum
+from rlmesh.weights.checksum import Sums, share_of
 from rlmesh.weights.pieces import host_bytes
-from rlmesh.weights.plan import Bucket
 
 _POLL_S = 0.002
 
 
 class _BucketFiller:
-    """Writes a bucket's tensors where the pool says, and sums them up on the way."""
+    """Writes a bucket's tensors where the pool says, and sums them up on the way: by the readers' shares, and of all.
 
-    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], verify: bool) -> None:
-        self._bucket, self._tensors, self._verify = bucket, tensors, verify
+    Args:
+        readers: how many sinks verify together; 0: nothing is summed.
+    """
+
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], readers: int) -> None:
+        self._bucket, self._tensors, self._readers = bucket, tensors, readers
         self.checksums: list[int] = []
+        self.shares: list[list[int]] = [[] for _ in range(readers)]
         self.nbytes = max(bucket.nbytes, 1)
 
     def fill(self, into: memoryview) -> None:
@@ -41,14 +51,22 @@ class _BucketFiller:
         for entry in self._bucket.entries:
             source = host_bytes(self._tensors[entry.name], entry.dtype)
             place = target[entry.offset : entry.offset + entry.nbytes]
-            if self._verify:
-                self.checksums.append(copy_with_checksum(source, place))
-            else:
+            if not self._readers:
                 np.copyto(place, source)
+                continue
+            whole = Sums(0, 0)
+            for reader, sums in enumerate(self.shares):
+                share = share_of(entry.nbytes, reader, self._readers)
+                found = Sums.of(source[share], place[share])
+                sums.append(found.weighted)
+                whole = whole.then(found, share.start // 8)
+            self.checksums.append(whole.weighted)
 
 
 class ShmOutlet:
     """See `channels.base.Outlet`."""
+
+    joins_bytes = 0, 0
 
     def __init__(
         self, settings: RouteSettings, *, directory: str = DIRECTORY, clock: Callable[[], float] = time.monotonic,
@@ -67,10 +85,13 @@ class ShmOutlet:
         return
 
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
-        filler = _BucketFiller(bucket, tensors, self._settings.verify)
-        frame = self._written(filler, bucket.index, self._clock() + self._settings.timeout_s)
-        lent = {sink: self.pool.lend(frame, sink) for sink in self._settings.sinks}
-        return Parcel(bucket, filler.checksums, lent)
+        settings = self._settings
+        readers = len(settings.sinks) if settings.verify else 0
+        filler = _BucketFiller(bucket, tensors, readers)
+        frame = self._written(filler, bucket.index, self._clock() + settings.timeout_s)
+        lent = {sink: self.pool.lend(frame, sink) for sink in settings.sinks}
+        shares = dict(zip(settings.sinks, filler.shares, strict=True)) if readers > 1 else None
+        return Parcel(bucket, filler.checksums, lent, shares)
 
     def _written(self, filler: _BucketFiller, bucket: int, deadline: float) -> memoryview:
         while True:
@@ -78,7 +99,6 @@ class ShmOutlet:
                 return self.pool.put([filler])[0]
             except PoolExhausted as error:
                 # Sinks that copy give slots back one after the other; those that keep them never will.
-                filler.checksums.clear()
                 if not self.pool.stats().slots or self._clock() >= deadline:
                     raise ChannelBroken(
                         f"bucket {bucket} finds no room in shared memory: {error}. Smaller buckets with in_place "

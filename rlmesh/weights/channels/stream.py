@@ -12,17 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import SOONER, ChannelBroken, Parcel, RouteSettings
 from rlmesh.weights.channels.pipes import CurveListener, CurvePipe, Pipe, PlainListener, PlainPipe
 from rlmesh.weights.checksum import checksum
 from rlmesh.weights.pieces import host_bytes
-from rlmesh.weights.plan import Bucket
 
 LOOPBACK = ("127.", "::1", "localhost")
 
 
 class StreamOutlet:
     """See `channels.base.Outlet`."""
+
+    joins_bytes = 0, 0
 
     def __init__(self, settings: RouteSettings) -> None:
         self._settings = settings

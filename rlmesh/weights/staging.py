@@ -1,0 +1,103 @@
+"""What a sink does with the pieces of a bucket: it copies them into its memory or takes them as they are, and sums.
+
+Two ways. Where the sink has room (`OpenSink`), pieces are copied there and summed in one pass: what is compared with
+the source is what the sink holds. Otherwise pieces are summed where they are, and the sink takes them by ``stage``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlmesh.weights.buckets import Bucket, Entry
+from rlmesh.weights.checksum import checksum, copy_with_checksum, share_of
+from rlmesh.weights.pieces import checksums_of, is_torch, tensor_of
+from rlmesh.weights.protocols import OpenSink, WeightSink
+
+Compare = Callable[[Sequence[Entry], Sequence[int], bool], None]
+"""Entries, the checksums found, and whether these are of this sink's share of them only. Raises if they are wrong."""
+
+
+def stage_pieces(
+    sink: WeightSink,
+    bucket: Bucket,
+    pieces: Sequence[Any],
+    *,
+    keep: bool,
+    share: tuple[int, int],
+    compare: Compare | None,
+) -> None:
+    """Stage one bucket; with ``compare``, verified.
+
+    Args:
+        keep: the pieces stay valid for as long as somebody refers to them.
+        share: (which, of how many): the sinks that look at the same memory as this one verify it together; see
+            `channels.shm`.
+        compare: None: no checksums are made.
+    """
+    entries = bucket.entries
+    rooms: Sequence[Any] = [None] * len(entries)
+    if isinstance(sink, OpenSink):
+        rooms = sink.rooms(entries, keep=keep and not any(entry.is_part for entry in entries))
+    filled = [i for i, room in enumerate(rooms) if room is not None]
+    if filled:
+        chosen = entries if len(filled) == len(entries) else [entries[i] for i in filled]
+        sums = _fill([pieces[i] for i in filled], [rooms[i] for i in filled], chosen, summed=compare is not None)
+        if compare is not None:
+            compare(chosen, sums, False)
+    if len(filled) == len(entries):
+        return
+    left = [i for i, room in enumerate(rooms) if room is None]
+    if is_torch(pieces[left[0]]) and pieces[left[0]].is_cuda:
+        pieces = list(pieces)
+        for i, piece in zip(left, _here([pieces[i] for i in left]), strict=True):
+            pieces[i] = piece
+    if compare is not None:
+        # Memory that all sinks of a node look at, and that none of them copies, is verified by all of them together.
+        looked_at = [pieces[i][share_of(pieces[i].nbytes, *share)] if keep else pieces[i] for i in left]
+        compare([entries[i] for i in left], checksums_of(looked_at), keep)
+    tensors: dict[str, Any] = {}
+    for i in left:
+        tensor = tensor_of(pieces[i], entries[i].dtype, entries[i].shape, sink.framework)
+        tensors.update(dict.fromkeys((entries[i].name, *entries[i].tied), tensor))
+    sink.stage(tensors, keep=keep)
+
+
+def _here(pieces: Sequence[Any]) -> Sequence[Any]:
+    """Pieces that are on another GPU, on this one: that memory was opened for this GPU's kernels alone, and torch might
+    use the other one's."""
+    import torch
+
+    here = torch.device("cuda", torch.cuda.current_device())
+    if pieces[0].device == here:
+        return pieces
+    from rlmesh.weights.cuda_copies import copy
+
+    places = [torch.empty_like(piece, device=here) for piece in pieces]
+    copy(pieces, places, [piece.nbytes for piece in pieces], summed=False)
+    return places
+
+
+def _fill(pieces: Sequence[Any], rooms: Sequence[Any], entries: Sequence[Entry], *, summed: bool) -> list[int]:
+    """Copy each piece to its place, and wait for the end; the checksums of what was copied, if they are wanted."""
+    if is_torch(pieces[0]):
+        from rlmesh.weights.cuda_copies import copy
+
+        starts = [entry.start for entry in entries]
+        return copy(pieces, rooms, [e.nbytes for e in entries], starts if any(starts) else None, summed=summed)
+    import torch
+
+    from rlmesh.weights.cuda_copies import bytes_of
+
+    sums = []
+    for piece, room, entry in zip(pieces, rooms, entries, strict=True):
+        place = bytes_of(room)[entry.start : entry.start + entry.nbytes]
+        if place.is_cuda:
+            if summed:
+                sums.append(checksum(piece))
+            place.copy_(torch.from_numpy(piece))
+        elif summed:
+            sums.append(copy_with_checksum(piece, place.numpy()))
+        else:
+            place.copy_(torch.from_numpy(piece))
+    return sums

@@ -1,0 +1,270 @@
+"""Weights from one process's GPU memory into another's: on one GPU, between two, from shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlmesh.errors import WeightSyncError
+from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.group import RoleGroup
+from rlmesh.runtime.runtime import Runtime
+from rlmesh.weights.checksum import reference
+from rlmesh.weights.cuda import sum_by_torch
+from rlmesh.weights.modules import ModuleSource
+from rlmesh.weights.sync import WeightSync
+from tests.gpu.weights_peer import Model, values
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+
+KEY = b"cuda-tests-0123456789abcdefg--32"
+ROOT = Path(__file__).resolve().parents[2]
+BUCKET = 1 << 20
+
+
+def until(condition: Any, wait_s: float = 20.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not become so in time"
+        time.sleep(0.002)
+
+
+class Mesh:
+    """This process as the caller, and members in processes of their own."""
+
+    def __init__(self, sockets: str) -> None:
+        self.sockets, self.processes, self.rows = sockets, dict[str, subprocess.Popen[str]](), list[list[Any]]()
+        self.caller = Runtime.start(name="caller", key=KEY, socket_dir=sockets, job_id="wgpu")
+
+    def start(self, specs: list[tuple[str, int, int, str, str]], **env: str) -> None:
+        """Role, rank, ranks of a sharded source (0: none is), device, mode."""
+        started = []
+        for role, rank, ranks, device, mode in specs:
+            command = [sys.executable, "-m", "tests.gpu.weights_peer", KEY.hex(), self.sockets, role, str(rank),
+                       str(ranks), device, mode]  # fmt: skip
+            process = subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            self.processes[f"{role}:{rank}"] = process
+            started.append((role, rank, process))
+        for role, rank, process in started:
+            assert process.stdout is not None
+            endpoint, pid = process.stdout.readline().split()
+            self.rows.append([role, rank, 0, endpoint, None, int(pid)])
+        book = AddressBook(1, tuple(MemberAddress(row[0], row[1], row[2], row[3]) for row in self.rows))
+        for process in self.processes.values():
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([1, [row[:4] for row in self.rows]]) + "\n")
+            process.stdin.flush()
+        self.caller.set_address_book(book)
+        until(lambda: self.caller._calls.book == book)
+
+    def sync(self, source: Any = None, *, sinks: slice = slice(None), **options: Any) -> WeightSync:
+        group: RoleGroup[Any] = RoleGroup("SINK", runtime=self.caller)
+        return WeightSync(
+            source if source is not None else RoleGroup("SOURCE", runtime=self.caller), group[sinks],
+            bucket_bytes=BUCKET, runtime=self.caller, **options,
+        )  # fmt: skip
+
+    def ask(self, role: str, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = RoleGroup[Any](role, runtime=self.caller).call(method, *args).result(60)
+        return answers
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.close()
+                process.wait(30)
+            finally:
+                process.kill()
+                process.stdout.close()
+        self.caller.close()
+
+
+@contextmanager
+def mesh() -> Iterator[Mesh]:
+    with ExitStack() as stack:
+        made = Mesh(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlm-")))
+        stack.callback(made.close)
+        yield made
+
+
+def near(a: dict[str, list[float]], b: dict[str, list[float]]) -> bool:
+    return a.keys() == b.keys() and all(a[name] == pytest.approx(b[name], nan_ok=True) for name in a)
+
+
+SINKS = [(gpu, mode) for gpu in range(min(torch.cuda.device_count(), 2)) for mode in ("double_buffer", "in_place")]
+
+
+@pytest.fixture(scope="module")
+def sinks() -> Iterator[Mesh]:
+    """One of each mode on up to two GPUs."""
+    with mesh() as members:
+        members.start([("SINK", rank, 0, f"cuda:{gpu}", mode) for rank, (gpu, mode) in enumerate(SINKS)])
+        yield members
+
+
+def make_source(expandable: bool) -> Model:
+    if not expandable:
+        return Model(1, "cuda:0")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        return Model(1, "cuda:0")
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def check(members: Mesh, source: Model, version: int, ranks: slice = slice(None)) -> None:
+    wanted = values(source)
+    for served, got in members.ask("SINK", "state")[ranks]:
+        assert served == version and near(got, wanted)
+
+
+@pytest.mark.case("O18")
+@pytest.mark.parametrize("which", [slice(None), *(slice(rank, rank + 1) for rank in range(len(SINKS)))], ids=str)
+@pytest.mark.parametrize("how", ["fenced", "snapshot", "no checksums", "expandable"])
+def test_values_arrive_push_after_push(sinks: Mesh, which: slice, how: str) -> None:
+    source = make_source(how == "expandable")
+    with sinks.sync(
+        ModuleSource(source), sinks=which, snapshot=how == "snapshot", verify=how != "no checksums"
+    ) as sync:
+        assert "by cuda_ipc" in str(sync.plan()) and len(sync.plan().buckets) > 2
+        for version in range(6):
+            with torch.no_grad():
+                source.rows[5].add_(1)
+                source.across.mul_(-1)
+            sync.push(version).result(60)
+            check(sinks, source, version, which)
+        # Weights that were moved since are found where they are now.
+        source.rows[5].data = source.rows[5].data.clone() + 3
+        sync.push(10).result(60)
+        check(sinks, source, 10, which)
+
+
+@pytest.mark.case("O18")
+def test_rollback_is_the_version_before(sinks: Mesh) -> None:
+    source = Model(3, "cuda:0")
+    with sinks.sync(ModuleSource(source), sinks=slice(0, 1)) as sync:
+        for version in range(4):
+            with torch.no_grad():
+                source.rows[5].add_(1)
+            sync.push(version).result(60)
+        assert sync.rollback() == 2
+        with torch.no_grad():
+            source.rows[5].sub_(1)
+        check(sinks, source, 2, slice(0, 1))
+        for version in range(5, 8):
+            with torch.no_grad():
+                source.rows[5].add_(1)
+            sync.push(version).result(60)
+            check(sinks, source, version, slice(0, 1))
+
+
+@pytest.mark.case("O16")
+def test_device_memory_is_flat_over_many_pushes(sinks: Mesh) -> None:
+    source = Model(1, "cuda:0")
+    with sinks.sync(ModuleSource(source)) as sync:
+        for version in range(5):
+            sync.push(version).result(60)
+        torch.cuda.synchronize()
+        mine, theirs = torch.cuda.memory_allocated(), sinks.ask("SINK", "allocated")
+        free = torch.cuda.mem_get_info(0)[0]
+        for version in range(5, 105):
+            sync.push(version).result(60)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == mine and sinks.ask("SINK", "allocated") == theirs
+        assert abs(torch.cuda.mem_get_info(0)[0] - free) < 8 << 20
+
+
+@pytest.mark.case("O16")
+def test_a_sink_that_is_killed_does_not_hold_the_source_up() -> None:
+    source = Model(1, "cuda:0")
+    with mesh() as members:
+        members.start([("SINK", rank, 0, "cuda:0", "double_buffer") for rank in (0, 1)])
+        with members.sync(ModuleSource(source), bucket_timeout_s=5.0) as sync:
+            for version in range(3):
+                sync.push(version).result(60)
+            members.processes["SINK:1"].kill()
+            with pytest.raises(WeightSyncError, match=r"version 3 was not committed: receiver SINK:1 failed"):
+                sync.push(3).result(60)
+            handle = RoleGroup[Any]("SINK", runtime=members.caller)[0]
+            assert handle.call("state").result(60)[0] == 2
+
+
+def test_a_write_that_torch_does_not_count_is_seen_by_the_checksums(
+    sinks: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written by a kernel of one's own, which torch knows nothing of, between the checksum and the copy."""
+    source = Model(1, "cuda:0")
+
+    class Sly(ModuleSource):
+        def stamp(self) -> object:
+            return 0
+
+    with sinks.sync(Sly(source)) as sync:
+        sync.push(1).result(60)
+        from rlmesh.weights.channels.cuda_ipc import CudaOutlet
+
+        put = CudaOutlet.put
+
+        def altered(self: CudaOutlet, *args: Any) -> Any:
+            parcel = put(self, *args)
+            with torch.no_grad():
+                source.rows[5].view(-1)[12345] += 1
+            torch.cuda.synchronize()
+            return parcel
+
+        with monkeypatch.context() as patched:
+            patched.setattr(CudaOutlet, "put", altered)
+            with pytest.raises(WeightSyncError, match=r"arrived altered: the checksums of rows.5"):
+                sync.push(2).result(60)
+        sync.push(3).result(60)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
+@pytest.mark.case("O18")
+@pytest.mark.parametrize("first", [0, 2])
+def test_shards_of_two_ranks_come_together_at_two_sinks(first: int) -> None:
+    if torch.cuda.device_count() < first + 2:
+        pytest.skip("there are not enough GPUs")
+    ways: list[dict[str, Any]] = [{}, {"verify": False}, {"snapshot": True}]
+    if first:  # NCCL wants a GPU of its own for each end
+        ways.append({"channel": "collective"})
+    with mesh() as members:
+        members.start(
+            [("SOURCE", rank, 2, f"cuda:{rank}", "") for rank in (0, 1)]
+            + [("SINK", rank, 2, f"cuda:{first + rank}", "in_place") for rank in (0, 1)]
+        )
+        for options in ways:
+            with members.sync(**options) as sync:
+                assert ("each rank sends its own shards" in str(sync.plan())) == ("channel" not in options)
+                for version in range(4):
+                    members.ask("SOURCE", "change", version)
+                    sync.push(version).result(60)
+                    wanted = members.ask("SOURCE", "state")[0]
+                    for served, got in members.ask("SINK", "state"):
+                        assert served == version and near(got, wanted)
+
+
+@pytest.mark.parametrize("size", [0, 8, 40, 8 * 4096, 8 * 4096 * 3 + 16, (1 << 22) + 8, 12345])
+def test_the_gpu_sums_as_the_definition_says(size: int) -> None:
+    from rlmesh.weights.cuda_copies import copy
+
+    piece = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    other = torch.randint(0, 256, (64,), dtype=torch.uint8, device="cuda")
+    target = torch.zeros(size + 16, dtype=torch.uint8, device="cuda")
+    sums = copy([other, piece], [torch.zeros_like(other), target], [64, size], [0, 16], summed=True)
+    assert sums[1] == reference(bytes(piece.cpu().numpy())) == sum_by_torch(piece.cpu())
+    assert torch.equal(target[16:], piece) and copy([piece, other], None, [size, 64], summed=True) == sums[::-1]

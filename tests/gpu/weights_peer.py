@@ -1,0 +1,124 @@
+"""A sink, or a rank of a sharded source, in a process of its own.
+
+``python -m tests.gpu.weights_peer KEY_HEX SOCKET_DIR ROLE RANK RANKS DEVICE MODE``: prints its endpoint, takes address
+books as lines of JSON, serves until its input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.runtime import Runtime
+from rlmesh.weights.members import ReceivesWeights, SendsWeights
+from rlmesh.weights.module_sink import ModuleSink
+from rlmesh.weights.modules import ModuleSource
+
+SHAPES = [(1000, 513), (7,), (), (64, 64), (3, 5, 7), (4096, 4096), (1 << 20,), (0, 4)]
+
+
+class Model(nn.Module):
+    """Parameters of odd and even sizes, a tie, a buffer, and strides."""
+
+    def __init__(self, seed: int, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        rows = (nn.Parameter(torch.randn(shape, dtype=dtype), requires_grad=False) for shape in SHAPES)
+        self.rows = nn.ParameterList(rows)
+        self.tied = nn.Parameter(torch.randn(33, 9, dtype=dtype), requires_grad=False)
+        self.again = self.tied
+        self.across = nn.Parameter(torch.randn(64, 48, dtype=dtype).t(), requires_grad=False)
+        self.register_buffer("mean", torch.randn(17, dtype=torch.float32))
+        self.to(device)
+
+
+def plain(seed: int, device: str) -> nn.Module:
+    """A model that FSDP2 can shard: no strides, no ties."""
+    torch.manual_seed(seed)
+    sizes = ((1000, 513), (7, 3), (64, 64), (4097, 1024))
+    model = nn.ParameterList(nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in sizes)
+    return model.to(device)
+
+
+def values(module: nn.Module) -> dict[str, list[float]]:
+    """Enough of every tensor to tell it from another one's."""
+    found = {}
+    for name, tensor in module.state_dict().items():
+        flat = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).double().reshape(-1)
+        found[name] = [float(flat.sum()), float((flat * torch.arange(flat.numel(), device=flat.device)).sum())]
+    return found
+
+
+class Sink(ReceivesWeights):
+    def __init__(self, module: nn.Module, mode: Any, name: str) -> None:
+        self.module = module
+        self.receive_weights(ModuleSink(module, mode), name=name)
+
+    @rpc
+    def state(self) -> tuple[int | None, dict[str, list[float]]]:
+        return self.weights.version, values(self.module)
+
+    @rpc
+    def allocated(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+
+class Source(SendsWeights):
+    def __init__(self, module: nn.Module, name: str, runtime: Runtime) -> None:
+        self.module = module
+        self.send_weights(ModuleSource(module), name=name, runtime=runtime)
+
+    @rpc
+    def change(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                local = getattr(parameter, "_local_tensor", parameter)
+                local.copy_(torch.randn(local.shape, device=local.device))
+
+    @rpc
+    def state(self) -> dict[str, list[float]]:
+        return values(self.module)
+
+
+def main() -> None:
+    key, sockets, role, rank, ranks, device, mode = sys.argv[1:]
+    name = f"{role}:{rank}"
+    torch.cuda.set_device(torch.device(device))
+    with Runtime.start(name=name, key=bytes.fromhex(key), socket_dir=sockets, job_id="wgpu") as runtime:
+        sharded = int(ranks) > 0
+        if role == "SINK":
+            module = plain(int(rank) + 50, device) if sharded else Model(int(rank) + 50, device)
+            member: Sink | Source = Sink(module, mode, name)
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            torch.distributed.init_process_group(
+                "nccl", f"file://{sockets}/group", rank=int(rank), world_size=int(ranks), device_id=torch.device(device)
+            )
+            module = plain(7, device)
+            fully_shard(module)
+            member = Source(module, name, runtime)
+        runtime.serve(name, member)
+        print(runtime.endpoint, os.getpid(), flush=True)
+        for line in sys.stdin:
+            rows = json.loads(line)
+            runtime.set_address_book(AddressBook(rows[0], tuple(MemberAddress(*row) for row in rows[1])))
+        if isinstance(member, Sink):
+            member.close_weights()
+        else:
+            member.close_weights_source()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
