@@ -57,6 +57,38 @@ def copy_to_process(shapes: Shapes, device: int, times: int) -> float:
     return steady[len(steady) // 2]
 
 
+def _sum_beside(nbytes: int, barrier: Any, answers: Any, copies: bool, times: int) -> None:
+    from rlmesh.weights.checksum import checksum, copy_with_checksum
+
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes if copies else 1, np.uint8)
+    taken = []
+    for _ in range(times + 1):
+        barrier.wait(60)
+        began = time.perf_counter()
+        if copies:
+            copy_with_checksum(source, target)
+        else:
+            checksum(source)
+        taken.append(time.perf_counter() - began)
+    answers.put(taken[1:])
+
+
+def copy_and_sum_beside(nbytes: int, times: int) -> float:
+    """Median seconds until one process has copied and summed so many bytes and another one has summed as many, side by
+    side: the work of a source and its sinks, without any protocol."""
+    context = mp.get_context("spawn")
+    barrier, answers = context.Barrier(2), context.SimpleQueue()
+    workers = [
+        context.Process(target=_sum_beside, args=(nbytes, barrier, answers, copies, times)) for copies in (True, False)
+    ]
+    for worker in workers:
+        worker.start()
+    both = [answers.get() for _ in workers]
+    for worker in workers:
+        worker.join()
+    return sorted(max(pair) for pair in zip(*both, strict=True))[times // 2]
+
+
 def copy_in_memory(nbytes: int, times: int) -> float:
     """Median seconds to copy so many bytes in this machine's memory, on one core."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)

@@ -11,3 +11,12 @@ if torch.cuda.is_available():
     event.record()
     event.ipc_handle()
     torch.cuda.synchronize()
+    # Triton's compiler, and the driver's own functions.
+    from rlmesh.memory.cuda_driver import driver
+    from rlmesh.weights.cuda_copies import copy
+
+    some = torch.ones(1 << 12, dtype=torch.uint8, device="cuda")
+    copy([some], [torch.empty_like(some)], [some.nbytes], summed=True)
+    copy([some], None, [some.nbytes], summed=True)
+    copy([some], [torch.empty_like(some)], [some.nbytes], summed=False)
+    driver().export(0, torch.ones(1 << 21, device="cuda").data_ptr())

@@ -134,11 +134,13 @@ def check(members: Mesh, source: Model, version: int, ranks: slice = slice(None)
 
 @pytest.mark.case("O18")
 @pytest.mark.parametrize("which", [slice(None), *(slice(rank, rank + 1) for rank in range(len(SINKS)))], ids=str)
-@pytest.mark.parametrize("how", ["fenced", "snapshot", "no checksums", "expandable"])
+@pytest.mark.parametrize("how", ["direct", "direct, no checksums", "with strides", "snapshot", "expandable"])
 def test_values_arrive_push_after_push(sinks: Mesh, which: slice, how: str) -> None:
     source = make_source(how == "expandable")
+    if "direct" in how:
+        source.across.data = source.across.data.contiguous()
     with sinks.sync(
-        ModuleSource(source), sinks=which, snapshot=how == "snapshot", verify=how != "no checksums"
+        ModuleSource(source), sinks=which, snapshot=how == "snapshot", verify="no checksums" not in how
     ) as sync:
         assert "by cuda_ipc" in str(sync.plan()) and len(sync.plan().buckets) > 2
         for version in range(6):
@@ -147,10 +149,17 @@ def test_values_arrive_push_after_push(sinks: Mesh, which: slice, how: str) -> N
                 source.across.mul_(-1)
             sync.push(version).result(60)
             check(sinks, source, version, which)
-        # Weights that were moved since are found where they are now.
+        # Weights that were moved since are found where they are now, also if that is at the same address.
         source.rows[5].data = source.rows[5].data.clone() + 3
         sync.push(10).result(60)
         check(sinks, source, 10, which)
+        for version in (11, 12):
+            here = source.rows[5].data.cpu()
+            source.rows[5].data = torch.empty(0)
+            torch.cuda.empty_cache()
+            source.rows[5].data = here.cuda() + 1
+            sync.push(version).result(60)
+            check(sinks, source, version, which)
 
 
 @pytest.mark.case("O18")
@@ -208,6 +217,7 @@ def test_a_write_that_torch_does_not_count_is_seen_by_the_checksums(
 ) -> None:
     """Written by a kernel of one's own, which torch knows nothing of, between the checksum and the copy."""
     source = Model(1, "cuda:0")
+    source.across.data = source.across.data.contiguous()  # so that all of it is read where it is
 
     class Sly(ModuleSource):
         def stamp(self) -> object:

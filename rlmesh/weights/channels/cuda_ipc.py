@@ -36,12 +36,27 @@ FIRST = 2 << 30
 
 @dataclass(eq=False)
 class _Known:
-    """Where a bucket's tensors are for its sinks: handle and offset of each. ``addresses``: for this process."""
+    """Where a bucket's tensors are for its sinks: handle and offset of each.
+
+    Attributes:
+        addresses: for this process. The same address may be another allocation's later:
+        freed: how often torch had given memory back to the driver then;
+        own: or the outlet's allocation that they are in.
+    """
 
     serial: int
-    addresses: list[int]
     places: list[tuple[bytes, int]]
+    addresses: list[int] = field(default_factory=list)
+    freed: int = 0
+    own: Allocation | None = None
     targets: list[Any] = field(default_factory=list)
+
+
+def _freed(device: Any) -> int:
+    """How many times torch has given memory of a GPU back to the driver."""
+    import torch
+
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["segment"]["all"]["freed"])
 
 
 def _sizes(bucket: Bucket) -> tuple[int, ...]:
@@ -99,8 +114,9 @@ class CudaOutlet:
         from rlmesh.weights.pieces import dtype_name
 
         addresses = [tensor.data_ptr() for tensor in whole]
-        known = self._known.get(bucket.index)
-        if known is not None and known.addresses == addresses and all(tensor.is_contiguous() for tensor in whole):
+        known, freed = self._known.get(bucket.index), _freed(whole[0].device)
+        same = known is not None and known.addresses == addresses and known.freed == freed
+        if known is not None and same and all(tensor.is_contiguous() for tensor in whole):
             return known
         for entry, tensor in zip(bucket.entries, whole, strict=True):
             if not tensor.is_cuda or not tensor.is_contiguous() or dtype_name(tensor) != entry.dtype:
@@ -115,11 +131,14 @@ class CudaOutlet:
                            self._settings.source, error)  # fmt: skip
             self._direct = False
             return None
-        return self._remember(bucket, addresses, places)
+        if known is None or known.places != places:
+            known = self._remember(bucket, places)
+        known.addresses, known.freed = addresses, freed
+        return known
 
-    def _remember(self, bucket: Bucket, addresses: list[int], places: list[tuple[bytes, int]]) -> _Known:
+    def _remember(self, bucket: Bucket, places: list[tuple[bytes, int]]) -> _Known:
         self._serial += 1
-        found = self._known[bucket.index] = _Known(self._serial, addresses, places)
+        found = self._known[bucket.index] = _Known(self._serial, places)
         return found
 
     def _copy(self, bucket: Bucket, whole: Sequence[Any]) -> tuple[_Known, list[int]]:
@@ -132,9 +151,9 @@ class CudaOutlet:
                 self._own.pop(turn).free()
             own = self._own[turn] = Allocation(bucket.nbytes, torch.device(self._device).index or 0)
         known = self._known.get(bucket.index)
-        if known is None or known.addresses != [own.address]:
-            known = self._remember(bucket, [own.address], [(own.handle, entry.offset) for entry in bucket.entries])
-            known.targets = [own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries]
+        if known is None or known.own is not own:
+            known = self._remember(bucket, [(own.handle, entry.offset) for entry in bucket.entries])
+            known.own, known.targets = own, [own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries]
         ready = [
             tensor.to(device=self._device, dtype=dtype).contiguous()
             if tensor.dtype is not dtype or not tensor.is_cuda or not tensor.is_contiguous() else tensor
