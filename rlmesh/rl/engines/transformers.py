@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlmesh import ModuleSink, VersionGate, VersionSpans, WeightSink
+from rlmesh import ModuleSink, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
-from rlmesh.rl.engines.rollout import FinishReason, PauseMode, Sample, SamplingParams, SleepLevel
+from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.sampling import draw
 
 __all__ = ["TransformersEngine", "sample_batch"]
@@ -179,6 +180,7 @@ class _Sink(ModuleSink):
         self._model = model
         self._home = next(model.parameters()).device
         self._gone: dict[int, int] = {}
+        self._missing: set[str] = set()
 
     def release(self, level: SleepLevel) -> None:
         self.let_go()
@@ -210,7 +212,17 @@ class _Sink(ModuleSink):
     def begin(self, version: int) -> None:
         if self._gone:
             raise WeightSyncError("the engine sleeps and has no memory for weights: call wake() before the push")
+        self._missing = set(self._targets)
         super().begin(version)
+
+    def stage(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
+        super().stage(tensors, keep=keep)
+        self._missing -= self._manifest.by_owner(tensors).keys()
+
+    def flip(self, version: int) -> None:
+        if self._missing:
+            raise WeightSyncError(f"no weights came for {len(self._missing)} tensors, such as {min(self._missing)}")
+        super().flip(version)
 
 
 def _end_tokens(model: nn.Module) -> list[int]:
@@ -242,7 +254,7 @@ def sample_batch(
         generator.seed()
     else:
         generator.manual_seed(params.seed)
-    rows = [_Row(list(prompt)) for prompt in prompts]
+    rows = [Growing(prompt, params, row) for row, prompt in enumerate(prompts)]
     state: _Cache | None = None
     for _ in range(params.max_tokens):
         with hold() as version:
@@ -257,39 +269,22 @@ def sample_batch(
             tokens, log_probs = draw(state.advance(model), params, generator)
         state.tokens = tokens.unsqueeze(1)
         for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
-            if not row.stopped:
-                row.add(token, log_prob, version, token in stop_token_ids)
-        if all(row.stopped for row in rows):
+            if row.finish_reason is not None:
+                continue
+            row.add([token], [log_prob], version)
+            if token in stop_token_ids or not row.left:
+                row.finish("stop" if token in stop_token_ids else "length")
+        if all(row.finish_reason for row in rows):
             break
-    return [row.sample(params.max_tokens) for row in rows]
-
-
-class _Row:
-    """One response as it grows."""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt, self.stopped = prompt, False
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.spans = VersionSpans()
-
-    def add(self, token: int, log_prob: float, version: int, stop: bool) -> None:
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        self.spans.add(version)
-        self.stopped = stop
-
-    def sample(self, max_tokens: int) -> Sample:
-        reason: FinishReason = "stop" if self.stopped else "length" if len(self.tokens) >= max_tokens else "abort"
-        return Sample(self.prompt, self.tokens, self.log_probs, reason, self.spans.spans)
+    return [row.sample() for row in rows]
 
 
 class _Cache:
     """Keys and values of all rows, computed by one version; ``tokens`` are what it has not seen yet, ``[batch, new]``,
     with the padding on the left."""
 
-    def __init__(self, version: int, rows: Sequence[_Row], pad: int, device: torch.device) -> None:
-        known = [[*row.prompt, *row.tokens] for row in rows]
+    def __init__(self, version: int, rows: Sequence[Growing], pad: int, device: torch.device) -> None:
+        known = [row.context for row in rows]
         width = max(map(len, known))
         self.version = version
         self.tokens = torch.tensor([[pad] * (width - len(row)) + row for row in known], device=device)

@@ -1,0 +1,238 @@
+"""`AsyncVllmEngine`: vLLM beside this process, in a child of its own, while this one does other things."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rlmesh.errors import UsageError, WeightSyncError
+from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.rollout import PauseMode, SleepLevel
+from rlmesh.rl.engines.vllm.base import (
+    Batch,
+    Sink,
+    VllmBase,
+    engine_args,
+    log_probs_of,
+    probe_params,
+    prompt_log_probs,
+    stretch_params,
+)
+
+__all__ = ["AsyncVllmEngine"]
+
+T = TypeVar("T")
+START_S = 600.0
+CALL_S = 600.0
+
+
+class AsyncVllmEngine(VllmBase):
+    """vLLM's `AsyncLLM`. Scheduler and workers are processes of their own, so nothing here waits for a step of theirs,
+    and a loop that is busy here does not hold them up.
+
+    Arguments are those of `VllmEngine`. A loop of the engine's own, on a thread of its own, calls vLLM.
+    """
+
+    def __init__(
+        self, model: str, *, pause_mode: PauseMode = "keep", version: int | None = None, who: str = "vLLM",
+        probe_token_ids: Sequence[int] | None = None, pause_timeout_s: float = 60.0, **arguments: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, pause_mode=pause_mode, version=version, who=who, probe_token_ids=probe_token_ids,
+            pause_timeout_s=pause_timeout_s,
+        )  # fmt: skip
+        self._arguments = engine_args(model, arguments, in_process=False)
+        self._numbers = itertools.count()
+        self._stretches: dict[asyncio.Task[None], tuple[str, Batch]] = {}
+        self._kept: list[tuple[Growing, Batch]] = []
+        self._keeping = False
+        self._engine: Any = None
+        self._loop = asyncio.new_event_loop()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name=f"rlmesh-vllm-{who}", daemon=True)
+        self._thread.start()
+        started.result(START_S)
+        # Weights reach the workers through memory of this machine, whatever they compute on.
+        self._sink = Sink(self, "cpu", same_process=False, halt_s=pause_timeout_s)
+        if version is not None:
+            self.label(version)
+
+    def _run(self, started: Future[None]) -> None:
+        asyncio.set_event_loop(self._loop)
+
+        async def start() -> None:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+
+        try:
+            self._loop.run_until_complete(start())
+        except BaseException as error:
+            self._loop.close()
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._stop())
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        error = UsageError(f"{self.gate.who} was closed")
+        for _, batch in [*self._stretches.values(), *self._kept]:
+            batch.fail(error)
+        self._engine.shutdown()
+        self._engine = None
+        mine = asyncio.current_task()
+        left = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()
+
+    # On the engine's loop.
+
+    async def _add(self, row: Growing, batch: Batch) -> None:
+        """Start a stretch; it is in vLLM when this returns."""
+        name = str(next(self._numbers))
+        outputs = await self._engine.add_request(
+            name, {"prompt_token_ids": row.context}, stretch_params(row, self._ends)
+        )
+        task = self._loop.create_task(self._follow(row, batch, outputs))
+        self._stretches[task] = (name, batch)
+        task.add_done_callback(self._stretches.pop)
+
+    async def _follow(self, row: Growing, batch: Batch, outputs: Any) -> None:
+        parts: list[Any] = []
+        try:
+            while True:
+                output = outputs.get_nowait() or await outputs.get()
+                parts.append(output.outputs[0])
+                if output.finished:
+                    break
+            last = parts[-1]
+            _take_spans(row, parts, last.weight_versions or ())
+        except Exception as error:
+            if self._engine is None or self._engine.errored:
+                self.gate.set_version(None, f"vLLM's process is gone: {type(error).__name__}: {error}")
+            batch.fail(error)
+            return
+        if last.finish_reason == "abort" and self._keeping:
+            self._kept.append((row, batch))
+            return
+        row.finish(last.finish_reason)
+        batch.ended()
+
+    async def _submitted(self, batch: Batch) -> None:
+        for row in batch.rows:
+            await self._add(row, batch)
+
+    async def _withdrawn(self, batch: Batch) -> None:
+        self._kept = [kept for kept in self._kept if kept[1] is not batch]
+        await self._engine.abort([name for name, of in self._stretches.values() if of is batch])
+
+    async def _halt(self, mode: PauseMode, timeout_s: float) -> None:
+        self._keeping = mode == "keep"
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._engine.pause_generation(mode="wait" if mode == "wait" else "abort")
+                while self._stretches:
+                    await asyncio.wait(list(self._stretches))
+        except TimeoutError:
+            await self._engine.resume_generation()
+            raise WeightSyncError(
+                f"{self.gate.who} still makes {len(self._stretches)} samples after {timeout_s:g} s: let them be "
+                "shorter, pause with 'keep' or 'abort', or raise pause_timeout_s"
+            ) from None
+        # Nobody is let in, and nothing is left in there: the probe of a push may run.
+        await self._engine.resume_generation()
+
+    async def _go_on(self) -> None:
+        kept, self._kept = self._kept, []
+        for row, batch in kept:
+            await self._add(row, batch)
+
+    async def _lose(self, error: Exception) -> None:
+        kept, self._kept = self._kept, []
+        for _, batch in kept:
+            batch.fail(error)
+
+    async def _probe(self, tokens: Sequence[int]) -> list[float]:
+        name, last = f"probe-{next(self._numbers)}", None
+        async for output in self._engine.generate({"prompt_token_ids": list(tokens)}, probe_params(), name):
+            last = output
+        return prompt_log_probs(last)
+
+    async def _probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
+        async with asyncio.timeout(timeout_s):
+            return list(await asyncio.gather(*(self._probe(tokens) for tokens in sequences)))
+
+    # From other threads.
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise UsageError(f"{self.gate.who} is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_S)
+
+    def _submit(self, batch: Batch) -> None:
+        try:
+            self._call(self._submitted(batch))
+        except BaseException:
+            self._withdraw(batch)  # those that went in before one was refused
+            raise
+
+    def _withdraw(self, batch: Batch) -> None:
+        self._call(self._withdrawn(batch))
+
+    def halt(self, mode: PauseMode, timeout_s: float) -> None:
+        self._call(self._halt(mode, timeout_s))
+
+    def go_on(self, version: int | None) -> None:
+        self._call(self._go_on())
+
+    def lose(self, error: Exception) -> None:
+        self._call(self._lose(error))
+
+    def workers(self, method: str, *args: Any) -> list[Any]:
+        found: list[Any] = self._call(self._engine.collective_rpc(method, args=args))
+        return found
+
+    def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
+        return self._call(self._probed(sequences, timeout_s))
+
+    def drop_caches(self) -> None:
+        self._call(self._engine.reset_prefix_cache())
+
+    def label(self, version: int) -> None:
+        self._call(self._engine.update_weight_version(str(version)))
+
+    def _set_asleep(self, level: SleepLevel | None) -> None:
+        if level is None:
+            self._call(self._engine.wake_up())
+        else:
+            self._call(self._engine.sleep(level=level))
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CALL_S)
+        self._sink.close()
+
+
+def _take_spans(row: Growing, parts: Sequence[Any], spans: Sequence[Any]) -> None:
+    """Add a stretch's parts, each token with the version that vLLM says of it."""
+    tokens = [token for part in parts for token in part.token_ids]
+    log_probs = [log_prob for part in parts for log_prob in log_probs_of(part)]
+    if sum(span.end - span.start for span in spans) != len(tokens):
+        raise WeightSyncError(f"vLLM gave {len(tokens)} tokens, and versions of {spans}")
+    for span in spans:
+        row.add(tokens[span.start : span.end], log_probs[span.start : span.end], int(span.version))

@@ -1,0 +1,378 @@
+"""What both vLLM engines share: how requests get in, how weights do, and the settings of vLLM.
+
+Weights are written over those in use (`in_place`), since vLLM packs them, and captures graphs that hold on to their
+memory. A push goes: the gate closes; running requests end, are kept or run out; buckets go into the layers; caches of
+the old weights are dropped; a fixed prompt is probed; and when all sinks have come so far, requests go on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlmesh import Manifest, VersionGate, WeightSink
+from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
+from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
+from rlmesh.rl.engines.vllm.buckets import BucketWriter
+
+__all__ = ["Batch", "Probe", "VllmBase", "end_tokens", "engine_args", "stretch_params"]
+
+OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode", "disable_log_stats")
+"""Arguments of vLLM that are not the user's."""
+CPU_CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the engine said of a fixed prompt right after a push: to compare with the trainer's."""
+
+    version: int
+    token_ids: list[int]
+    log_probs: list[float]
+
+
+class Batch:
+    """Requests that were made together; ``done`` is set when all have ended, or all have failed."""
+
+    def __init__(self, rows: Sequence[Growing]) -> None:
+        self.rows = list(rows)
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self._left = len(self.rows)
+
+    def ended(self) -> None:
+        """One more has. Called on the engine's thread only."""
+        self._left -= 1
+        if not self._left:
+            self.done.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.done.set()
+
+
+class Core(Protocol):
+    """What the sink commands: the engine itself."""
+
+    gate: VersionGate
+    pause_mode: PauseMode
+    probe: Probe | None
+    probe_token_ids: list[int]
+    tied: bool
+
+    def halt(self, mode: PauseMode, timeout_s: float) -> None: ...
+    def go_on(self, version: int | None) -> None: ...
+    def lose(self, error: Exception) -> None: ...
+    def workers(self, method: str, *args: Any) -> list[Any]: ...
+    def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]: ...
+    def drop_caches(self) -> None: ...
+    def label(self, version: int) -> None: ...
+
+
+class Sink:
+    """See `WeightSink`. The names that come are those of a checkpoint of transformers."""
+
+    mode = "in_place"
+    framework = "torch"
+
+    def __init__(self, core: Core, device: str, *, same_process: bool, halt_s: float) -> None:
+        self.gate, self.device = core.gate, device
+        self._core, self._halt_s = core, halt_s
+        self._writer = None if same_process else BucketWriter()
+        self._halted = False
+
+    def manifest(self) -> Manifest | None:
+        """None: vLLM's parameters have other names and shapes than a checkpoint; the workers say what is missing."""
+        return None
+
+    def begin(self, version: int) -> None:
+        self._core.halt(self._core.pause_mode, self._halt_s)
+        self._halted = True
+        self._core.workers("rlmesh_begin")
+
+    def stage(self, tensors: Mapping[str, Any], *, keep: bool) -> None:
+        head = tensors.get("lm_head.weight")
+        if self._core.tied and head is not None and not any(
+            other is head for name, other in tensors.items() if name != "lm_head.weight"
+        ):  # fmt: skip
+            raise WeightSyncError(
+                "lm_head.weight: tied to the embedding in the engine's configuration, but a tensor of its own at the "
+                "source: they could differ. Tie them at the source, or start the engine with tie_word_embeddings false"
+            )
+        if self._writer is None:
+            self._core.workers("rlmesh_load", list(tensors.items()), keep)
+        else:
+            self._core.workers("rlmesh_load_bucket", self._writer.write(tensors))
+
+    def flip(self, version: int) -> None:
+        core = self._core
+        reports = core.workers("rlmesh_finish")
+        missing = sorted({name for report in reports for name in report["missing"]})
+        if missing:
+            raise WeightSyncError(
+                f"no weights came for {len(missing)} of vLLM's parameters, the first of which is {missing[0]}"
+            )
+        core.drop_caches()
+        core.label(version)
+        found = core.probed([core.probe_token_ids], self._halt_s)[0]
+        if not all(map(math.isfinite, found)):
+            raise WeightSyncError(f"with version {version} the log-probs of a fixed prompt are not finite: {found}")
+        core.probe = Probe(version, core.probe_token_ids, found)
+
+    def conclude(self, version: int) -> None:
+        self._halted = False
+        self._core.go_on(version)
+
+    def rollback(self) -> None:
+        raise WeightSyncError("this engine keeps one set of weights: there is nothing to go back to")
+
+    def discard(self) -> None:
+        if not self._halted:
+            return
+        self._halted = False
+        try:
+            self._core.workers("rlmesh_abandon")
+        finally:
+            self._core.lose(
+                WeightsNotReady(
+                    f"{self.gate.who} lost its weights to a push that failed while samples were being made. It serves "
+                    "again after the next push"
+                )
+            )
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class VllmBase(ABC):
+    """See `VllmEngine`; subclasses say how vLLM itself is reached: all methods without a text of their own."""
+
+    pause_modes: frozenset[PauseMode] = frozenset({"abort", "wait", "keep"})
+    probe: Probe | None = None
+    """Of the last push."""
+
+    def __init__(
+        self, model: str, *, pause_mode: PauseMode, version: int | None, who: str,
+        probe_token_ids: Sequence[int] | None, pause_timeout_s: float,
+    ) -> None:  # fmt: skip
+        if pause_mode not in self.pause_modes:
+            raise UsageError(f"pause_mode={pause_mode!r}: this engine can {', '.join(sorted(self.pause_modes))}")
+        self.model_path, self.pause_mode = model, pause_mode
+        self.gate = VersionGate(who)
+        self.gate.set_version(version)
+        self._ends, vocabulary, self.tied = end_tokens(model)
+        self.probe_token_ids = list(probe_token_ids or (i % vocabulary for i in range(2, 10)))
+        self._pause_s = pause_timeout_s
+        self._sink: Sink
+        self._paused: PauseMode | None = None
+        self._asleep: SleepLevel | None = None
+        self._tokens = 0
+        self._closed = False
+
+    @property
+    def sink(self) -> WeightSink:
+        return self._sink  # type: ignore[return-value]
+
+    @property
+    def version(self) -> int | None:
+        return self.gate.version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, timeout_s: float = 600.0
+    ) -> list[Sample]:
+        if not prompts:
+            return []
+        began = time.monotonic()
+        batch = Batch([Growing(prompt, params, row) for row, prompt in enumerate(prompts)])
+        # Held until the requests are in the engine: from then on a push knows of them.
+        with self._serving(timeout_s):
+            self._submit(batch)
+        if not batch.done.wait(max(timeout_s - (time.monotonic() - began), 0.0)):
+            self._withdraw(batch)
+            raise TimeoutError(f"{self.gate.who}: {len(prompts)} samples were not made within {timeout_s:g} s")
+        if batch.error is not None:
+            raise batch.error
+        samples = [row.sample() for row in batch.rows]
+        self._tokens += sum(len(sample.token_ids) for sample in samples)
+        return samples
+
+    def log_probs(self, sequences: Sequence[Sequence[int]], *, timeout_s: float = 60.0) -> list[list[float]]:
+        if not sequences:
+            return []
+        with self._serving(timeout_s):
+            return self.probed(sequences, timeout_s)
+
+    def pause(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
+        if mode not in self.pause_modes:
+            raise UsageError(f"pause({mode!r}): this engine can {', '.join(sorted(self.pause_modes))}")
+        if self._paused is not None:
+            return
+        self.gate.close(f"the engine is paused ({mode})", timeout_s)
+        try:
+            self.halt(mode, timeout_s)
+        except BaseException:
+            self.gate.open()
+            raise
+        self._paused = mode
+
+    def resume(self) -> None:
+        if self._paused is None:
+            return
+        self._paused = None
+        self.go_on(self.gate.version)
+        self.gate.open()
+
+    def sleep(self, level: SleepLevel = 1) -> None:
+        self.resume()
+        self.pause("wait")
+        self._asleep = level
+        if level == 2:
+            self.gate.set_version(None, "the engine gave its weights up to sleep")
+        self._set_asleep(level)
+        self.resume()
+
+    def wake(self) -> None:
+        if self._asleep is not None:
+            self._set_asleep(None)
+        self._asleep = None
+
+    def reset_prefix_cache(self) -> None:
+        self.drop_caches()
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"generated_tokens": float(self._tokens)}
+
+    def _serving(self, timeout_s: float) -> AbstractContextManager[int]:
+        if self._closed:
+            raise UsageError(f"{self.gate.who} is closed")
+        if self._asleep is not None:
+            raise WeightsNotReady(f"{self.gate.who} sleeps (level {self._asleep}): call wake() first")
+        return self.gate.serving(timeout_s)
+
+    # How vLLM is reached.
+
+    @abstractmethod
+    def _submit(self, batch: Batch) -> None:
+        """Put requests into vLLM."""
+
+    @abstractmethod
+    def _withdraw(self, batch: Batch) -> None:
+        """Nobody waits for them any more."""
+
+    @abstractmethod
+    def _set_asleep(self, level: SleepLevel | None) -> None:
+        """Free memory, or (None) take it back."""
+
+    @abstractmethod
+    def halt(self, mode: PauseMode, timeout_s: float) -> None:
+        """Nothing runs when this returns."""
+
+    @abstractmethod
+    def go_on(self, version: int | None) -> None:
+        """Run again, what was kept included, as ``version``."""
+
+    @abstractmethod
+    def lose(self, error: Exception) -> None:
+        """What was kept fails by this; then as `go_on`, without a version."""
+
+    @abstractmethod
+    def workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `WorkerExtension` on all workers."""
+
+    @abstractmethod
+    def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
+        """As `log_probs`, whatever is paused."""
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Nothing that earlier weights computed is used any more."""
+
+    @abstractmethod
+    def label(self, version: int) -> None:
+        """Let vLLM itself know the version."""
+
+
+def end_tokens(model: str) -> tuple[list[int], int, bool]:
+    """A model folder's end tokens, the size of its vocabulary, and whether head and embedding are tied."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # it has none
+        ends = None
+    ends = config.eos_token_id if ends is None else ends
+    found = list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [ends]
+    return found, int(config.vocab_size), bool(config.tie_word_embeddings)
+
+
+def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> dict[str, Any]:
+    """Arguments for vLLM, and the environment that it reads, which must be there before it is imported."""
+    import torch
+
+    taken = sorted(set(given) & set(OURS))
+    if taken:
+        raise UsageError(f"{', '.join(taken)}: set by the engine itself")
+    on_cpu = not torch.cuda.is_available()
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    }
+    if on_cpu:
+        # One compiles for seconds at the first request, the other takes cores away from everybody else.
+        environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    arguments: dict[str, Any] = {
+        "model": model,
+        "worker_extension_cls": "rlmesh.rl.engines.vllm.worker.WorkerExtension",
+        "skip_tokenizer_init": True,
+        # Of the distribution that is sampled from, which training needs.
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+    }
+    if on_cpu:
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    return arguments | dict(given)
+
+
+def stretch_params(row: Growing, ends: Sequence[int]) -> Any:
+    """vLLM's parameters for the next stretch of a response."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = row.params
+    return VllmParams(
+        max_tokens=row.left, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, seed=row.seed,
+        stop_token_ids=[*ends, *params.stop_token_ids], logprobs=0, detokenize=False, ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )  # fmt: skip
+
+
+def probe_params() -> Any:
+    """vLLM's parameters for log-probs of a prompt."""
+    from vllm import SamplingParams as VllmParams
+
+    return VllmParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+
+
+def prompt_log_probs(output: Any) -> list[float]:
+    """Of a finished probe."""
+    tokens = output.prompt_token_ids
+    return [float(output.prompt_logprobs[i][tokens[i]].logprob) for i in range(1, len(tokens))]
+
+
+def log_probs_of(completion: Any) -> list[float]:
+    """Of the tokens that one step of vLLM adds to a response."""
+    return [float(at[token].logprob) for at, token in zip(completion.logprobs or (), completion.token_ids, strict=True)]

@@ -1,0 +1,270 @@
+"""`VllmEngine`: vLLM in this process, all of it on one thread."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rlmesh.errors import UsageError, WeightSyncError
+from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.rollout import PauseMode, SleepLevel
+from rlmesh.rl.engines.vllm.base import (
+    Batch,
+    Sink,
+    VllmBase,
+    engine_args,
+    log_probs_of,
+    probe_params,
+    prompt_log_probs,
+    stretch_params,
+)
+
+__all__ = ["VllmEngine"]
+
+T = TypeVar("T")
+START_S = 600.0
+CALL_S = 600.0
+
+
+class VllmEngine(VllmBase):
+    """vLLM as a library: its engine, scheduler and (without tensor parallelism) worker are in this process.
+
+    Requests of several threads are sampled together. A thread of the engine's own calls vLLM; nobody else does.
+
+    Args:
+        model: a folder in the format of transformers; no tokenizer is needed, since tokens go in and out.
+        pause_mode: what becomes of running requests when weights come.
+        version: what the weights in ``model`` are; None: serve nothing before the first push.
+        who: name in errors, until a receiver gives its own.
+        probe_token_ids: the fixed prompt that is probed after each push.
+        pause_timeout_s: how long running requests may hold up a push, with ``pause_mode="wait"``.
+        arguments: more arguments of vLLM's `EngineArgs`: ``dtype``, ``max_model_len``, ``tensor_parallel_size``, …
+
+    Raises:
+        whatever vLLM raises when it cannot start.
+    """
+
+    def __init__(
+        self, model: str, *, pause_mode: PauseMode = "keep", version: int | None = None, who: str = "vLLM",
+        probe_token_ids: Sequence[int] | None = None, pause_timeout_s: float = 60.0, **arguments: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, pause_mode=pause_mode, version=version, who=who, probe_token_ids=probe_token_ids,
+            pause_timeout_s=pause_timeout_s,
+        )  # fmt: skip
+        # One step after the other: a step that is under way while weights come would mix them.
+        self._arguments = engine_args(model, {"async_scheduling": False, **arguments}, in_process=True)
+        self._serving_version = version
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._running: dict[str, tuple[Growing, Batch]] = {}
+        self._kept: list[tuple[Growing, Batch]] = []
+        self._halted = False
+        self._engine: Any = None
+        started: Future[tuple[bool, str]] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name=f"rlmesh-vllm-{who}", daemon=True)
+        self._thread.start()
+        same_process, device = started.result(START_S)
+        self._sink = Sink(self, device, same_process=same_process, halt_s=pause_timeout_s)
+
+    # On the engine's thread.
+
+    def _run(self, started: Future[tuple[bool, str]]) -> None:
+        try:
+            started.set_result(self._start())
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        while True:
+            idle = not self._running or self._halted
+            try:
+                job = self._jobs.get() if idle else self._jobs.get_nowait()
+            except queue.Empty:
+                try:
+                    self._step()
+                except Exception as error:
+                    self._break(error)
+                continue
+            if job is None:
+                break
+            job()
+        self._stop()
+
+    def _start(self) -> tuple[bool, str]:
+        import torch
+        from vllm import EngineArgs, LLMEngine
+
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments))
+        alone = self._engine.vllm_config.parallel_config.world_size == 1
+        on_gpu = alone and torch.cuda.is_available()
+        return alone, f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+
+    def _stop(self) -> None:
+        self._fail(UsageError(f"{self.gate.who} was closed"))
+        self._engine.engine_core.shutdown()
+        self._engine.renderer.shutdown()
+        self._engine = None
+
+    def _step(self) -> list[Any]:
+        """One step of vLLM; gives what finished and is no response."""
+        others = []
+        for output in self._engine.step():
+            found = self._running.get(output.request_id)
+            if found is None:
+                others.append(output)
+                continue
+            row, batch = found
+            completion = output.outputs[0]
+            assert self._serving_version is not None
+            row.add(completion.token_ids, log_probs_of(completion), self._serving_version)
+            if output.finished:
+                del self._running[output.request_id]
+                row.finish(completion.finish_reason)
+                batch.ended()
+        return others
+
+    def _add(self, row: Growing, batch: Batch) -> None:
+        number = str(next(self._numbers))
+        self._engine.add_request(number, {"prompt_token_ids": row.context}, stretch_params(row, self._ends))
+        self._running[number] = (row, batch)
+
+    def _take_out(self) -> list[tuple[Growing, Batch]]:
+        """End all running requests where they are."""
+        out = list(self._running.values())
+        self._engine.abort_request(list(self._running))
+        self._running.clear()
+        return out
+
+    def _fail(self, error: Exception) -> None:
+        for _, batch in [*self._take_out(), *self._kept]:
+            batch.fail(error)
+        self._kept = []
+
+    def _break(self, error: Exception) -> None:
+        """vLLM itself failed in a step: nobody knows what it holds now."""
+        self.gate.set_version(None, f"vLLM failed in a step: {type(error).__name__}: {error}")
+        for _, batch in [*self._running.values(), *self._kept]:
+            batch.fail(error)
+        self._running.clear()
+        self._kept = []
+
+    def _halt(self, mode: PauseMode, timeout_s: float) -> None:
+        if mode == "wait":
+            deadline = time.monotonic() + timeout_s
+            while self._running:
+                if time.monotonic() > deadline:
+                    raise WeightSyncError(
+                        f"{self.gate.who} still makes {len(self._running)} samples after {timeout_s:g} s: let them be "
+                        "shorter, pause with 'keep' or 'abort', or raise pause_timeout_s"
+                    )
+                self._step()
+        out = self._take_out()
+        if mode == "keep":
+            self._kept += out
+        else:
+            for row, batch in out:
+                row.finish("abort")
+                batch.ended()
+        self._halted = True
+
+    def _go_on(self, version: int | None) -> None:
+        self._serving_version, self._halted = version, False
+        kept, self._kept = self._kept, []
+        for row, batch in kept:
+            self._add(row, batch)
+
+    def _lose(self, error: Exception) -> None:
+        self._fail(error)
+        self._serving_version, self._halted = None, False
+
+    def _probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
+        deadline = time.monotonic() + timeout_s
+        names = [f"probe-{next(self._numbers)}" for _ in sequences]
+        for name, tokens in zip(names, sequences, strict=True):
+            self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, probe_params())
+        found: dict[str, list[float]] = {}
+        while len(found) < len(names):
+            if time.monotonic() > deadline:
+                self._engine.abort_request(names)
+                raise TimeoutError(f"{self.gate.who}: log-probs took longer than {timeout_s:g} s")
+            found.update({output.request_id: prompt_log_probs(output) for output in self._step() if output.finished})
+        return [found[name] for name in names]
+
+    # From other threads.
+
+    def _call(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function on the engine's thread, after what was asked for before."""
+        answer: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                answer.set_result(function(*args))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        if not self._thread.is_alive():
+            raise UsageError(f"{self.gate.who} is closed")
+        self._jobs.put(job)
+        return answer.result(CALL_S)
+
+    def _submit(self, batch: Batch) -> None:
+        def add() -> None:
+            for row in batch.rows:
+                self._add(row, batch)
+
+        try:
+            self._call(add)
+        except BaseException:
+            self._withdraw(batch)  # those that went in before one was refused
+            raise
+
+    def _withdraw(self, batch: Batch) -> None:
+        def remove() -> None:
+            mine = [number for number, (_, of) in self._running.items() if of is batch]
+            self._engine.abort_request(mine)
+            for number in mine:
+                del self._running[number]
+            self._kept = [kept for kept in self._kept if kept[1] is not batch]
+
+        self._call(remove)
+
+    def halt(self, mode: PauseMode, timeout_s: float) -> None:
+        self._call(self._halt, mode, timeout_s)
+
+    def go_on(self, version: int | None) -> None:
+        self._call(self._go_on, version)
+
+    def lose(self, error: Exception) -> None:
+        self._call(self._lose, error)
+
+    def workers(self, method: str, *args: Any) -> list[Any]:
+        return self._call(lambda: list(self._engine.collective_rpc(method, args=args)))
+
+    def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
+        return self._call(self._probed, sequences, timeout_s)
+
+    def drop_caches(self) -> None:
+        self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
+
+    def label(self, version: int) -> None:
+        self._call(lambda: self._engine.set_weight_version(str(version)))
+
+    def _set_asleep(self, level: SleepLevel | None) -> None:
+        if level is None:
+            self._call(lambda: self._engine.wake_up())
+        else:
+            self._call(lambda: self._engine.sleep(level=level))
+
+    def close(self) -> None:
+        """See `RolloutEngine`. Some of vLLM lasts as long as the process: its default process group, for one."""
+        if self._closed:
+            return
+        self._closed = True
+        self._jobs.put(None)
+        self._thread.join(CALL_S)
+        self._sink.close()

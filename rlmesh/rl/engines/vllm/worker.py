@@ -1,0 +1,138 @@
+"""`WorkerExtension`: what `VllmEngine` adds to vLLM's workers. They run it by name, in whatever process they are.
+
+Weights go in by vLLM's own loading, layer by layer: fused, sharded and packed as when the model was read from disk.
+What vLLM leaves out is done here: where embedding and head are tied, the head keeps a packed copy of its own on a CPU,
+which loading does not renew. Nothing fails then; the engine goes on with the old head under new layers. So copies are
+packed again, and then compared with the weights that they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmesh.rl.engines.vllm.buckets import BucketReader
+
+__all__ = ["WorkerExtension"]
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far a packed copy's products may be from the plain ones, as a share of the largest."""
+
+
+class WorkerExtension:
+    """Methods of vLLM's worker; all names have a prefix, since they share its namespace."""
+
+    def rlmesh_begin(self) -> None:
+        """Get ready to load all weights; what an earlier load left is put in order first."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if getattr(self, "_rlmesh_missing", None) is not None:
+            self.rlmesh_abandon()
+        worker: Any = self
+        model = worker.get_model()
+        # Of what has memory: layers that are packed give theirs up, and show an empty tensor.
+        self._rlmesh_missing: set[str] | None = {name for name, _ in model.named_parameters()}
+        with set_current_vllm_config(worker.vllm_config):
+            initialize_layerwise_reload(model)
+
+    def rlmesh_load(self, tensors: Iterable[tuple[str, Tensor]], keep: bool) -> None:
+        """Some weights, by their names in a checkpoint. Unless ``keep``, their memory is reused afterwards."""
+        self._rlmesh_load(tensors if keep else _copies(tensors))
+
+    def rlmesh_load_bucket(self, written: Mapping[str, Any]) -> None:
+        """The same, from another process."""
+        reader = getattr(self, "_rlmesh_reader", None)
+        if reader is None:
+            reader = self._rlmesh_reader = BucketReader()
+        self._rlmesh_load(reader.read(written))
+
+    @torch.no_grad()
+    def _rlmesh_load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        worker: Any = self
+        missing = self._rlmesh_missing
+        if missing is None:
+            raise RuntimeError("weights came before rlmesh_begin")
+        with set_current_vllm_config(worker.vllm_config):
+            loaded = worker.get_model().load_weights(iter(list(tensors)))
+        if loaded is not None:
+            missing -= loaded
+
+    @torch.no_grad()
+    def rlmesh_finish(self) -> dict[str, Any]:
+        """All have come: process what is left, renew packed copies, and check them.
+
+        Returns:
+            ``missing``: parameters that no weight came for; ``gap``: largest relative gap of a packed copy.
+        """
+        worker: Any = self
+        missing = sorted(self._rlmesh_missing or ())
+        self._rlmesh_settle()
+        gap = 0.0
+        for layer in _packed_embeddings(worker.get_model()):
+            layer.quant_method.process_weights_after_loading(layer)
+            gap = max(gap, _packing_gap(layer))
+        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            getattr(worker.model_runner, reset, lambda: None)()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return {"missing": missing, "gap": gap}
+
+    def rlmesh_abandon(self) -> None:
+        """Not all have come: make the model whole again, whatever its weights are."""
+        if getattr(self, "_rlmesh_missing", None) is not None:
+            self._rlmesh_settle()
+
+    @torch.no_grad()
+    def _rlmesh_settle(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        worker: Any = self
+        with set_current_vllm_config(worker.vllm_config):
+            finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
+        self._rlmesh_missing = None
+
+
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    made: dict[int, Tensor] = {}
+    for name, tensor in tensors:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.clone()
+        yield name, made[id(tensor)]
+
+
+def _packed_embeddings(model: torch.nn.Module) -> list[Any]:
+    """Embeddings and heads that multiply by a packed copy of a weight that they also have."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear") and layer.weight.numel()
+    ]
+
+
+def _packing_gap(layer: Any) -> float:
+    """By how much products with the packed copy differ from plain ones, as a share of the largest.
+
+    Raises:
+        RuntimeError: by more than numerics allow: the copy is of other weights.
+    """
+    weight = layer.weight
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(2, weight.shape[1], generator=generator).to(weight.dtype)
+    packed = layer.quant_method.apply(layer, probe)
+    plain = torch.nn.functional.linear(probe, weight)
+    gap = float((packed - plain).abs().max() / plain.abs().max().clamp(min=1e-6))
+    if not gap <= TOLERANCE.get(weight.dtype, 5e-2):
+        raise RuntimeError(
+            f"{type(layer).__name__} multiplies by a packed copy that is not of its weights (relative gap {gap:.3g}): "
+            "this version of vLLM packs in a way that is not known here"
+        )
+    return gap
