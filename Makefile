@@ -37,6 +37,7 @@ help:
 	@echo 'make test    lint, types, fast tests (PYTEST_ARGS: arguments for pytest)'
 	@echo 'make slow    tests that take minutes'
 	@echo 'make soak    tests that take a quarter of an hour: kills at every point, thousands of weight syncs'
+	@echo 'make engines the tests of vLLM and DeepSpeed, which it installs (ENGINES_ARGS: arguments for pytest)'
 	@echo 'make bench   measure calls and start-up on this machine'
 	@echo 'make bench-peers   the same calls on Ray, xoscar and Monarch (RPC_ARGS: arguments for benchmarks/rpc.py)'
 	@echo 'make lint    ruff only'
@@ -91,3 +92,4 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 include benchmarks/peers.mk
+include tests/engines/engines.mk

@@ -19,6 +19,7 @@ class PPOConfig:
     data_dir: str = _setting("", "folder of the parquet files, made if missing; empty: in the run's folder")
     warmup_accuracy: float = _setting(0.25, "how often the policy is right before PPO starts")
 
+    rollout_engine: str = _setting("transformers", "transformers, vllm (in the role's process) or vllm-async")
     batch_size: int = _setting(512, "prompts per step")
     max_new_tokens: int = _setting(6, "longest response, in tokens")
     temperature: float = _setting(1.0, "of sampling, and of the log-probabilities in training")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rlmesh.rl.advantages import gae
+from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import Sample
 from rlmesh.rl.kl import kl_estimate, token_rewards
 from rlmesh.rl.masking import masked_mean, masked_whiten
@@ -15,6 +16,8 @@ from rlmesh.rl.masking import masked_mean, masked_whiten
 from . import remote_call
 from .common import Batch, Experience, pad_values
 from .config import PPOConfig
+
+ALARM = DriftAlarm("float32")
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,13 @@ def make_experience(
 
     mask = batch.action_mask
     sampled_log_probs = pad_values([s.log_probs for s in samples], mask.shape[1])
-    gap = torch.where(mask, (log_probs - sampled_log_probs).abs(), 0.0).max().item()
-    if gap > config.max_log_prob_gap:
+    gap = drift(log_probs, sampled_log_probs, mask)
+    if gap.max_abs > config.max_log_prob_gap:
         raise RuntimeError(
-            f"log-probabilities of actor and rollout engines differ by up to {gap:.3g} "
+            f"log-probabilities of actor and rollout engines differ by up to {gap.max_abs:.3g} "
             f"(limit {config.max_log_prob_gap}): they do not hold the same weights"
         )
+    alarm = ALARM.check(gap, version=samples[0].policy_version or 0)
     kl = kl_estimate(log_probs, ref_log_probs, mask, "k1")
     rewards = token_rewards(scores, kl, mask, coefficient=config.init_kl_coef)
     advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
@@ -72,7 +76,7 @@ def make_experience(
     metrics = {
         "reward_mean": scores.mean().item(),
         "kl": masked_mean(kl, mask).item(),
-        "log_prob_gap": gap,
+        **alarm,
         "response_length": mask.sum(1).float().mean().item(),
     }
     return MadeExperience(experience, metrics)

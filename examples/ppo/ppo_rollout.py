@@ -13,7 +13,7 @@ from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.engines.transformers import TransformersEngine
 
 from . import remote_call
-from .common import pretrained
+from .common import MAX_LENGTH, job_config, pretrained
 from .model import PAD_ID
 
 
@@ -30,7 +30,7 @@ class RolloutActor(ReceivesWeights):
 
     @rpc(remote_call.rollout_init)
     def init(self, model_path: str) -> None:
-        self.engine = TransformersEngine(Qwen2ForCausalLM.from_pretrained(model_path).eval(), pad_token_id=PAD_ID)
+        self.engine = make_engine(job_config().rollout_engine, model_path)
         self.receive_weights(self.engine.sink)
 
     @rpc(remote_call.rollout_generate)
@@ -42,3 +42,14 @@ class RolloutActor(ReceivesWeights):
     def end_job(self) -> None:
         self.close_weights()
         self.engine.close()
+
+
+def make_engine(kind: str, model_path: str) -> RolloutEngine:
+    """An engine that serves nothing before it is pushed the weights."""
+    if kind == "transformers":
+        return TransformersEngine(Qwen2ForCausalLM.from_pretrained(model_path).eval(), pad_token_id=PAD_ID)
+    from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine
+    from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
+
+    engines: dict[str, type[VllmEngine] | type[AsyncVllmEngine]] = {"vllm": VllmEngine, "vllm-async": AsyncVllmEngine}
+    return engines[kind](model_path, dtype="float32", max_model_len=MAX_LENGTH, max_num_seqs=256)

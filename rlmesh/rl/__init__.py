@@ -8,9 +8,13 @@ tested, read and copied alone. Import from the modules themselves:
 ``kl``
     Estimators of the divergence from the reference policy, and rewards that carry it as a penalty.
 ``advantages``
-    Discounted returns and generalized advantage estimation.
+    Discounted returns, generalized advantage estimation, and GRPO's comparison within groups.
 ``losses``
     PPO's clipped policy and value losses, entropy, and sums that do not depend on how a batch is split.
+``drift``
+    The gap between an engine's log-probabilities and the trainer's, and an alarm.
+``engines``
+    What samples and what trains, behind protocols.
 ``reference``
     The same in plain NumPy loops, for tests and for reading; needs no torch.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlmesh.rl.masking import keep, require_mask
 
-__all__ = ["discounted_returns", "gae"]
+__all__ = ["discounted_returns", "gae", "grpo"]
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
@@ -96,3 +96,36 @@ def gae(
         inside = inside | now
     advantages = keep(advantages, valid, name="advantages")
     return advantages, keep(advantages + value, valid, name="returns")
+
+
+def grpo(rewards: Tensor, groups: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """Advantages of whole responses, by comparison with the others to the same prompt.
+
+    ``A[i] = (r[i] − mean r of its group) / (std r of its group + eps)`` with the standard deviation of n − 1 (Shao et
+    al. 2024, arXiv:2402.03300, section 4.1.2). Without ``scale`` the division is left out, which weighs easy and hard
+    prompts alike (Liu et al. 2025, arXiv:2503.20783).
+
+    A group of one, and a group whose rewards are all equal, say nothing: advantages of 0.
+
+    Args:
+        rewards: one per response, ``[batch]``.
+        groups: ``[batch]``, integers; equal where the prompt is.
+
+    Returns:
+        ``[batch]``; every token of a response has its advantage. No gradient flows to them.
+
+    Raises:
+        ValueError: shapes differ.
+        FloatingPointError: a reward is not finite.
+    """
+    if groups.shape != rewards.shape or rewards.ndim != 1:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)}: expected one each per row")
+    reward = keep(rewards.detach().float(), torch.ones_like(rewards, dtype=torch.bool), name="rewards")
+    _, places = groups.unique(return_inverse=True)
+    size = torch.zeros(int(places.max()) + 1 if len(places) else 0, device=reward.device)
+    counts = size.scatter_add(0, places, torch.ones_like(reward))
+    centred = reward - (size.scatter_add(0, places, reward) / counts)[places]
+    if not scale:
+        return centred
+    variance = size.scatter_add(0, places, centred.square()) / (counts - 1).clamp(min=1)
+    return centred / (variance.sqrt()[places] + eps)

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 __all__ = [
     "aggregate",
     "discounted_returns",
+    "drift",
     "entropy",
     "gae",
+    "grpo",
     "kl_estimate",
     "masked_mean",
     "masked_whiten",
@@ -106,6 +108,26 @@ def gae(
             advantages[b, t] = sum(gamma ** (times[j] - t) * lam ** (j - i) * deltas[j] for j in range(i, len(times)))
             returns[b, t] = advantages[b, t] + values[b, t]
     return advantages, returns
+
+
+def grpo(rewards: Array, groups: Tokens, *, scale: bool = True, eps: float = 1e-6) -> Array:
+    """(r − mean) / (std + eps) within each group, std with n − 1; 0 in a group of one."""
+    out = np.zeros(rewards.shape)
+    for i, group in enumerate(groups):
+        others = [float(r) for r, of in zip(rewards, groups, strict=True) if of == group]
+        mean = sum(others) / len(others)
+        std = np.sqrt(sum((r - mean) ** 2 for r in others) / max(len(others) - 1, 1))
+        out[i] = (rewards[i] - mean) / (std + eps if scale else 1.0)
+    return out
+
+
+def drift(trainer: Array, engine: Array, mask: Mask) -> tuple[float, float, float]:
+    """Mean |d|, largest |d| and mean k3 = e^d − 1 − d, with d = trainer − engine."""
+    gaps = [float(trainer[b, t] - engine[b, t]) for b, t in _valid(mask)]
+    if not gaps:
+        return 0.0, 0.0, 0.0
+    count = len(gaps)
+    return sum(map(abs, gaps)) / count, max(map(abs, gaps)), sum(float(np.exp(d)) - 1 - d for d in gaps) / count
 
 
 def _log_softmax(logits: Array) -> Array:

@@ -119,14 +119,6 @@ class RolloutConformance:
     def started(self, engine: RolloutEngine) -> Callable[[], bool]:
         """Whether requests that were made are being sampled."""
 
-    @pytest.mark.case("O17")
-    def test_before_the_first_push_it_serves_nothing(self, shared: RolloutEngine) -> None:
-        if shared.version is None:
-            with pytest.raises(WeightsNotReady, match="no weights have come yet"):
-                shared.generate(PROMPTS, SamplingParams(1))
-            with pytest.raises(WeightsNotReady):
-                shared.log_probs(PROBE)
-
     def test_samples_have_the_log_probs_of_a_plain_forward_pass(self, served: Served) -> None:
         samples = served.engine.generate(PROMPTS, SamplingParams(max_tokens=12, seed=3))
         assert [sample.prompt_token_ids for sample in samples] == PROMPTS

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rlmesh.rl.engines.rollout import RolloutEngine
+from rlmesh.errors import WeightsNotReady
+from rlmesh.rl.engines.rollout import RolloutEngine, SamplingParams
 from tests.engines.conformance import Served
-from tests.engines.models import save, tiny
+from tests.engines.models import PROBE, PROMPTS, save, tiny
 
 
 @pytest.fixture(scope="class")
@@ -20,13 +22,22 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="class")
 def shared(request: pytest.FixtureRequest, folder: Path) -> Iterator[RolloutEngine]:
     engine: RolloutEngine = request.cls.make(folder)
+    with pytest.raises(WeightsNotReady, match="no weights have come yet"):
+        engine.generate(PROMPTS, SamplingParams(1))
+    with pytest.raises(WeightsNotReady, match="no weights have come yet"):
+        engine.log_probs(PROBE)
+    # What libraries start at the first request is there before the first test looks.
+    Served(engine, None, request.cls.tied).push(tiny(0, tied=request.cls.tied), 1)
+    engine.generate(PROMPTS, SamplingParams(2))
     yield engine
     engine.close()
+    del engine
+    gc.collect()
 
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest, shared: RolloutEngine) -> Served:
-    """Serves version 1 of ``tiny(0)``."""
+    """It serves version 1 of ``tiny(0)``."""
     made = Served(shared, tiny(0, tied=request.cls.tied), request.cls.tied)
     made.engine.pause_mode = "keep"  # type: ignore[attr-defined]
     made.push(made.model, 1)

