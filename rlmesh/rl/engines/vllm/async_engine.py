@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import multiprocessing
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlmesh.errors import UsageError, WeightSyncError
@@ -26,8 +29,20 @@ from rlmesh.rl.engines.vllm.base import (
 __all__ = ["AsyncVllmEngine"]
 
 T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Stretch:
+    """A response while vLLM works on it. ``tokens``: how many have come."""
+
+    name: str
+    batch: Batch
+    tokens: int = 0
+
+
 START_S = 600.0
 CALL_S = 600.0
+STOP_S = 5.0
 
 
 class AsyncVllmEngine(VllmBase):
@@ -47,7 +62,7 @@ class AsyncVllmEngine(VllmBase):
         )  # fmt: skip
         self._arguments = engine_args(model, arguments, in_process=False)
         self._numbers = itertools.count()
-        self._stretches: dict[asyncio.Task[None], tuple[str, Batch]] = {}
+        self._stretches: dict[asyncio.Task[None], Stretch] = {}
         self._kept: list[tuple[Growing, Batch]] = []
         self._keeping = False
         self._engine: Any = None
@@ -83,9 +98,9 @@ class AsyncVllmEngine(VllmBase):
 
     async def _stop(self) -> None:
         error = UsageError(f"{self.gate.who} was closed")
-        for _, batch in [*self._stretches.values(), *self._kept]:
+        for batch in [*(stretch.batch for stretch in self._stretches.values()), *(batch for _, batch in self._kept)]:
             batch.fail(error)
-        self._engine.shutdown()
+        self._engine.shutdown(timeout=STOP_S)
         self._engine = None
         mine = asyncio.current_task()
         left = [task for task in asyncio.all_tasks() if task is not mine]
@@ -94,6 +109,8 @@ class AsyncVllmEngine(VllmBase):
         await asyncio.gather(*left, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
+        gc.collect()  # pipes to the child hang in cycles
+        multiprocessing.active_children()  # which takes the exit status of those that have ended
 
     # On the engine's loop.
 
@@ -103,16 +120,19 @@ class AsyncVllmEngine(VllmBase):
         outputs = await self._engine.add_request(
             name, {"prompt_token_ids": row.context}, stretch_params(row, self._ends)
         )
-        task = self._loop.create_task(self._follow(row, batch, outputs))
-        self._stretches[task] = (name, batch)
+        stretch = Stretch(name, batch)
+        task = self._loop.create_task(self._follow(row, stretch, outputs))
+        self._stretches[task] = stretch
         task.add_done_callback(self._stretches.pop)
 
-    async def _follow(self, row: Growing, batch: Batch, outputs: Any) -> None:
+    async def _follow(self, row: Growing, stretch: Stretch, outputs: Any) -> None:
         parts: list[Any] = []
+        batch = stretch.batch
         try:
             while True:
                 output = outputs.get_nowait() or await outputs.get()
                 parts.append(output.outputs[0])
+                stretch.tokens += len(parts[-1].token_ids)
                 if output.finished:
                     break
             last = parts[-1]
@@ -134,7 +154,7 @@ class AsyncVllmEngine(VllmBase):
 
     async def _withdrawn(self, batch: Batch) -> None:
         self._kept = [kept for kept in self._kept if kept[1] is not batch]
-        await self._engine.abort([name for name, of in self._stretches.values() if of is batch])
+        await self._engine.abort([each.name for each in self._stretches.values() if each.batch is batch])
 
     async def _halt(self, mode: PauseMode, timeout_s: float) -> None:
         self._keeping = mode == "keep"
@@ -207,7 +227,8 @@ class AsyncVllmEngine(VllmBase):
         return self._call(self._probed(sequences, timeout_s))
 
     def drop_caches(self) -> None:
-        self._call(self._engine.reset_prefix_cache())
+        if not self._call(self._engine.reset_prefix_cache(reset_running_requests=True)):
+            raise WeightSyncError(f"{self.gate.who} could not drop what earlier weights computed")
 
     def label(self, version: int) -> None:
         self._call(self._engine.update_weight_version(str(version)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
 import queue
 import threading
 import time
@@ -109,6 +111,8 @@ class VllmEngine(VllmBase):
         self._engine.engine_core.shutdown()
         self._engine.renderer.shutdown()
         self._engine = None
+        gc.collect()  # pipes to workers hang in cycles
+        multiprocessing.active_children()  # which takes the exit status of those that have ended
 
     def _step(self) -> list[Any]:
         """One step of vLLM; gives what finished and is no response."""
@@ -249,7 +253,8 @@ class VllmEngine(VllmBase):
         return self._call(self._probed, sequences, timeout_s)
 
     def drop_caches(self) -> None:
-        self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
+        if not self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True)):
+            raise WeightSyncError(f"{self.gate.who} could not drop what earlier weights computed")
 
     def label(self, version: int) -> None:
         self._call(lambda: self._engine.set_weight_version(str(version)))
