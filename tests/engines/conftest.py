@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from rlmesh.errors import WeightsNotReady
 from rlmesh.rl.engines.rollout import RolloutEngine, SamplingParams
 from tests.engines.conformance import Served
 from tests.engines.models import PROBE, PROMPTS, save, tiny
+
+EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
+if EXAMPLES not in sys.path:
+    sys.path.insert(0, EXAMPLES)  # the real model is the one of examples/smollm
 
 
 @pytest.fixture(scope="class")

@@ -29,7 +29,12 @@ def with_vllm(test: Any) -> Any:
     return test
 
 
-SMALL = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 64, "kv_cache_memory_bytes": 64 << 20}
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 64 << 20,
+}
 
 
 class TestTransformers(RolloutConformance):
