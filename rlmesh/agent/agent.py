@@ -122,18 +122,21 @@ class Agent:
     # Called by the master
 
     @rpc
-    async def spawn(self, specs: tuple[WorkerSpec, ...]) -> tuple[int, ...]:
+    async def spawn(self, specs: tuple[WorkerSpec, ...], term: int = 0) -> tuple[int, ...]:
         """Start members and return their process numbers, in order. They are not up yet: they register. Those that
-        run already are not started twice.
+        run already are not started twice. ``term`` is the one in which it was ordered.
 
         Raises:
             LaunchError: one could not be started; those that could are running.
-            ShuttingDown: the node is ending.
+            ShuttingDown: the node is ending, or may not start what was ordered.
         """
         if self._closing:
             raise ShuttingDown(f"node {self._config.node_name} is ending and starts nothing", executed="no")
-        if not self._allegiance.may_start():
-            raise ShuttingDown(f"node {self._config.node_name} has no lease and starts nothing", executed="no")
+        if not self._allegiance.may_start(term):
+            raise ShuttingDown(
+                f"node {self._config.node_name} has no lease for what was ordered in term {term} and starts nothing",
+                executed="no",
+            )
         results = await asyncio.gather(*map(self._start_once, specs), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -275,7 +278,7 @@ class Agent:
         )  # fmt: skip
         if started.child.ended.done():  # it died before its number was known here
             self._member_ended(started.child, started.child.ended.result())
-        elif self._closing:
+        elif self._closing or not self._allegiance.may_start():
             self._do(self._stop([started.child], 0.0))
         return started.child.pid
 
@@ -339,7 +342,8 @@ class Agent:
         return (*running, *(MemberProcess(exit.role, exit.rank, exit.incarnation, exit.pid) for exit in untold))
 
     async def _fence(self, why: str) -> None:
-        """No member may run here any longer."""
+        """No member may run here any longer, nor one whose start is under way."""
+        await asyncio.gather(*self._starting.values(), return_exceptions=True)
         await self._stop(list(self._members), FENCE_GRACE_S)
         await self._end_orphans("the members")
 

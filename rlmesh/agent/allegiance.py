@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlmesh.agent.lease import RENEW_S, Lease, suspend_aware_clock
+from rlmesh.agent.lease import Lease, renew_s, suspend_aware_clock
 from rlmesh.agent.protocol import MASTER, AgentConfig, Grant, MemberProcess, NodeInfo
 from rlmesh.errors import CallError, CallTimeout
 from rlmesh.runtime.future import Future
@@ -31,6 +31,7 @@ REGISTER_WAIT_S = 60.0
 ATTEND_S = 60.0
 """How long the master keeps a question that only its end answers."""
 RETRY_S = 0.05
+REFUSED_S = 0.5
 MASTER_GONE_S = 120.0
 """An agent that had a master and finds none for so long ends."""
 LEASE_TICK_S = 0.25
@@ -74,6 +75,8 @@ class Allegiance:
         self._tasks: list[asyncio.Task[None]] = []
         self._met_at: float | None = None
         self._fenced = False
+        self._refused = False
+        self._term = 0
         self._anew = asyncio.Event()
 
     def start(self) -> None:
@@ -91,9 +94,9 @@ class Allegiance:
         self._tasks.clear()
         self._tell_guardian(None)
 
-    def may_start(self) -> bool:
-        """Whether a member may be started now."""
-        return not self._leased or self._lease.held(self._clock())
+    def may_start(self, term: int | None = None) -> bool:
+        """Whether a member may be started now, one that was ordered in ``term``."""
+        return not self._leased or (self._lease.held(self._clock()) and term in (None, self._term))
 
     # Registering
 
@@ -101,10 +104,13 @@ class Allegiance:
         while True:
             asked_at = self._clock()
             try:
-                call = self._master.options(timeout_s=REGISTER_WAIT_S)
+                known = self._leased and self._met_at is not None
+                call = self._master.options(timeout_s=self._config.lease_s if known else REGISTER_WAIT_S)
                 grant = await call.call("register_agent", self._info, self._sender, self._ties.running())
                 self._take(asked_at, grant)
-                if await self._attend():
+                if self._refused and self._fenced:  # its members have ended, but the master has yet to hear of it
+                    await asyncio.sleep(REFUSED_S)
+                elif await self._attend():
                     self._ties.over()
                     return
             except CallTimeout as error:
@@ -139,9 +145,11 @@ class Allegiance:
         self._met_at = self._clock()
         if not self._leased:
             return
-        if grant.lease_s > 0:
+        self._refused = grant.lease_s <= 0
+        if not self._refused:
             self._lease.granted(asked_at, grant.lease_s)
-            self._fenced = False
+            self._term = grant.term
+            self._fenced = self._fenced and not self._lease.held(self._clock())
             self._tell_guardian(self._lease.left_s(self._clock()))
         else:
             self._lease.end()
@@ -150,7 +158,7 @@ class Allegiance:
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(renew_s(self._config.lease_s))
             asked_at = self._clock()
             with suppress(CallError):
                 call = self._master.options(timeout_s=self._config.lease_s)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["LEASE_S", "RENEW_S", "WARN_S", "Lease", "suspend_aware_clock"]
+__all__ = ["Lease", "renew_s", "suspend_aware_clock"]
 
-LEASE_S = 15.0
-"""Without renewal the agent ends its members after so long."""
-RENEW_S = 3.0
-"""How often a renewal is asked for."""
-WARN_S = 5.0
+RENEWALS = 5
+
+
+def renew_s(lease_s: float) -> float:
+    """How often a renewal is asked for: several times within a lease."""
+    return lease_s / RENEWALS
 
 
 def suspend_aware_clock() -> float:

@@ -143,9 +143,11 @@ class MemberProcess:
 @dataclass(frozen=True, slots=True)
 class Grant:
     """The master's answer to an agent: for how many seconds, from when it asked, its members may run. 0: not at all,
-    for they are placed elsewhere; with an endless lease, where there is no elsewhere, it means nothing."""
+    for they are placed elsewhere; with an endless lease, where there is no elsewhere, it means nothing. ``term``: how
+    often the node was given up before; what was ordered in an earlier term is not to be started any more."""
 
     lease_s: float = 0.0
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from rlmesh.job.checks import (
 from rlmesh.job.descriptors import WorkloadDesc, env_texts
 from rlmesh.job.entry import main_path
 from rlmesh.job.jsonable import jsonable
-from rlmesh.job.limits import Limits
+from rlmesh.job.limits import MAY_BE_0, Limits
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.placing import SeparationDesc, placing_problems
 from rlmesh.job.restart_policy import RestartPolicy, effective_policy, names_a_budget
@@ -118,8 +118,10 @@ class DLConfig(Spec):
         for name, seconds in given.items():
             if name not in known:
                 raise ValueError(f"there is no limit {name!r}.{did_you_mean(str(name), known)}")
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
                 raise ValueError(f"{name}={seconds!r}: it is a number of seconds above 0")
+            if seconds == 0 and name not in MAY_BE_0:
+                raise ValueError(f"{name}=0: it is a number of seconds above 0")
         return Limits(**{name: float(seconds) for name, seconds in given.items()})
 
     @field_validator("global_env", mode="before")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["Limits"]
+__all__ = ["MAY_BE_0", "Limits"]
+
+MAY_BE_0 = frozenset({"node_wait_s"})
+"""All other limits must leave some time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,9 @@ class Limits:
         exit_s: from SIGKILL until the agent must have reported the exit.
         hang_s: how long a member that has something to do may be without a sign of life: a report, a step's boundary,
             a call or an answer.
+        lease_s: with several nodes: a node that hears nothing of the master for so long ends its members itself; some
+            seconds later they are started on other nodes.
+        node_wait_s: how long members of a lost node, for which there is no room, wait for a node to come.
     """
 
     agents_s: float = 30.0
@@ -31,6 +37,8 @@ class Limits:
     fail_grace_s: float = 0.7
     exit_s: float = 5.0
     hang_s: float = 600.0
+    lease_s: float = 15.0
+    node_wait_s: float = 0.0
 
     def under(self, others: Limits) -> Limits:
         """These limits, except where ``others`` differ from the defaults."""

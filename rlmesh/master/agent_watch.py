@@ -24,16 +24,17 @@ class AgentWatch:
         job_id: marks the job's processes.
         lost: called with a node's rank and how its agent was lost, when nothing of the job can run there any more.
         members_of: the process numbers of a node's members.
-        leased: whether agents hold leases.
+        lease_s: the length of the agents' leases; 0: they have none.
     """
 
     def __init__(
         self, job_id: str, lost: Callable[[int, str], None], members_of: Callable[[int], Iterable[int]], *,
-        leased: bool, clock: Callable[[], float] = suspend_aware_clock,
+        lease_s: float, clock: Callable[[], float] = suspend_aware_clock,
     ) -> None:  # fmt: skip
         self._job_id, self._lost, self._members_of = job_id, lost, members_of
-        self._leased, self._clock = leased, clock
-        self._leases = Leases((), clock())
+        self._leased, self._clock = lease_s > 0, clock
+        self._leases = Leases((), clock(), lease_s)
+        self._suspected: dict[int, str] = {}
         self._fds: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -46,6 +47,7 @@ class AgentWatch:
     def found(self, node: NodeInfo) -> None:
         """An agent registered; its lease begins."""
         self.renew(node.node_rank)
+        self._suspected.pop(node.node_rank, None)
         if node.machine != machine_id() or self._pids.get(node.node_rank) == node.agent_pid:
             return
         self._unwatch(node.node_rank)
@@ -70,7 +72,16 @@ class AgentWatch:
         for node_rank, silent_s in self._leases.silent(self._clock()).items():
             self._leases.forget(node_rank)
             self._unwatch(node_rank)
-            self._lost(node_rank, f"gave no sign of life for {silent_s:.0f} s; its lease is over")
+            why = self._suspected.pop(node_rank, "its lease is over")
+            self._lost(node_rank, f"gave no sign of life for {silent_s:.0f} s; {why}")
+
+    def ended(self, node_rank: int, how: str, *, proven: bool) -> None:
+        """Somebody says that a node has ended. Where that is not proven, its lease must run out before it is lost."""
+        if self._leased and not proven:
+            self._suspected[node_rank] = how
+        else:
+            self._leases.forget(node_rank)
+            self._lost(node_rank, how)
 
     async def close(self) -> None:
         for node_rank in list(self._fds):

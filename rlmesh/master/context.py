@@ -112,6 +112,10 @@ class JobContext:
     nodes: dict[int, NodeInfo] = field(default_factory=dict)
     lost_nodes: dict[int, str] = field(default_factory=dict)
     """Nodes that were given up and have not come back, and how they were lost."""
+    set_aside: dict[int, int] = field(default_factory=dict)
+    """Nodes that are not used because another one of their group is lost, and which one."""
+    terms: dict[int, int] = field(default_factory=dict)
+    """How often each node was given up. An agent starts nothing that was ordered in an earlier term."""
     plan: Plan | None = None
     members: dict[MemberId, Member] = field(default_factory=dict)
     failures: list[FailureInfo] = field(default_factory=list)

@@ -44,6 +44,7 @@ class PortReserved:
 
     role: str
     port: int
+    node_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,13 @@ class TakeStacks:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetNode:
+    """Nothing runs on a node any more: what was to be done there is dropped."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class CheckMembers:
     """Ask an agent whether members run that it did not name: those that do not are gone."""
 
@@ -310,5 +318,5 @@ class CheckMembers:
 
 Action: TypeAlias = (
     ReservePort | Spawn | PublishBook | BeginRun | Teardown | HoldSteps | SetStop | AskToStop | AnnounceLoss
-    | StopMembers | EndProcesses | TellRestart | AskProgress | TakeStacks | CheckMembers
+    | StopMembers | EndProcesses | TellRestart | AskProgress | TakeStacks | CheckMembers | ForgetNode
 )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
-from rlmesh.errors import CallError
+from rlmesh.errors import CallError, PeerLost
 from rlmesh.job.status import ExitInfo, MemberStack, MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
@@ -30,6 +30,8 @@ from rlmesh.runtime.waiting import process_state
 logger = logging.getLogger(__name__)
 
 AGENT_TIMEOUT_S = 20.0
+AGENT_RETRY_S = 0.2
+"""An agent whose connection was lost is asked again after so long; it is back, or its node is given up soon."""
 BEGIN_TIMEOUT_S = 30.0
 PENDING_TIMEOUT_S = 2.0
 HOLD_TIMEOUT_S = 5.0
@@ -54,6 +56,8 @@ class Executor:
         self._carried_out = carried_out
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns: dict[int, asyncio.Lock] = {}
+        self._of_node: dict[int, set[asyncio.Task[None]]] = {}
+        self._closing = False
         self._book: AddressBook | None = None
         self._book_timer: asyncio.TimerHandle | None = None
         self._has_book: dict[ev.ProcessKey, int] = {}
@@ -68,14 +72,18 @@ class Executor:
                 task.add_done_callback(partial(self._done, number))
 
     def _done(self, number: int, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
+        if not (task.cancelled() and self._closing):
             self._carried_out(number)
 
     def _begin(self, action: ev.Action) -> asyncio.Task[None] | None:
         """Start one action; None if it is done already."""
         match action:
             case ev.ReservePort(role, node_rank, instead_of):
-                return self._add(self._reserve_port(role, node_rank, instead_of))
+                return self._at_node(node_rank, self._reserve_port(role, node_rank, instead_of))
+            case ev.ForgetNode(node_rank):
+                for task in self._of_node.get(node_rank, ()):
+                    task.cancel()
+                return None
             case ev.Spawn(node_rank, members):
                 return self._spawn_task(node_rank, self._start_members(node_rank, members))
             case ev.StopMembers(node_rank, members, grace_s):
@@ -124,6 +132,7 @@ class Executor:
 
     async def close(self) -> None:
         """Drop what is under way."""
+        self._closing = True
         if self._book_timer is not None:
             self._book_timer.cancel()
         for task in self._tasks:
@@ -215,7 +224,14 @@ class Executor:
             async with turn:
                 await work
 
-        return self._add(in_turn())
+        return self._at_node(node_rank, in_turn())
+
+    def _at_node(self, node_rank: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._add(work)
+        tasks = self._of_node.setdefault(node_rank, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
 
     def _add(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -225,11 +241,21 @@ class Executor:
 
     async def _reserve_port(self, role: str, node_rank: int, instead_of: int | None) -> None:
         try:
-            port = await self.agent(node_rank).call("reserve_port", instead_of)
+            port = await self._ask_agent(node_rank, AGENT_TIMEOUT_S, "reserve_port", instead_of)
         except Exception as error:
             self._post(ev.ActionFailed(node_rank, f"reserving a port for {role}", _text(error)))
             return
-        self._post(ev.PortReserved(role, port))
+        self._post(ev.PortReserved(role, port, node_rank))
+
+    async def _ask_agent(self, node_rank: int, timeout_s: float, method: str, *args: object) -> Any:
+        """Ask until the agent has answered or its node is given up. With one node there is nothing to wait for."""
+        while True:
+            try:
+                return await self.agent(node_rank).options(timeout_s=timeout_s).call(method, *args)
+            except PeerLost:
+                if len(self._manager.context.nodes) == 1:
+                    raise
+                await asyncio.sleep(AGENT_RETRY_S)
 
     async def _start_members(self, node_rank: int, members: tuple[MemberId, ...]) -> None:
         context = self._manager.context
@@ -246,8 +272,8 @@ class Executor:
             of_process.setdefault(member.host, []).append(spec)
         specs = tuple(map(self._scheduler.process_spec, of_process.values()))
         try:
-            agent = self.agent(node_rank).options(timeout_s=context.spec.limits.start_s)
-            pids = await agent.call("spawn", specs)
+            term = context.terms.get(node_rank, 0)
+            pids = await self._ask_agent(node_rank, context.spec.limits.start_s, "spawn", specs, term)
         except Exception as error:
             names = ", ".join(f"{role}:{rank}" for role, rank in members)
             self._post(ev.ActionFailed(node_rank, f"starting {names}", _text(error)))

@@ -32,6 +32,7 @@ from rlmesh.master.graph import describe_touched
 from rlmesh.master.job_state import SERVING, JobState, LastLines
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.master.moves import Moves
+from rlmesh.master.node_loss import NodeLosses
 from rlmesh.master.recovery import Recoveries
 from rlmesh.master.scheduler import Scheduler, by_node
 from rlmesh.master.stop_together import StopTogether
@@ -82,6 +83,7 @@ class JobManager:
         rules = {role.name: role.restart for role in spec.roles}
         sizes = {role.name: role.members for role in spec.roles}
         self._failover = FailoverCoordinator(rules, sizes, spec.demand.fusions)
+        self._losses = NodeLosses(self._state, self._failover, self._moves, self._recoveries)
         self._failures = Failures(spec.limits.settle_s)
         self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
         """Is told of each event that was handled, and of what came of it."""
@@ -132,15 +134,18 @@ class JobManager:
                 self.context.note = f"the master died and was started again (master {number} of this job)"
                 self._state.do(*say_again(self.context))
             case ev.AgentLost(node_rank, how):
-                self._agent_lost(node_rank, how, now)
-            case ev.PortReserved(role, port):
+                self._end_with(self._losses.lost(node_rank, how, now), now)
+            case ev.PortReserved(role, port, node_rank):
                 self._state.ports[role] = port
-                self._recoveries.port_reserved(role)
+                self._recoveries.port_reserved(role, node_rank)
                 self._spawn_if_ready(now)
-            case ev.Spawned(_, pids):
+            case ev.Spawned(node_rank, pids):
                 for role, rank, pid in pids:
-                    if (member := self.context.members[role, rank]).state == "starting":
+                    member = self.context.members[role, rank]
+                    if member.state == "starting" and member.placement.node_rank == node_rank:
                         member.pid = pid
+            case ev.ActionFailed(node_rank) if node_rank in self.context.lost_nodes:
+                pass  # what was to be done there is done elsewhere
             case ev.ActionFailed(node_rank, what, error):
                 name = self._state.node_name(node_rank)
                 self._fail(Weight.OWN, FailureInfo(f"node {name}: {what} failed: {error}", at=now), now)
@@ -211,7 +216,7 @@ class JobManager:
 
     def _agent_registered(self, node: NodeInfo, running: tuple[MemberProcess, ...], now: float) -> None:
         self.context.nodes[node.node_rank] = node
-        self.context.lost_nodes.pop(node.node_rank, None)
+        self._losses.back(node.node_rank, now)
         if extra := strays(self.context, node.node_rank, running):
             self._state.do(ev.EndProcesses(node.node_rank, extra, 0.0))
         if self.context.plan is not None:
@@ -309,17 +314,9 @@ class JobManager:
             return
         self._recoveries.begin(restart, places, now)
 
-    def _agent_lost(self, node_rank: int, how: str, now: float) -> None:
-        self.context.lost_nodes[node_rank] = how
-        members = [m for m in self.context.members.values() if m.placement.node_rank == node_rank]
-        names = ", ".join(member.name for member in members) or "none"
-        message = f"the agent of node {self._state.node_name(node_rank)} {how}; its members ended with it: {names}"
-        self._fail(Weight.DEATH, FailureInfo(message, at=now), now)
-        for member in members:
-            if not member.gone:
-                member.exit = ExitInfo(*member.id, member.incarnation, member.pid, None, 9, now, node_rank)
-                member.enter("failed", now)
-                self._state.do(ev.AnnounceLoss(member.exit))
+    def _end_with(self, failure: FailureInfo | None, now: float) -> None:
+        if failure is not None:
+            self._fail(Weight.DEATH, failure, now)
 
     def _fail(self, weight: Weight, info: FailureInfo, now: float) -> None:
         """Note a failure. Once everybody was told to end, later ones are consequences and not noted."""
@@ -389,7 +386,7 @@ class JobManager:
             self._settle(now)
         if self._state.undecided and not self._failures:
             self._watch.look(now)
-        if self._state.undecided and (stuck := self._recoveries.advance(now)) is not None:
+        if self._state.undecided and (stuck := self._losses.look(now) or self._recoveries.advance(now)) is not None:
             self._fail(Weight.DEATH, stuck, now)
             self._settle(now)
         members = context.members.values()

@@ -74,7 +74,7 @@ class PrimeMaster:
         self._pump = Pump(self.manager, persistence, stored, self._perform, clock)
         self._executor = Executor(runtime, self.manager, scheduler, self.post, self._pump.carried_out)
         self._followers = Followers(spec)
-        self._watch = AgentWatch(spec.job_id, self._agent_lost, self._pids_on, leased=config.lease_s > 0)
+        self._watch = AgentWatch(spec.job_id, self._agent_lost, self._pids_on, lease_s=config.lease_s)
         self._goodbye = asyncio.Event()
         self._over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._stage = self.manager.context.stage
@@ -143,7 +143,7 @@ class PrimeMaster:
             return Grant(0.0)
         self._watch.found(node)
         await self._pump.take(ev.AgentRegistered(node, running))
-        return Grant(self._lease_s)
+        return self._grant(node.node_rank)
 
     @rpc(concurrent=MANY)
     async def renew(self, node_rank: int, sender: str) -> Grant:
@@ -151,7 +151,10 @@ class PrimeMaster:
         if node_rank in self.manager.context.lost_nodes:
             return Grant(0.0)
         self._watch.renew(node_rank)
-        return Grant(self._lease_s)
+        return self._grant(node_rank)
+
+    def _grant(self, node_rank: int) -> Grant:
+        return Grant(self._lease_s, self.manager.context.terms.get(node_rank, 0))
 
     @rpc(concurrent=MANY)
     async def attend(self, sender: str, wait_s: float) -> bool:
@@ -214,9 +217,10 @@ class PrimeMaster:
     # Called by the driver
 
     @rpc
-    async def agent_ended(self, node_rank: int, how: str) -> None:
-        """The guardian of a node on another machine has ended, and all of the node with it."""
-        self.post(ev.AgentLost(node_rank, how))
+    async def agent_ended(self, node_rank: int, how: str, proven: bool) -> None:
+        """The guardian of a node on another machine has ended, and all of the node with it; not ``proven``: it has not
+        said so itself."""
+        self._watch.ended(node_rank, how, proven=proven)
 
     @rpc
     async def status(self, records_from: int = 0) -> JobStatus:

@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlmesh.job.restarts import Phase, RestartEvent
@@ -27,14 +26,16 @@ __all__ = ["Recoveries", "Recovery"]
 
 @dataclass(slots=True)
 class Recovery:
-    """One restart. ``outgoing``: old processes that are not known to be gone, by role, rank and incarnation."""
+    """One restart. ``outgoing``: old processes that are not known to be gone, and on which node each is; ``homeless``:
+    there is no room for the new ones yet."""
 
     restart: Restart
     members: set[MemberId]
     start_at: float
     gone_by: float
-    outgoing: set[ev.ProcessKey] = field(default_factory=set)
+    outgoing: dict[ev.ProcessKey, int] = field(default_factory=dict)
     spawned: bool = False
+    homeless: bool = False
 
 
 class Recoveries:
@@ -43,14 +44,15 @@ class Recoveries:
     def __init__(self, state: JobState) -> None:
         self._state = state
         self._active: list[Recovery] = []
-        self._ports_asked: Counter[str] = Counter()
-        """Answers to ``ReservePort`` that are on their way, by role; only the last one counts."""
+        self._ports_asked: dict[str, list[int]] = {}
+        """The nodes whose answers to ``ReservePort`` are on their way, by role; only the last one counts."""
 
     def __bool__(self) -> bool:
         return bool(self._active)
 
-    def begin(self, restart: Restart, places: Mapping[MemberId, Placement], now: float) -> None:
-        """Replace members by new incarnations; those that cannot stay where they are get other ``places``."""
+    def begin(self, restart: Restart, places: Mapping[MemberId, Placement] | None, now: float) -> None:
+        """Replace members by new incarnations; those that cannot stay where they are get other ``places``. None: there
+        is no room for them before ``house`` tells of some."""
         context = self._state.context
         wanted = set(restart.members)
         recovery = Recovery(restart, wanted, now + restart.record.delay_s, now + self._state.limits.exit_s)
@@ -59,28 +61,46 @@ class Recoveries:
         for member in self._of(wanted):
             if not member.gone:
                 key = (*member.id, member.incarnation)
-                recovery.outgoing.add(key)
+                recovery.outgoing[key] = member.placement.node_rank
                 ended.setdefault(member.placement.node_rank, []).append(key)
             if member.spawned or member.exit is not None:
                 member.next_incarnation(hidden=restart.record.scope == "member", now=now)
             if restart.record.scope != "member":
                 member.has_finished = False
-        if places and context.plan is not None:
-            for member in self._of(wanted):
-                member.placement = places.get(member.id, member.placement)
-            placements = tuple(member.placement for member in context.members.values())
-            context.plan = replace(context.plan, placements=placements)
         context.restarts.append(restart.record)
         context.note = self._note(restart)
         self._tell(recovery, "restarting")
         self._state.do(ev.PublishBook(context.new_book()))
         for node_rank, keys in ended.items():
             self._state.do(ev.EndProcesses(node_rank, tuple(keys), self._grace_s(restart)))
-        for role in self._elastic_roles(wanted):
-            self._ports_asked[role] += 1
-            leader = context.members[role, 0].placement.node_rank
-            self._state.do(ev.ReservePort(role, leader, instead_of=self._state.ports.get(role)))
         self._active.append(recovery)
+        if places is None:
+            recovery.homeless = True
+        else:
+            self._house(recovery, places)
+
+    def homeless(self) -> set[MemberId]:
+        """Members for which there is no room yet."""
+        return {member for recovery in self._active if recovery.homeless for member in recovery.members}
+
+    def house(self, places: Mapping[MemberId, Placement]) -> None:
+        """There is room now for those that had none."""
+        for recovery in self._active:
+            if recovery.homeless:
+                self._house(recovery, places)
+
+    def _house(self, recovery: Recovery, places: Mapping[MemberId, Placement]) -> None:
+        context = self._state.context
+        recovery.homeless = False
+        if places and context.plan is not None:
+            for member in self._of(recovery.members):
+                member.placement = places.get(member.id, member.placement)
+            placements = tuple(member.placement for member in context.members.values())
+            context.plan = replace(context.plan, placements=placements)
+        for role in self._elastic_roles(recovery.members):
+            leader = context.members[role, 0].placement.node_rank
+            self._ports_asked.setdefault(role, []).append(leader)
+            self._state.do(ev.ReservePort(role, leader, instead_of=self._state.ports.get(role)))
 
     def _merge_into(self, recovery: Recovery) -> None:
         """A restart of more members takes over what smaller ones have begun; a failure of a member that is being
@@ -88,9 +108,9 @@ class Recoveries:
         kept = []
         for other in self._active:
             if other.members & recovery.members:
-                recovery.outgoing |= {key for key in other.outgoing if key[:2] in recovery.members}
+                recovery.outgoing |= {key: at for key, at in other.outgoing.items() if key[:2] in recovery.members}
                 other.members -= recovery.members
-                other.outgoing = {key for key in other.outgoing if key[:2] not in recovery.members}
+                other.outgoing = {key: at for key, at in other.outgoing.items() if key[:2] not in recovery.members}
             if other.members:
                 kept.append(other)
         self._active = kept
@@ -104,13 +124,20 @@ class Recoveries:
         key = (exit.role, exit.rank, exit.incarnation)
         for recovery in self._active:
             if key in recovery.outgoing:
-                recovery.outgoing.discard(key)
+                del recovery.outgoing[key]
                 return True
         return False
 
-    def port_reserved(self, role: str) -> None:
-        if self._ports_asked[role]:
-            self._ports_asked[role] -= 1
+    def node_lost(self, node_rank: int) -> None:
+        """No old process runs on a node any more, and nothing is answered from there."""
+        for recovery in self._active:
+            recovery.outgoing = {key: at for key, at in recovery.outgoing.items() if at != node_rank}
+        self._ports_asked = {role: [at for at in asked if at != node_rank] for role, asked in self._ports_asked.items()}
+
+    def port_reserved(self, role: str, node_rank: int | None) -> None:
+        asked = self._ports_asked.get(role)
+        if asked:
+            asked.remove(node_rank if node_rank in asked else asked[0])
 
     def abandon(self) -> list[Member]:
         """Forget all restarts: the job ends. Returns the members that had a new process which does not serve yet."""
@@ -133,8 +160,8 @@ class Recoveries:
                     f"{role}:{rank} is to be restarted, but the end of its old process was not reported within "
                     f"{self._state.limits.exit_s:g} s", role, rank, now,
                 )  # fmt: skip
-            if not recovery.spawned and not recovery.outgoing and now >= recovery.start_at:
-                if not any(self._ports_asked[role] for role in self._elastic_roles(recovery.members)):
+            if not recovery.spawned and not recovery.outgoing and not recovery.homeless and now >= recovery.start_at:
+                if not any(self._ports_asked.get(role) for role in self._elastic_roles(recovery.members)):
                     self._spawn(recovery, now)
             elif recovery.spawned and all(member.state in SERVING for member in self._of(recovery.members)):
                 self._done(recovery, now)
@@ -193,6 +220,6 @@ class Recoveries:
     def _of(self, members: Iterable[MemberId]) -> list[Member]:
         return [self._state.context.members[member] for member in sorted(members)]
 
-    def _elastic_roles(self, members: set[MemberId]) -> list[str]:
+    def _elastic_roles(self, members: Collection[MemberId]) -> list[str]:
         elastic = {role.name for role in self._state.spec.roles if role.backend == "elastic"}
         return sorted({role for role, _ in members} & elastic)

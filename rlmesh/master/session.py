@@ -212,7 +212,8 @@ class Session:
             if isinstance(node, RemoteNode) and not node.running() and node.node_rank not in self._lost:
                 self._lost.add(node.node_rank)
                 report = node.wait(0.0)
-                self._tell(master, "agent_ended", node.node_rank, f"has ended: {report.why or 'it gave no reason'}")
+                how = f"has ended: {report.why or 'it gave no reason'}"
+                self._tell(master, "agent_ended", node.node_rank, how, report.agent_code is not None)
 
     def _pass_on(self, master: MemberHandle) -> None:
         """Tell the master what was asked, once."""

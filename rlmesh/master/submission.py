@@ -142,6 +142,7 @@ def agent_configs(
             env=dict(env),
             host=host,
             group=group,
+            lease_s=spec.limits.lease_s if len(cluster.names) > 1 else 0.0,
         )
         for rank, name, host, group in zip(
             cluster.node_ranks(), cluster.names, cluster.hosts or alone, cluster.groups or alone, strict=True

@@ -14,7 +14,7 @@ SPREAD = Path(__file__).with_name("spread_job.py")
 
 def node(
     folder: Path, rank: int | None, nnodes: int | str, endpoint: str, *arguments: str,
-    options: Sequence[str] = (), prefix: Sequence[str] = (),
+    options: Sequence[str] = (), prefix: Sequence[str] = (), script: Path = SPREAD,
 ) -> Launched:  # fmt: skip
     """One node of the job; rank 0 gets the script and its arguments. ``prefix``: what goes before ``launch``."""
     key = folder / "job.key"
@@ -24,7 +24,7 @@ def node(
     if rank is not None:
         words += ["--node-rank", str(rank)]
     if not rank:
-        words += ["--run-dir", str(folder / "run"), str(SPREAD), *arguments]
+        words += ["--run-dir", str(folder / "run"), str(script), *arguments]
     return Launched([*(prefix or ["-m", "rlmesh.cli.main"]), "launch", *words], folder)
 
 

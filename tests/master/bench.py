@@ -148,7 +148,7 @@ class Bench:
 
     def exit(
         self, name: str, code: int | None = 0, signal: int | None = None, after_s: float = 0.0,
-        incarnation: int | None = None,
+        incarnation: int | None = None, node_rank: int = 0,
     ) -> None:  # fmt: skip
         """``incarnation`` None: the present one."""
         role_name, _, rank = name.partition(":")
@@ -156,7 +156,7 @@ class Bench:
         member = self.member(name)
         which = member.incarnation if incarnation is None else incarnation
         process = (role_name, int(rank), which, member.pid)
-        info = ExitInfo(*process, code, signal, self.now, 0, "box", "log", ("last words",))
+        info = ExitInfo(*process, code, signal, self.now, node_rank, "box", "log", ("last words",))
 
         self.send(ev.MemberExited(0, info))
 

@@ -1,0 +1,137 @@
+"""Nodes that are lost: the job goes on elsewhere, and nothing ever runs twice."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.machines import machines, why_not
+from tests.launcher.nodes import node
+from tests.master.launched import Launched, alive
+
+MOVING = Path(__file__).with_name("moving_job.py")
+
+
+@contextmanager
+def moving(folder: Path, nnodes: int, *arguments: str, endpoint: str = "127.0.0.1:0",
+           prefixes: Sequence[Sequence[str]] = ((), (), ())) -> Iterator[list[Launched]]:  # fmt: skip
+    """The nodes of the job, up and at work."""
+    (folder / "pulses").mkdir()
+    words = ["--pulses", str(folder / "pulses"), "--end", str(folder / "end"), *arguments]
+    with ExitStack() as stack:
+        head = stack.enter_context(node(folder, 0, nnodes, endpoint, *words, script=MOVING, prefix=prefixes[0]))
+        there = head.wait_for(r"listens at (\S+)")[1]
+        others = [stack.enter_context(node(folder, n, nnodes, there, prefix=prefixes[n])) for n in range(1, nnodes)]
+        head.wait_for("step 0 Actor", 40.0)
+        yield [head, *others]
+
+
+def finish(folder: Path, nodes: Sequence[Launched]) -> None:
+    """Let the job end, in good order."""
+    (folder / "end").touch()
+    head = nodes[0]
+    assert head.ended(30.0) == 0, head.output
+    assert "the job has succeeded" in head.output
+
+
+def pids_of(node: Launched) -> dict[str, int]:
+    """The members that a node has started."""
+    return {name: int(pid) for name, pid in re.findall(r"(\w+:\d\.\d) is pid (\d+)", node.output)}
+
+
+def lives(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """When each member's processes lived, by incarnation: first and last pulse."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for path in sorted((folder / "pulses").iterdir(), key=lambda path: int(path.suffix[1:])):
+        times = [float(line.split()[0]) for line in path.read_text().splitlines() if line.count(" ") == 1]
+        pids = {line.split()[1] for line in path.read_text().splitlines() if line.count(" ") == 1}
+        assert len(pids) == 1, f"two processes were {path.name}"
+        found.setdefault(path.stem, []).append((times[0], times[-1]))
+    return found
+
+
+def nothing_ran_twice(folder: Path) -> None:
+    for name, spans in lives(folder).items():
+        for (_, ended), (began, _) in itertools.pairwise(spans):
+            assert ended < began, f"{name} had two processes for {ended - began:.2f} s"
+
+
+def test_members_of_an_agent_that_is_killed_go_to_the_spare_node(tmp_path: Path) -> None:
+    with moving(tmp_path, 3) as nodes:
+        head, other, spare = nodes
+        trainer = int(head.wait_for(r"TRAINER is pid (\d+)")[1])
+        other.wait_for("ACTOR:1.0 is pid")
+        before = pids_of(other)
+        assert set(before) == {"ROLLOUT:1.0", "ACTOR:1.0"}
+        os.kill(other.pid_of("-m rlmesh.agent"), signal.SIGKILL)
+        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]", 20.0)
+        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 20.0)
+        assert alive(trainer) and not any(map(alive, before.values()))
+        finish(tmp_path, nodes)
+        assert {"ROLLOUT:1.1", "ACTOR:1.1"} <= set(pids_of(spare))
+    nothing_ran_twice(tmp_path)
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_stopped_loses_its_members_before_they_start_elsewhere(tmp_path: Path) -> None:
+    with moving(tmp_path, 3) as nodes:
+        head, other, _ = nodes
+        other.wait_for("ACTOR:1.0 is pid")
+        before = pids_of(other)
+        agent = other.pid_of("-m rlmesh.agent")
+        os.kill(agent, signal.SIGSTOP)
+        time.sleep(0.5)
+        assert all(map(alive, before.values())), "its members run on"
+        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]", 20.0)
+        with suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGCONT)
+        assert not any(map(alive, before.values()))
+        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 20.0)
+        finish(tmp_path, nodes)
+    nothing_ran_twice(tmp_path)
+
+
+@pytest.mark.slow
+def test_without_a_spare_the_job_ends_and_says_what_to_do(tmp_path: Path) -> None:
+    with moving(tmp_path, 2, "--spares", "0") as nodes:
+        head, other = nodes
+        os.kill(other.pid_of("-m rlmesh.agent"), signal.SIGKILL)
+        assert head.ended(20.0) == 1
+    assert re.search(r"the agent of node \S+ .*; its members ended with it: ROLLOUT:1, ACTOR:1", head.output)
+    assert "cannot be moved to other nodes" in head.output
+    assert "spare_nodes(1)" in head.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "never")
+def test_a_node_that_is_cut_off_ends_its_members_and_is_a_spare_when_it_is_back(tmp_path: Path) -> None:
+    prefixes = []
+    with machines(3) as cables:
+        prefixes = [cables.prefix_of(number) for number in (1, 2, 3)]
+        with moving(tmp_path, 3, endpoint="10.77.0.1:29400", prefixes=prefixes) as nodes:
+            head, other, _ = nodes
+            other.wait_for("ACTOR:1.0 is pid")
+            cables.pull(2)
+            head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 40.0)
+            cables.plug(2)
+            log = tmp_path / "run" / "logs" / "agent-1.log"
+            deadline = time.monotonic() + 10.0
+            while "they are ended here" not in log.read_text() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert "they are ended here" in log.read_text()
+            events = tmp_path / "run" / "events.jsonl"
+            while events.read_text().count("AgentRegistered") < 4 and time.monotonic() < deadline + 20.0:
+                time.sleep(0.05)
+            cables.pull(3)  # the node that was cut off before is the spare one now
+            head.wait_for(r"Actor \[\(0, 2\), \(1, 2\)\]", 60.0)
+            cables.plug(3)
+            finish(tmp_path, nodes)
+    nothing_ran_twice(tmp_path)
