@@ -96,7 +96,7 @@ class Member:
     def next_incarnation(self, *, hidden: bool, now: float) -> None:
         """From here on the member is the process that will take the present one's place."""
         self.incarnation += 1
-        self.pid, self.endpoint, self.exit = 0, "", None
+        self.pid, self.endpoint, self.public, self.exit = 0, "", "", None
         self.spawned = self.asked_to_end = self.ended_by_us = self.in_run = False
         self.hidden = hidden
         self.enter("restarting", now)
@@ -169,7 +169,7 @@ class JobContext:
                     endpoint=None if member.hidden else member.endpoint or None,
                     node_rank=member.placement.node_rank,
                     pid=member.pid,
-                    public=member.public,
+                    public="" if member.hidden else member.public,
                     group=member.placement.group,
                 )
                 for member in self.members.values()

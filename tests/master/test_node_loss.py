@@ -56,6 +56,7 @@ def test_the_spare_node_takes_over() -> None:
     bench = Nodes(spread(spares=1))
     bench.running()
     assert (bench.places("ACTOR"), bench.places("TRAINER")) == ([0, 1], [0])
+    bench.member("ACTOR:1").public = "tcp://10.0.0.2:7000"
     bench.lose(1)
     assert bench.places("ACTOR") == [0, 2]
     assert bench.took(ev.ForgetNode) == [ev.ForgetNode(1)]
@@ -65,6 +66,8 @@ def test_the_spare_node_takes_over() -> None:
     assert not bench.took(ev.Spawn)
     bench.old_ones_go()
     assert bench.took(ev.Spawn) == [ev.Spawn(0, (("ACTOR", 0),)), ev.Spawn(2, (("ACTOR", 1),))]
+    address = bench.took(ev.PublishBook)[-1].book.find("ACTOR", 1)
+    assert address is not None and (address.endpoint, address.public) == (None, ""), "nobody calls where it was"
     bench.come_back("ACTOR:0", "ACTOR:1")
     assert (bench.stage, bench.state("TRAINER:0"), bench.member("TRAINER:0").incarnation) == ("running", "running", 0)
     (record,) = bench.manager.status().restarts
