@@ -216,9 +216,10 @@ class Attachments:
         return None
 
     def lend(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
-        """Count a loan of a frame that `frame_at` gave; None if it is none of these."""
+        """Count a loan of a frame that `frame_at` gave; None if it is none of these, or if nobody can open it any more:
+        its owner has ended, and its segment went with it."""
         part = owner_of(frame)
-        if not isinstance(part, Part) or not part.is_clean:
+        if not isinstance(part, Part) or not part.is_clean or part.slot.segment.is_removed:
             return None
         with self._lock:
             slot = part.slot

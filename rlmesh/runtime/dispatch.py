@@ -15,7 +15,16 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol
 
-from rlmesh.errors import CallCancelled, CallError, MalformedFrame, MethodNotFound, StaleIncarnation, WouldDeadlock
+from rlmesh.errors import (
+    CallCancelled,
+    CallError,
+    MalformedFrame,
+    MethodNotFound,
+    PeerLost,
+    SlotGone,
+    StaleIncarnation,
+    WouldDeadlock,
+)
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
@@ -97,6 +106,12 @@ class Incoming:
                 args, kwargs = self.passed.decode(frames)
         except CallError:
             raise
+        except SlotGone as error:
+            role, rank = split_name(call.target)
+            raise PeerLost(
+                f"the arguments of {call.target}.{call.method}() cannot be read by {call.target}: {error}",
+                role=role, rank=rank, method=call.method, executed="no",
+            ) from error  # fmt: skip
         except Exception as error:
             role, rank = split_name(call.target)
             raise CallError(

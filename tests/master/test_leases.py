@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -60,8 +61,8 @@ class Node:
     untold: list[Key] = field(default_factory=list)
     ended_by: float | None = None
     cut: bool = False
-    inbox: list[tuple[str, object, object]] = field(default_factory=list)
-    outbox: list[tuple[str, object]] = field(default_factory=list)
+    inbox: list[tuple[str, Any, Any]] = field(default_factory=list)
+    outbox: list[tuple[str, Any]] = field(default_factory=list)
 
 
 class CutNetwork(RuleBasedStateMachine):
@@ -138,11 +139,10 @@ class CutNetwork(RuleBasedStateMachine):
                 self.post(ev.MemberBound(*key, 7, "ipc:///tmp/x"))
                 self.post(ev.MemberReady(*key))
             case "exit", key:
-                self.nodes[rank].untold.remove(key)  # type: ignore[arg-type]
+                self.nodes[rank].untold.remove(key)
                 self.post(ev.MemberExited(rank, self.exit_of(key, rank)))
 
-    def exit_of(self, key: object, rank: int) -> ExitInfo:
-        assert isinstance(key, tuple)
+    def exit_of(self, key: Key, rank: int) -> ExitInfo:
         return ExitInfo(*key, 7, None, 9, self.bench.now, rank)
 
     def grant(self, rank: int) -> Grant:

@@ -140,6 +140,15 @@ def test_an_unchanged_view_is_passed_on_without_a_copy(pool: SegmentPool, attach
     assert attachments.borrowed() == []
 
 
+def test_what_a_dead_lender_left_is_passed_on_as_bytes(pool: SegmentPool, attachments: Attachments) -> None:
+    view = attachments.borrow(send(pool, b"a" * SIZE), "L")
+    frame = pass_on(attachments, view)
+    assert frame is not None
+    pool.close()  # its owner has ended, and its segment went with it
+    assert attachments.lend(frame, "S") is None, "nobody else can open it"
+    assert bytes(frame) == b"a" * SIZE
+
+
 def test_a_lost_peer_ends_its_loans_and_is_owed_nothing(pool: SegmentPool, attachments: Attachments) -> None:
     first, second = send(pool, b"a" * SIZE), send(pool, b"b" * SIZE)
     view, other = attachments.borrow(first, "L"), attachments.borrow(second, "M")
