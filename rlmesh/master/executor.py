@@ -16,7 +16,7 @@ from typing import Any
 
 from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
-from rlmesh.errors import CallError, PeerLost
+from rlmesh.errors import CallError, PeerLost, ShuttingDown
 from rlmesh.job.status import ExitInfo, MemberStack, MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
@@ -248,11 +248,13 @@ class Executor:
         self._post(ev.PortReserved(role, port, node_rank))
 
     async def _ask_agent(self, node_rank: int, timeout_s: float, method: str, *args: object) -> Any:
-        """Ask until the agent has answered or its node is given up. With one node there is nothing to wait for."""
+        """Ask until the agent has answered or its node is given up. With one node there is nothing to wait for.
+
+        An agent that has just registered may be asked before it has heard that it has a lease: it refuses, once."""
         while True:
             try:
                 return await self.agent(node_rank).options(timeout_s=timeout_s).call(method, *args)
-            except PeerLost:
+            except (PeerLost, ShuttingDown):
                 if len(self._manager.context.nodes) == 1:
                     raise
                 await asyncio.sleep(AGENT_RETRY_S)
