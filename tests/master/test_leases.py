@@ -133,11 +133,12 @@ class CutNetwork(RuleBasedStateMachine):
                     return
                 self.leases.renew(rank, now)
                 self.nodes[rank].inbox.append(("grant", asked_at, self.grant(rank)))
-            case "port", name:
-                self.post(ev.PortReserved(str(name), 29500, rank))
-            case "up", (key, _):
-                self.post(ev.MemberBound(*key, 7, "ipc:///tmp/x"))
-                self.post(ev.MemberReady(*key))
+            case "port", _:
+                self.post(ev.PortReserved(str(value), 29500, rank))
+            case "up", _:
+                name, number, incarnation = value[0]
+                self.post(ev.MemberBound(name, number, incarnation, 7, "ipc:///tmp/x"))
+                self.post(ev.MemberReady(name, number, incarnation))
             case "exit", key:
                 self.nodes[rank].untold.remove(key)
                 self.post(ev.MemberExited(rank, self.exit_of(key, rank)))
