@@ -125,7 +125,7 @@ class CutNetwork(RuleBasedStateMachine):
                     self.nodes[rank].inbox.append(("grant", asked_at, Grant(0.0)))
                     return
                 self.leases.renew(rank, now)
-                self.post(ev.AgentRegistered(node(rank), tuple(MemberProcess(*key, 1) for key in there)))
+                self.post(ev.AgentRegistered(node(rank), tuple(MemberProcess(r, n, i, 1) for r, n, i in there)))
                 self.nodes[rank].inbox.append(("grant", asked_at, self.grant(rank)))
             case "renew", asked_at:
                 if rank in context.lost_nodes:
