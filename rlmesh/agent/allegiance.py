@@ -123,7 +123,8 @@ class Allegiance:
         """Until the job is over (True), the master is gone, or this node must register anew."""
         self._anew.clear()
         fenced = asyncio.ensure_future(self._anew.wait())
-        call = self._master.options(timeout_s=2 * ATTEND_S).call("attend", self._sender, ATTEND_S)
+        # Not to be made again at the next master, which does not know this node before it registers.
+        call = self._master.options(timeout_s=2 * ATTEND_S, idempotent=False).call("attend", self._sender, ATTEND_S)
         over = asyncio.ensure_future(_awaited(call))
         try:
             await asyncio.wait([over, fenced], return_when=asyncio.FIRST_COMPLETED)
