@@ -130,8 +130,29 @@ def test_a_node_that_is_cut_off_ends_its_members_and_is_a_spare_when_it_is_back(
             events = tmp_path / "run" / "events.jsonl"
             while events.read_text().count("AgentRegistered") < 4 and time.monotonic() < deadline + 20.0:
                 time.sleep(0.05)
+            assert events.read_text().count("AgentRegistered") >= 4, "it did not come back"
             cables.pull(3)  # the node that was cut off before is the spare one now
             head.wait_for(r"Actor \[\(0, 2\), \(1, 2\)\]", 60.0)
             cables.plug(3)
+            finish(tmp_path, nodes)
+    nothing_ran_twice(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "never")
+def test_members_without_room_wait_for_their_node(tmp_path: Path) -> None:
+    with machines(2) as cables:
+        prefixes = [cables.prefix_of(number) for number in (1, 2)]
+        words = ["--spares", "0", "--node-wait", "60"]
+        with moving(tmp_path, 2, *words, endpoint="10.77.0.1:29400", prefixes=prefixes) as nodes:
+            head, other = nodes
+            trainer = head.wait_for(r"TRAINER is pid \d+")[0]
+            other.wait_for("ACTOR:1.0 is pid")
+            cables.pull(2)
+            head.wait_for("is restarted .* its lease is over", 30.0)
+            cables.plug(2)
+            head.wait_for(r"Rollout \[\(0, 0\), \(1, 1\)\]", 60.0)
+            head.wait_for(r"Actor \[\(0, 1\), \(1, 1\)\]", 30.0)
+            assert head.output.count(trainer) == 1, "the others keep their processes"
             finish(tmp_path, nodes)
     nothing_ran_twice(tmp_path)
