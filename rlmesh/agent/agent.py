@@ -133,10 +133,8 @@ class Agent:
         if self._closing:
             raise ShuttingDown(f"node {self._config.node_name} is ending and starts nothing", executed="no")
         if not self._allegiance.may_start(term):
-            raise ShuttingDown(
-                f"node {self._config.node_name} has no lease for what was ordered in term {term} and starts nothing",
-                executed="no",
-            )
+            why = f"node {self._config.node_name} has no lease for what was ordered in term {term} and starts nothing"
+            raise ShuttingDown(why, executed="no")
         results = await asyncio.gather(*map(self._start_once, specs), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
