@@ -33,7 +33,8 @@ def load() -> tuple[Any, Any]:
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(read.config, name):
             delattr(read.config, name)
-    model = LlamaForCausalLM(read.config)
+    config: Any = read.config
+    model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     return model.float(), tokenizer

@@ -328,7 +328,8 @@ class Agent:
         )
         for member in spec.members:
             self._leases.gone(member.key)
-            self._outbox.put(replace(info, role=member.role, rank=member.rank, incarnation=member.incarnation))
+            if not self._closing:  # Else it ends with its node, which is told as a whole.
+                self._outbox.put(replace(info, role=member.role, rank=member.rank, incarnation=member.incarnation))
 
     def _running(self) -> tuple[MemberProcess, ...]:
         """The members that run here, and those whose end the master may not know of."""

@@ -243,6 +243,14 @@ class DLJobBuilder:
         self._fields["spare_nodes"] = num
         return self
 
+    def relaunch(self, command: str) -> Self:
+        """Run ``command`` on the first node when a node is lost and the others have no room for its members. It is to
+        start ``rlmesh launch`` on another machine, with what it finds in its environment: ``RLMESH_NODE_RANK``,
+        ``RLMESH_NNODES``, ``RLMESH_RDZV_ENDPOINT``, ``RLMESH_JOB_ID``, ``RLMESH_LOST_NODE``. Members wait for it for
+        ``limits(node_wait_s=…)``, five minutes unless that says otherwise."""
+        self._fields["relaunch"] = command
+        return self
+
     def build(self) -> DLJob:
         """The job's description.
 

@@ -71,6 +71,8 @@ class DLConfig(Spec):
         separations: sets of roles that are kept apart.
         pools: divisions of the devices: so many on each of its nodes; roles name theirs with ``pool``.
         spare_nodes: nodes that stay empty, to take the place of others.
+        relaunch: a command that brings another machine in the place of a lost node, when the others have no room for
+            its members (``docs/placement.md``).
         collocations: sets of roles whose members share devices, rank by rank.
         fusions: sets of roles whose members share processes, rank by rank.
         restart: what happens when a member fails, for roles without a policy of their own; a text is a scope
@@ -98,6 +100,7 @@ class DLConfig(Spec):
     separations: list[SeparationDesc] = Field(default_factory=list)
     pools: dict[str, list[int]] = Field(default_factory=dict)
     spare_nodes: int = Field(default=0, ge=0)
+    relaunch: str = ""
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
     limits: Limits = Field(default_factory=Limits)
     call_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)

@@ -360,6 +360,10 @@ class RoleBuilder(Generic[JobT]):
         """As the job builder's."""
         return self._job.spare_nodes(num)
 
+    def relaunch(self, command: str) -> JobT:
+        """As the job builder's."""
+        return self._job.relaunch(command)
+
     def build(self) -> DLJob:
         """As the job builder's."""
         return self._job.build()

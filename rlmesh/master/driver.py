@@ -29,6 +29,7 @@ from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
 from rlmesh.master.records import remember
+from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Session
 from rlmesh.master.starts import note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
@@ -43,6 +44,8 @@ __all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure"
 
 DEFAULT_NAME = "job"
 ANSWER_MARGIN_S = 15.0
+RELAUNCH_WAIT_S = 300.0
+"""How long a machine may take to come that was asked for, where the job does not say."""
 
 
 def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> JobResult:
@@ -144,6 +147,9 @@ class Driver:
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
             resume = note_start(space.run_dir, options.restarts or 0)
+            relaunch = self._relaunch(space)
+            if relaunch is not None and limits.node_wait_s == 0:
+                limits = replace(limits, node_wait_s=RELAUNCH_WAIT_S)
             spec = job_spec(
                 config, self.job_name, self._demand, self._cluster, space, limits=limits,
                 restart=options.restart, max_restarts=options.max_restarts, submitted_at=self._submitted_at,
@@ -163,10 +169,22 @@ class Driver:
         self._session = Session(
             self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
             self._interrupt, make_view=self._make_view, first_answer_s=limits.agents_s + ANSWER_MARGIN_S,
-            report=self._draw_report, head=options.head, grace_s=grace_s,
+            report=self._draw_report, head=options.head, relaunch=relaunch, grace_s=grace_s,
             stop_within_s=options.stop_within_s or STOP_WITHIN_S,
         )  # fmt: skip
         return self._session
+
+    def _relaunch(self, space: Workspace) -> Relaunch | None:
+        """Whoever brings other machines, in a job of several."""
+        head = self._options.head
+        if head is None or not self._config.relaunch:
+            return None
+        env = {
+            "RLMESH_JOB_ID": space.job_id,
+            "RLMESH_NNODES": str(head.options.most),
+            "RLMESH_RDZV_ENDPOINT": head.endpoint,
+        }
+        return Relaunch(self._config.relaunch, space.run_dir, env)
 
     def _gathered(self, head: Head, *, checked: bool) -> Cluster:
         """The nodes of this job, once they are there and (``checked``) have reached each other."""

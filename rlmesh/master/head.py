@@ -325,6 +325,21 @@ class Head:
                     self._followed[rank] = logs
                     self.order(rank, Follow(status.job_id, logs))
 
+    def replacements(self, job_id: str) -> list[RemoteNode]:
+        """Machines that came in the place of lost ones since the last time: their agents are started."""
+        found = []
+        with self._lock:
+            for entry in self._roster.nodes():
+                node = self._remote.get(entry.node_rank)
+                if node is None or node.config.job_id != job_id or node.running() or entry.gone:
+                    continue
+                config = replace(node.config, host=entry.hello.host, group=entry.hello.group)
+                new = self._remote[entry.node_rank] = RemoteNode(self.order, entry, config)
+                self._followed.pop(entry.node_rank, None)
+                self._held.setdefault(job_id, []).append(new)
+                found.append(new)
+        return found
+
     def order(self, node_rank: int, order: Order) -> None:
         """Give a node something to do. Any thread."""
         with self._lock:
@@ -339,6 +354,7 @@ class Head:
             for entry in self._roster.nodes():
                 node = self._remote.get(entry.node_rank)
                 if node is not None and node.running() and now - entry.seen_at > GONE_S:
+                    entry.gone = True
                     node.end(unproven(entry.node_rank, f"nothing was heard of node {entry.label} for {GONE_S:g} s"))
 
     # On the runtime's loop.

@@ -112,6 +112,10 @@ class JobManager:
         """The port of each elastic role's process group."""
         return self._state.ports
 
+    def wanted_nodes(self) -> set[int]:
+        """Lost nodes in whose place another machine is waited for."""
+        return set(self.context.lost_nodes) if self._recoveries.homeless() else set()
+
     def status(self, records_from: int = 0) -> JobStatus:
         return self.context.status(records_from)
 

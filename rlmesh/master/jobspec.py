@@ -25,6 +25,8 @@ MASTER_PUBLIC = "master_public"
 other nodes reach the master (empty in a job of one machine)."""
 MASTERS = "masters"
 """Key of ``JobStatus.extra``: how many masters the job has had."""
+WANTED_NODES = "wanted_nodes"
+"""Key of ``JobStatus.extra``: ranks of lost nodes in whose place another machine is waited for; absent if none is."""
 STORE_TROUBLE = "store_trouble"
 """Key of ``JobStatus.extra``: why the job's state is not being saved; absent if it is."""
 

@@ -28,7 +28,7 @@ from rlmesh.master.agent_watch import AgentWatch
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, MASTERS, STORE_TROUBLE, JobSpec
+from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, MASTERS, STORE_TROUBLE, WANTED_NODES, JobSpec
 from rlmesh.master.observer import Observer
 from rlmesh.master.persistence import Persistence
 from rlmesh.master.pump import Pump
@@ -234,6 +234,8 @@ class PrimeMaster:
             MASTER_PUBLIC: self._public,
             MASTERS: str(self._pump.masters),
         }
+        if wanted := self.manager.wanted_nodes():
+            extra[WANTED_NODES] = ",".join(map(str, sorted(wanted)))
         if trouble := self._pump.store_trouble:
             extra[STORE_TROUBLE] = trouble
         return replace(self.manager.status(records_from), extra=extra)

@@ -105,13 +105,15 @@ Order: TypeAlias = Probe | Start | Follow | End | Over
 
 @dataclass(slots=True)
 class NodeEntry:
-    """A node that has joined. ``orders`` only grow; the node asks for those after the ones that it has seen."""
+    """A node that has joined. ``orders`` only grow; the node asks for those after the ones that it has seen. ``gone``:
+    it ended after the start, and another machine may take its rank."""
 
     hello: NodeHello
     node_rank: int
     joined_at: float
     seen_at: float
     orders: list[Order] = field(default_factory=list)
+    gone: bool = False
 
     @property
     def label(self) -> str:
@@ -158,12 +160,13 @@ class Roster:
         self._check(hello)
         rank = hello.node_rank if hello.node_rank != ANY_RANK else self._free_rank(hello)
         there = self._nodes.get(rank)
-        if there is not None and (self.closed or now - there.seen_at < SILENT_S):
+        replaces = there is not None and there.gone
+        if there is not None and not replaces and (self.closed or now - there.seen_at < SILENT_S):
             raise LaunchError(
                 f"node rank {rank} of {hello.name} ({hello.host}, pid {hello.pid}) is taken: node {there.label} has "
                 f"joined {now - there.joined_at:.0f} s ago. Give each node its own --node-rank, 1 to {self.most - 1}"
             )
-        if self.closed and len(self) >= self.most:
+        if self.closed and not replaces and len(self) >= self.most:
             raise LaunchError(f"the job has started with all of its {len(self)} nodes; {hello.name} is one too many")
         entry = NodeEntry(hello, rank, now, now)
         self._nodes[rank] = entry
@@ -189,15 +192,17 @@ class Roster:
             )
 
     def _free_rank(self, hello: NodeHello) -> int:
-        free = [rank for rank in range(1, self.most) if rank not in self._nodes]
+        free = [rank for rank in range(1, self.most) if rank not in self._nodes or self._nodes[rank].gone]
         if not free:
             raise LaunchError(f"all {self.most} nodes are there; {hello.name} ({hello.host}) is one too many")
         return free[0]
 
     def leave(self, token: str, now: float) -> None:
-        """A node has gone by itself; its rank is free again if the job has not started."""
+        """A node has gone by itself; its rank is free again."""
         entry = self.find(token)
-        if entry is not None and not self.closed:
+        if entry is not None and self.closed:
+            entry.gone = True
+        elif entry is not None:
             del self._nodes[entry.node_rank]
             self._changed_at = now
 

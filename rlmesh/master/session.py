@@ -20,11 +20,13 @@ from rlmesh.agent.start import GuardianProcess
 from rlmesh.errors import CallError, LaunchError, RLMeshError
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.interrupt import Interrupt
+from rlmesh.master.jobspec import WANTED_NODES
 from rlmesh.master.merged_logs import MergedLogs
 from rlmesh.master.outcome import JobResult, job_failed, job_interrupted, job_stopped
 from rlmesh.master.post_mortem import write_post_mortem
 from rlmesh.master.processes import ProcessWatch, tail_of
 from rlmesh.master.records import write_end
+from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.remote import RemoteNode
 from rlmesh.master.starts import note_end
 from rlmesh.master.workspace import Workspace
@@ -68,6 +70,7 @@ class Session:
         first_answer_s: how long the master may take to come up.
         report: draws the picture of a run that succeeded.
         head: where the nodes of other machines are, all but the first.
+        relaunch: asks for another machine when one is lost that is needed.
         grace_s: between SIGTERM and SIGKILL when it is stopped.
         stop_within_s: how long its ranks have to stop together.
     """
@@ -75,13 +78,15 @@ class Session:
     def __init__(
         self, job_name: str, space: Workspace, configs: Sequence[AgentConfig], interrupt: Interrupt, *,
         make_view: Callable[[], JobView], first_answer_s: float, report: Callable[[Path], Path | None],
-        head: Head | None = None, grace_s: float = STOP_GRACE_S, stop_within_s: float = STOP_WITHIN_S,
+        head: Head | None = None, relaunch: Relaunch | None = None, grace_s: float = STOP_GRACE_S,
+        stop_within_s: float = STOP_WITHIN_S,
     ) -> None:  # fmt: skip
         self.status = JobStatus(job_name, space.job_id, "starting", configs[0].submitted_at, str(space.run_dir))
         self._job_name, self._space, self._configs = job_name, space, configs
         self._make_view, self._interrupt, self._report = make_view, interrupt, report
         self._first_answer_s = first_answer_s
-        self._head = head
+        self._head, self._relaunch = head, relaunch
+        self._replaced: list[RemoteNode] = []
         self._grace_s, self._stop_within_s = grace_s, stop_within_s
         self._nodes: list[GuardianProcess | RemoteNode] = []
         self._lost: set[int] = set()
@@ -112,6 +117,8 @@ class Session:
                 self._view.close()
         finally:
             self._end_nodes()
+            if self._relaunch is not None:
+                self._relaunch.close()
             self._watch.close()
             self._space.remove_sockets()
 
@@ -194,6 +201,22 @@ class Session:
             self._logs.follow(member for member in status.members if member.node_rank == 0)
             self._head.on_status(status)
             self._tell_of_lost_nodes(master)
+            self._replace_lost_nodes(status)
+
+    def _replace_lost_nodes(self, status: JobStatus) -> None:
+        """Ask for machines in the place of lost ones, and take in those that came."""
+        assert self._head is not None
+        if self._relaunch is not None:
+            wanted = {int(rank) for rank in status.extra.get(WANTED_NODES, "").split(",") if rank}
+            # The head takes nobody in a node's place before it knows that the node is gone.
+            wanted -= {node.node_rank for node in self._nodes if node.running()}
+            self._relaunch.look(wanted, {config.node_rank: config.node_name for config in self._configs})
+        for new in self._head.replacements(status.job_id):
+            at = next(i for i, node in enumerate(self._nodes) if node.node_rank == new.node_rank)
+            old, self._nodes[at] = self._nodes[at], new
+            assert isinstance(old, RemoteNode)
+            self._replaced.append(old)
+            self._lost.discard(new.node_rank)
 
     def _master_is_away(self, error: CallError) -> None:
         """It is started again by its agent; the members go on meanwhile.
@@ -259,7 +282,8 @@ class Session:
         """Let every node end, and make sure of it. Calling it again changes nothing."""
         for node in self._nodes:
             node.let_go()
-        reports, deadline = [], time.monotonic() + NODE_END_S  # for all of them together: many may be cut off
+        reports = [node.wait(0.0) for node in self._replaced]
+        deadline = time.monotonic() + NODE_END_S  # for all of them together: many may be cut off
         for node in self._nodes:
             try:
                 reports.append(node.wait(max(0.0, deadline - time.monotonic())))
