@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -82,4 +83,16 @@ def test_reward_and_heldout_accuracy_rise(seed: int, tmp_path: Path) -> None:
     assert summary["seed"] == seed
     assert summary["reward_first"] <= 0.6 and summary["heldout_first"] <= 0.6, summary
     assert summary["reward_last"] >= 0.9 and summary["heldout_last"] >= 0.9, summary
+    check_run_directory(run_dir, summary)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'rlmesh[deepspeed]'"
+)
+def test_reward_rises_with_an_actor_of_deepspeed(tmp_path: Path) -> None:
+    options = ["--actor_engine", "zero3", "--activation_checkpointing", "--steps", "30"]
+    _, run_dir, summary = launch(tmp_path, "--job_name", "deepspeed", *options, timeout=540)
+    assert summary["reward_last"] >= summary["reward_first"] + 0.15, summary
     check_run_directory(run_dir, summary)
