@@ -328,7 +328,7 @@ class Agent:
         )
         for member in spec.members:
             self._leases.gone(member.key)
-            if not self._closing:  # Else it ends with its node, which is told as a whole.
+            if not self._over.done():  # Else it ends with its node, which is told as a whole.
                 self._outbox.put(replace(info, role=member.role, rank=member.rank, incarnation=member.incarnation))
 
     def _running(self) -> tuple[MemberProcess, ...]:

@@ -104,7 +104,7 @@ def test_a_job_that_stopped_is_resumed_in_its_run_directory(tmp_path: Path) -> N
     step = states(tmp_path / "run")[0]
     with launch(tmp_path, job_options=("--steps", str(step + 5))) as job:
         assert job.ended() == 0, job.output
-        assert f"starts at step {step + 1}, resume Resume(count=1, step={step})" in job.output
+        assert f"starts at step {step + 1}, resume Resume(count=1, step={step}, " in job.output
         assert "result succeeded" in job.output
     with launch(tmp_path, job_options=("--steps", "3")) as job:
         assert job.ended() == 0, job.output

@@ -92,7 +92,8 @@ def test_a_killed_member_leaves_one_incident_that_tells_all(tmp_path: Path) -> N
     assert content["touched"].startswith("ADDER:1 is called by TRAINER:0 and calls nobody; its process group: ADDER:0")
     assert content["steps"]["TRAINER:0"] == 1
     assert set(content["stacks"]) == {"ADDER:0", "TRAINER:0"}
-    assert "toy_job.py" in content["stacks"]["TRAINER:0"], "the trainer waits for the call that failed"
+    # The trainer waits for the call that failed; on a busy machine it has heard so, and ended, before it is looked at.
+    assert "toy_job.py" in content["stacks"]["TRAINER:0"] or "is gone" in content["stacks"]["TRAINER:0"]
     assert any(f"pid of ADDER:1 is {pid}" in line for line in content["last_lines"]["ADDER:1"])
     assert set(content["last_lines"]) == {"ADDER:0", "ADDER:1", "TRAINER:0"}
     assert content["config"]["workloads"]["ADDER"]["total"] == 2
