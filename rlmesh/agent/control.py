@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -273,6 +275,16 @@ class Control:
         waits for is told of the first one."""
         waits = self._runtime.waiting() if member in ("", self._name) else ()
         return waits, tuple(self._calls_of(member))
+
+    @rpc
+    async def stacks(self) -> str:
+        """What each thread does: the innermost call last."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        parts = []
+        for ident, frame in sys._current_frames().items():
+            name = names.get(ident, "a thread that Python did not start")
+            parts.append(f"--- {name} ({ident}) ---\n{''.join(traceback.format_stack(frame))}")
+        return "\n".join(parts)
 
     @rpc
     async def note_calls(self) -> None:

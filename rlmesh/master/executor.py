@@ -21,6 +21,7 @@ from rlmesh.job.status import ExitInfo, MemberStack, MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_manager import JobManager
+from rlmesh.master.member_stacks import member_stacks, stacks_text
 from rlmesh.master.scheduler import Scheduler
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.handle import MemberHandle
@@ -151,24 +152,16 @@ class Executor:
         return tuple(await asyncio.gather(*(self._ask_pending(member) for member in self._bound())))
 
     async def ask_stacks(self) -> dict[str, str]:
-        """The stacks of all members by name, as their agents got them; else why there are none."""
+        """The stacks of all members by name; else why there are none."""
         members = [member for member in self._manager.context.members.values() if not member.gone]
-        nodes = sorted({member.placement.node_rank for member in members})
-        answers = await asyncio.gather(*map(self._ask_stacks, nodes))
-        found = {key: text for answer in answers if isinstance(answer, dict) for key, text in answer.items()}
-        silent = {node: answer for node, answer in zip(nodes, answers, strict=True) if isinstance(answer, str)}
-        return {
-            member.name: found.get((*member.id, member.incarnation))
-            or silent.get(member.placement.node_rank, "its agent does not know it")
-            for member in members
-        }
+        texts = await asyncio.gather(*map(self._ask_stacks, members))
+        return {member.name: text for member, text in zip(members, texts, strict=True)}
 
-    async def _ask_stacks(self, node_rank: int) -> dict[tuple[str, int, int], str] | str:
+    async def _ask_stacks(self, member: Member) -> str:
         try:
-            answer: dict[tuple[str, int, int], str] = await self.agent(node_rank).call("stacks")
+            return await member_stacks(self._runtime, member, self.agent(member.placement.node_rank))
         except CallError as error:
             return f"its agent does not answer: {error}"
-        return answer
 
     async def _ask_pending(self, member: Member) -> MemberWaits:
         known = MemberWaits(*member.id, member.pid, member.state, member.step)
@@ -378,18 +371,6 @@ class Executor:
         found = self._manager.context.members[member]
         if found.endpoint and not found.gone:
             self._control(found).notify(method, *args)
-
-
-def stacks_text(stacks: Iterable[MemberStack]) -> str:
-    """For people: each member with its process's state, then its threads."""
-    parts = []
-    for stack in stacks:
-        where = f" in {stack.wchan}" if stack.wchan else ""
-        head = (
-            f"{stack.role}:{stack.rank} (pid {stack.pid}) {stack.state}{where}, {stack.cpu_s:.1f} s of processor time"
-        )
-        parts.append(f"=== {head} ===\n{stack.text}\n")
-    return "\n".join(parts)
 
 
 def _text(error: Exception) -> str:

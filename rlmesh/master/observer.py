@@ -14,14 +14,14 @@ from pathlib import Path
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.agent.usage import NodeUse
 from rlmesh.errors import CallError, UsageError
-from rlmesh.job.status import EdgeStats, MemberStack
+from rlmesh.job.status import EdgeStats
 from rlmesh.master import events as ev
 from rlmesh.master.chaos import Chaos
 from rlmesh.master.context import JobContext, Member
-from rlmesh.master.executor import stacks_text
 from rlmesh.master.incident_keeper import IncidentKeeper
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.kills import parse_kills
+from rlmesh.master.member_stacks import member_stacks
 from rlmesh.master.metrics_page import families
 from rlmesh.observe.eventlog import EventLog, entry_of
 from rlmesh.observe.exposition import exposition
@@ -33,7 +33,7 @@ __all__ = ["Observer"]
 
 logger = logging.getLogger(__name__)
 
-STACKS_S = 5.0
+
 USAGE_S = 1.0
 """How long a scrape waits for a node."""
 METRICS_ADDRESS = "metrics.address"
@@ -138,11 +138,8 @@ class Observer:
         return use
 
     async def _ask_stacks(self, member: Member) -> str:
-        """Its agent has it write them by a signal, which needs nothing of what may keep the member busy."""
         node = self._manager.context.nodes[member.placement.node_rank]
-        agent = self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=STACKS_S)
-        found: tuple[MemberStack, ...] = await agent.call("examine", (member.key,))
-        return stacks_text(found) if found else "it has ended"
+        return await member_stacks(self._runtime, member, self._runtime.peer(AGENT, node.agent_endpoint))
 
     async def close(self) -> None:
         await self._incidents.close(self._clock())
