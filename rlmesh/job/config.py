@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -110,6 +111,15 @@ class DLConfig(Spec):
     @classmethod
     def _none_is_empty(cls, value: Any) -> Any:
         return {} if value is None else value
+
+    @field_validator("relaunch")
+    @classmethod
+    def _words(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r} is no command: {error}") from None
+        return value
 
     @field_validator("limits", mode="before")
     @classmethod

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh import DLJobBuilder
+from rlmesh.errors import JobSpecError
 from tests.launcher.nodes import node
 from tests.master.launched import alive, descendants
 
@@ -41,3 +43,8 @@ exec {words} --nnodes $RLMESH_NNODES --node-rank $RLMESH_NODE_RANK --rdzv-endpoi
         assert head.ended() == 0, head.output + (tmp_path / "run" / "relaunch.log").read_text()
         assert not [pid for pid in lost if alive(pid)]
     assert "WANDERER:1.1 is on node 1" in (tmp_path / "run" / "relaunch.log").read_text()
+
+
+def test_what_is_no_command_is_told_before_anything_starts() -> None:
+    with pytest.raises(JobSpecError, match="is no command: No closing quotation"):
+        DLJobBuilder().relaunch("ssh 'standby").role("A").run(len).build()
