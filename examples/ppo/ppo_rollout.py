@@ -18,7 +18,7 @@ from .model import PAD_ID
 
 
 class RolloutActor(ReceivesWeights):
-    engine: RolloutEngine
+    engine: RolloutEngine | None = None
 
     def setup(self) -> None:
         torch.set_num_threads(1)
@@ -30,18 +30,23 @@ class RolloutActor(ReceivesWeights):
 
     @rpc(remote_call.rollout_init)
     def init(self, model_path: str) -> None:
-        self.engine = make_engine(job_config().rollout_engine, model_path)
-        self.receive_weights(self.engine.sink)
+        """Called again when the learners go back to a checkpoint: the engine stays, and is pushed their weights."""
+        if self.engine is None:
+            self.engine = make_engine(job_config().rollout_engine, model_path)
+            self.receive_weights(self.engine.sink)
 
     @rpc(remote_call.rollout_generate)
     def generate(self, prompt_token_ids: Sequence[list[int]], params: SamplingParams) -> list[Sample]:
+        if self.engine is None:
+            raise RuntimeError("rollout_generate before rollout_init: there is no engine yet")
         own = dataclasses.replace(params, seed=(params.seed or 0) * 1009 + self.rank)
         return self.engine.generate(prompt_token_ids, own)
 
     @rpc(remote_call.end_job)
     def end_job(self) -> None:
         self.close_weights()
-        self.engine.close()
+        if self.engine is not None:
+            self.engine.close()
 
 
 def make_engine(kind: str, model_path: str) -> RolloutEngine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future as PlainFuture
 from concurrent.futures import wait
@@ -22,7 +23,8 @@ from rlmesh.weights.remote import End, Incarnations, party_of
 logger = logging.getLogger(__name__)
 
 ABORT_S = 0.4
-"""How long the sinks that did not fail may take to go back; a failed one is told and not waited for."""
+"""How long the sinks that did not fail may take to go back, and the source to close its channels, together; a failed
+sink is told and not waited for."""
 
 Answers = Mapping[str, PlainFuture[Any]]
 
@@ -77,6 +79,14 @@ class Link:
     def is_of(self, source: End, sinks: End) -> bool:
         """Are the members still those that the plan was made for?"""
         return self._members == {**source.incarnations(), **sinks.incarnations()}
+
+    def is_open(self) -> bool:
+        """Do all of them still know of it? One that sends from or receives into something new does not. Who does not
+        answer is left to the push, which says so."""
+        limit = self._timeouts.connect_s
+        asked = [self._source.call(n, "weights_source_has", self.session, timeout_s=limit) for n in self._source_names]
+        asked += [self._sinks.call(n, "weights_sink_has", self.session, timeout_s=limit) for n in self._sink_names]
+        return all(answer.exception() is not None or answer.result() for answer in asked)
 
     def _connect(self) -> None:
         plan, limit = self.plan, self._timeouts.connect_s
@@ -172,16 +182,17 @@ class Link:
             name: self._sinks.call(name, "weights_abort", self.session, push, timeout_s=self._timeouts.connect_s)
             for name in self._sink_names
         }
+        deadline = time.monotonic() + ABORT_S
         kept: dict[str, int | str | None] = {}
         for name, answer in aborted.items():
             if name == failure.member:
                 continue
             try:
-                kept[name] = answer.result(timeout=ABORT_S)
+                kept[name] = answer.result(timeout=_left(deadline))
             except Exception as error:
                 kept[name] = type(error).__name__
         self._closed = True
-        self._close_sources(ABORT_S)
+        self._close_sources(_left(deadline))
         return kept
 
     def close(self) -> None:
@@ -200,6 +211,10 @@ class Link:
         limit = self._timeouts.connect_s
         closing = [self._source.call(n, "weights_close", self.session, timeout_s=limit) for n in self._source_names]
         wait(closing, wait_s)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _ask(end: End, names: list[str], method: str, timeout_s: float) -> list[Party]:

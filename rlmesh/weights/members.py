@@ -79,10 +79,14 @@ class ReceivesWeights:
         self, sink: WeightSink, *, name: str | None = None, incarnation: int | None = None, node: str | None = None,
         tap: Tap | None = None,
     ) -> Receiver:  # fmt: skip
-        """Say where weights go. Name, incarnation and node are those of the worker unless they are given."""
+        """Say where weights go. Name, incarnation and node are those of the worker unless they are given.
+
+        Called again, it leaves the weight syncs of the sink before; the next push finds the new one.
+        """
         if name is None:
             worker = current_worker()
             name, incarnation, node = worker.name, worker.incarnation, node or worker.node_name or None
+        self.close_weights()
         self.__receiver = Receiver(sink, name, incarnation=incarnation or 0, node=node, tap=tap)
         return self.__receiver
 
@@ -105,6 +109,10 @@ class ReceivesWeights:
     @rpc(concurrent=BESIDE)
     def weights_sink_describe(self) -> dict[str, Any]:
         return self.weights.describe()
+
+    @rpc(concurrent=BESIDE)
+    def weights_sink_has(self, session: str) -> bool:
+        return self.weights.has(session)
 
     @rpc(concurrent=BESIDE)
     def weights_attach(self, opened: Opened, buckets: Sequence[Any]) -> None:
@@ -149,11 +157,15 @@ class SendsWeights:
         self, source: WeightSource, *, name: str | None = None, incarnation: int | None = None,
         node: str | None = None, runtime: Runtime | None = None,
     ) -> Sender:  # fmt: skip
-        """Say where weights come from. Name, incarnation and node are those of the worker unless they are given."""
+        """Say where weights come from. Name, incarnation and node are those of the worker unless they are given.
+
+        Called again, it leaves the weight syncs of the source before; the next push finds the new one.
+        """
         if name is None:
             worker = current_worker()
             name, incarnation, node = worker.name, worker.incarnation, node or worker.node_name or None
         runtime = runtime or default_runtime()
+        self.close_weights_source()
         self.__sender = Sender(
             source, name, commander(runtime), origin_of(runtime), incarnation=incarnation or 0, node=node
         )
@@ -176,6 +188,10 @@ class SendsWeights:
     @rpc
     def weights_source_describe(self) -> dict[str, Any]:
         return self.weights_source.describe()
+
+    @rpc(concurrent=BESIDE)
+    def weights_source_has(self, session: str) -> bool:
+        return self.weights_source.has(session)
 
     @rpc
     def weights_open(

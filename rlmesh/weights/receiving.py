@@ -158,6 +158,10 @@ class Receiver:
         share = settings.sinks.index(self.who), len(settings.sinks)
         session.routes[settings.source] = _Route(settings, cut, inlet, share, session.total)
 
+    def has(self, session: str) -> bool:
+        """Is it connected to this plan? Not after a restart, nor when a role has said anew where weights go."""
+        return session in self._sessions
+
     @_command
     def detach(self, session: str) -> None:
         self._leave(session)
@@ -357,7 +361,7 @@ class Receiver:
         found = self._sessions.get(session)
         if found is None:
             raise WeightSyncError(
-                f"{self.who} knows nothing of this weight sync: it has restarted since, or was left out of the plan. "
-                "The next push makes a new plan"
+                f"{self.who} knows nothing of this weight sync: it has restarted or called receive_weights() since, "
+                "or was left out of the plan. The next push makes a new plan"
             )
         return found

@@ -106,6 +106,7 @@ class LocalSource:
         )
         self._methods: dict[str, Callable[..., Any]] = {
             "weights_source_describe": self._sender.describe,
+            "weights_source_has": self._sender.has,
             "weights_open": self._sender.open,
             "weights_connect": self._sender.connect,
             "weights_capture": self._sender.capture,

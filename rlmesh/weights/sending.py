@@ -179,6 +179,10 @@ class Sender:
         results = [delivery.result() for delivery in deliveries]
         return next((failure for failure in results if failure is not None), None)
 
+    def has(self, session: str) -> bool:
+        """Is it open here? Not after a restart, nor when a role has said anew what its weights are."""
+        return session in self._sessions
+
     def close_session(self, session: str) -> None:
         gone = self._sessions.pop(session, None)
         if gone is None:
@@ -197,6 +201,7 @@ class Sender:
         found = self._sessions.get(session)
         if found is None:
             raise WeightSyncError(
-                f"{self.who} knows nothing of this weight sync: it has restarted since. The next push makes a new plan"
+                f"{self.who} knows nothing of this weight sync: it has restarted or called send_weights() since. "
+                "The next push makes a new plan"
             )
         return found

@@ -103,7 +103,8 @@ class WeightSync:
     # For users.
 
     def plan(self) -> WeightPlan:
-        """Who gets what from whom, by which channel: made now if there is none, or if members have changed."""
+        """Who gets what from whom, by which channel: made now if there is none, or if members have changed,
+        or what they send from or receive into."""
         with self._lock:
             self._wait_for_last()
             return self._current_link().plan
@@ -177,7 +178,8 @@ class WeightSync:
     def _current_link(self) -> Link:
         if self._link is not None and self._link.failed:
             self._drop_link()
-        if self._link is not None and not self._link.is_of(self._source, self._sinks):
+        link = self._link
+        if link is not None and not (link.is_of(self._source, self._sinks) and link.is_open()):
             self._drop_link()
         if self._link is None:
             self._link = Link.open(self._source, self._sinks, self._wishes, self._timeouts)

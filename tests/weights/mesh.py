@@ -56,6 +56,9 @@ class WeightMesh:
             each.set_address_book(book)
         until(lambda: all(each._calls.book == book for each in self._runtimes.values()))
 
+    def runtime(self, member: str) -> Runtime:
+        return self._runtimes[member]
+
     def add_sink(
         self, weights: Any, rank: int, *, tap: Any = None, incarnation: int = 0, node: str | None = None
     ) -> Sink:

@@ -28,3 +28,28 @@ def test_a_push_brings_all_weights_to_all_sinks(mesh: WeightMesh) -> None:
     assert "by shm: same node" in str(sync.plan())
     sync.close()
     assert segments() == []
+
+
+def test_a_source_or_a_sink_that_is_set_up_anew_is_found_by_the_next_push(mesh: WeightMesh) -> None:
+    """A role that builds its model again is still the same process: nobody is told that the plan's memory is gone."""
+    source, sinks = mesh.add_source(ArraySource(arrays(1))), [ArraySink(arrays(0)) for _ in range(2)]
+    members = [mesh.add_sink(sink, rank) for rank, sink in enumerate(sinks)]
+    sync = mesh.sync(bucket_bytes=1 << 16)
+    sync.push(1).result(10)
+    before = segments()
+
+    source.send_weights(ArraySource(arrays(2)), name="ACTOR:0", runtime=mesh.runtime("ACTOR:0"))
+    sync.push(2).result(10)
+    sinks[1] = ArraySink(arrays(0))
+    members[1].receive_weights(sinks[1], name="ROLLOUT:1")
+    with pytest.raises(WeightsNotReady), members[1].weights.serving():
+        pass
+    sync.push(3).result(10)
+    for member, sink in zip(members, sinks, strict=True):
+        with member.weights.serving() as version:
+            assert version == 3
+            np.testing.assert_array_equal(sink.arrays["layer.3"], arrays(2)["layer.3"])
+    assert len(segments()) == len(before), "what the source before had is freed"
+    same = sync.plan()
+    sync.push(4).result(10)
+    assert sync.plan() is same
