@@ -31,6 +31,8 @@ BEFORE_S = 10.0
 """Exits this long before a failure was noticed may belong to it."""
 EVERY_S = 0.25
 """An open incident is written at most this often."""
+FIRST_WRITE_S = 0.05
+"""So long after it was noticed it is written first: whoever waits for the member that died is told before that."""
 MOST_MEMBERS = 64
 """Of larger jobs the members that a failure touches are asked and shown, up to so many."""
 LINES = 20
@@ -82,7 +84,7 @@ class IncidentKeeper:
             self._write(incident, now)
             self._open = None
             self._restarts_seen, self._failed_before = len(context.restarts), bool(context.failures)
-        elif self._dirty and now - self._written_at > EVERY_S:
+        elif self._dirty and now - self._written_at >= EVERY_S:
             self._gather_events(incident)
             self._write(incident, now)
 
@@ -107,21 +109,19 @@ class IncidentKeeper:
                 self._add_exit(incident, exit)
         touched = self._touched(incident)
         incident.steps = {member.name: member.step for member in context.members.values()}
-        members = list(context.members.values())
-        if len(members) > MOST_MEMBERS:
-            members = [member for member in members if member.name in {*touched.failed, *touched.all}]
-        for member in members[:MOST_MEMBERS]:
-            if member.name not in incident.last_lines and (lines := last_lines(member.log_path, LINES)):
-                incident.last_lines[member.name] = list(lines)
+        for member in self._shown(touched):
             if member.endpoint and not member.gone and member.name not in incident.exits:
                 task = asyncio.get_running_loop().create_task(self._stacks(incident, member))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         self._open = incident
-        self._gather_events(incident)
-        self._write(incident, now)
-        if incident.path is not None:
-            context.incidents.append(str(incident.path.with_suffix(".txt")))
+        self._dirty, self._written_at = True, now - EVERY_S + FIRST_WRITE_S
+
+    def _shown(self, touched: Touched) -> list[Member]:
+        members = list(self._context.members.values())
+        if len(members) > MOST_MEMBERS:
+            members = [member for member in members if member.name in {*touched.failed, *touched.all}]
+        return members[:MOST_MEMBERS]
 
     async def _stacks(self, incident: Incident, member: Member) -> None:
         try:
@@ -189,8 +189,15 @@ class IncidentKeeper:
 
     def _write(self, incident: Incident, now: float) -> None:
         self._dirty, self._written_at = False, now
-        self._touched(incident)
+        touched = self._touched(incident)
+        if incident.path is None:
+            for member in self._shown(touched):
+                if member.name not in incident.last_lines and (lines := last_lines(member.log_path, LINES)):
+                    incident.last_lines[member.name] = list(lines)
         try:
-            incident.write(self._run_dir)
+            path = incident.write(self._run_dir)
         except OSError as error:
             logger.warning("incident %d cannot be written: %s", incident.number, error)
+            return
+        if (text := str(path.with_suffix(".txt"))) not in self._context.incidents:
+            self._context.incidents.append(text)
