@@ -20,7 +20,7 @@ from rlmesh.agent.stopping import Stopping
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.job.context import RestartEvent, StopRequest
-from rlmesh.job.status import CallStats, ExitInfo, MemberProgress, MetricRecord
+from rlmesh.job.status import Alarm, CallStats, ExitInfo, MemberProgress, MetricRecord
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
@@ -327,6 +327,9 @@ class MasterLink:
 
     def report(self, record: MetricRecord) -> None:
         self._outbox.put(record)
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._outbox.put(alarm)
 
     def boundary(self, step: int) -> StopRequest | None:
         return self._orders.stopping.boundary(step)

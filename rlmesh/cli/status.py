@@ -16,6 +16,7 @@ from rlmesh.master.graph_drawing import FORMATS, Format, drawn
 from rlmesh.master.last_state import last_graph
 from rlmesh.master.records import EndedJob
 from rlmesh.observe.incidents import newest_incident
+from rlmesh.observe.summary import alarm_lines
 
 _NO_RECORDS = 1 << 62
 STUCK_S = 60.0
@@ -78,6 +79,7 @@ def status_lines(status: JobStatus) -> Iterator[str]:
     yield from _failure_lines([failure.message for failure in status.failures])
     for path in status.incidents:
         yield f"  incident: {path}"
+    yield from (f"  {line}" for line in alarm_lines(status))
 
 
 def _details(members: list[MemberStatus]) -> str:
@@ -107,6 +109,7 @@ def end_lines(job: EndedJob) -> Iterator[str]:
     yield from _failure_lines(job.failures)
     if told := newest_incident(Path(job.run_dir)):
         yield f"  incident: {told}"
+    yield from (f"  {line}" for line in job.alarms)
 
 
 def _failure_lines(failures: Iterable[str]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from rlmesh.errors import UsageError
 from rlmesh.job.lease import DeviceLease, Hook, LeaseDesk, LeaseLink
 from rlmesh.job.restarts import RestartEvent
-from rlmesh.job.status import CallStats, MetricRecord
+from rlmesh.job.status import Alarm, CallStats, MetricRecord
 
 __all__ = [
     "COLLOCATION_ENV",
@@ -76,6 +76,9 @@ class ControlLink(Protocol):
 
     def report(self, record: MetricRecord) -> None:
         """Send a record to the master, without waiting for it."""
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Send it to the master, without waiting for it."""
 
     def boundary(self, step: int) -> StopRequest | None:
         """Say that a step ended; gives the stop that was asked for, if any. Waits a moment while the job finds out at
@@ -233,6 +236,14 @@ class WorkerContext:
                 calls=self.link.take_call_stats(),
             )
         )
+
+    def alarm(self, text: str) -> None:
+        """Say that something is wrong which people should look at, though the job goes on.
+
+        It goes to ``events.jsonl``, and ``rlmesh status`` shows it. Never waits. Whoever raises it says it once, not
+        at every step: only the last ones are shown.
+        """
+        self.link.alarm(Alarm(self.clock(), self.role, self.rank, self._step, text))
 
     def events(self, wait_s: float = 0.0) -> tuple[RestartEvent, ...]:
         """Restarts of other members since this was asked before, oldest first.

@@ -41,6 +41,21 @@ class MetricRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Alarm:
+    """One ``current_worker().alarm(text)``; ``step`` is the member's last one, if it said one."""
+
+    at: float
+    role: str
+    rank: int
+    step: int | None
+    text: str
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.role}:{self.rank}{step}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
 class ExitInfo:
     """How a worker process ended, as its agent saw it. ``served``: calls may have begun there. ``oom``: the kernel
     ended it for want of memory, and how much it had."""
@@ -210,7 +225,8 @@ class JobStatus:
     """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all
     so far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must
     end; ``stopped_at`` is then the step after which all ranks stopped, if they did. ``killed`` names the members whose
-    grace was not enough. ``samples_trained`` is the count that was reported last, 0 if none was."""
+    grace was not enough. ``samples_trained`` is the count that was reported last, 0 if none was. ``alarms``: the last
+    ones that members raised, of ``alarm_count``."""
 
     job_name: str
     job_id: str
@@ -231,6 +247,8 @@ class JobStatus:
     restarts: tuple[RestartRecord, ...] = ()
     incidents: tuple[str, ...] = ()
     samples_trained: int = 0
+    alarms: tuple[Alarm, ...] = ()
+    alarm_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

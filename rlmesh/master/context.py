@@ -11,6 +11,7 @@ from math import isfinite, nan
 
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import (
+    Alarm,
     ExitInfo,
     FailureInfo,
     JobStatus,
@@ -32,6 +33,8 @@ SAMPLES_TRAINED = "samples_trained"
 """The metric that is part of the job's state."""
 KEPT_RECORDS = 100_000
 """Metric records that are kept for status(); ``metrics.jsonl`` has all of them."""
+
+KEPT_ALARMS = 20
 
 MemberId = tuple[str, int]
 """Role and rank."""
@@ -140,6 +143,9 @@ class JobContext:
     stop_grace_s: float = 0.0
     incidents: list[str] = field(default_factory=list)
     """Paths of their readable files."""
+    alarms: tuple[Alarm, ...] = ()
+    """The last ones."""
+    alarm_count: int = 0
 
     def sharing_process(self, member: Member) -> list[Member]:
         """The members that live and die in one process with a member, itself among them."""
@@ -155,6 +161,10 @@ class JobContext:
             dropped = KEPT_RECORDS // 10
             del self.records[:dropped]
             self.records_dropped += dropped
+
+    def add_alarm(self, alarm: Alarm) -> None:
+        self.alarms = (*self.alarms, alarm)[-KEPT_ALARMS:]
+        self.alarm_count += 1
 
     def new_book(self) -> AddressBook:
         """The addresses of all members under a new version."""
@@ -200,6 +210,8 @@ class JobContext:
             killed=f"SIGKILL after {self.stop_grace_s:g} s: {', '.join(self.killed)}" if self.killed else "",
             incidents=tuple(self.incidents),
             samples_trained=self.samples_trained,
+            alarms=self.alarms,
+            alarm_count=self.alarm_count,
         )
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from rlmesh.agent.protocol import MemberProcess
 from rlmesh.job.context import StopRequest
 from rlmesh.job.restarts import RestartEvent
-from rlmesh.job.status import ExitInfo, MemberProgress, MemberStack, MetricRecord
+from rlmesh.job.status import Alarm, ExitInfo, MemberProgress, MemberStack, MetricRecord
 from rlmesh.master.context import MemberId
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.address import AddressBook
@@ -121,6 +121,13 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
+class AlarmRaised:
+    """A member says that something is wrong; the job goes on."""
+
+    alarm: Alarm
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressSeen:
     """A member was asked what it does; ``progress`` None: it did not answer."""
 
@@ -189,8 +196,8 @@ class Tick:
 
 Event: TypeAlias = (
     AgentRegistered | MasterReturned | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady
-    | RunBegan | RunFinished | MemberFailed | MemberExited | Reported | ProgressSeen | StacksTaken | DeviceFailed
-    | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
+    | RunBegan | RunFinished | MemberFailed | MemberExited | Reported | AlarmRaised | ProgressSeen | StacksTaken
+    | DeviceFailed | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
 )  # fmt: skip
 
 

@@ -155,6 +155,8 @@ class JobManager:
                 self._fail(Weight.OWN, FailureInfo(f"node {name}: {what} failed: {error}", at=now), now)
             case ev.Reported(record):
                 self._reported(record, now)
+            case ev.AlarmRaised(alarm):
+                self.context.add_alarm(alarm)
             case ev.StopRequested(reason, grace_s):
                 self._stop(reason, grace_s, now)
             case ev.NoticeGiven(reason, within_s, grace_s):

@@ -22,7 +22,7 @@ from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import MASTER, AgentConfig, Grant, MemberHello, MemberProcess
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
-from rlmesh.job.status import EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
+from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.agent_watch import AgentWatch
 from rlmesh.master.executor import Executor
@@ -48,6 +48,19 @@ MANY = 1 << 14
 """Calls of all agents and workers may be under way at once; each waits until its news is saved."""
 GOODBYE_WAIT_S = 30.0
 """How long the master answers the driver after the end of the job."""
+
+
+News = MetricRecord | Alarm | ExitInfo
+"""What agents and workers send through their outboxes."""
+
+
+def _event_of(item: News) -> ev.Event:
+    match item:
+        case MetricRecord():
+            return ev.Reported(item)
+        case Alarm():
+            return ev.AlarmRaised(item)
+    return ev.MemberExited(item.node_rank, item)
 
 
 class PrimeMaster:
@@ -163,10 +176,9 @@ class PrimeMaster:
         return self._over.done()
 
     @rpc(concurrent=MANY)
-    async def deliver(self, sender: str, first: int, items: tuple[MetricRecord | ExitInfo, ...]) -> int:
+    async def deliver(self, sender: str, first: int, items: tuple[News, ...]) -> int:
         """News of an agent or a worker: each item is taken in once, and confirmed when it is saved."""
-        news = [ev.Reported(i) if isinstance(i, MetricRecord) else ev.MemberExited(i.node_rank, i) for i in items]
-        return await self._pump.deliver(sender, first, news)
+        return await self._pump.deliver(sender, first, [_event_of(item) for item in items])
 
     @rpc
     async def device_failed(self, node_rank: int, uuid: str, what: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.job.status import JobStatus
+from rlmesh.observe.summary import alarm_lines
 
 __all__ = ["EndedJob", "ended_jobs", "read_end", "remember", "write_end"]
 
@@ -37,6 +38,8 @@ class EndedJob:
     failures: tuple[str, ...] = ()
     members: tuple[tuple[str, str], ...] = ()
     """Name and last state of each."""
+    alarms: tuple[str, ...] = ()
+    """Lines that tell of them."""
 
 
 def write_end(status: JobStatus, now: float | None = None) -> None:
@@ -49,6 +52,7 @@ def write_end(status: JobStatus, now: float | None = None) -> None:
         "ended_at": time.time() if now is None else now,
         "failures": [failure.message for failure in status.failures],
         "members": [[f"{member.role}:{member.rank}", member.state] for member in status.members],
+        "alarms": alarm_lines(status),
     }
     try:
         (Path(status.run_dir) / END_FILE).write_text(json.dumps(end, indent=1) + "\n")
@@ -110,6 +114,7 @@ def read_end(run_dir: Path) -> EndedJob | None:
             run_dir=str(run_dir),
             failures=tuple(end.pop("failures")),
             members=tuple((name, state) for name, state in end.pop("members")),
+            alarms=tuple(end.pop("alarms", ())),
             **end,
         )
     except (OSError, ValueError, TypeError, KeyError):

@@ -73,12 +73,12 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 def entry_of(event: object, now: float) -> dict[str, Any]:
     """The entry of a frozen dataclass: its name, whom it is about, its fields. One that says itself when it happened
-    (``exit.at``) is dated by that."""
+    (``exit.at``, ``alarm.at``) is dated by that."""
     fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}  # type: ignore[arg-type]
-    exit = fields.get("exit")
-    at = getattr(exit, "at", now)
+    told = fields.get("exit") or fields.get("alarm")
+    at = getattr(told, "at", now)
     entry: dict[str, Any] = {"at": round(float(at), 6), "event": type(event).__name__}
-    about = exit if exit is not None else event
+    about = told if told is not None else event
     role, rank = getattr(about, "role", None), getattr(about, "rank", None)
     if role is not None and rank is not None:
         entry["who"] = f"{role}:{rank}"

@@ -39,6 +39,17 @@ def failure_line(failure: FailureInfo) -> str:
     return text[0] if text[0].startswith(who) else who + text[0]
 
 
+SHOWN_ALARMS = 3
+
+
+def alarm_lines(status: JobStatus) -> list[str]:
+    """The last alarms that members raised; the others are in ``events.jsonl``."""
+    lines = [f"alarm: {alarm}" for alarm in status.alarms[-SHOWN_ALARMS:]]
+    if status.alarm_count > len(lines):
+        lines.insert(0, f"alarms: {status.alarm_count}, of which these are the last")
+    return lines
+
+
 def closing_lines(progress: JobProgress, status: JobStatus, report_png: Path | None, now: float) -> list[str]:
     """How the job ended, both ends of its curves, where its time went, where its files are."""
     steps = "" if progress.step is None else f" at step {progress.step}"
@@ -50,6 +61,7 @@ def closing_lines(progress: JobProgress, status: JobStatus, report_png: Path | N
         lines.append(serving)
     lines += [f"first cause: {failure_line(failure)}" for failure in status.failures[:1]]
     lines += [f"incident: {path}" for path in status.incidents[-3:]]
+    lines += alarm_lines(status)
     lines += _curve_ends(progress)
     lines += format_time_use(progress.time_use.callers())
     if status.run_dir:

@@ -8,10 +8,13 @@ an engine, and it spoils the ratio of every policy-gradient loss.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from rlmesh import current_worker
+from rlmesh.errors import UsageError
 from rlmesh.rl.kl import kl_estimate
 from rlmesh.rl.masking import keep, masked_mean
 
@@ -81,7 +84,8 @@ def drift(trainer: Tensor, engine: Tensor, mask: Tensor) -> Drift:
 
 
 class DriftAlarm:
-    """Speaks when the gap is larger than numerics allow: a warning in the log, and a metric for the report::
+    """Speaks when the gap is larger than numerics allow: a warning in the log, a metric for the report, and when it
+    begins an alarm among the job's events, which ``rlmesh status`` shows::
 
         alarm = DriftAlarm("float32")
         …
@@ -122,6 +126,9 @@ class DriftAlarm:
             if self.stop:
                 raise RuntimeError(text)
             logger.warning("%s", text)
+            if self.beyond == self.patience:
+                with suppress(UsageError):  # outside of a job the log is all there is
+                    current_worker().alarm(text)
         return {
             "log_prob_gap": found.max_abs,
             "log_prob_gap_mean": found.mean_abs,

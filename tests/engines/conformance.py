@@ -223,6 +223,14 @@ class RolloutConformance:
             assert sample.version_spans == [(1, 0, len(sample.token_ids))]
             assert sample.finish_reason in ("stop", "length")
 
+    def test_a_pause_that_is_not_over_in_time_is_given_up(self, served: Served) -> None:
+        running = self.run_on(served)
+        with pytest.raises(WeightSyncError, match=r"still makes . samples after 0\.02 s|did not end in time"):
+            served.engine.pause("wait", timeout_s=0.02)
+        assert running.wait().error is None and len(running.samples) == 4
+        assert {sample.finish_reason for sample in running.samples} <= {"stop", "length"}
+        assert len(served.engine.generate(PROMPTS, SamplingParams(2), timeout_s=30)) == 4
+
     @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
     def test_paused_it_lets_nobody_in(self, served: Served, mode: Any) -> None:
         served.engine.pause(mode)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,9 @@ import pytest
 import torch
 
 from rlmesh import ModuleSource
-from rlmesh.errors import WeightsNotReady, WeightSyncError
+from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.rollout import SamplingParams
+from tests.engines.conformance import LONG, Background, Served
 from tests.engines.models import PROBE, PROMPTS, largest_gap, log_probs_of, save, tiny
 from tests.engines.test_rollout_engines import NO_VLLM, SMALL, with_vllm
 from tests.weights.mesh import WeightMesh
@@ -105,6 +109,77 @@ def test_a_source_that_is_not_tied_does_not_fit_an_engine_that_is(tmp_path: Path
         engine.close()
 
 
+def until(condition: Any, limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@with_vllm
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_to_wait_for_requests_that_wait_for_a_place_themselves(kind: str, tmp_path: Path) -> None:
+    """Twelve requests, and room for two at a time: all of them are made before the pause."""
+    engine = engine_of(kind, save(tiny(0), tmp_path / "model"), version=0, max_num_seqs=2)
+    try:
+        params = SamplingParams(max_tokens=20, seed=1)
+        running = [Background(lambda: engine.generate([[5, 6, 7]] * 6, params)) for _ in range(2)]
+        until(lambda: len(engine._running if kind == "sync" else engine._stretches) == 12)
+        engine.pause("wait", timeout_s=30)
+        assert all(call.wait().error is None and len(call.samples) == 6 for call in running)
+        assert {sample.finish_reason for call in running for sample in call.samples} <= {"stop", "length"}
+        engine.resume()
+        assert len(engine.generate(PROMPTS, SamplingParams(2), timeout_s=30)) == 4
+
+        # Whoever waits hears of the end of the engine.
+        running = [Background(lambda: engine.generate([[5, 6, 7]] * 6, LONG))]
+        until(lambda: engine._running if kind == "sync" else engine._stretches)
+        pausing = Background(lambda: engine.pause("wait", timeout_s=50))
+        until(lambda: engine.gate._closed_for is not None)
+        began = time.monotonic()
+    finally:
+        engine.close()
+    assert isinstance(pausing.wait().error, UsageError) and "closed" in str(pausing.error)
+    assert isinstance(running[0].wait().error, UsageError) and time.monotonic() < began + 30
+
+
+@with_vllm
+def test_a_child_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
+    """AsyncLLM's child is stopped by a signal, so that it answers nothing. All waits end in time, and say for whom; it
+    goes on, and so does what was asked of it."""
+    import multiprocessing
+
+    engine = engine_of("async", save(tiny(0), tmp_path / "model"), version=1, who="ROLLOUT:3")
+    try:
+        (child,) = multiprocessing.active_children()
+        assert child.pid is not None
+        engine.generate(PROMPTS, SamplingParams(2))
+        running = Background(lambda: engine.generate([[5, 6, 7]] * 4, LONG))
+        until(lambda: any(each.tokens for each in list(engine._stretches.values())))
+        os.kill(child.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for mode in ("abort", "keep"):
+            with pytest.raises(TimeoutError, match=r"ROLLOUT:3: vLLM did not stop sampling within 0\.2 s .4 samples"):
+                engine.pause(mode, timeout_s=0.2)
+        with pytest.raises(WeightSyncError, match="ROLLOUT:3 still makes 4 samples"):
+            engine.pause("wait", timeout_s=0.2)
+        with pytest.raises(TimeoutError, match="ROLLOUT:3: log-probs took longer than 0"):
+            engine.log_probs(PROBE, timeout_s=0.2)
+        with pytest.raises(TimeoutError, match="ROLLOUT:3"):
+            engine.generate(PROMPTS, SamplingParams(2), timeout_s=0.2)
+        assert time.monotonic() < began + 20
+        os.kill(child.pid, signal.SIGCONT)
+        running.wait()
+        assert running.error is None and len(running.samples) == 4
+        assert {sample.finish_reason for sample in running.samples} <= {"stop", "length"}, "kept, as it was last told"
+        served = Served(engine, None, tied=False)
+        served.push(tiny(3), 2)
+        assert largest_gap(engine.log_probs(PROBE), log_probs_of(served.model, PROBE)) < GAP
+        assert {sample.policy_version for sample in engine.generate(PROMPTS, SamplingParams(4))} == {2}
+    finally:
+        engine.close()
+
+
 @with_vllm
 def test_a_packed_copy_of_other_weights_is_noticed(tmp_path: Path) -> None:
     """The check of packed copies must see the fault that it is for: a head that was not packed again."""
@@ -127,7 +202,7 @@ def test_a_packed_copy_of_other_weights_is_noticed(tmp_path: Path) -> None:
                     layer.weight.div_(1.5)
             return ""
 
-        told = engine._call(lambda: engine._engine.apply_model(check))
+        told = engine._call("check", lambda: engine._engine.apply_model(check))
         assert "packed copy that is not of its weights" in told[0]
     finally:
         engine.close()

@@ -14,7 +14,7 @@ from rlmesh import BaseRLTrainer, BaseRLWorkload, BaseTrainer, RLRoleType, curre
 from rlmesh.errors import UsageError
 from rlmesh.job.context import COLLOCATION_ENV, JobInfo, StopRequest, WorkerContext, set_current_worker
 from rlmesh.job.restarts import RestartEvent
-from rlmesh.job.status import CallStats, MetricRecord
+from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
 
@@ -24,6 +24,7 @@ STATS = CallStats("ACTOR", "step", 1, 1.0, 0.9, 0.0, 0.0, 0.1, 0)
 class Link:
     def __init__(self) -> None:
         self.records: list[MetricRecord] = []
+        self.alarms: list[Alarm] = []
         self.request: StopRequest | None = None
         self.events: list[RestartEvent] = []
         self.listeners: list[Callable[[RestartEvent], object]] = []
@@ -31,6 +32,9 @@ class Link:
 
     def report(self, record: MetricRecord) -> None:
         self.records.append(record)
+
+    def alarm(self, alarm: Alarm) -> None:
+        self.alarms.append(alarm)
 
     def boundary(self, step: int) -> StopRequest | None:
         return self.request

@@ -13,7 +13,7 @@ from rlmesh.agent.stopping import Stopping
 from rlmesh.errors import UsageError
 from rlmesh.job.context import JobInfo, StopRequest, WorkerContext
 from rlmesh.job.restarts import RestartEvent
-from rlmesh.job.status import CallStats, MetricRecord
+from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.context import MemberId
 from rlmesh.master.stop_together import StopTogether
@@ -38,6 +38,9 @@ class Link:
 
     def report(self, record: MetricRecord) -> None:
         raise AssertionError(record)
+
+    def alarm(self, alarm: Alarm) -> None:
+        raise AssertionError(alarm)
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
         return ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlmesh.cli.status import end_lines, status_lines
+from rlmesh.master.records import read_end, write_end
+from rlmesh.observe.eventlog import read_events
 from rlmesh.rl import reference
 from rlmesh.rl.advantages import grpo
 from rlmesh.rl.drift import LIMITS, DriftAlarm, Limits, drift
+from rlmesh.testing import LocalCluster
+from tests.rl import drifting_job
 from tests.rl.batches import Batch, batches, poisoned
 
 
@@ -73,3 +79,19 @@ def test_groups_that_say_nothing_give_nothing() -> None:
     assert grpo(rewards, groups)[:3].tolist() == [0, 0, 0] and grpo(rewards, groups)[3:].sum().abs() < 1e-6
     with pytest.raises(ValueError, match="expected one each per row"):
         grpo(rewards, groups[:2])
+
+
+def test_in_a_job_it_is_an_event_and_the_status_shows_it(tmp_path: Path) -> None:
+    """Each time that it begins; not at every step."""
+    with LocalCluster(run_root=tmp_path):
+        result = drifting_job.build().submit("drifting")
+    events = [entry for entry in read_events(Path(result.run_dir)) if entry["event"] == "AlarmRaised"]
+    assert [entry["who"] for entry in events] == ["TRAINER:0"] * 2
+    assert [entry["alarm"]["step"] for entry in events] == [0, 3]
+    text = "log-probs of trainer and ROLLOUT differ by 0.25 on average over 8 tokens of version 4"
+    assert text in events[1]["alarm"]["text"]
+    shown = [line for line in status_lines(result.status) if line.startswith("  alarm: TRAINER:0, step ")]
+    assert len(shown) == 2 and text in shown[1]
+    write_end(result.status)
+    end = read_end(Path(result.run_dir))
+    assert end is not None and [line for line in end_lines(end) if "alarm" in line] == shown

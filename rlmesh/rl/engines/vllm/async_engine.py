@@ -9,15 +9,19 @@ import multiprocessing
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import PauseMode, SleepLevel
 from rlmesh.rl.engines.vllm.base import (
+    CALL_S,
+    START_S,
     Batch,
     Sink,
+    T,
     VllmBase,
     engine_args,
     log_probs_of,
@@ -28,21 +32,18 @@ from rlmesh.rl.engines.vllm.base import (
 
 __all__ = ["AsyncVllmEngine"]
 
-T = TypeVar("T")
+STOP_S = 5.0
 
 
 @dataclass(eq=False)
 class Stretch:
-    """A response while vLLM works on it. ``tokens``: how many have come."""
+    """A response while vLLM works on it. ``tokens``: how many have come. ``keep``: a pause that ends it is to go on
+    with it afterwards."""
 
     name: str
     batch: Batch
     tokens: int = 0
-
-
-START_S = 600.0
-CALL_S = 600.0
-STOP_S = 5.0
+    keep: bool = False
 
 
 class AsyncVllmEngine(VllmBase):
@@ -64,13 +65,14 @@ class AsyncVllmEngine(VllmBase):
         self._numbers = itertools.count()
         self._stretches: dict[asyncio.Task[None], Stretch] = {}
         self._kept: list[tuple[Growing, Batch]] = []
-        self._keeping = False
+        self._halted = False
+        self._resuming: set[asyncio.Task[None]] = set()
         self._engine: Any = None
         self._loop = asyncio.new_event_loop()
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"rlmesh-vllm-{who}", daemon=True)
         self._thread.start()
-        started.result(START_S)
+        self._answer("start", started, START_S)
         # Weights reach the workers through memory of this machine, whatever they compute on.
         self._sink = Sink(self, "cpu", same_process=False, halt_s=pause_timeout_s)
         if version is not None:
@@ -142,42 +144,92 @@ class AsyncVllmEngine(VllmBase):
                 self.gate.set_version(None, f"vLLM's process is gone: {type(error).__name__}: {error}")
             batch.fail(error)
             return
-        if last.finish_reason == "abort" and self._keeping:
-            self._kept.append((row, batch))
+        if batch.withdrawn:
             return
-        row.finish(last.finish_reason)
-        batch.ended()
+        if last.finish_reason != "abort" or not stretch.keep:
+            row.finish(last.finish_reason)
+            batch.ended()
+        elif self._halted:
+            self._kept.append((row, batch))
+        else:
+            await self._put_back([(row, batch)])  # the pause that ended it was given up
+
+    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._engine, method)(*args, **kwargs)
 
     async def _submitted(self, batch: Batch) -> None:
         for row in batch.rows:
             await self._add(row, batch)
 
     async def _withdrawn(self, batch: Batch) -> None:
+        batch.withdrawn = True
         self._kept = [kept for kept in self._kept if kept[1] is not batch]
         await self._engine.abort([each.name for each in self._stretches.values() if each.batch is batch])
 
     async def _halt(self, mode: PauseMode, timeout_s: float) -> None:
-        self._keeping = mode == "keep"
+        """vLLM's own "wait" is of no use: it starts none of the requests that still wait for a place in its batch,
+        so whoever waits for these would wait for ever."""
+        if mode == "wait" and not await self._drained(timeout_s):
+            raise self._busy(len(self._stretches), timeout_s)
+        for stretch in self._stretches.values():
+            stretch.keep = mode == "keep"
+        self._halted = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._engine.pause_generation(mode="wait" if mode == "wait" else "abort")
-                while self._stretches:
-                    await asyncio.wait(list(self._stretches))
-        except TimeoutError:
-            await self._engine.resume_generation()
-            raise WeightSyncError(
-                f"{self.gate.who} still makes {len(self._stretches)} samples after {timeout_s:g} s: let them be "
-                "shorter, pause with 'keep' or 'abort', or raise pause_timeout_s"
+                await self._engine.pause_generation(mode="abort", clear_cache=False)
+                await self._drained(timeout_s)
+                # Nobody is let in, and nothing is left in there: the probe of a push may run.
+                await self._engine.resume_generation()
+        except BaseException as error:
+            self._give_up_halt()
+            if not isinstance(error, TimeoutError):
+                raise
+            raise TimeoutError(
+                f"{self.gate.who}: vLLM did not stop sampling within {timeout_s:g} s ({len(self._stretches)} samples "
+                "are still with it). It is stopped, hangs, or makes long steps: see the stacks of its processes"
             ) from None
-        # Nobody is let in, and nothing is left in there: the probe of a push may run.
-        await self._engine.resume_generation()
+
+    async def _drained(self, timeout_s: float) -> bool:
+        """Whether all stretches end in time."""
+        deadline = self._loop.time() + timeout_s
+        while self._stretches and self._loop.time() < deadline:
+            await asyncio.wait(list(self._stretches), timeout=deadline - self._loop.time())
+        return not self._stretches
+
+    def _give_up_halt(self) -> None:
+        """vLLM hears of it after the pause, whenever that is. Nobody waits here: it may never be."""
+        self._halted = False
+        kept, self._kept = self._kept, []
+        if self._engine is None:  # closed meanwhile
+            return
+
+        async def resume() -> None:
+            try:
+                await self._engine.resume_generation()
+            except Exception as error:
+                for _, batch in kept:
+                    batch.fail(error)
+            else:
+                await self._put_back(kept)
+
+        task = self._loop.create_task(resume())
+        self._resuming.add(task)
+        task.add_done_callback(self._resuming.discard)
+
+    async def _put_back(self, kept: Sequence[tuple[Growing, Batch]]) -> None:
+        for row, batch in kept:
+            try:
+                await self._add(row, batch)
+            except Exception as error:
+                batch.fail(error)
 
     async def _go_on(self) -> None:
+        self._halted = False
         kept, self._kept = self._kept, []
-        for row, batch in kept:
-            await self._add(row, batch)
+        await self._put_back(kept)
 
     async def _lose(self, error: Exception) -> None:
+        self._halted = False
         kept, self._kept = self._kept, []
         for _, batch in kept:
             batch.fail(error)
@@ -189,64 +241,65 @@ class AsyncVllmEngine(VllmBase):
         return prompt_log_probs(last)
 
     async def _probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
-        async with asyncio.timeout(timeout_s):
-            return list(await asyncio.gather(*(self._probe(tokens) for tokens in sequences)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return list(await asyncio.gather(*(self._probe(tokens) for tokens in sequences)))
+        except TimeoutError:
+            raise TimeoutError(f"{self.gate.who}: log-probs took longer than {timeout_s:g} s") from None
 
     # From other threads.
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
-            work.close()
-            raise UsageError(f"{self.gate.who} is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_S)
+    def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._asking:
+            try:
+                self._check_open()
+            except UsageError:
+                work.close()
+                raise
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _submit(self, batch: Batch) -> None:
-        try:
-            self._call(self._submitted(batch))
-        except BaseException:
-            self._withdraw(batch)  # those that went in before one was refused
-            raise
+    def _call(self, what: str, work: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
+        return self._answer(what, self._post(work), timeout_s)
+
+    def _submit(self, batch: Batch, timeout_s: float) -> None:
+        self._call("take requests", self._submitted(batch), timeout_s)
 
     def _withdraw(self, batch: Batch) -> None:
-        self._call(self._withdrawn(batch))
+        with suppress(UsageError):
+            self._post(self._withdrawn(batch))
 
     def halt(self, mode: PauseMode, timeout_s: float) -> None:
-        self._call(self._halt(mode, timeout_s))
+        # It keeps to its own limits; this is for a loop that is stuck.
+        self._call("pause", self._halt(mode, timeout_s), 2 * timeout_s + STOP_S)
 
     def go_on(self, version: int | None) -> None:
-        self._call(self._go_on())
+        self._call("go on", self._go_on())
 
     def lose(self, error: Exception) -> None:
-        self._call(self._lose(error))
+        self._call("give requests up", self._lose(error))
 
     def workers(self, method: str, *args: Any) -> list[Any]:
-        found: list[Any] = self._call(self._engine.collective_rpc(method, args=args))
+        found: list[Any] = self._call(f"answer {method}", self._ask("collective_rpc", method, args=args))
         return found
 
     def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
-        return self._call(self._probed(sequences, timeout_s))
+        return self._call("give log-probs", self._probed(sequences, timeout_s), timeout_s + STOP_S)
 
     def drop_caches(self) -> None:
-        if not self._call(self._engine.reset_prefix_cache(reset_running_requests=True)):
+        if not self._call("drop caches", self._ask("reset_prefix_cache", reset_running_requests=True)):
             raise WeightSyncError(f"{self.gate.who} could not drop what earlier weights computed")
 
     def label(self, version: int) -> None:
-        self._call(self._engine.update_weight_version(str(version)))
+        self._call("take a version", self._ask("update_weight_version", str(version)))
 
     def _set_asleep(self, level: SleepLevel | None) -> None:
         if level is None:
-            self._call(self._engine.wake_up())
+            self._call("wake", self._ask("wake_up"))
         else:
-            self._call(self._engine.sleep(level=level))
+            self._call("sleep", self._ask("sleep", level=level))
 
-    def close(self) -> None:
-        """See `RolloutEngine`."""
-        if self._closed:
-            return
-        self._closed = True
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CALL_S)
-        self._sink.close()
 
 
 def _take_spans(row: Growing, parts: Sequence[Any], spans: Sequence[Any]) -> None:

@@ -7,15 +7,17 @@ the old weights are dropped; a fixed prompt is probed; and when all sinks have c
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlmesh import Manifest, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
@@ -24,6 +26,14 @@ from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLe
 from rlmesh.rl.engines.vllm.buckets import BucketWriter
 
 __all__ = ["Batch", "Probe", "VllmBase", "end_tokens", "engine_args", "stretch_params"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+START_S = 600.0
+CALL_S = 600.0
+"""How long vLLM may take to answer; a large model's weights take a while to be packed."""
+CLOSE_S = 60.0
 
 OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode", "disable_log_stats")
 """Arguments of vLLM that are not the user's."""
@@ -45,6 +55,8 @@ class Batch:
     def __init__(self, rows: Sequence[Growing]) -> None:
         self.rows = list(rows)
         self.done = threading.Event()
+        self.withdrawn = False
+        """Nobody waits any more."""
         self.error: Exception | None = None
         self._left = len(self.rows)
 
@@ -173,10 +185,13 @@ class VllmBase(ABC):
         self.probe_token_ids = list(probe_token_ids or (i % vocabulary for i in range(2, 10)))
         self._pause_s = pause_timeout_s
         self._sink: Sink
+        self._thread: threading.Thread
         self._paused: PauseMode | None = None
         self._asleep: SleepLevel | None = None
         self._tokens = 0
         self._closed = False
+        self._asking = threading.Lock()
+        """Held to ask for something: what is asked for comes before the end."""
 
     @property
     def sink(self) -> WeightSink:
@@ -191,12 +206,16 @@ class VllmBase(ABC):
     ) -> list[Sample]:
         if not prompts:
             return []
-        began = time.monotonic()
+        deadline = time.monotonic() + timeout_s
         batch = Batch([Growing(prompt, params, row) for row, prompt in enumerate(prompts)])
         # Held until the requests are in the engine: from then on a push knows of them.
         with self._serving(timeout_s):
-            self._submit(batch)
-        if not batch.done.wait(max(timeout_s - (time.monotonic() - began), 0.0)):
+            try:
+                self._submit(batch, max(deadline - time.monotonic(), 0.0))
+            except BaseException:
+                self._withdraw(batch)  # those that went in before one was refused
+                raise
+        if not batch.done.wait(max(deadline - time.monotonic(), 0.0)):
             self._withdraw(batch)
             raise TimeoutError(f"{self.gate.who}: {len(prompts)} samples were not made within {timeout_s:g} s")
         if batch.error is not None:
@@ -251,22 +270,69 @@ class VllmBase(ABC):
     def metrics(self) -> Mapping[str, float]:
         return {"generated_tokens": float(self._tokens)}
 
-    def _serving(self, timeout_s: float) -> AbstractContextManager[int]:
+    def close(self) -> None:
+        """See `RolloutEngine`. Some of vLLM lasts as long as the process: its default process group, for one."""
+        with self._asking:
+            if self._closed:
+                return
+            self._closed = True
+            self._end()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s: vLLM did not end within %g s; what it holds is free when this process ends", self.gate.who, CLOSE_S
+            )
+        self._sink.close()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"{self.gate.who} is closed")
+
+    def _serving(self, timeout_s: float) -> AbstractContextManager[int]:
+        self._check_open()
         if self._asleep is not None:
             raise WeightsNotReady(f"{self.gate.who} sleeps (level {self._asleep}): call wake() first")
         return self.gate.serving(timeout_s)
 
+    def _answer(self, what: str, answer: Future[T], timeout_s: float = CALL_S) -> T:
+        """Of something that vLLM was asked for on another thread.
+
+        Raises:
+            TimeoutError: there is none in time. It is not asked for any more, if that is still possible.
+            UsageError: the engine was closed meanwhile.
+        """
+        try:
+            return answer.result(timeout_s)
+        except CancelledError:
+            raise UsageError(f"{self.gate.who} was closed") from None
+        except TimeoutError:
+            answer.cancel()
+            if answer.done() and not answer.cancelled():
+                return answer.result(0)  # it came just now, or the error is its own
+            raise TimeoutError(
+                f"{self.gate.who}: vLLM did not {what} within {timeout_s:g} s. It is stopped, hangs, or needs longer: "
+                "see the stacks of its processes; close() ends it"
+            ) from None
+
+    def _busy(self, left: int, timeout_s: float) -> WeightSyncError:
+        return WeightSyncError(
+            f"{self.gate.who} still makes {left} samples after {timeout_s:g} s: let them be shorter, pause with 'keep' "
+            "or 'abort', or raise pause_timeout_s"
+        )
+
     # How vLLM is reached.
 
     @abstractmethod
-    def _submit(self, batch: Batch) -> None:
+    def _end(self) -> None:
+        """Tell the engine's thread to end, after what it was asked for before. Does not wait."""
+
+    @abstractmethod
+    def _submit(self, batch: Batch, timeout_s: float) -> None:
         """Put requests into vLLM."""
 
     @abstractmethod
     def _withdraw(self, batch: Batch) -> None:
-        """Nobody waits for them any more."""
+        """Nobody waits for them any more. Does not wait, and may be called when they have ended."""
 
     @abstractmethod
     def _set_asleep(self, level: SleepLevel | None) -> None:
@@ -274,7 +340,12 @@ class VllmBase(ABC):
 
     @abstractmethod
     def halt(self, mode: PauseMode, timeout_s: float) -> None:
-        """Nothing runs when this returns."""
+        """Nothing runs when this returns.
+
+        Raises:
+            WeightSyncError: something still ran after ``timeout_s``, and goes on.
+            TimeoutError: vLLM did not stop in time; what it was to keep goes on when it has.
+        """
 
     @abstractmethod
     def go_on(self, version: int | None) -> None:

@@ -10,14 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import PauseMode, SleepLevel
 from rlmesh.rl.engines.vllm.base import (
+    CALL_S,
+    START_S,
     Batch,
     Sink,
+    T,
     VllmBase,
     engine_args,
     log_probs_of,
@@ -28,9 +32,8 @@ from rlmesh.rl.engines.vllm.base import (
 
 __all__ = ["VllmEngine"]
 
-T = TypeVar("T")
-START_S = 600.0
-CALL_S = 600.0
+STEP_S = 5.0
+"""A step that is under way ends first."""
 
 
 class VllmEngine(VllmBase):
@@ -67,11 +70,13 @@ class VllmEngine(VllmBase):
         self._running: dict[str, tuple[Growing, Batch]] = {}
         self._kept: list[tuple[Growing, Batch]] = []
         self._halted = False
+        self._idle = threading.Event()
+        """Set when nothing runs."""
         self._engine: Any = None
         started: Future[tuple[bool, str]] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"rlmesh-vllm-{who}", daemon=True)
         self._thread.start()
-        same_process, device = started.result(START_S)
+        same_process, device = self._answer("start", started, START_S)
         self._sink = Sink(self, device, same_process=same_process, halt_s=pause_timeout_s)
 
     # On the engine's thread.
@@ -84,6 +89,8 @@ class VllmEngine(VllmBase):
             return
         while True:
             idle = not self._running or self._halted
+            if not self._running:
+                self._idle.set()
             try:
                 job = self._jobs.get() if idle else self._jobs.get_nowait()
             except queue.Empty:
@@ -108,6 +115,7 @@ class VllmEngine(VllmBase):
 
     def _stop(self) -> None:
         self._fail(UsageError(f"{self.gate.who} was closed"))
+        self._idle.set()
         self._engine.engine_core.shutdown()
         self._engine.renderer.shutdown()
         self._engine = None
@@ -136,6 +144,7 @@ class VllmEngine(VllmBase):
         number = str(next(self._numbers))
         self._engine.add_request(number, {"prompt_token_ids": row.context}, stretch_params(row, self._ends))
         self._running[number] = (row, batch)
+        self._idle.clear()
 
     def _take_out(self) -> list[tuple[Growing, Batch]]:
         """End all running requests where they are."""
@@ -157,16 +166,7 @@ class VllmEngine(VllmBase):
         self._running.clear()
         self._kept = []
 
-    def _halt(self, mode: PauseMode, timeout_s: float) -> None:
-        if mode == "wait":
-            deadline = time.monotonic() + timeout_s
-            while self._running:
-                if time.monotonic() > deadline:
-                    raise WeightSyncError(
-                        f"{self.gate.who} still makes {len(self._running)} samples after {timeout_s:g} s: let them be "
-                        "shorter, pause with 'keep' or 'abort', or raise pause_timeout_s"
-                    )
-                self._step()
+    def _halt(self, mode: PauseMode) -> None:
         out = self._take_out()
         if mode == "keep":
             self._kept += out
@@ -201,31 +201,32 @@ class VllmEngine(VllmBase):
 
     # From other threads.
 
-    def _call(self, function: Callable[..., T], *args: Any) -> T:
+    def _post(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Run a function on the engine's thread, after what was asked for before."""
         answer: Future[T] = Future()
 
         def job() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
                 answer.set_result(function(*args))
             except BaseException as error:
                 answer.set_exception(error)
 
-        if not self._thread.is_alive():
-            raise UsageError(f"{self.gate.who} is closed")
-        self._jobs.put(job)
-        return answer.result(CALL_S)
+        with self._asking:
+            self._check_open()
+            self._jobs.put(job)
+        return answer
 
-    def _submit(self, batch: Batch) -> None:
+    def _call(self, what: str, function: Callable[..., T], *args: Any, timeout_s: float = CALL_S) -> T:
+        return self._answer(what, self._post(function, *args), timeout_s)
+
+    def _submit(self, batch: Batch, timeout_s: float) -> None:
         def add() -> None:
             for row in batch.rows:
                 self._add(row, batch)
 
-        try:
-            self._call(add)
-        except BaseException:
-            self._withdraw(batch)  # those that went in before one was refused
-            raise
+        self._call("take requests", add, timeout_s=timeout_s)
 
     def _withdraw(self, batch: Batch) -> None:
         def remove() -> None:
@@ -235,41 +236,39 @@ class VllmEngine(VllmBase):
                 del self._running[number]
             self._kept = [kept for kept in self._kept if kept[1] is not batch]
 
-        self._call(remove)
+        with suppress(UsageError):
+            self._post(remove)
 
     def halt(self, mode: PauseMode, timeout_s: float) -> None:
-        self._call(self._halt, mode, timeout_s)
+        # Waited for here, not on the engine's thread: there, whatever else is asked for meanwhile has its turn.
+        if mode == "wait" and not self._idle.wait(timeout_s):
+            raise self._busy(len(self._running), timeout_s)
+        self._call("pause", self._halt, mode, timeout_s=timeout_s)
 
     def go_on(self, version: int | None) -> None:
-        self._call(self._go_on, version)
+        self._call("go on", self._go_on, version)
 
     def lose(self, error: Exception) -> None:
-        self._call(self._lose, error)
+        self._call("give requests up", self._lose, error)
 
     def workers(self, method: str, *args: Any) -> list[Any]:
-        return self._call(lambda: list(self._engine.collective_rpc(method, args=args)))
+        return self._call(f"answer {method}", lambda: list(self._engine.collective_rpc(method, args=args)))
 
     def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
-        return self._call(self._probed, sequences, timeout_s)
+        return self._call("give log-probs", self._probed, sequences, timeout_s, timeout_s=timeout_s + STEP_S)
 
     def drop_caches(self) -> None:
-        if not self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True)):
+        if not self._call("drop caches", lambda: self._engine.reset_prefix_cache(reset_running_requests=True)):
             raise WeightSyncError(f"{self.gate.who} could not drop what earlier weights computed")
 
     def label(self, version: int) -> None:
-        self._call(lambda: self._engine.set_weight_version(str(version)))
+        self._call("take a version", lambda: self._engine.set_weight_version(str(version)))
 
     def _set_asleep(self, level: SleepLevel | None) -> None:
         if level is None:
-            self._call(lambda: self._engine.wake_up())
+            self._call("wake", lambda: self._engine.wake_up())
         else:
-            self._call(lambda: self._engine.sleep(level=level))
+            self._call("sleep", lambda: self._engine.sleep(level=level))
 
-    def close(self) -> None:
-        """See `RolloutEngine`. Some of vLLM lasts as long as the process: its default process group, for one."""
-        if self._closed:
-            return
-        self._closed = True
+    def _end(self) -> None:
         self._jobs.put(None)
-        self._thread.join(CALL_S)
-        self._sink.close()

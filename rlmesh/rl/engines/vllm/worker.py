@@ -8,7 +8,9 @@ packed again, and then compared with the weights that they are of.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,9 +96,23 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         worker: Any = self
-        with set_current_vllm_config(worker.vllm_config):
+        # It warns of each layer without weights in a checkpoint, such as rotary embeddings; what is missing is our
+        # own to say.
+        with set_current_vllm_config(worker.vllm_config), _silent("vllm.model_executor.model_loader.reload.layerwise"):
             finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
         self._rlmesh_missing = None
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """No warnings of a logger."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
