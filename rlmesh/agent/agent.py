@@ -35,7 +35,6 @@ from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport, Leftover, MemberProcess, WorkerSpec
 from rlmesh.agent.spawner import Spawner
-from rlmesh.agent.stacks import dump_stacks, stacks_file
 from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.agent.usage import NodeUse, read_use
 from rlmesh.errors import LaunchError, RLMeshError, ShuttingDown
@@ -191,17 +190,6 @@ class Agent:
         """What the node and its members use now."""
         return read_use({f"{spec.role}:{spec.rank}": child.pid for child, spec in self._members.items()})
 
-    @rpc(concurrent=4)
-    async def stacks(self) -> dict[MemberKey, str]:
-        """The Python stacks of the node's members, or for each the reason why there are none."""
-        members = list(self._members.items())
-        files = [stacks_file(self._config.socket_dir, spec.role, spec.rank) for _, spec in members]
-        texts = await asyncio.gather(
-            *(dump_stacks(child.pid, file) for (child, _), file in zip(members, files, strict=True))
-        )
-        of_process = zip((spec for _, spec in members), texts, strict=True)
-        return {member.key: text for spec, text in of_process for member in spec.members}
-
     @rpc(concurrent=4096)
     async def lease_devices(self, key: MemberKey, timeout_s: float, group: tuple[MemberKey, ...] = ()) -> LeaseAnswer:
         """Give a member its devices when no other role has them; called by the member, in ``device_lease()``.
@@ -225,12 +213,17 @@ class Agent:
         self._leases.give_back(key)
 
     @rpc(concurrent=4)
-    async def examine(self, members: tuple[MemberKey, ...]) -> tuple[MemberStack, ...]:
-        """What the processes of these members do, whatever keeps them busy; those that are gone are left out."""
-        wanted = set(members)
+    async def examine(
+        self, members: tuple[MemberKey, ...], silent: tuple[MemberKey, ...] = ()
+    ) -> tuple[MemberStack, ...]:
+        """What the processes of these members do; those that are gone are left out. Of those that are ``silent``, that
+        is did not answer when they were asked, also their stacks, whatever keeps them busy."""
+        wanted, mute = set(members), set(silent)
         found = [(child, spec) for child, spec in self._members.items() if any(m.key in wanted for m in spec.members)]
         folder = self._config.socket_dir
-        seen = await asyncio.gather(*(examine(spec, child.pid, folder) for child, spec in found))
+        seen = await asyncio.gather(
+            *(examine(spec, child.pid, folder, any(m.key in mute for m in spec.members)) for child, spec in found)
+        )
         return tuple(
             replace(stack, role=member.role, rank=member.rank, incarnation=member.incarnation)
             for stack, (_, spec) in zip(seen, found, strict=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -16,6 +14,7 @@ from typing import Literal
 from rlmesh.agent import ownership
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.protocol import CONTROL
+from rlmesh.agent.stacks import own_stacks
 from rlmesh.agent.stopping import Stopping
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
@@ -60,6 +59,8 @@ class Orders:
         self._runtime = runtime
         self._grace_s = grace_s
         self._queue: deque[Order] = deque()
+        self._turn = threading.RLock()
+        """Held where an order and the phase must fit each other; a signal's handler may interrupt its own thread."""
         self._begun = False
         self._exit: tuple[object] | None = None
         self._told = self._early_sigterm = False
@@ -109,9 +110,10 @@ class Orders:
 
     def give(self, order: Order, *, now: bool = False) -> None:
         """Put an order behind the others; ``now``: methods that are queued are not run before it."""
-        self._queue.append(order)
-        if self.phase == "serving":
-            self._runtime.stop_main(now=now)
+        with self._turn:
+            self._queue.append(order)
+            if self.phase == "serving":
+                self._runtime.stop_main(now=now)
 
     def take(self) -> Order:
         """Serve calls on the calling thread until there is an order.
@@ -119,14 +121,23 @@ class Orders:
         Raises:
             SystemExit: a served method called ``sys.exit``.
         """
-        self.phase = "serving"
         while True:
             if self._exit is not None:
                 raise SystemExit(*self._exit)
-            if self._queue:
-                return self._queue.popleft()
+            if (order := self._next()) is not None:
+                return order
             self.tell_listeners()
             self._runtime.run_main()
+
+    def _next(self) -> Order | None:
+        """The next order, and the phase that begins with it. Who gives one sees either that it was not taken yet and
+        ends `run_main`, or that it is under way: else it would end the thread that serves calls during ``run()``."""
+        with self._turn:
+            if not self._queue:
+                self.phase = "serving"
+                return None
+            self.phase = "running" if self._queue[0] == "run" else "serving"
+            return self._queue.popleft()
 
     def begin_run(self, member: str) -> bool:
         """Order ``run()`` of a member, if it has one, once: a master that was started again may say it again."""
@@ -278,13 +289,8 @@ class Control:
 
     @rpc
     async def stacks(self) -> str:
-        """What each thread does: the innermost call last."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        parts = []
-        for ident, frame in sys._current_frames().items():
-            name = names.get(ident, "a thread that Python did not start")
-            parts.append(f"--- {name} ({ident}) ---\n{''.join(traceback.format_stack(frame))}")
-        return "\n".join(parts)
+        """What each thread does: the innermost call first."""
+        return own_stacks()
 
     @rpc
     async def note_calls(self) -> None:

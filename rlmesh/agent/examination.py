@@ -22,9 +22,10 @@ _STATES = {
 }
 
 
-async def examine(spec: WorkerSpec, pid: int, socket_dir: str) -> MemberStack:
-    """Of a member of this node."""
-    text = await dump_stacks(pid, stacks_file(socket_dir, spec.role, spec.rank), WAIT_S)
+async def examine(spec: WorkerSpec, pid: int, socket_dir: str, silent: bool) -> MemberStack:
+    """Of a member of this node. ``silent``: it was asked for its stacks and did not answer, so that a signal has to
+    bring them; else there are none in what is returned."""
+    text = await dump_stacks(pid, stacks_file(socket_dir, spec.role, spec.rank), WAIT_S) if silent else ""
     state, cpu_s = _state(pid)
     wchan = _read(f"/proc/{pid}/wchan").strip("0\n")
     return MemberStack(spec.role, spec.rank, spec.incarnation, pid, state, wchan, cpu_s, text)

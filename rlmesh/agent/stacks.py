@@ -1,7 +1,7 @@
 """The Python stacks of a member, also of one that holds the interpreter's lock or waits in C.
 
-A member lets ``faulthandler`` write its stacks into a file of its own when a signal comes, which needs neither the
-lock nor a running loop. Its agent sends the signal and reads the file.
+A member that can answer tells its stacks itself. For one that cannot, ``faulthandler`` writes them into a file of its
+own when a signal comes, which needs neither the lock nor a running loop. Its agent sends the signal and reads the file.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import asyncio
 import faulthandler
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 
 from rlmesh.agent import ownership
 
-__all__ = ["SIGNAL", "dump_stacks", "listen", "stacks_file"]
+__all__ = ["SIGNAL", "dump_stacks", "listen", "own_stacks", "stacks_file"]
 
 SIGNAL = signal.SIGRTMIN + 7
 """One that nobody else uses: SIGUSR1 and SIGUSR2 belong to users and to Slurm."""
@@ -37,6 +40,23 @@ def listen(socket_dir: str, role: str, rank: int) -> None:
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     except OSError:
         pass
+
+
+def own_stacks() -> str:
+    """What each thread of this process does, innermost call first, as ``faulthandler`` writes it; with the names of
+    the threads and their lines."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        thread = threads.get(ident)
+        kind = "Main thread" if thread is threading.main_thread() else "Thread"
+        name = thread.name if thread is not None else "not started by Python"
+        lines = [f"{kind} 0x{ident:x} [{name}] (most recent call first):"]
+        for call in reversed(traceback.extract_stack(frame)):
+            lines.append(f'  File "{call.filename}", line {call.lineno} in {call.name}')
+            lines += [f"    {call.line}"] if call.line else []
+        parts.append("\n".join(lines))
+    return "\n".join(sorted(parts))
 
 
 def catches(pid: int) -> bool:

@@ -399,7 +399,6 @@ class Member:
                 if _exit_code(exit) != 0:
                     raise
 
-        self._orders.phase = "running"
         self._orders.run_began_at = time.monotonic()
         with self._runtime.main_busy():
             self._attempt(role, "run() failed", call)

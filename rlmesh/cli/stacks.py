@@ -29,7 +29,5 @@ def show(options: argparse.Namespace) -> int:
     with asking(job, TIMEOUT_S) as master:
         found: dict[str, str] = master.call("stacks").result()
     for name in checked(list(found), options.who):
-        print(f"=== {name}")
-        print(found[name])
-        print()
+        print(f"=== {found[name]}")
     return 0

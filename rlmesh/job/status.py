@@ -13,6 +13,9 @@ from rlmesh.runtime.waiting import Serving as Serving
 from rlmesh.runtime.waiting import Waiting as Waiting
 
 SHOWN_FRAMES = 5
+MAIN_THREAD = ("Main thread", "Current thread")
+"""How the part of a process's stacks that is about its main thread begins: as it tells them itself, and as
+``faulthandler`` does, whose signals come to that thread."""
 
 MemberState = Literal["starting", "bound", "ready", "running", "finished", "restarting", "stopping", "exited", "failed"]
 """starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;
@@ -165,13 +168,21 @@ class MemberStack:
     text: str = ""
 
     @property
+    def key(self) -> tuple[str, int, int]:
+        return self.role, self.rank, self.incarnation
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}:{self.rank}"
+
+    @property
     def frames(self) -> tuple[str, ...]:
         """The innermost calls of the main thread, as ``file:line in function``."""
         found: list[str] = []
         inside = False
         for line in self.text.splitlines():
-            if line.startswith(("Current thread", "Thread")):
-                inside = line.startswith("Current thread")
+            if line.startswith((*MAIN_THREAD, "Thread")):
+                inside = line.startswith(MAIN_THREAD)
             elif inside and line.lstrip().startswith("File "):
                 file, _, rest = line.strip().removeprefix('File "').partition('", line ')
                 number, _, function = rest.partition(" in ")

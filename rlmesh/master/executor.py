@@ -17,11 +17,11 @@ from typing import Any
 from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
 from rlmesh.errors import CallError, PeerLost, ShuttingDown
-from rlmesh.job.status import ExitInfo, MemberStack, MemberWaits
+from rlmesh.job.status import ExitInfo, MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.member_stacks import member_stacks, stacks_text
+from rlmesh.master.member_stacks import examine, stack_text
 from rlmesh.master.scheduler import Scheduler
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.handle import MemberHandle
@@ -37,7 +37,6 @@ BEGIN_TIMEOUT_S = 30.0
 PENDING_TIMEOUT_S = 2.0
 HOLD_TIMEOUT_S = 5.0
 """Less than what a member that is held waits for the answer."""
-STACKS_TIMEOUT_S = 8.0
 BOOK_DELAY_S = 0.01
 """Books that follow each other this closely are sent once, so that n members cause about n messages, not n²."""
 
@@ -154,14 +153,8 @@ class Executor:
     async def ask_stacks(self) -> dict[str, str]:
         """The stacks of all members by name; else why there are none."""
         members = [member for member in self._manager.context.members.values() if not member.gone]
-        texts = await asyncio.gather(*map(self._ask_stacks, members))
-        return {member.name: text for member, text in zip(members, texts, strict=True)}
-
-    async def _ask_stacks(self, member: Member) -> str:
-        try:
-            return await member_stacks(self._runtime, member, self.agent(member.placement.node_rank))
-        except CallError as error:
-            return f"its agent does not answer: {error}"
+        stacks = await examine(self._runtime, members, self.agent)
+        return {stack.name: stack_text(stack) for stack in stacks}
 
     async def _ask_pending(self, member: Member) -> MemberWaits:
         known = MemberWaits(*member.id, member.pid, member.state, member.step)
@@ -183,27 +176,16 @@ class Executor:
         self._post(ev.ProgressSeen(key, progress))
 
     async def _take_stacks(self, keys: tuple[ev.ProcessKey, ...]) -> None:
-        stacks = await self.examine(keys)
         context = self._manager.context
+        members = (context.members[key[:2]] for key in keys)
+        stacks = await examine(self._runtime, [m for m in members if not m.gone], self.agent)
         path = Path(context.spec.run_dir) / f"stacks-{time.strftime('%H%M%S')}.txt"
+        text = "\n".join(f"=== {stack_text(stack)}" for stack in stacks)
         try:
-            await asyncio.to_thread(path.write_text, stacks_text(stacks))
+            await asyncio.to_thread(path.write_text, text)
         except OSError as error:
             logger.warning("the members' stacks were not written: %s", error)
         self._post(ev.StacksTaken(stacks, str(path)))
-
-    async def examine(self, keys: Iterable[ev.ProcessKey]) -> tuple[MemberStack, ...]:
-        """What the threads of members do, as their agents find it; of an agent that does not answer, nothing."""
-        of_node: dict[int, list[ev.ProcessKey]] = {}
-        for key in keys:
-            of_node.setdefault(self._manager.context.members[key[:2]].placement.node_rank, []).append(key)
-        agents = {node: self.agent(node).options(timeout_s=STACKS_TIMEOUT_S) for node in of_node}
-        asked = (agents[node].call("examine", tuple(own)) for node, own in of_node.items())
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        for node, answer in zip(of_node, answers, strict=True):
-            if isinstance(answer, BaseException):
-                logger.warning("the agent of node %s gave no stacks: %s", node, answer)
-        return tuple(stack for answer in answers if not isinstance(answer, BaseException) for stack in answer)
 
     def _process_of(self, member: Member) -> str:
         node = self._manager.context.nodes.get(member.placement.node_rank)

@@ -1,8 +1,15 @@
-"""The Python stacks of a member that is up: asked of itself, or else written by a signal."""
+"""What the threads of members do: asked of the members themselves, and only of those that do not answer by a signal.
+
+A signal makes ``faulthandler`` walk the frames of threads while they run, which crashes a process now and then. So it
+is for members that cannot answer: whoever holds the interpreter's lock keeps all other threads still, and who is
+stopped does not move at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from rlmesh.agent.protocol import CONTROL
 from rlmesh.errors import CallError
@@ -11,39 +18,71 @@ from rlmesh.master.context import Member
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 
-__all__ = ["member_stacks", "stacks_text"]
+__all__ = ["INCIDENT_ANSWER_S", "examine", "stack_text"]
 
-OWN_ANSWER_S = 0.7
+OWN_ANSWER_S = 2.0
 """A member that holds the interpreter's lock in C does not answer within this time."""
-SIGNAL_ANSWER_S = 8.0
+INCIDENT_ANSWER_S = 0.7
+"""The same where somebody is being started again meanwhile, which ends what the others do."""
+AGENT_ANSWER_S = 6.0
 
 
-async def member_stacks(runtime: Runtime, member: Member, agent: MemberHandle) -> str:
-    """What each of its threads does; of one that does not answer, by its agent.
+async def examine(
+    runtime: Runtime,
+    members: Iterable[Member],
+    agent_of: Callable[[int], MemberHandle],
+    own_answer_s: float = OWN_ANSWER_S,
+) -> tuple[MemberStack, ...]:
+    """One stack per member, in their order; the text says so where there is none. Takes at most ``own_answer_s`` +
+    ``AGENT_ANSWER_S``.
 
-    A signal makes ``faulthandler`` walk the frames of threads while they run, which crashes a process now and then. So
-    it is for members only that cannot answer: whoever holds the interpreter's lock keeps all other threads still.
-
-    Raises:
-        CallError: its agent does not answer either.
+    Args:
+        agent_of: the agent of a node, by the node's rank.
     """
-    if member.endpoint:
-        try:
-            text: str = await runtime.peer(CONTROL, member.endpoint).options(timeout_s=OWN_ANSWER_S).call("stacks")
-            return text
-        except CallError:
-            pass
-    found = await agent.options(timeout_s=SIGNAL_ANSWER_S).call("examine", (member.key,))
-    return stacks_text(found) if found else "it has ended"
+    asked = tuple(members)
+    endpoints = list(dict.fromkeys(member.endpoint for member in asked if member.endpoint))
+    answers = await asyncio.gather(*(_ask(runtime, endpoint, own_answer_s) for endpoint in endpoints))
+    own = {endpoint: text for endpoint, text in zip(endpoints, answers, strict=True) if text}
+    of_node: dict[int, list[Member]] = {}
+    for member in asked:
+        of_node.setdefault(member.placement.node_rank, []).append(member)
+    looks = await asyncio.gather(*(_look(agent_of(node), on_it, own) for node, on_it in of_node.items()))
+    seen = {stack.key: stack for look in looks for stack in look}
+    return tuple(seen[member.key] for member in asked)
 
 
-def stacks_text(stacks: Iterable[MemberStack]) -> str:
-    """For people: each member with its process's state, then its threads."""
-    parts = []
-    for stack in stacks:
-        where = f" in {stack.wchan}" if stack.wchan else ""
-        head = (
-            f"{stack.role}:{stack.rank} (pid {stack.pid}) {stack.state}{where}, {stack.cpu_s:.1f} s of processor time"
-        )
-        parts.append(f"=== {head} ===\n{stack.text}\n")
-    return "\n".join(parts)
+async def _ask(runtime: Runtime, endpoint: str, wait_s: float) -> str:
+    """What a process says itself; empty if it does not."""
+    try:
+        text: str = await runtime.peer(CONTROL, endpoint).options(timeout_s=wait_s).call("stacks")
+    except CallError:
+        return ""
+    return text
+
+
+async def _look(agent: MemberHandle, members: list[Member], own: dict[str, str]) -> list[MemberStack]:
+    """The members of one node, with what the system says about their processes."""
+    silent = tuple(member.key for member in members if member.endpoint not in own)
+    keys = tuple(member.key for member in members)
+    missing, why = "is gone", "it has ended"
+    try:
+        found: tuple[MemberStack, ...] = await agent.options(timeout_s=AGENT_ANSWER_S).call("examine", keys, silent)
+    except CallError as error:
+        found, missing, why = (), "is out of sight", f"neither it nor its agent answered: {error}"
+    of_key = {stack.key: stack for stack in found}
+    stacks = []
+    for member in members:
+        text = own.get(member.endpoint, "")
+        stack = of_key.get(member.key)
+        if stack is None:
+            state = "answers" if text else missing
+            stack = MemberStack(*member.key, member.pid, state, text=text or why)
+        stacks.append(replace(stack, text=text) if text else stack)
+    return stacks
+
+
+def stack_text(stack: MemberStack) -> str:
+    """For people: the member with its process's state, then its threads."""
+    where = f" in {stack.wchan}" if stack.wchan else ""
+    used = f", {stack.cpu_s:.1f} s of processor time" if stack.cpu_s else ""
+    return f"{stack.name} (pid {stack.pid}) {stack.state}{where}{used}\n{stack.text}\n"

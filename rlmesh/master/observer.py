@@ -21,12 +21,13 @@ from rlmesh.master.context import JobContext, Member
 from rlmesh.master.incident_keeper import IncidentKeeper
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.kills import parse_kills
-from rlmesh.master.member_stacks import member_stacks
+from rlmesh.master.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
 from rlmesh.master.metrics_page import families
 from rlmesh.observe.eventlog import EventLog, entry_of
 from rlmesh.observe.exposition import exposition
 from rlmesh.observe.scrape import ScrapeServer, parse_address
 from rlmesh.placement.inventory import NodeInfo
+from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 
 __all__ = ["Observer"]
@@ -138,8 +139,11 @@ class Observer:
         return use
 
     async def _ask_stacks(self, member: Member) -> str:
-        node = self._manager.context.nodes[member.placement.node_rank]
-        return await member_stacks(self._runtime, member, self._runtime.peer(AGENT, node.agent_endpoint))
+        (stack,) = await examine(self._runtime, [member], self._agent, INCIDENT_ANSWER_S)
+        return stack_text(stack)
+
+    def _agent(self, node_rank: int) -> MemberHandle:
+        return self._runtime.peer(AGENT, self._manager.context.nodes[node_rank].agent_endpoint)
 
     async def close(self) -> None:
         await self._incidents.close(self._clock())

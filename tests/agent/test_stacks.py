@@ -6,15 +6,17 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
-from rlmesh.agent.stacks import dump_stacks
+from rlmesh.agent.stacks import dump_stacks, own_stacks
+from rlmesh.job.status import MemberStack
 from tests.agent.nodes import open_node
 
 
 async def test_stacks_of_members(tmp_path: Path) -> None:
     async with open_node(tmp_path) as node:
-        await node.start("Echo", "ACTOR:0")
+        asked = await node.start("Echo", "ACTOR:0")
         holder = await node.start("Holder", "ACTOR:1")
         stopped = await node.start("Echo", "ACTOR:2")
         pid = (await stopped.call("facts"))["pid"]
@@ -22,13 +24,34 @@ async def test_stacks_of_members(tmp_path: Path) -> None:
         try:
             held = holder.call("hold_the_lock", 4.0)
             await asyncio.sleep(0.2)  # until it has begun, whose own news the lock keeps back
-            found = await node.agent.call("stacks")
+            keys = tuple(("ACTOR", rank, 0) for rank in range(4))
+            found = {stack.name: stack for stack in await node.agent.call("examine", keys, keys[1:])}
+            told = await node.control(asked).call("stacks")
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert "in hold_the_lock" in found["ACTOR", 1, 0]
-        assert "most recent call first" in found["ACTOR", 0, 0]
-        assert "it is stopped, or waits in the kernel" in found["ACTOR", 2, 0]
+        assert set(found) == {"ACTOR:0", "ACTOR:1", "ACTOR:2"}
+        assert found["ACTOR:0"].text == "", "it can answer, so it gets no signal"
+        assert "Main thread" in told and "MainThread] (most recent call first):" in told
+        assert any("in hold_the_lock" in frame for frame in found["ACTOR:1"].frames)
+        assert "it is stopped, or waits in the kernel" in found["ACTOR:2"].text
+        assert found["ACTOR:2"].state == "is stopped" and not found["ACTOR:2"].frames
         await held
+
+
+def test_a_process_tells_what_its_own_threads_do() -> None:
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait, name="the other")
+    thread.start()
+    try:
+        text = own_stacks()
+    finally:
+        go_on.set()
+        thread.join()
+    assert "[the other] (most recent call first):" in text and "in wait" in text
+    frames = MemberStack("ACTOR", 0, 0, 1, "runs", text=text).frames
+    assert frames[0].endswith("in own_stacks") and frames[1].endswith(
+        f"in {test_a_process_tells_what_its_own_threads_do.__name__}"
+    )
 
 
 def test_a_process_that_does_not_listen_is_not_killed(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ def test_a_member_that_hangs_is_replaced(how: str, state: str, tmp_path: Path) -
     text = stacks.read_text()
     assert all(f"=== {name}:0 (pid " in text for name in ("WORKER", "IDLE", "TRAINER"))
     assert "hanging_job.py" in text.partition("=== TRAINER:0")[2]
+    own = {part.partition(":")[0] for part in text.split("=== ") if "MainThread] (most recent call first)" in part}
+    assert own >= {"IDLE", "TRAINER"}, "they answered, and got no signal"
+    assert ("WORKER" in own) == (how == "spin")
     if how == "stop":
         assert "it did not answer with its stacks" in message
     else:

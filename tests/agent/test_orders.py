@@ -1,0 +1,72 @@
+"""What the main thread of a member is told to do, by other threads and at the worst moment."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import Any, cast
+
+from rlmesh.agent.control import Order, Orders
+from rlmesh.runtime.runtime import Runtime
+
+WAIT_S = 5.0
+
+
+class _Runtime:
+    """Serves until it is told to stop; ``stops`` are those that nobody has taken."""
+
+    def __init__(self) -> None:
+        self.stops: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run_main(self) -> None:
+        self.stops.get(timeout=WAIT_S)
+
+    def stop_main(self, *, now: bool = False) -> None:
+        self.stops.put(None)
+
+
+class _Slow(deque[Order]):
+    """An order is in the queue for a while before whoever gives it goes on."""
+
+    def __init__(self, meanwhile: Any) -> None:
+        super().__init__()
+        self._meanwhile = meanwhile
+
+    def append(self, order: Order) -> None:
+        super().append(order)
+        self._meanwhile()
+
+
+def test_an_order_that_is_taken_at_once_ends_nothing_that_comes_later() -> None:
+    runtime = _Runtime()
+    orders = Orders(cast(Runtime, runtime), 1.0)
+    taken: list[Order] = []
+    main = threading.Thread(target=lambda: taken.append(orders.take()))
+
+    def meanwhile() -> None:
+        main.start()
+        main.join(0.3)  # if it can, it takes the order now, before the other thread looks what the main thread does
+
+    orders._queue = _Slow(meanwhile)
+    assert orders.begin_run("") is False  # it has no run() yet
+    orders.runs = "TRAINER:0"
+    assert orders.begin_run("TRAINER:0") is True
+    main.join(WAIT_S)
+    assert taken == ["run"] and orders.phase == "running"
+    assert runtime.stops.empty(), "the thread that serves calls during run() would take this for its own end"
+
+
+def test_orders_come_in_their_order_and_wake_who_serves() -> None:
+    runtime = _Runtime()
+    orders = Orders(cast(Runtime, runtime), 1.0)
+    taken: list[Order] = []
+    main = threading.Thread(target=lambda: taken.extend((orders.take(), orders.take(), orders.take())))
+    main.start()
+    while orders.phase != "serving":
+        main.join(0.001)
+    orders.give("run")
+    orders.give("end")
+    orders.give("end")
+    main.join(WAIT_S)
+    assert taken == ["run", "end", "end"]
