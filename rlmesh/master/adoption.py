@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from rlmesh.agent.protocol import MemberProcess
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext, Member
+from rlmesh.master.stop_together import StopTogether
 
 
-def say_again(context: JobContext) -> Iterator[ev.Action]:
+def say_again(context: JobContext, together: StopTogether) -> Iterator[ev.Action]:
     """For the members that are there: the addresses, who has ended, and what they were told to do."""
     if not context.members:
         return
@@ -23,12 +24,15 @@ def say_again(context: JobContext) -> Iterator[ev.Action]:
         if member.exit is not None and context.stage in ("starting", "running"):
             yield ev.AnnounceLoss(member.exit)
         elif not member.gone and member.endpoint:
-            yield from _told(context, member)
+            yield from _told(context, member, together)
+    yield from together.say_again()
 
 
-def _told(context: JobContext, member: Member) -> Iterator[ev.Action]:
+def _told(context: JobContext, member: Member, together: StopTogether) -> Iterator[ev.Action]:
+    if member.state == "stopping" and (member.ended_by_us or member.in_run):
+        yield ev.AskToStop((member.id,), context.note or "the job ends", ends=member.ended_by_us)
     if member.state == "stopping" and not member.ended_by_us:
-        yield ev.Teardown(member.id)
+        yield ev.Teardown(member.id, together.last_word())
     elif context.stage == "running" and member.state == "ready" and member.has_run is None:
         yield ev.BeginRun(member.id)
 

@@ -136,7 +136,7 @@ class JobManager:
                 self._agent_registered(node, running, now)
             case ev.MasterReturned(number):
                 self.context.note = f"the master died and was started again (master {number} of this job)"
-                self._state.do(*say_again(self.context))
+                self._state.do(*say_again(self.context, self._together))
             case ev.AgentLost(node_rank, how):
                 self._end_with(self._losses.lost(node_rank, how, now), now)
             case ev.PortReserved(role, port, node_rank):

@@ -99,6 +99,10 @@ class StopTogether:
             return [ev.HoldSteps((member,), self.reason)]
         return [ev.SetStop((member,), self.request)]
 
+    def say_again(self) -> list[ev.Action]:
+        """To drivers that may not have heard it: the first request that one gets is the one that counts."""
+        return [ev.SetStop(tuple(sorted(self._asked)), self.request)] if self.request and self._asked else []
+
     def _set(self) -> list[ev.Action]:
         if self.request is not None or not self._asked or self._asked - set(self._steps):
             return []

@@ -226,6 +226,23 @@ def test_the_master_sets_the_step_after_the_last_one_that_was_told() -> None:
     assert (status.stage, status.stopped_at, status.resumable) == ("stopped", 7, True)
 
 
+def test_another_master_says_again_what_may_not_have_been_heard() -> None:
+    bench = Bench(JOB)
+    bench.running()
+    notice(bench)
+    (told,) = hold(bench, {0: 4, 1: 6})
+    assert told in bench.send(ev.MasterReturned(2))
+    for rank in (0, 1):
+        bench.send(ev.StoppedAt("TRAINER", rank, 0, 7))
+        bench.finish(f"TRAINER:{rank}")
+    again = bench.send(ev.MasterReturned(3))
+    stop = StopRequest("SIGUSR1", 7, 60.0)
+    assert [a for a in again if isinstance(a, ev.Teardown)] == [ev.Teardown(("TRAINER", r), stop) for r in (0, 1)], (
+        "without the request on_stop() would not be called"
+    )
+    assert not [a for a in again if isinstance(a, ev.SetStop | ev.AskToStop)]
+
+
 def test_a_job_that_gets_to_its_end_first_has_succeeded() -> None:
     bench = Bench(JOB)
     bench.running()
