@@ -126,7 +126,7 @@ async def test_sigterm(node: Node) -> None:
         assert await node.control(hello).call("begin_run") is (name != names["Echo"])
         assert await node.member(hello).call("echo", 1) == 1  # also while run() has the main thread
         if name == names["Stubborn"]:
-            (found,) = await node.agent.call("examine", (("ACTOR", 1, 0),))
+            (found,) = await node.agent.call("examine", (("ACTOR", 1, 0),), (("ACTOR", 1, 0),))
             assert "roles.py" in found.text
     began = time.monotonic()
     await node.agent.call("stop_members", (*(("ACTOR", rank, 0) for rank in range(4)), ("GONE", 1, 0)), 1.0)
@@ -159,7 +159,7 @@ async def test_a_daemon_of_a_dead_member_is_ended_and_reported(node: Node) -> No
     assert exit.signal == signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in "\n".join(exit.last_log_lines)
     assert wait_gone([daemon], 3.0) == []
-    report = await node.agent.call("shutdown", 1.0)
+    report = await node.end()
     assert [f"pid {daemon} (sleep) left by ACTOR:0:0"] == [item.what for item in report.leftovers]
     assert report.clean
 
@@ -241,13 +241,12 @@ async def test_killed_guardian_is_stood_in_for_by_the_agent(node: Node) -> None:
     node.report = type(report)(0, 0)
 
 
-async def test_shutdown_reports_that_nothing_is_left(node: Node) -> None:
+async def test_the_end_reports_that_nothing_is_left(node: Node) -> None:
     await node.start("Echo", "A:0")
     await node.start("Echo", "B:0")
-    report = await node.agent.call("shutdown", 2.0)
-    assert (report.leftovers, report.processes_started) == ((), 3)
-    assert (await node.end()).agent_code == 0
-    assert {exit[1] for exit in node.master.said if exit[0] == "exited"} == {"A:0", "B:0"}
+    report = await node.end()
+    assert (report.leftovers, report.processes_started, report.agent_code) == ((), 3, 0)
+    assert not [said for said in node.master.said if said[0] == "exited"], "it ends as a whole, and is told as such"
 
 
 async def test_what_a_node_offers_and_the_ports_that_it_reserves(node: Node) -> None:
