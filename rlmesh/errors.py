@@ -387,8 +387,10 @@ class JobFailed(ExceptionGroup[Exception], RLMeshError):
     Attributes:
         run_dir: where the job's logs and metrics are (a path as text, empty if none was made).
         incident: the file that tells what happened (empty if none was written).
+        node_lost: the first cause is a node that was lost and whose members had no other place.
     """
 
     code = "RM700"
     run_dir: str = ""
     incident: str = ""
+    node_lost: bool = False

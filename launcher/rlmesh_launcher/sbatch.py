@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -42,7 +43,8 @@ while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 """
 
 _REQUEUE = """
-# {code}: stopped with a checkpoint before its time was up. A job that was cancelled is not running any more.
+# {code}: stopped with a checkpoint before its time was up, or short of a node that was lost. A job that was cancelled
+# is not running any more.
 if [ "$code" -eq {code} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -68,6 +70,8 @@ class Batch:
     def __post_init__(self) -> None:
         if not self.job:
             raise UsageError("no script to run: rlmesh launch --slurm [options] JOB.py [-- arguments]")
+        if (value := self.options.get("no-kill")) not in (None, "off"):
+            raise UsageError(f"--no-kill={value}: give nothing or off")
         for name, value in self.options.items():
             if re.search(r"[\n\r\0]", value or ""):
                 raise UsageError(f"--{name}: a value of sbatch stands on one line, {value!r} does not")
@@ -76,6 +80,16 @@ class Batch:
     def requeue(self) -> bool:
         """Whether the job is to be started again when it was stopped before its end."""
         return "requeue" in self.options and "no-requeue" not in self.options
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether Slurm lets the job go on when it loses a node: rlmesh then starts the node's members elsewhere, or
+        ends the job. Not for jobs that have one node or restart nothing."""
+        if "no-kill" in self.options:
+            return self.options["no-kill"] != "off"
+        words = [part for word in self.launch for part in word.split("=", 1)]
+        never = {("--restart", "never"), ("--max-restarts", "0"), ("--max_restarts", "0")}
+        return self.options.get("nodes") != "1" and not never & set(itertools.pairwise(words))
 
     def script(self) -> str:
         """The text that ``sbatch`` reads."""
@@ -92,15 +106,17 @@ class Batch:
         defaults: dict[str, str | None] = {"job-name": PurePath(self.job[0]).stem, "signal": NOTICE}
         if self.requeue:
             defaults["open-mode"] = "append"
+        if self.goes_on:
+            defaults["no-kill"] = None
         return {**{name: value for name, value in defaults.items() if name not in options}, **options}
 
     def _srun(self) -> list[str]:
         """One step over all of the allocation. It waits for tasks that end late, since rlmesh ends them together, and
-        it does not end because a node is lost, where the job asks for that."""
+        it does not end because a node is lost, where the job goes on."""
         words = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
         if (cpus := self.options.get("cpus-per-task")) is not None:
             words.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the allocation
-        if "no-kill" in self.options:
+        if self.goes_on:
             words.append("--no-kill")
         return words
 

@@ -15,8 +15,7 @@ from rlmesh.errors import UsageError
 __all__ = ["SBATCH_OPTIONS", "Words", "split_words"]
 
 _FLAGS = (
-    "contiguous hold no-kill no-requeue oom-kill-step overcommit oversubscribe reboot requeue spread-job "
-    "stepmgr use-min-nodes "
+    "contiguous hold no-requeue oom-kill-step overcommit oversubscribe reboot requeue spread-job stepmgr use-min-nodes "
 )
 _VALUES = (
     "account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint "
@@ -28,7 +27,7 @@ _VALUES = (
     "power prefer priority profile qos reservation resv-ports segment signal sockets-per-node switches "
     "thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey "
 )
-_OPTIONAL = ("exclusive", "get-user-env", "nice", "propagate")
+_OPTIONAL = ("exclusive", "get-user-env", "nice", "no-kill", "propagate")
 """With a value only after ``=``."""
 
 SBATCH_OPTIONS: Mapping[str, str] = {

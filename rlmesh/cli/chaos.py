@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import CallError, RLMeshError, UsageError
-from rlmesh.master.discovery import RunningJob, find_job
+from rlmesh.cli.jobs import add_job_argument, asking, find_running, told
+from rlmesh.cli.quantities import count, seconds
+from rlmesh.errors import CallError
+from rlmesh.master.discovery import RunningJob
 from rlmesh.master.kills import parse_kill
 
 if TYPE_CHECKING:
     from rlmesh.runtime.handle import MemberHandle
 
 POLL_S = 0.2
-ASK_TIMEOUT_S = 10.0
 DESCRIPTION = """\
 Kill a member of a running job, its master or an agent, at a chosen moment, and see whether the job does what its
 restart policy says. Without a point the kill is at once. The same kills can be given to a job from its start on:
@@ -27,32 +28,29 @@ rlmesh launch --chaos REWARD:0@step=5 JOB.py
 def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
     parser = commands.add_parser("chaos", help="rehearse the failure of a running job", description=DESCRIPTION)
-    parser.add_argument("job", metavar="JOB", nargs="?", help="a job's id, name or run directory")
+    add_job_argument(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--kill", metavar="ROLE[:RANK]", help="whom; also master, agent or agent:NODE")
-    what.add_argument("--random", type=int, metavar="KILLS", help="kill so many members, drawn by --seed")
+    what.add_argument("--random", type=count, metavar="KILLS", help="kill so many members, drawn by --seed")
     when = parser.add_mutually_exclusive_group()
-    when.add_argument("--at-step", type=int, metavar="N", help="when step N was reported")
+    when.add_argument("--at-step", type=count, metavar="N", help="when step N was reported")
     when.add_argument("--at-call", metavar="[ROLE.]METHOD", help="when the method begins there")
     when.add_argument("--at-shutdown", action="store_true", help="when the job begins to end")
     parser.add_argument("--signal", default="KILL", help="which signal (default KILL; STOP makes a hang)")
     parser.add_argument("--seed", type=int, default=0, help="of --random (default 0)")
-    parser.add_argument("--within", type=float, default=30.0, metavar="S", help="of --random (default 30)")
-    parser.set_defaults(run=run)
+    parser.add_argument("--within", type=seconds, default=30.0, metavar="S", help="of --random (default 30)")
+    parser.set_defaults(run=told("chaos", run))
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Ask the job's master, wait until it has happened, and return the exit code."""
+    text = kill_text(options)
+    job = find_running(options.job)
     try:
-        text = kill_text(options)
-        job = find_job(options.job)
         return rehearse(job, text, print)
-    except RLMeshError as error:
-        print(f"rlmesh chaos: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("rlmesh chaos: what has not happened yet may still happen", file=sys.stderr)
-        return 130
+        raise
 
 
 def kill_text(options: argparse.Namespace) -> str:
@@ -82,11 +80,7 @@ def rehearse(job: RunningJob, text: str, tell: Callable[[str], None]) -> int:
         UsageError: the job has no such member.
         CallError: the master does not answer.
     """
-    from rlmesh.agent.protocol import MASTER
-    from rlmesh.runtime.runtime import Runtime
-
-    with Runtime.start(name="chaos", key=job.key(), bind=False) as runtime:
-        master = runtime.peer(MASTER, job.master_endpoint).options(timeout_s=ASK_TIMEOUT_S)
+    with asking(job) as master:
         waiting = list(master.call("rehearse", (text,)).result())
         for kill in waiting:
             tell(f"to come: {kill}")

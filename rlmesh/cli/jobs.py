@@ -132,6 +132,8 @@ def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[a
 
     def run(options: argparse.Namespace, rest: list[str]) -> int:
         try:
+            if rest:
+                raise UsageError(f"{' '.join(rest)!r} behind -- means nothing here; rlmesh {command} --help")
             return work(options)
         except RLMeshError as error:
             print(f"rlmesh {command}: {error}", file=sys.stderr)

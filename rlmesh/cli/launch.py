@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.cli import observe
 from rlmesh.cli.hosts import add_host_flags, launch_on_hosts
+from rlmesh.cli.quantities import seconds
 from rlmesh.cli.signals import heeding_signals
 from rlmesh.cli.slurm import FOLDER_VARIABLE, StepPlace, add_slurm_flags, task_of_slurm
 from rlmesh.cli.torchrun_flags import NodeFlags, add_node_flags, read_node_flags
@@ -83,13 +84,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_slurm_flags(parser)
     parser.add_argument(
         "--grace",
-        type=float,
+        type=seconds,
         metavar="S",
         help="seconds between SIGTERM and SIGKILL when the job is stopped (default 2.5)",
     )
     parser.add_argument(
         "--stop-within",
-        type=float,
+        type=seconds,
         metavar="S",
         help="seconds that all ranks have, after notice, to come to the step at which they stop together (default 600)",
     )
@@ -102,6 +103,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         flags = read_node_flags(options, os.environ)
         for note in flags.notes:
             print(f"rlmesh launch: {note}", file=sys.stderr)
+        if options.dry_run and options.hosts is None:
+            raise UsageError(
+                "--dry-run prints how nodes would be started, so it goes with --hosts or --slurm; `rlmesh plan JOB.py` "
+                "prints where a job's members would run"
+            )
         if options.hosts is not None:
             _check_script(options.job, module=True)
             return launch_on_hosts(options, arguments, _key_of(options, needed=False))
@@ -142,7 +148,7 @@ def _run_task(task: Task, options: argparse.Namespace, flags: NodeFlags, argumen
 
     def script(head: Head | None) -> int:
         with ambient(replace(launch, head=head)) as block, heeding_signals(block):
-            return run_script(options.job, arguments, module=flags.module)
+            return run_script(options.job, arguments, module=flags.module, node_lost=RESUMABLE)
 
     return place.run(script)
 
@@ -232,8 +238,12 @@ def follow_input(fd: int) -> None:
     threading.Thread(target=follow, name="rlmesh-input", daemon=True).start()
 
 
-def run_script(script: str, arguments: list[str], *, module: bool = False) -> int:
-    """Run a script, or a module, as ``__main__`` and turn its end into an exit code; errors are told on stderr."""
+def run_script(script: str, arguments: list[str], *, module: bool = False, node_lost: int = 1) -> int:
+    """Run a script, or a module, as ``__main__`` and turn its end into an exit code; errors are told on stderr.
+
+    Args:
+        node_lost: the exit code of a job that failed for want of a node that was lost.
+    """
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
@@ -252,7 +262,7 @@ def run_script(script: str, arguments: list[str], *, module: bool = False) -> in
         return RESUMABLE
     except JobFailed as error:
         print(tell_failure(error), file=sys.stderr)
-        return 1
+        return node_lost if error.node_lost else 1
     except RLMeshError as error:
         print(f"rlmesh: {type(error).__name__} ({error.code}): {error}", file=sys.stderr)
         return 1

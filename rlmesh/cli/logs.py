@@ -11,6 +11,7 @@ from typing import Any
 
 from rlmesh.agent.logs import LogLine, LogTail, last_lines, logs_folder
 from rlmesh.cli.jobs import add_job_argument, checked, find_any, told
+from rlmesh.cli.quantities import count
 from rlmesh.errors import UsageError
 from rlmesh.master.discovery import RunningJob
 
@@ -30,7 +31,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("who", metavar="ROLE[:RANK]", nargs="?", help="one role or one member; all if not given")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
-    parser.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines of each")
+    parser.add_argument("-n", "--lines", type=count, metavar="N", help="only the last N lines of each")
     add_job_argument(parser, option=True)
     parser.set_defaults(run=told("logs", show))
 
@@ -47,7 +48,7 @@ def show(options: argparse.Namespace) -> int:
         _print(tail.finish())
     else:
         for name, path in chosen.items():
-            _print(LogLine(name, text) for text in last_lines(path, max(0, options.lines)))
+            _print(LogLine(name, text) for text in last_lines(path, options.lines))
         if options.follow:
             tail.finish()
     if not options.follow and not any(path.stat().st_size for path in chosen.values()):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rlmesh.cli.jobs import asking, find_running, headline
-from rlmesh.errors import RLMeshError, UsageError
+from rlmesh.cli.jobs import add_job_argument, asking, find_running, headline, told
 from rlmesh.job.status import JobStatus, MemberWaits
 from rlmesh.master.discovery import RunningJob, running_jobs
 from rlmesh.master.graph import CallGraph
@@ -26,16 +24,16 @@ def add_to(commands: Any) -> None:
         help="list the jobs that run on this machine",
         description="List your jobs whose master runs on this machine, or the members of one of them.",
     )
-    parser.add_argument("job", metavar="JOB", nargs="?", help="a job's id, name or run directory")
+    add_job_argument(parser)
     parser.add_argument(
         "--pending", action="store_true", help="whom each member waits for, since when, and what that member does"
     )
     parser.add_argument("--graph", action="store_true", help="who called whom, how often, how long and how many bytes")
     parser.add_argument("--all", action="store_true", help="the jobs that have ended too")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=told("ps", show))
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> int:
+def show(options: argparse.Namespace) -> int:
     """Print what was asked for and return the exit code."""
     jobs = running_jobs()
     if options.job is None and not (options.pending or options.graph):
@@ -45,15 +43,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         for line in [*map(headline, ended), *map(headline, jobs)]:
             print(line)
         return 0
-    try:
-        job = find_running(options.job)
-        print(headline(job))
-        print(f"  {job.master_endpoint}  key file {job.folder / KEY_FILE}")
-        for line in ask(job, pending=options.pending, graph=options.graph):
-            print(line)
-    except RLMeshError as error:
-        print(f"rlmesh ps: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+    job = find_running(options.job)
+    print(headline(job))
+    print(f"  {job.master_endpoint}  key file {job.folder / KEY_FILE}")
+    for line in ask(job, pending=options.pending, graph=options.graph):
+        print(line)
     return 0
 
 

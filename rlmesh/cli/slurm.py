@@ -58,8 +58,8 @@ def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
     try:
         split = split_words(words, own)
         options = [word for word in split.launch if word not in (FLAG, "--dry-run")]
-        launch.parse_args([*options, *split.job[:1]])
-        _check_script(split.job, "--module" in options or "-m" in options)
+        _check_options(launch.parse_args([*options, *split.job[:1]]))
+        _check_script(split.job, "--module" in options or "-m" in options, split.sbatch.get("chdir") or "")
         batch = Batch(split.sbatch, split.job, options, _own_command())
         if "--dry-run" in split.launch:
             print(batch.script(), end="")
@@ -78,9 +78,32 @@ def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _check_script(job: Sequence[str], module: bool) -> None:
-    if job and not module and not Path(job[0]).is_file():
-        raise UsageError(f"there is no script {job[0]} (in {os.getcwd()})")
+NODES_BY_SLURM = {
+    "nnodes": "--nodes",
+    "node_rank": "",
+    "rdzv_endpoint": "",
+    "master_addr": "",
+    "master_port": "",
+    "standalone": "--nodes=1",
+    "hosts": "--nodelist",
+}
+"""Options that say which nodes there are, which Slurm says; and what of ``sbatch`` means the same."""
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    wrong = [name for name in NODES_BY_SLURM if getattr(options, name, None)]
+    if wrong:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        instead = ", ".join(filter(None, (NODES_BY_SLURM[name] for name in wrong)))
+        raise UsageError(
+            f"nodes and their ranks come from Slurm: leave out {names}"
+            + (f" (sbatch has {instead})" if instead else "")
+        )
+
+
+def _check_script(job: Sequence[str], module: bool, folder: str) -> None:
+    if job and not module and not Path(folder, job[0]).is_file():
+        raise UsageError(f"there is no script {job[0]} (in {os.path.abspath(folder)})")
 
 
 def _own_command() -> tuple[str, ...]:
@@ -115,10 +138,12 @@ def task_of_slurm(options: argparse.Namespace) -> Task | None:
     if not env.get("SLURM_JOB_ID") or options.nnodes or options.standalone or options.hosts or env.get("PET_NNODES"):
         return None
     task = Task.read(env)
-    if task is None and env.get("SLURM_JOB_NUM_NODES", "1") != "1" and env.get("SLURM_PROCID"):
+    if task is None and env.get("SLURM_JOB_NUM_NODES", "1") != "1":
+        # salloc's shell has no SLURM_PROCID, and may run on a machine that is none of the job's.
+        what = "the script" if env.get("SLURM_PROCID") else "a shell"
         raise UsageError(
-            f"this is the script of Slurm job {env['SLURM_JOB_ID']}, which has {env['SLURM_JOB_NUM_NODES']} nodes, and "
-            "rlmesh would run on this one only: start it on all of them by `srun rlmesh launch …` (or pass "
+            f"this is {what} of Slurm job {env['SLURM_JOB_ID']}, which has {env['SLURM_JOB_NUM_NODES']} nodes, and "
+            "rlmesh would run on this machine only: start it on all of them by `srun rlmesh launch …` (or pass "
             "--standalone to use this one)"
         )
     return task

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlmesh.agent import ownership
 from rlmesh.cli.jobs import add_job_argument, asking, find_running, headline, told
+from rlmesh.cli.quantities import seconds
 from rlmesh.errors import CallError, LaunchError
 from rlmesh.master.discovery import RunningJob
 
@@ -35,7 +36,7 @@ def add_to(commands: Any) -> None:
     )
     add_job_argument(parser)
     parser.add_argument(
-        "--grace", type=float, default=GRACE_S, metavar="SECONDS", help=f"for members to end (default {GRACE_S:g})"
+        "--grace", type=seconds, default=GRACE_S, metavar="SECONDS", help=f"for members to end (default {GRACE_S:g})"
     )
     parser.set_defaults(run=told("stop", stop))
 

@@ -16,6 +16,8 @@ SHOWN_FRAMES = 5
 MAIN_THREAD = ("Main thread", "Current thread")
 """How the part of a process's stacks that is about its main thread begins: as it tells them itself, and as
 ``faulthandler`` does, whose signals come to that thread."""
+NODE_LOST = "NodeLost"
+"""The ``kind`` of a failure whose first cause is a node that was lost."""
 
 MemberState = Literal["starting", "bound", "ready", "running", "finished", "restarting", "stopping", "exited", "failed"]
 """starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;

@@ -31,7 +31,7 @@ from rlmesh.master.outcome import JobResult, describe_failure
 from rlmesh.master.records import remember
 from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Session
-from rlmesh.master.starts import note_start
+from rlmesh.master.starts import hold, note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
 from rlmesh.placement.planner import make_plan
@@ -100,6 +100,7 @@ class Driver:
         self._interrupt = Interrupt()
         self._session: Session | None = None
         self._ended = threading.Event()
+        self._held: int | None = None
         enlist(self)
 
     @property
@@ -134,6 +135,8 @@ class Driver:
         finally:
             self._ended.set()
             self._interrupt.close()
+            if self._held is not None:
+                os.close(self._held)
 
     def _make_session(self) -> Session:
         config, options = self._config, self._options
@@ -146,6 +149,7 @@ class Driver:
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
+            self._held = hold(space.run_dir)
             resume = note_start(space.run_dir, options.restarts or 0)
             relaunch = self._relaunch(space)
             if relaunch is not None and limits.node_wait_s == 0:
@@ -170,7 +174,7 @@ class Driver:
             self.job_name, space, agent_configs(spec, self._cluster, space, preload, config.global_env),
             self._interrupt, make_view=self._make_view, first_answer_s=limits.agents_s + ANSWER_MARGIN_S,
             report=self._draw_report, head=options.head, relaunch=relaunch, grace_s=grace_s,
-            stop_within_s=options.stop_within_s or STOP_WITHIN_S,
+            stop_within_s=STOP_WITHIN_S if options.stop_within_s is None else options.stop_within_s,
         )  # fmt: skip
         return self._session
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlmesh.job.status import ExitInfo, FailureInfo
+from rlmesh.job.status import NODE_LOST, ExitInfo, FailureInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.failover import Exhausted, FailoverCoordinator, Restart
@@ -92,18 +92,19 @@ class NodeLosses:
         for member in members:
             if any(member.id in restart.members for restart in restarts):
                 continue
-            info = FailureInfo(what, *member.id, at=now, exit=ends.get(member.id), kind="NodeLost")
+            info = FailureInfo(what, *member.id, at=now, exit=ends.get(member.id), kind=NODE_LOST)
             decision = self._failover.decide(info, self._state.context.restarts, now)
             if isinstance(decision, Exhausted):
                 return decision.failure
             if decision is None:
                 policy = f"{member.name} is not to be restarted (restart policy never)"
-                return FailureInfo(f"{what}. {policy}", at=now, kind="NodeLost")
+                return FailureInfo(f"{what}. {policy}", at=now, kind=NODE_LOST)
             restarts.append(decision)
         wanted = {member for restart in restarts for member in restart.members}
         places = self._moves.places(wanted, now)
         if isinstance(places, FailureInfo):
-            self._short = replace(places, message=f"{what}. {places.message}\n{self._advice()}", role=None, rank=None)
+            message = f"{what}. {places.message}\n{self._advice()}"
+            self._short = replace(places, message=message, role=None, rank=None, kind=NODE_LOST)
             self._wait_until = now + self._state.limits.node_wait_s
             if self._state.limits.node_wait_s <= 0:
                 return self._short

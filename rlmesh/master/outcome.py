@@ -17,7 +17,7 @@ from rlmesh.errors import (
     RemoteError,
     RestartBudgetExhausted,
 )
-from rlmesh.job.status import FailureInfo, JobStatus
+from rlmesh.job.status import NODE_LOST, FailureInfo, JobStatus
 from rlmesh.observe.incidents import newest_incident
 
 SHOWN_LOG_LINES = 20
@@ -89,6 +89,7 @@ def job_failed(job_name: str, failures: Sequence[FailureInfo], run_dir: Path) ->
     error = JobFailed(text, [_as_exception(failure) for failure in failures] or [LaunchError(text)])
     error.run_dir = str(run_dir)
     error.incident = str(incident or "")
+    error.node_lost = bool(failures) and failures[0].kind == NODE_LOST
     return error
 
 

@@ -6,18 +6,57 @@ A job that was stopped, or that died, and is started again in the same directory
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from rlmesh.errors import LaunchError
 from rlmesh.job.context import Resume
+from rlmesh.master.filesystems import network_file_system
 from rlmesh.master.store import STORE_FILE, read_fact
 
-__all__ = ["STARTS_FILE", "note_end", "note_start"]
+__all__ = ["STARTS_FILE", "hold", "note_end", "note_start"]
 
 STARTS_FILE = "starts.json"
+HOLD_FILE = "held-by.json"
+
+
+def hold(run_dir: Path) -> int | None:
+    """Keep the run directory for this process until the descriptor is closed; a process that dies lets it go.
+
+    Only on local file systems: a server on the network keeps the locks of a machine that was lost, and with them the
+    next start of its job. There the answer is None.
+
+    Raises:
+        LaunchError: another job runs there; says whose.
+    """
+    if network_file_system(run_dir):
+        return None
+    held = os.open(run_dir / HOLD_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        text = os.pread(held, 4096, 0).decode(errors="replace")
+        os.close(held)
+        raise LaunchError(
+            f"another job runs in {run_dir}{_holder(text)}: two would spoil each other's state. Name another folder "
+            f"by --run-dir, or end that job first: rlmesh stop {run_dir}"
+        ) from None
+    os.truncate(held, 0)
+    os.pwrite(held, json.dumps({"pid": os.getpid(), "since": time.time()}).encode() + b"\n", 0)
+    return held
+
+
+def _holder(text: str) -> str:
+    try:
+        values = json.loads(text)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(values["since"])))
+        return f" (started by pid {int(values['pid'])} at {since})"
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def note_start(run_dir: Path, restarts: int = 0, now: float | None = None) -> Resume | None:

@@ -124,7 +124,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("rlmesh 0.")
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["launch", "--view", "3d", "x.py"], ["launch", "--nnodes"]])
+@pytest.mark.parametrize("argv", [
+    [], ["fly"], ["launch", "--view", "3d", "x.py"], ["launch", "--nnodes"], ["launch", "--grace", "-1", "x.py"],
+    ["launch", "--stop-within", "soon", "x.py"], ["stop", "--grace=nan"], ["logs", "-n", "-5"],
+    ["chaos", "--random", "-1"], ["chaos", "--kill", "A", "--at-step=x"],
+])  # fmt: skip
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -135,6 +139,18 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
 def test_missing_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "nowhere.py"]) == 2
     assert "there is no script nowhere.py" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_nothing_to_print_starts_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("print('ran')\n")
+    assert main(["launch", "--dry-run", str(script)]) == 2
+    said = capsys.readouterr()
+    assert "it goes with --hosts or --slurm; `rlmesh plan JOB.py`" in said.err and not said.out
+
+
+def test_words_that_mean_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--", "job", "x"]) == 2
+    assert "'job x' behind -- means nothing here; rlmesh status --help" in capsys.readouterr().err
 
 
 def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:

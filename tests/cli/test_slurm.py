@@ -37,11 +37,22 @@ def test_a_dry_run_prints_the_script(script: Path, capsys: pytest.CaptureFixture
         (["--partitoin=x", "job.py"], "Did you mean --partition?"),
         (["nojob.py"], "there is no script nojob.py"),
         (["--nodes=2"], "no script to run"),
+        (["--nnodes=2", "--node-rank", "0", "job.py"], "leave out --nnodes, --node-rank (sbatch has --nodes)"),
+        (["--hosts", "hosts.toml", "job.py"], "leave out --hosts (sbatch has --nodelist)"),
+        (["--chdir=elsewhere", "job.py"], "there is no script job.py (in "),
+        (["--no-kill=on", "job.py"], "--no-kill=on: give nothing or off"),
     ],
 )
 def test_wrong_use_is_told(words: list[str], why: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--slurm", *words]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_the_script_is_looked_for_where_the_job_starts(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (script.parent / "elsewhere").mkdir()
+    script.rename(script.parent / "elsewhere" / "job.py")
+    assert cli.main(["launch", "--slurm", "-D", "elsewhere", "--dry-run", "job.py"]) == 0
+    assert "#SBATCH --chdir=elsewhere\n" in capsys.readouterr().out
 
 
 def test_without_slurm_there_is_a_hint(
@@ -68,6 +79,12 @@ def test_a_batch_script_of_several_nodes_is_told_to_use_srun(
     assert cli.main(["launch", "job.py"]) == 2
     assert "by `srun rlmesh launch …`" in capsys.readouterr().err
     assert cli.main(["launch", "--standalone", "job.py"]) == 0
+    monkeypatch.delenv("SLURM_PROCID")  # as in the shell of salloc
+    capsys.readouterr()
+    assert cli.main(["launch", "job.py"]) == 2
+    assert "this is a shell of Slurm job 7, which has 2 nodes" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    assert cli.main(["launch", "job.py"]) == 0
 
 
 def test_a_start_after_a_requeue_finds_its_run_directory() -> None:

@@ -15,7 +15,15 @@ from rlmesh_launcher.sbatch import Batch, submit
 from rlmesh_launcher.sbatch_options import SBATCH_OPTIONS, split_words
 
 GOLDEN = Path(__file__).parent / "golden"
-LAUNCH = {"--view": True, "--grace": True, "--run-dir": True, "--no-report": False, "--slurm": False}
+LAUNCH = {
+    "--restart": True,
+    "--max-restarts": True,
+    "--view": True,
+    "--grace": True,
+    "--run-dir": True,
+    "--no-report": False,
+    "--slurm": False,
+}
 
 LINES = {
     "one_task_per_node": "--nodes 2 --gpus-per-node=4 --time 1:00:00 examples/ppo/main.py",
@@ -33,6 +41,28 @@ def batch_of(line: str) -> Batch:
 @pytest.mark.parametrize("name", LINES)
 def test_scripts_are_the_golden_files(name: str) -> None:
     assert batch_of(LINES[name]).script() == (GOLDEN / f"{name}.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "goes_on"),
+    [
+        ("--nodes=2 job.py", True),
+        ("--ntasks=4 job.py", True),
+        ("--nodes=1 job.py", False),
+        ("--nodes=1 --no-kill job.py", True),
+        ("-k -N1 job.py", True),
+        ("--nodes=2 --no-kill=off job.py", False),
+        ("--nodes=2 --restart never job.py", False),
+        ("--nodes=2 --restart=never job.py", False),
+        ("--nodes=2 --restart job job.py never", True),
+        ("--nodes=2 --max-restarts=0 job.py", False),
+        ("--nodes=2 --max-restarts 3 job.py", True),
+    ],
+)
+def test_jobs_that_can_do_without_a_node_outlive_it(line: str, goes_on: bool) -> None:
+    script = batch_of(line).script()
+    assert ("\n#SBATCH --no-kill\n" in script) == goes_on
+    assert ("srun --kill-on-bad-exit=0 --wait=0 --no-kill " in script) == goes_on
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -217,6 +217,13 @@ class SlurmCluster:
             time.sleep(0.1)
         return state
 
+    def wait_node(self, name: str, wanted: str, timeout_s: float = 60.0) -> None:
+        """Until Slurm itself takes the node for ``wanted``, such as ``down``."""
+        deadline = time.monotonic() + timeout_s
+        while wanted not in (said := self.run("sinfo", "-h", "-n", name, "-p", "debug", "-o", "%T")):
+            assert time.monotonic() < deadline, f"{name} is {said}, not {wanted}\n{self.logs()}"
+            time.sleep(0.2)
+
 
 def _free_ports(count: int) -> int:
     """The first of so many ports in a row that nobody listens at now. (Slurm's daemons take no port 0.)"""

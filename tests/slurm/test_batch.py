@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.master.launched import alive
 from tests.slurm.cluster import SlurmCluster
+from tests.slurm.nodes import all_pids, is_of, lose_node, output, until_gone, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -32,19 +31,6 @@ def submit(slurm: SlurmCluster, folder: Path, *words: str) -> str:
     assert found, said
     assert f"squeue --job={found[1]}" in said
     return found[1]
-
-
-def output(folder: Path) -> str:
-    path = folder / "out"
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def wait_for(folder: Path, pattern: str, times: int = 1, timeout_s: float = 60.0) -> list[str]:
-    deadline = time.monotonic() + timeout_s
-    while len(found := re.findall(pattern, output(folder))) < times:
-        assert time.monotonic() < deadline, f"{pattern} did not come {times} times:\n{output(folder)}"
-        time.sleep(0.1)
-    return [str(each) for each in found]
 
 
 def running(folder: Path) -> None:
@@ -65,13 +51,6 @@ def processes_of(folder: Path) -> list[int]:
     pids = [int(pid) for pid in re.findall(r"resume .*, pid (\d+)", output(folder))]
     assert pids
     return pids
-
-
-def until_gone(pids: list[int], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < deadline, f"{left} still run"
-        time.sleep(0.05)
 
 
 def resume_now(slurm: SlurmCluster, job: str) -> None:
@@ -156,7 +135,7 @@ def test_scancel_leaves_nothing_and_is_not_requeued(slurm: SlurmCluster, tmp_pat
     job = submit(slurm, tmp_path, *TWO, "--requeue", STOPS, *OPTIONS)
     running(tmp_path)
     pids = processes_of(tmp_path)
-    marks = [pid for pid in _all_pids() if _is_of(pid, job, slurm)]
+    marks = [pid for pid in all_pids() if is_of(pid, job, slurm)]
     assert len(marks) >= len(pids)
     slurm.run("scancel", job)
     slurm.wait_job(job, "CANCELLED")
@@ -166,30 +145,11 @@ def test_scancel_leaves_nothing_and_is_not_requeued(slurm: SlurmCluster, tmp_pat
     assert stopped_step(tmp_path) > 0, "and it has saved all the same"
 
 
-def _all_pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
-def _environ(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
-
-
-def _is_of(pid: int, job: str, slurm: SlurmCluster) -> bool:
-    environ = _environ(pid)
-    return all(
-        f"{name}={value}\0".encode() in environ
-        for name, value in (("SLURM_JOB_ID", job), ("SLURM_CONF", slurm.env["SLURM_CONF"]))
-    )
-
-
 def test_killed_at_once_leaves_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
     """SIGKILL to all launchers, and nothing else: what Slurm does when its own patience ends."""
     job = submit(slurm, tmp_path, *TWO, STOPS, *OPTIONS)
     running(tmp_path)
-    everybody = [pid for pid in _all_pids() if _is_of(pid, job, slurm)]
+    everybody = [pid for pid in all_pids() if is_of(pid, job, slurm)]
     for pid in everybody:
         if b"rlmesh.cli.main\0launch" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
@@ -203,39 +163,13 @@ def test_a_lost_node_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
         with SlurmCluster(Path(folder)) as cluster:  # one of its own, since a node of it is lost
             job = submit(cluster, tmp_path, "--nodes=3", "--no-kill", "--output=out", STOPS, *OPTIONS, "--ranks", "3")
             running(tmp_path)
-            everybody = [pid for pid in _all_pids() if _is_of(pid, job, cluster)]
-            lost = [pid for pid in everybody if b"SLURMD_NODENAME=node3\0" in _environ(pid)]
-            assert lost
-            daemons = _step_daemons(job, "node3")
-            cluster.kill_node(3)
-            for pid in [*daemons, *lost]:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+            everybody = [pid for pid in all_pids() if is_of(pid, job, cluster)]
+            lose_node(cluster, job, 3)
             cluster.wait_job(job, "FAILED", "NODE_FAIL", "COMPLETED", timeout_s=90)
             assert "node3" in output(tmp_path)
             until_gone(everybody, 20.0)
     for left in Path(os.environ["XDG_RUNTIME_DIR"]).glob("rlm-*"):
         shutil.rmtree(left)  # of the node that is off: it loses its /run with its power
-
-
-def _step_daemons(job: str, node: str) -> list[int]:
-    found = []
-    for pid in _all_pids():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if words.startswith(f"slurmstepd: [{job}.") and _below(pid, node):
-            found.append(pid)
-    return found
-
-
-def _below(pid: int, node: str) -> bool:
-    """Whether a step's daemon has a task of the node as its child."""
-    said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    return any(f"SLURMD_NODENAME={node}\0".encode() in _environ(int(child)) for child in said.split())
 
 
 def test_arrays_have_run_directories_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:

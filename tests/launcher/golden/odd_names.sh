@@ -1,5 +1,6 @@
 #!/bin/bash
 #SBATCH --signal=B:USR1@120
+#SBATCH --no-kill
 #SBATCH --job-name=a|b
 #SBATCH --comment="it is \"odd\" $HOME \\ "
 #SBATCH --nice
@@ -10,7 +11,7 @@
 RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RLMESH_KEY
 
-srun --kill-on-bad-exit=0 --wait=0 rlmesh launch 'my job.py' -- 'x y' '$z' &
+srun --kill-on-bad-exit=0 --wait=0 --no-kill rlmesh launch 'my job.py' -- 'x y' '$z' &
 step=$!
 
 # Slurm signals this shell before the time limit (--signal). All ranks then stop at the same step.

@@ -1,6 +1,7 @@
 #!/bin/bash
 #SBATCH --job-name=main
 #SBATCH --signal=B:USR1@120
+#SBATCH --no-kill
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
 #SBATCH --gpus-per-task=1
@@ -11,7 +12,7 @@
 RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RLMESH_KEY
 
-srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task=8 rlmesh launch examples/ppo/main.py &
+srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task=8 --no-kill rlmesh launch examples/ppo/main.py &
 step=$!
 
 # Slurm signals this shell before the time limit (--signal). All ranks then stop at the same step.

@@ -20,7 +20,8 @@ trap 'kill -TERM "$step"' TERM
 code=0
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
-# 75: stopped with a checkpoint before its time was up. A job that was cancelled is not running any more.
+# 75: stopped with a checkpoint before its time was up, or short of a node that was lost. A job that was cancelled
+# is not running any more.
 if [ "$code" -eq 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

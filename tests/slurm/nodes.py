@@ -1,0 +1,87 @@
+"""The processes of a Slurm job on this machine, and a node that is lost with all of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.master.launched import alive
+from tests.slurm.cluster import SlurmCluster
+
+
+def output(folder: Path) -> str:
+    path = folder / "out"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def wait_for(folder: Path, pattern: str, times: int = 1, timeout_s: float = 60.0) -> list[str]:
+    """The matches in the job's output, when there are so many."""
+    deadline = time.monotonic() + timeout_s
+    while len(found := re.findall(pattern, output(folder))) < times:
+        assert time.monotonic() < deadline, f"{pattern} did not come {times} times:\n{output(folder)}"
+        time.sleep(0.1)
+    return [str(each) for each in found]
+
+
+def until_gone(pids: list[int], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < deadline, f"{left} still run"
+        time.sleep(0.05)
+
+
+def all_pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def is_of(pid: int, job: str, slurm: SlurmCluster) -> bool:
+    its = environ(pid)
+    return all(
+        f"{name}={value}\0".encode() in its
+        for name, value in (("SLURM_JOB_ID", job), ("SLURM_CONF", slurm.env["SLURM_CONF"]))
+    )
+
+
+def lose_node(cluster: SlurmCluster, job: str, number: int) -> None:
+    """The node loses its power: its daemons, and what they started for the job, are gone without a word."""
+    node = f"node{number}"
+    lost = [
+        pid for pid in all_pids() if is_of(pid, job, cluster) and f"SLURMD_NODENAME={node}\0".encode() in environ(pid)
+    ]
+    assert lost
+    daemons = _step_daemons(job, node)
+    cluster.kill_node(number)
+    for pid in [*daemons, *lost]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _step_daemons(job: str, node: str) -> list[int]:
+    found = []
+    for pid in all_pids():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if words.startswith(f"slurmstepd: [{job}.") and _below(pid, node):
+            found.append(pid)
+    return found
+
+
+def _below(pid: int, node: str) -> bool:
+    """Whether a step's daemon has a task of the node as its child."""
+    said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
+    return any(f"SLURMD_NODENAME={node}\0".encode() in environ(int(child)) for child in said.split())
