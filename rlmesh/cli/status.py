@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.jobs import add_job_argument, asking, find_any, headline, told
+from rlmesh.cli.jobs import add_job_argument, age, asking, find_any, headline, told
 from rlmesh.job.status import JobStatus, MemberStatus
 from rlmesh.master.discovery import RunningJob
 from rlmesh.master.graph import CallGraph
@@ -69,6 +70,7 @@ def _ask(job: RunningJob) -> JobStatus:
 def status_lines(status: JobStatus) -> Iterator[str]:
     """The stage, each role in one line, and what failed."""
     yield f"  {status.stage}{': ' + status.note if status.note else ''}"
+    yield from _restart_lines([(record.unit, record.at, record.cause) for record in status.restarts], time.time())
     by_role: dict[str, list[MemberStatus]] = {}
     for member in status.members:
         by_role.setdefault(member.role, []).append(member)
@@ -85,12 +87,38 @@ def status_lines(status: JobStatus) -> Iterator[str]:
 def _details(members: list[MemberStatus]) -> str:
     steps = sorted({member.step for member in members if member.step is not None})
     text = f"  step {steps[0]}" if len(steps) == 1 else f"  steps {steps[0]} to {steps[-1]}" if steps else ""
-    restarts = sum(member.incarnation for member in members)
     nodes = sorted({member.node_rank for member in members})
-    text += f"  restarted {restarts} times" if restarts else ""
+    text += _restarted(members)
     if fused := sorted({member.fused_with.rpartition(":")[0] for member in members if member.fused_with}):
         text += f"  fused with {', '.join(fused)}"
     return text + (f"  on nodes {', '.join(map(str, nodes))}" if nodes != [0] else "")
+
+
+def _restarted(members: list[MemberStatus]) -> str:
+    """How often: all of them alike, as after restarts of the role or the job, or some."""
+    often = Counter({f"rank {member.rank}": member.incarnation for member in members if member.incarnation})
+    if not often:
+        return ""
+    if len(often) == len(members) and len(set(often.values())) == 1:
+        return f"  restarted {times(members[0].incarnation)}"
+    return f"  restarted: {_how_often(often)}"
+
+
+def times(count: int) -> str:
+    """For people."""
+    return "once" if count == 1 else f"{count} times"
+
+
+def _how_often(counts: Mapping[str, int], shown: int = 8) -> str:
+    items = [f"{what} {times(count)}" for what, count in counts.items()]
+    return ", ".join([*items[:shown], *(["…"] if len(items) > shown else [])])
+
+
+def _restart_lines(restarts: Sequence[tuple[str, float, str]], now: float) -> Iterator[str]:
+    """What was restarted so far, and why the last time."""
+    if restarts:
+        _, at, cause = restarts[-1]
+        yield f"  restarts: {_how_often(Counter(unit for unit, *_ in restarts))}; last {age(now - at)} ago: {cause}"
 
 
 def _counted(states: Iterable[str]) -> str:
@@ -101,6 +129,9 @@ def end_lines(job: EndedJob) -> Iterator[str]:
     """How a job ended."""
     if job.stage == "lost":
         yield "  its driver died before it could say how the job ended; the logs and exit-node*.json tell more"
+    if job.stopped_at is not None:
+        yield f"  all ranks stopped after step {job.stopped_at}; to go on: rlmesh launch --run-dir {job.run_dir} …"
+    yield from _restart_lines(job.restarts, time.time())
     by_role: dict[str, list[str]] = {}
     for name, state in job.members:
         by_role.setdefault(name.rpartition(":")[0], []).append(state)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlmesh.agent import ownership
 from rlmesh.errors import UsageError
 from rlmesh.master.workspace import ABOUT_FILE, KEY_FILE, socket_bases
 from rlmesh.runtime.security import load_key_file
+
+BEGINS_S = 10.0
+"""A job that is younger may be about to start its guardian."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
     for base in socket_bases() if bases is None else bases:
         for path in Path(base).glob(f"rlm-*/n*/{ABOUT_FILE}"):
             job = _read(path)
-            if job is not None:
+            if job is not None and not _swept(job):
                 found[job.job_id] = job
     return sorted(found.values(), key=lambda job: job.started_at)
 
@@ -53,6 +59,32 @@ def _read(path: Path) -> RunningJob | None:
         return RunningJob(folder=path.parent, **about)
     except (OSError, ValueError, TypeError):
         return None  # It ended just now, or is of another version.
+
+
+def _swept(job: RunningJob) -> bool:
+    """Whether nobody is left of a job, since all of its processes were killed at one stroke; what they left here is
+    removed then. Usually one of them outlives the others, and cleans up."""
+    if os.path.exists(f"/proc/{job.driver_pid}") or time.time() < job.started_at + BEGINS_S:
+        return False
+    rank = job.folder.name[1:]
+    held = ownership.hold_folder(str(job.folder))
+    if held is None or not rank.isdigit() or not _alone(held) or ownership.marked(f"{job.job_id}/{rank}"):
+        if held is not None:
+            os.close(held)
+        return False
+    ownership.remove_shared_memory(job.job_id, int(rank))
+    gone = ownership.remove_folder(str(job.folder), held)
+    ownership.remove_job_file(str(job.folder.parent / "job"), str(job.folder))
+    return gone
+
+
+def _alone(held: int) -> bool:
+    """Whether no guardian holds the folder."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def find_job(what: str | None, jobs: list[RunningJob] | None = None) -> RunningJob:

@@ -76,14 +76,16 @@ class FailoverCoordinator:
             return None
         unit, members = self._unit(failure.role, failure.rank, rule)
         recent = [record for record in history if record.unit == unit and record.at > now - rule.window_s]
+        if rule.of_job is not None and len(counted := self._counted(history)) >= rule.of_job:
+            times = f"{_times(counted)}, as often as --max-restarts allows"
+            what = f"the job restarted members {times}, and {unit} failed. The"
+            if all(record.unit == unit == JOB_UNIT for record in counted):
+                what = f"the job was restarted {times}, and failed again. Its"
+            return Exhausted(_exhausted(what, "--max-restarts", counted, failure, now))
         if len(recent) >= rule.max_restarts:
             times = f"{_times(recent)} within {rule.window_s:g} s"
             what = f"{unit} was restarted {times}, as often as its policy allows, and failed again. Its"
             return Exhausted(_exhausted(what, "restart(max_restarts=…)", recent, failure, now))
-        if rule.of_job is not None and len(counted := self._counted(history)) >= rule.of_job:
-            times = f"{_times(counted)}, as often as --max-restarts allows"
-            what = f"the job restarted members {times}, and {unit} failed. The"
-            return Exhausted(_exhausted(what, "--max-restarts", counted, failure, now))
         record = RestartRecord(
             unit=unit, scope=rule.scope, failure=failure, at=now, delay_s=delay_before(len(recent), rule)
         )  # fmt: skip

@@ -40,6 +40,10 @@ class EndedJob:
     """Name and last state of each."""
     alarms: tuple[str, ...] = ()
     """Lines that tell of them."""
+    restarts: tuple[tuple[str, float, str], ...] = ()
+    """What was restarted, when and why, oldest first."""
+    stopped_at: int | None = None
+    """The step after which all ranks stopped, after notice."""
 
 
 def write_end(status: JobStatus, now: float | None = None) -> None:
@@ -53,6 +57,8 @@ def write_end(status: JobStatus, now: float | None = None) -> None:
         "failures": [failure.message for failure in status.failures],
         "members": [[f"{member.role}:{member.rank}", member.state] for member in status.members],
         "alarms": alarm_lines(status),
+        "restarts": [[record.unit, record.at, record.cause] for record in status.restarts],
+        "stopped_at": status.stopped_at,
     }
     try:
         (Path(status.run_dir) / END_FILE).write_text(json.dumps(end, indent=1) + "\n")
@@ -115,6 +121,7 @@ def read_end(run_dir: Path) -> EndedJob | None:
             failures=tuple(end.pop("failures")),
             members=tuple((name, state) for name, state in end.pop("members")),
             alarms=tuple(end.pop("alarms", ())),
+            restarts=tuple((unit, at, cause) for unit, at, cause in end.pop("restarts", ())),
             **end,
         )
     except (OSError, ValueError, TypeError, KeyError):

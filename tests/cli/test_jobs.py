@@ -86,7 +86,7 @@ def test_status_in_few_lines() -> None:
     status = JobStatus("j", "id", "running", 0.0, "/r", members, failures=(FailureInfo("A:1 died\nmore"),))
     assert list(status_lines(status)) == [
         "  running",
-        "  A  2 running  steps 4 to 6  restarted 2 times  on nodes 0, 1",
+        "  A  2 running  steps 4 to 6  restarted: rank 1 2 times  on nodes 0, 1",
         "  first cause: A:1 died",
         "    more",
     ]

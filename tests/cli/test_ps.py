@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from rlmesh.cli.ps import pending_lines
 from rlmesh.errors import UsageError
 from rlmesh.job.status import MemberWaits, Serving, Waiting
 from rlmesh.master.discovery import RunningJob, find_job, running_jobs
-from tests.master.launched import Launched, launch
+from tests.master.launched import Launched, descendants, launch
 
 WAITING = Waiting("ADDER:1", "sleep", 12.34, 5.0, "connected; process 12 is stopped", "hm")
 TRAINER = MemberWaits("TRAINER", 0, 11, "running", 4, (WAITING,), process="process 11 sleeps")
@@ -85,3 +86,22 @@ def test_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert job.ended() == 130
     assert ps(capsys) == (0, "no job of yours runs on this machine\n")
     assert ps(capsys, "toy")[0] == 2
+
+
+def test_a_job_whose_processes_were_all_killed_at_one_stroke_is_forgotten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Usually one of them outlives the others, and cleans up."""
+    base = Path(os.environ["XDG_RUNTIME_DIR"])
+    with launch(tmp_path, "--sleep", "60") as job:
+        job.wait_for("step 1")
+        (about,) = base.glob("rlm-*/n0/about.json")
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (job.process.pid, *descendants(job.process.pid)):
+                os.kill(pid, number)
+        job.ended()
+    assert ps(capsys)[1].startswith("toy-"), "it may be about to start"
+    values = json.loads(about.read_text())
+    about.write_text(json.dumps({**values, "started_at": values["started_at"] - 60.0}))
+    assert ps(capsys) == (0, "no job of yours runs on this machine\n")
+    assert not list(base.glob("rlm-*")), "and what it left is gone"
