@@ -27,8 +27,9 @@ from rlmesh_launcher.hosts import Host
 
 __all__ = ["LISTENS", "TOGETHER", "HostCommand", "reached_by", "render", "run"]
 
-ENDPOINT = "ENDPOINT"
-"""In the commands of all hosts but the first: stands for the endpoint that the first one announces."""
+_UNKNOWN = "--rdzv-endpoint ENDPOINT"
+"""In the commands of all hosts but the first: for the endpoint that the first one announces. Not the word alone, which
+variables have in their names, such as HF_ENDPOINT."""
 LISTENS = "listens at "
 TOGETHER = "nodes are there"
 """What the head's ``launch`` says on standard error, and what it tells this module."""
@@ -49,7 +50,8 @@ class HostCommand:
 
     def at(self, endpoint: str) -> tuple[str, ...]:
         """The command once the head's endpoint is known."""
-        return tuple(word.replace(ENDPOINT, endpoint) for word in self.argv)
+        *words, remote = self.argv
+        return (*words, remote.replace(_UNKNOWN, f"--rdzv-endpoint {shlex.quote(endpoint)}", 1))
 
     def __str__(self) -> str:
         return shlex.join(self.argv)
@@ -67,18 +69,26 @@ def render(
     """
     commands = []
     for rank, host in enumerate(hosts):
-        endpoint = ENDPOINT if rank else join_host_port(head_address, 0)
+        where = ["--rdzv-endpoint", join_host_port(head_address, 0)]
         words = [
-            host.python, "-u", "-m", "rlmesh.cli.main", "launch", "--key-stdin", "--nnodes", str(len(hosts)),
-            "--node-rank", str(rank), "--rdzv-endpoint", endpoint, *options, *([] if rank else script),
+            "-u", "-m", "rlmesh.cli.main", "launch", "--key-stdin", "--nnodes", str(len(hosts)), "--node-rank",
+            str(rank), *(_UNKNOWN.split() if rank else where), *options, *([] if rank else script),
         ]  # fmt: skip
+        python = f"{_path(host.python)} {shlex.join(words)}"
         if host.env:
-            words = ["env", *(f"{name}={value}" for name, value in sorted(host.env.items())), *words]
-        remote = f"cd {shlex.quote(host.directory)} && exec {shlex.join(words)}"
+            python = f"{shlex.join(['env', *(f'{name}={value}' for name, value in sorted(host.env.items()))])} {python}"
+        remote = f"cd {_path(host.directory)} && exec {python}"
         user = [] if not host.user else ["-l", host.user]
         argv = (ssh, *_QUIET, *user, *host.ssh_options, "--", host.name, remote)
         commands.append(HostCommand(host, rank, argv))
     return tuple(commands)
+
+
+def _path(text: str) -> str:
+    """A path for the shell there, whose ``~`` is the home there."""
+    if text == "~" or text.startswith("~/"):
+        return text[:2] + (shlex.quote(text[2:]) if text[2:] else "")
+    return shlex.quote(text)
 
 
 def reached_by(host: Host, ssh: str = "ssh") -> str:

@@ -20,6 +20,10 @@ PASSED_ON = (
     "grace",
     "shutdown_timeout",
     "stop_within",
+    "chaos",
+    "metrics",
+    "timeline",
+    "module",
 )
 """Options of ``launch`` that hold on every host."""
 NOT_WITH_HOSTS = ("nnodes", "node_rank", "rdzv_endpoint", "master_addr", "master_port", "local_addr", "standalone")
@@ -60,7 +64,10 @@ def passed_on(options: argparse.Namespace) -> list[str]:
     """The options that hold on every host, as words."""
     words = []
     for name in PASSED_ON:
-        value = getattr(options, name, None)
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return [*words, *(["--module"] if options.module else [])]
+        option, value = f"--{name.replace('_', '-')}", getattr(options, name, None)
+        for each in value if isinstance(value, list) else [value]:
+            if each is True:
+                words.append(option)
+            elif each is not None and each is not False and each != "":
+                words += [option, str(each)]
+    return words

@@ -151,12 +151,14 @@ class _Node:
                 addresses = resolve(options.host)
             except OSError:
                 addresses = ()
+            asked = False
             for address in addresses:
                 left = deadline - time.monotonic()
                 try:
                     host = options.host_here or local_route_to(address, options.port)
                 except OSError:
                     continue  # No route: said at the end, with its errno.
+                asked = True
                 try:
                     return self._ask_to_join(address, host, min(TRY_S, max(left, 0.05)))
                 except (CallTimeout, PeerLost) as error:
@@ -167,7 +169,7 @@ class _Node:
                     refused = error  # It listens, and is about to serve.
             if time.monotonic() >= deadline:
                 raise self._unreached(refused)
-            if not addresses:
+            if not asked:
                 time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
         raise KeyboardInterrupt(f"stopped before the head {join_host_port(options.host, options.port)} was reached")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
 import pytest
 
+from rlmesh.cli.hosts import NOT_WITH_HOSTS, PASSED_ON, passed_on
+from rlmesh.cli.launch import add_options
 from rlmesh.cli.main import main
+from rlmesh.cli.torchrun_flags import IGNORED, REFUSED
 from rlmesh.errors import UsageError
 from rlmesh_launcher.hosts import Host, parse_hosts
-from rlmesh_launcher.ssh import ENDPOINT, render
+from rlmesh_launcher.ssh import render
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -65,7 +69,24 @@ def test_commands_are_as_they_were(request: pytest.FixtureRequest) -> None:
     text = "\n".join(map(str, commands)) + "\n"
     assert text == (GOLDEN / "ssh.txt").read_text()
     assert "[fd00::1]:7" in commands[1].at("[fd00::1]:7")[-1]
-    assert not any(ENDPOINT in word for word in commands[1].at("[fd00::1]:7"))
+    assert "--rdzv-endpoint '[fd00::1]:7' --view" in commands[1].at("[fd00::1]:7")[-1]
+
+
+def test_the_endpoint_goes_to_its_place_only() -> None:
+    """A variable whose name ends like the placeholder keeps it."""
+    text = '[[host]]\nname = "a"\n[[host]]\nname = "b"\nenv = { HF_ENDPOINT = "https://hub" }\n'
+    _, other = render(parse_hosts(text, "x", "/p"), "10.0.0.1", [], ["job.py"])
+    remote = other.at("10.0.0.1:4711")[-1]
+    assert "HF_ENDPOINT=https://hub" in remote
+    assert remote.endswith("--rdzv-endpoint 10.0.0.1:4711")
+
+
+def test_a_tilde_is_the_home_of_the_host() -> None:
+    text = 'directory = "~/my project"\npython = "~/venv/bin/python"\n[[host]]\nname = "a"\n[[host]]\nname = "b"\n'
+    first, _ = render(parse_hosts(text, "x"), "a", [], ["job.py"])
+    assert first.argv[-1].startswith("cd ~/'my project' && exec ~/venv/bin/python -u -m rlmesh.cli.main")
+    home = parse_hosts(text.replace("~/my project", "~"), "x")
+    assert render(home, "a", [], ["job.py"])[0].argv[-1].startswith("cd ~ && ")
 
 
 def test_a_dry_run_prints_them_and_needs_no_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,3 +103,18 @@ def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureF
     words = ["launch", "--hosts", str(tmp_path / "hosts.toml"), "--nnodes", "2", "--rdzv-endpoint", "a:1", "job.py"]
     assert main(words) == 2
     assert "leave out --nnodes, --rdzv-endpoint" in capsys.readouterr().err
+
+
+HERE_ONLY = {"help", "job", "arguments", "hosts", "dry_run", "key_file", "key_stdin", "slurm"}
+"""Options of launch that mean something to the command that starts the hosts."""
+NO_MEANING = {"rdzv_backend", "rdzv_id", "run_path", *(name.replace("-", "_") for name in (*IGNORED, *REFUSED))}
+
+
+def test_each_option_of_launch_reaches_the_hosts_or_is_refused_or_means_nothing_there(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    known = {action.dest for action in parser._actions}
+    assert known == {*PASSED_ON, *NOT_WITH_HOSTS} | HERE_ONLY | NO_MEANING
+    words = "--chaos A@start --chaos B@shutdown --metrics 127.0.0.1:0 --timeline -m --grace 0 --max-restarts 0 job"
+    handed = "--max-restarts 0 --grace 0.0 --chaos A@start --chaos B@shutdown --metrics 127.0.0.1:0 --timeline --module"
+    assert " ".join(passed_on(parser.parse_args(words.split()))) == handed

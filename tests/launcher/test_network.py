@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -119,3 +120,14 @@ def test_a_head_that_cannot_be_reached(tmp_path: Path, two: Machines) -> None:
         assert other.ended() == 1
     assert time.monotonic() - began < 8.0
     assert re.search(r"10\.77\.0\.1:29400: .* \(errno \d+\)", other.output)
+
+
+def test_a_node_without_a_route_to_the_head_waits_quietly(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with machines(1) as made:
+        options = ["--rdzv-conf", "join_timeout=6"]
+        with node(tmp_path, 1, 2, "10.99.0.1:29400", options=options, prefix=made.prefix_of(1)) as lonely:
+            assert lonely.ended(30.0) == 1
+    assert re.search(r"10\.99\.0\.1:29400: Network is unreachable \(errno 101\)", lonely.output), lonely.output
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4.0
