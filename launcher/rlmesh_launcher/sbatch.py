@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from rlmesh.errors import LaunchError, UsageError
+from rlmesh_launcher.orphan import VARIABLE
 
 __all__ = ["CHECKPOINTED", "Batch", "submit"]
 
@@ -30,7 +31,7 @@ _SCRIPT = """\
 # The key of this job's processes. It is handed on in the environment, never on a command line.
 RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \\n')
 export RLMESH_KEY
-
+{orphan}
 {srun} {launch} &
 step=$!
 
@@ -40,6 +41,11 @@ trap 'kill -TERM "$step"' TERM
 code=0
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 {end}
+"""
+
+_ORPHAN = """
+# The first node runs this script. When it is lost, a task on another node does what is said here.
+export {variable}={wish}
 """
 
 _REQUEUE = """
@@ -96,7 +102,10 @@ class Batch:
         directives = "\n".join(f"#SBATCH {_directive(name, value)}" for name, value in self._directives().items())
         launch = [*self.rlmesh, "launch", *self.launch, self.job[0], *(["--", *self.job[1:]] if self.job[1:] else [])]
         end = _REQUEUE.format(code=CHECKPOINTED) if self.requeue else 'exit "$code"'
-        return _SCRIPT.format(directives=directives, srun=shlex.join(self._srun()), launch=shlex.join(launch), end=end)
+        orphan = _ORPHAN.format(variable=VARIABLE, wish="requeue" if self.requeue else "cancel") if self.goes_on else ""
+        return _SCRIPT.format(
+            directives=directives, orphan=orphan, srun=shlex.join(self._srun()), launch=shlex.join(launch), end=end
+        )
 
     def _directives(self) -> dict[str, str | None]:
         """The user's options, and what a job of agents needs where the user says nothing else."""

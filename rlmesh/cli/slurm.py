@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
         return 1
     print(f"Slurm job {job}")
     print(f"  state:   squeue --job={job}")
-    print(f"  output:  tail -F {_output_of(split.sbatch, job)}")
+    print(f"  output:  tail -F {_output_of(split.sbatch, job, split.job[0])}")
     print(f"  stop it with a checkpoint: scancel --batch --signal=USR1 {job}; at once: scancel {job}")
     return 0
 
@@ -117,10 +118,12 @@ def _own_command() -> tuple[str, ...]:
     return (str(program.absolute()),)
 
 
-def _output_of(options: Any, job: str) -> str:
-    """Where ``sbatch`` writes to; of an array the first one's."""
+def _output_of(options: Any, job: str, script: str) -> str:
+    """Where ``sbatch`` writes to; of an array all of them."""
     name = options.get("output") or ("slurm-%A_%a.out" if "array" in options else "slurm-%j.out")
-    return str(name).replace("%j", job).replace("%A", job).replace("%J", job)
+    known = {"j": job, "J": job, "A": job, "a": "*", "x": options.get("job-name") or Path(script).stem}
+    text = re.sub(r"%0?\d*([jJAax])", lambda found: known[found[1]], str(name))
+    return os.path.join(options.get("chdir") or "", text)
 
 
 # As a task.
@@ -229,6 +232,7 @@ class StepPlace:
     def _join(self) -> int:
         from rlmesh_launcher.local import run_node
         from rlmesh_launcher.meeting import HeadGone
+        from rlmesh_launcher.orphan import look_after
 
         try:
             found = self._meeting().find(self.join_s)
@@ -240,7 +244,11 @@ class StepPlace:
         def no_script(head: Head) -> int:
             raise LaunchError(f"{self.task.label} is not the head")
 
-        return run_node(self._place(found.host, found.port, found.key), no_script)
+        try:
+            return run_node(self._place(found.host, found.port, found.key), no_script)
+        except LaunchError:
+            look_after(self.task)
+            raise
 
     def _place(self, host: str, port: int, key: bytes) -> NodePlace:
         from rlmesh_launcher.local import NodePlace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.cli import main as cli
-from rlmesh.cli.slurm import StepPlace, asks_for_sbatch
+from rlmesh.cli.slurm import StepPlace, _output_of, asks_for_sbatch
 from rlmesh.master.options import LaunchOptions
 from rlmesh_launcher.slurm import Task
 
@@ -96,3 +96,16 @@ def test_a_start_after_a_requeue_finds_its_run_directory() -> None:
     assert (options(restarts=2).run_dir, options(restarts=2).restarts) == (Path("runs/train-17"), 2)
     assert options(step="3").run_dir == Path("runs/train-17.3")
     assert options(array="15_2").run_dir == Path("runs/train-15_2")
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({}, "slurm-7.out"),
+        ({"array": "0-3"}, "slurm-7_*.out"),
+        ({"output": "%x-%j.log", "chdir": "/w"}, "/w/train-7.log"),
+        ({"output": "/o/%x/%4a", "job-name": "n"}, "/o/n/*"),
+    ],
+)
+def test_the_output_that_is_named_is_the_one_that_sbatch_writes(options: dict[str, str], path: str) -> None:
+    assert _output_of(options, "7", "a/train.py") == path

@@ -19,6 +19,8 @@ from tests.launcher.test_node_loss import MOVING, nothing_ran_twice
 from tests.slurm.cluster import SlurmCluster, missing
 from tests.slurm.nodes import all_pids, is_of, lose_node, output, until_gone, wait_for
 
+AGAIN = str(Path(__file__).parents[1] / "launcher" / "again_job.py")
+
 pytestmark = pytest.mark.slow
 
 LAUNCH = (sys.executable, "-m", "rlmesh.cli.main", "launch", "--slurm", "--nodes=3", "--output=out")
@@ -76,3 +78,34 @@ def test_the_job_goes_on_without_the_node(
     assert len(set(re.findall(r"TRAINER is pid (\d+)", output(tmp_path)))) == trainers
     until_gone(everybody)
     nothing_ran_twice(tmp_path)
+
+
+def test_without_room_the_job_is_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, "--nodes=2", "--requeue", spares=0)
+    lose_node(cluster, job, 2)
+    wait_for(tmp_path, "cannot be moved to other nodes")
+    cluster.wait_job(job, "PENDING")
+    assert "Restarts=1" in cluster.run("scontrol", "show", "job", job)
+
+
+def test_a_job_that_has_lost_its_first_node_is_requeued_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The batch shell, srun and the head are gone with it."""
+    cluster.env["RANKS_PER_NODE"] = "1"
+    said = cluster.run(*LAUNCH, "--nodes=2", "--requeue", AGAIN, cwd=tmp_path)
+    job = re.findall(r"Slurm job (\d+)\n", said)[0]
+    wait_for(tmp_path, r"rank 1 has saved step 20")
+    lose_node(cluster, job, 1)
+    wait_for(tmp_path, "srun, on the first node, is gone; once Slurm has given that node up, the job is requeued")
+    cluster.wait_job(job, "PENDING", timeout_s=90)
+    cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+    found = wait_for(tmp_path, r"rank 1 starts at step (\d+), incarnation 0, node 1", 2)
+    assert found[0] == "0" and int(found[1]) > 20
+    assert "BatchHost=node2" in cluster.run("scontrol", "show", "job", job)
+
+
+def test_a_job_that_may_not_be_requeued_does_not_stand_there_without_its_first_node(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    job = submit(cluster, tmp_path, spares=1)
+    lose_node(cluster, job, 1)
+    assert cluster.wait_job(job, "CANCELLED", "FAILED", "NODE_FAIL", timeout_s=90) == "CANCELLED", output(tmp_path)

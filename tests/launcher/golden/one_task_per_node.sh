@@ -11,6 +11,9 @@
 RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RLMESH_KEY
 
+# The first node runs this script. When it is lost, a task on another node does what is said here.
+export RLMESH_FIRST_NODE_LOST=cancel
+
 srun --kill-on-bad-exit=0 --wait=0 --no-kill rlmesh launch examples/ppo/main.py &
 step=$!
 

@@ -1,0 +1,89 @@
+"""A Slurm job that has lost its first node, and with it the batch shell, ``srun`` and the head.
+
+With ``--no-kill`` Slurm keeps such a job until its time is over, with nobody at work in it. So a task that has lost its
+head looks whether ``srun`` is still there. If not, it waits until Slurm has given the first node up, and then has the
+job started again, or cancelled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from rlmesh.errors import UsageError
+from rlmesh.runtime.inet import probe
+from rlmesh_launcher.hostlist import expand_nodes
+from rlmesh_launcher.slurm import Task
+
+__all__ = ["VARIABLE", "look_after", "verdict"]
+
+VARIABLE = "RLMESH_FIRST_NODE_LOST"
+"""What is done then: ``requeue`` or ``cancel``; set by the script of ``rlmesh launch --slurm``. Nothing without it."""
+POLL_S = 10.0
+WATCH_S = 3600.0
+"""Longer than any ``SlurmdTimeout``."""
+WATCHERS = 2
+"""So many tasks behind the head watch, since another node may be lost with the first one; each slower than the last."""
+SRUN_S = 5.0
+COMMAND_S = 60.0
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Verdict = Literal["over", "wait", "orphaned"]
+
+
+def verdict(said: str) -> Verdict:
+    """What ``squeue -o '%T %B %N'`` says of a job: that it does not run, that Slurm has not given its first node up, or
+    that it has."""
+    state, _, rest = said.strip().partition(" ")
+    host, _, nodes = rest.partition(" ")
+    if state not in ("RUNNING", "COMPLETING"):
+        return "over"
+    try:
+        return "wait" if state == "COMPLETING" or host in expand_nodes(nodes) else "orphaned"
+    except UsageError:
+        return "wait"
+
+
+def look_after(
+    task: Task, env: Mapping[str, str] = os.environ, *, run: Run = subprocess.run,
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+) -> None:  # fmt: skip
+    """For a task that has lost its head: return at once if the job can end by itself, else see to it."""
+    wish = env.get(VARIABLE, "")
+    if wish not in ("requeue", "cancel") or not 0 < task.rank <= WATCHERS or _srun_is_there(env):
+        return
+    print(
+        f"rlmesh: {task.label}: srun, on the first node, is gone; once Slurm has given that node up, the job is "
+        f"{'requeued' if wish == 'requeue' else 'cancelled'} from here",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    deadline = clock() + WATCH_S
+    while clock() < deadline:
+        found = _tell(["squeue", "--noheader", f"--jobs={task.job}", "--format=%T %B %N"], run)
+        match verdict(found) if found is not None else "wait":
+            case "over":
+                return
+            case "orphaned":
+                _tell(["scontrol", "requeue", task.job] if wish == "requeue" else ["scancel", task.job], run)
+        sleep(POLL_S * task.rank)
+
+
+def _srun_is_there(env: Mapping[str, str]) -> bool:
+    """Whether the step's ``srun`` still takes connections; True if Slurm does not say where it is."""
+    host, port = env.get("SLURM_LAUNCH_NODE_IPADDR", ""), env.get("SLURM_SRUN_COMM_PORT", "")
+    if not (host and port.isascii() and port.isdigit()):
+        return True
+    return any(each.code == 0 for each in probe(host, int(port), SRUN_S))
+
+
+def _tell(command: list[str], run: Run) -> str | None:
+    """The command's output; None if it could not be had."""
+    try:
+        done = run(command, capture_output=True, text=True, timeout=COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
