@@ -13,7 +13,7 @@ from rlmesh.errors import LaunchError, UsageError
 from rlmesh.master.head import Head, HeadOptions, host_name
 from rlmesh.master.joined import NodeOptions, join_and_serve
 from rlmesh.master.rendezvous import ANY_RANK
-from rlmesh.runtime.inet import is_local, resolve
+from rlmesh.runtime.inet import is_local, join_host_port, resolve
 
 __all__ = ["NodePlace", "is_head", "run_node"]
 
@@ -87,6 +87,11 @@ def run_node(
                 raise
         else:
             return _be_head(opened, run_script, announce)
+    if place.port == 0:
+        raise UsageError(
+            f"{join_host_port(place.host, 0)}: with port 0 the system chooses one for node 0, which prints it; the "
+            "other nodes are given that one, or all nodes a port of your choice"
+        )
     return join_and_serve(_node_options(place))
 
 

@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch.add_options(parser)
             return slurm.submit_words(words[1:], parser)
     own, _, rest = split_at_dashes(words)
-    parsed = build_parser(*(word for word in words[:1] if word in COMMANDS)).parse_args(own)
-    code: int = parsed.run(parsed, rest)
+    parser = build_parser(*(word for word in words[:1] if word in COMMANDS))
+    parsed, unknown = parser.parse_known_args(own)
+    if unknown and not getattr(parsed, "takes_script_arguments", False):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    code: int = parsed.run(parsed, [*unknown, *rest])
     return code
 
 

@@ -25,14 +25,15 @@ def add_to(commands: Any) -> None:
         "plan",
         help="print where a job's members would run",
         description=DESCRIPTION,
-        usage="rlmesh plan [options] JOB.py [-- script arguments]",
+        usage="rlmesh plan [options] JOB.py [script arguments]",
+        allow_abbrev=False,
     )
     parser.add_argument("job", metavar="JOB.py", help="the script; it calls submit() on a job")
     parser.add_argument(
         "--cluster", type=Path, metavar="FILE", help="TOML file that describes a cluster (default: this machine)"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_script_arguments=True)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:

@@ -37,7 +37,10 @@ class RunningJob:
         Raises:
             UsageError: its file is gone, since the job has ended, or others can read it.
         """
-        return load_key_file(self.folder / KEY_FILE)
+        path = self.folder / KEY_FILE
+        if not path.exists():
+            raise UsageError(f"job {self.job_id} has ended just now: `rlmesh status {self.run_dir}`")
+        return load_key_file(path)
 
 
 def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:

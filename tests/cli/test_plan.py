@@ -55,6 +55,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_what_plan_does_not_know_is_for_the_script(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As for launch; its own options may stand behind the script too."""
+    (files / "job.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    assert main(["plan", "job.py", "--steps", "5", "--cluster", "cluster.toml", "-x", "--", "--json"]) == 1
+    assert capsys.readouterr().out == "['--steps', '5', '-x', '--json']\n"
+
+
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = main(["plan", "job.py", "--cluster", "cluster.toml", *words])
     out, err = capsys.readouterr()

@@ -16,7 +16,7 @@ from rlmesh.cli.ps import pending_lines
 from rlmesh.errors import UsageError
 from rlmesh.job.status import MemberWaits, Serving, Waiting
 from rlmesh.master.discovery import RunningJob, find_job, running_jobs
-from tests.master.launched import Launched, descendants, launch
+from tests.master.launched import Launched, alive, descendants, launch
 
 WAITING = Waiting("ADDER:1", "sleep", 12.34, 5.0, "connected; process 12 is stopped", "hm")
 TRAINER = MemberWaits("TRAINER", 0, 11, "running", 4, (WAITING,), process="process 11 sleeps")
@@ -47,6 +47,8 @@ def test_jobs_are_found_by_id_name_or_folder(tmp_path: Path) -> None:
         find_job("other", jobs)
     with pytest.raises(UsageError, match="no job of yours runs on this machine"):
         find_job("toy", [])
+    with pytest.raises(UsageError, match="job toy-0 has ended just now"):
+        jobs[0].key()
     (tmp_path / "rlm-x" / "n0").mkdir(parents=True)
     (tmp_path / "rlm-x" / "n0" / "about.json").write_text('{"of": "another version"}')
     assert running_jobs((str(tmp_path),)) == []
@@ -96,10 +98,14 @@ def test_a_job_whose_processes_were_all_killed_at_one_stroke_is_forgotten(
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
         (about,) = base.glob("rlm-*/n0/about.json")
+        everybody = [job.process.pid, *descendants(job.process.pid)]
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (job.process.pid, *descendants(job.process.pid)):
+            for pid in everybody:
                 os.kill(pid, number)
         job.ended()
+    deadline = time.monotonic() + 10.0
+    while any(map(alive, everybody)) and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert ps(capsys)[1].startswith("toy-"), "it may be about to start"
     values = json.loads(about.read_text())
     about.write_text(json.dumps({**values, "started_at": values["started_at"] - 60.0}))

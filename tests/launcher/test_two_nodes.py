@@ -149,6 +149,12 @@ def test_the_port_of_the_head_is_taken(tmp_path: Path) -> None:
     assert "--rdzv-endpoint" in head.output
 
 
+def test_the_other_nodes_need_the_port_that_node_0_got(tmp_path: Path) -> None:
+    with node(tmp_path, 1, 2, "127.0.0.1:0") as other:
+        assert other.ended() == 2
+    assert "127.0.0.1:0: with port 0 the system chooses one for node 0, which prints it" in other.output
+
+
 def test_ranks_by_arrival(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
