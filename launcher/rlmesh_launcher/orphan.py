@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -52,15 +51,13 @@ def look_after(
     task: Task, env: Mapping[str, str] = os.environ, *, run: Run = subprocess.run,
     clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
 ) -> None:  # fmt: skip
-    """For a task that has lost its head: return at once if the job can end by itself, else see to it."""
+    """For a task that has lost its head: return at once if the job can end by itself, else see to it.
+
+    It does so silently: what a task prints goes through ``srun``.
+    """
     wish = env.get(VARIABLE, "")
     if wish not in ("requeue", "cancel") or not 0 < task.rank <= WATCHERS or _srun_is_there(env):
         return
-    print(
-        f"rlmesh: {task.label}: srun, on the first node, is gone; once Slurm has given that node up, the job is "
-        f"{'requeued' if wish == 'requeue' else 'cancelled'} from here",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
     deadline = clock() + WATCH_S
     while clock() < deadline:
         found = _tell(["squeue", "--noheader", f"--jobs={task.job}", "--format=%T %B %N"], run)

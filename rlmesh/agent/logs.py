@@ -7,11 +7,13 @@ SIGKILL, and a slow reader never blocks it. Nothing here writes to them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-__all__ = ["LogLine", "LogTail", "last_lines", "logs_folder", "member_log"]
+__all__ = ["LogLine", "LogTail", "Written", "last_lines", "logs_folder", "member_log", "written_before"]
 
 LAST_LINES = 20
 LAST_BYTES = 64 * 1024
@@ -63,14 +65,28 @@ def _text(line: bytes) -> str:
     return line.rstrip(b"\r").decode("utf-8", "replace")
 
 
+Written: TypeAlias = tuple[int, int, int]
+"""A file by its device and number, and how long it was."""
+
+
+def written_before(run_dir: str | Path) -> dict[Path, Written]:
+    """The logs that are in a run directory already, from earlier starts of its job."""
+    found = {}
+    for path in logs_folder(run_dir).glob("*.log"):
+        with suppress(OSError):
+            status = path.stat()
+            found[path] = (status.st_dev, status.st_ino, status.st_size)
+    return found
+
+
 class _Follower:
     """One file: what was written since the last read, cut into lines."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, skip: Written | None = None) -> None:
         self.path = path
-        self._offset = 0
         self._half = b""
-        self._identity: tuple[int, int] | None = None
+        self._offset = 0 if skip is None else skip[2]
+        self._identity = None if skip is None else skip[:2]
 
     def read(self) -> list[bytes]:
         try:
@@ -110,12 +126,18 @@ class LogTail:
 
     def __init__(self) -> None:
         self._files: dict[str, _Follower] = {}
+        self._skipped: dict[Path, Written] = {}
+
+    def skip(self, written: Mapping[Path, Written]) -> None:
+        """Leave out what is in these files already, of those that are added later."""
+        self._skipped.update(written)
 
     def add(self, name: str, path: str | Path) -> None:
-        """Follow a member's log from its beginning; the file may be made later. Adding it again does nothing."""
+        """Follow a member's log from its beginning, or from where ``skip`` said; the file may be made later. Adding it
+        again does nothing."""
         known = self._files.get(name)
         if known is None or known.path != Path(path):
-            self._files[name] = _Follower(Path(path))
+            self._files[name] = _Follower(Path(path), self._skipped.get(Path(path)))
 
     def poll(self, names: Iterable[str] | None = None) -> list[LogLine]:
         """New complete lines of all members, or of those named, member by member. Never blocks."""

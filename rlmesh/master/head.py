@@ -62,6 +62,8 @@ RETURN_S = 3.0
 """A node whose connection was closed (not one whose packets do not come) is gone if it is not back in this time."""
 OVER_WAIT_S = 5.0
 """How long the head waits at its end until all nodes have heard that it is over."""
+LATE_S = 3.0
+"""So long it stays for nodes that had not come yet: those that are about to are told, and do not wait in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ class Head:
         self._probed: dict[int, tuple[PairResult, ...]] = {}
         self._over: Over | None = None
         self._heard: set[str] = set()
+        self._turned_away: set[str] = set()
         bound = listening_address(options.host)
         address = f"tcp://{join_host_port(bound, options.port or '*')}"
         try:
@@ -210,9 +213,12 @@ class Head:
                 return
             self._over = Over(code, why)
             waiting = {node.hello.token for node in self._roster.nodes() if self._clock() - node.seen_at < GONE_S}
+            late = 0 if self._roster.closed else self.options.most - len(self._roster)
         self._wake()
-        deadline = self._clock() + OVER_WAIT_S
-        while self._clock() < deadline and not waiting <= self._heard:
+        began = self._clock()
+        while self._clock() < began + OVER_WAIT_S and not waiting <= self._heard:
+            time.sleep(0.01)
+        while self._clock() < began + LATE_S and len(self._turned_away) < late:
             time.sleep(0.01)
         self._runtime.close()
 
@@ -362,6 +368,7 @@ class Head:
     def join(self, hello: NodeHello) -> Joined:
         with self._lock:
             if self._over is not None:
+                self._turned_away.add(hello.token)
                 raise LaunchError(f"the job is over: {self._over.why or f'exit code {self._over.code}'}")
             entry = self._roster.join(hello, self._clock())
             return Joined(entry.node_rank, self._roster.most)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from rlmesh.agent.checks import gather
+from rlmesh.agent.logs import written_before
 from rlmesh.agent.protocol import ExitReport
 from rlmesh.agent.start import GuardianProcess
 from rlmesh.errors import CallError, CallTimeout, LaunchError, PeerLost, RemoteError, UsageError, WireError
@@ -317,6 +318,7 @@ class _Node:
         self._job = order.job
         try:
             self._folder = NodeFolder.create(order.config)
+            self._logs.skip(written_before(order.config.run_dir))
             self._guardian = GuardianProcess(self._folder.config)
         except LaunchError as error:
             logger.error("the agent of node %d cannot be started: %s", self.rank, error)

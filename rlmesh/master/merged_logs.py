@@ -7,9 +7,10 @@ members nor whoever follows them waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
-from rlmesh.agent.logs import LogLine, LogTail
+from rlmesh.agent.logs import LogLine, LogTail, Written
 from rlmesh.job.status import MemberStatus
 from rlmesh.observe.folding import Folding
 
@@ -36,6 +37,10 @@ class MergedLogs:
         self._tail = LogTail()
         self._folding = Folding()
         self._output, self._ready, self._clock, self._pause = output, ready, clock, pause
+
+    def skip(self, written: Mapping[Path, Written]) -> None:
+        """Leave out what earlier starts of the job have written."""
+        self._tail.skip(written)
 
     def follow(self, members: Iterable[MemberStatus]) -> None:
         """Follow these members too; those that are known stay as they are."""

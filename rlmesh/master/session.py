@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmesh.agent.logs import written_before
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport
 from rlmesh.agent.start import GuardianProcess
 from rlmesh.errors import CallError, LaunchError, RLMeshError
@@ -106,10 +107,12 @@ class Session:
             KeyboardInterrupt: it was stopped by ``interrupt``.
         """
         try:
+            before = written_before(self._space.run_dir)
             broken = self._start_nodes()
             # While the nodes start on other cores: what the driver itself needs is slow to import.
             self._view = self._make_view()
             self._logs = MergedLogs(self._view.output, self._view.ready)
+            self._logs.skip(before)
             try:
                 broken = self._drive(broken)
                 return self._outcome(self._end_nodes(), broken)

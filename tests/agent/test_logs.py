@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.agent import logs
-from rlmesh.agent.logs import LogLine, LogTail, last_lines, member_log
+from rlmesh.agent.logs import LogLine, LogTail, last_lines, member_log, written_before
 
 
 def test_last_lines_keep_a_half_line_and_replace_what_is_no_utf8(tmp_path: Path) -> None:
@@ -43,6 +43,24 @@ def test_tail_gives_complete_lines_of_each_member_once(tmp_path: Path) -> None:
     assert tail.poll(["A:0", "C:9"]) == [LogLine("A:0", "bc")]
     assert tail.finish() == [LogLine("A:0", "last")]
     assert tail.finish() == []
+
+
+def test_what_earlier_starts_have_written_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    old, replaced, new = (tmp_path / "logs" / f"A-{rank}.log" for rank in range(3))
+    old.write_text("of before\nof befo")
+    replaced.write_text("of before")
+    tail = LogTail()
+    tail.skip(written_before(tmp_path))
+    for number, path in enumerate((old, replaced, new)):
+        tail.add(f"A:{number}", path)
+    with old.open("a") as file:
+        file.write("re\nof now\n")
+    replaced.rename(tmp_path / "logs" / "away.log")
+    replaced.write_text("of now\n")
+    new.write_text("of now\n")
+    assert [line.text for line in tail.poll()] == ["re", "of now", "of now", "of now"]
+    assert not tail.behind()
 
 
 def test_tail_is_bounded_and_starts_again_with_a_new_file(tmp_path: Path) -> None:

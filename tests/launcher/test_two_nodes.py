@@ -149,6 +149,20 @@ def test_the_port_of_the_head_is_taken(tmp_path: Path) -> None:
     assert "--rdzv-endpoint" in head.output
 
 
+def test_a_script_that_ends_at_once_does_not_let_the_others_wait(tmp_path: Path) -> None:
+    """They look for the head again and again, and have hardly seen it."""
+    script = tmp_path / "bad.py"
+    script.write_text("raise ValueError('mine')\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    with node(tmp_path, 1, 2, endpoint) as other:
+        time.sleep(1.0)
+        with node(tmp_path, 0, 2, endpoint, script=script) as head:
+            assert head.ended() == 1
+        assert other.ended(10.0) == 1
+    assert "the job is over: the head's script ended with an error" in other.output
+
+
 def test_the_other_nodes_need_the_port_that_node_0_got(tmp_path: Path) -> None:
     with node(tmp_path, 1, 2, "127.0.0.1:0") as other:
         assert other.ended() == 2
