@@ -6,7 +6,7 @@ running → stopping → succeeded, failed or stopped::
 
     all agents there  → plan, reserve ports, spawn
     all members ready → running: every member is told to run
-    a member dies     → restarted, alone or with others (failover.py decides, recovery.py does it), or:
+    a member dies     → restarted, alone or with others (failing.py), or:
     any other failure → (a moment to find the first cause) → everybody is stopped → failed
     all drivers done  → stopping: teardown of the drivers, then of the others (ending.py)
     all members gone  → succeeded
@@ -14,21 +14,19 @@ running → stopping → succeeded, failed or stopped::
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from rlmesh.agent.protocol import MemberProcess
 from rlmesh.errors import PlacementError
-from rlmesh.job.status import ExitInfo, FailureInfo, JobStatus, MemberState, MetricRecord
+from rlmesh.job.status import FailureInfo, JobStatus, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.adoption import say_again, strays, unseen
-from rlmesh.master.causes import Failures, Weight, death_message
+from rlmesh.master.causes import Weight
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.deadlines import Deadlines
 from rlmesh.master.ending import Ending
-from rlmesh.master.failover import Exhausted, FailoverCoordinator, Restart
-from rlmesh.master.graph import describe_touched
+from rlmesh.master.failing import Failing
+from rlmesh.master.failover import FailoverCoordinator
 from rlmesh.master.job_state import SERVING, JobState, LastLines
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.master.moves import Moves
@@ -38,26 +36,6 @@ from rlmesh.master.scheduler import Scheduler, by_node
 from rlmesh.master.stop_together import StopTogether
 from rlmesh.master.watch import Watch
 from rlmesh.placement.inventory import NodeInfo
-
-_DOING: dict[MemberState, str] = {
-    "starting": "while it started",
-    "bound": "while it was set up",
-    "ready": "while it served calls",
-    "running": "during run()",
-    "finished": "after run()",
-    "stopping": "during teardown()",
-}
-# Of code that a ready member runs only run() is reported; it may have failed before the news that it began.
-_PHASE: dict[MemberState, str] = {
-    "starting": "could not start",
-    "bound": "could not be set up",
-    "ready": "failed in run()",
-    "running": "failed in run()",
-    "finished": "failed",
-    "stopping": "failed in teardown()",
-}
-CAUSE_MEMORY_S = 60.0
-"""A call that failed may be a consequence of a restart that was so long ago."""
 
 
 class JobManager:
@@ -84,10 +62,12 @@ class JobManager:
         sizes = {role.name: role.members for role in spec.roles}
         self._failover = FailoverCoordinator(rules, sizes, spec.demand.fusions)
         self._losses = NodeLosses(self._state, self._failover, self._moves, self._recoveries)
-        self._failures = Failures(spec.limits.settle_s)
+        self._failing = Failing(
+            self._state, self._failover, self._moves, self._recoveries, self._ending, self._together
+        )
         self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
         """Is told of each event that was handled, and of what came of it."""
-        self._watch = Watch(self._state, self._died)
+        self._watch = Watch(self._state, self._failing.died)
 
     def collaborators(self) -> dict[str, object]:
         """What is no state of the job, by name: what was given to the manager, and the list that it fills."""
@@ -138,7 +118,8 @@ class JobManager:
                 self.context.note = f"the master died and was started again (master {number} of this job)"
                 self._state.do(*say_again(self.context, self._together))
             case ev.AgentLost(node_rank, how):
-                self._end_with(self._losses.lost(node_rank, how, now), now)
+                if (failure := self._losses.lost(node_rank, how, now)) is not None:
+                    self._failing.fail(Weight.DEATH, failure, now)
             case ev.PortReserved(role, port, node_rank):
                 self._state.ports[role] = port
                 self._recoveries.port_reserved(role, node_rank)
@@ -152,7 +133,7 @@ class JobManager:
                 pass  # what was to be done there is done elsewhere
             case ev.ActionFailed(node_rank, what, error):
                 name = self._state.node_name(node_rank)
-                self._fail(Weight.OWN, FailureInfo(f"node {name}: {what} failed: {error}", at=now), now)
+                self._failing.fail(Weight.OWN, FailureInfo(f"node {name}: {what} failed: {error}", at=now), now)
             case ev.Reported(record):
                 self._reported(record, now)
             case ev.AlarmRaised(alarm):
@@ -162,7 +143,7 @@ class JobManager:
             case ev.NoticeGiven(reason, within_s, grace_s):
                 self._notice(reason, within_s, grace_s, now)
             case ev.MemberExited(_, exit):
-                self._process_exited(exit, now)
+                self._failing.process_exited(exit, now)
             case ev.ProgressSeen() | ev.StacksTaken() | ev.DeviceFailed():
                 if isinstance(event, ev.DeviceFailed):
                     self._moves.bad_devices.add(event.uuid)
@@ -205,9 +186,9 @@ class JobManager:
                 self._state.do(*self._together.held(member.id, step))
             case ev.StoppedAt(step=step):
                 if wrong := self._together.stopped(member.id, step):
-                    self._fail(Weight.OWN, FailureInfo(wrong, *member.id, at=now), now)
+                    self._failing.fail(Weight.OWN, FailureInfo(wrong, *member.id, at=now), now)
             case ev.MemberFailed(error=error, traceback=traceback, from_call=from_call):
-                self._member_failed(member, error, traceback, from_call, now)
+                self._failing.member_failed(member, error, traceback, from_call, now)
 
     def _member_ready(self, member: Member, now: float) -> None:
         if member.state in ("starting", "bound"):
@@ -235,7 +216,7 @@ class JobManager:
         try:
             plan = self._scheduler.plan(self.context.nodes.values())
         except PlacementError as error:
-            self._fail(Weight.DEATH, FailureInfo(str(error), at=now), now)
+            self._failing.fail(Weight.DEATH, FailureInfo(str(error), at=now), now)
             return
         self.context.plan = plan
         self.context.note = "; ".join(plan.notes)
@@ -250,7 +231,7 @@ class JobManager:
     def _spawn_if_ready(self, now: float) -> None:
         """The first spawn of all members."""
         plan = self.context.plan
-        if plan is None or self._failures or any(member.spawned for member in self.context.members.values()):
+        if plan is None or self._failing or any(member.spawned for member in self.context.members.values()):
             return
         if set(self._scheduler.group_leaders(plan)) - set(self._state.ports) or self.context.restarts:
             return
@@ -260,116 +241,10 @@ class JobManager:
             member.spawned = True
             member.enter("starting", now)
 
-    # Failure
-
-    def _member_failed(self, member: Member, error: str, traceback: str, from_call: bool, now: float) -> None:
-        if member.ended_by_us:
-            return  # its calls failed, or it was interrupted, because the job is ending
-        message = f"{member.name} (pid {member.pid}) {_PHASE.get(member.state, 'failed')}: {error}"
-        info = FailureInfo(message, *member.id, at=now, remote_traceback=traceback)
-        member.enter("failed", now)
-        self._fail(Weight.FOLLOWS if from_call else Weight.OWN, info, now)
-
-    def _process_exited(self, exit: ExitInfo, now: float) -> None:
-        if self._recoveries.took(exit):
-            self._state.do(ev.AnnounceLoss(exit))
-            return
-        member = self.context.members.get((exit.role, exit.rank))
-        if member is None or member.incarnation != exit.incarnation or member.exit is not None:
-            return
-        served, doing = member.state in SERVING, _DOING.get(member.state, "")
-        # What one of a process's members failed with explains the end of all of them.
-        told = any(other.state == "failed" for other in self.context.sharing_process(member))
-        expected = member.ended_by_us or (member.asked_to_end and exit.ok)
-        member.exit = exit
-        if member.ended_by_us and exit.signal == signal.SIGKILL:
-            self.context.killed.append(member.name)
-        self._state.do(*self._together.gone(member.id))
-        if told:
-            self._failures.note_exit(*member.id, exit)
-            if not self._state.undecided:
-                self.context.failures = [
-                    replace(f, exit=exit) if (f.role, f.rank) == member.id else f for f in self.context.failures
-                ]
-        if member.state != "failed":
-            member.enter("exited" if expected else "failed", now)
-        goes_on = self.context.stage in ("starting", "running")
-        if not (expected or told):
-            self._died(FailureInfo(death_message(exit, doing), *member.id, at=exit.at, exit=exit), now)
-        if goes_on:
-            self._state.do(ev.AnnounceLoss(replace(exit, served=served or told)))
-
-    def _died(self, info: FailureInfo, now: float) -> None:
-        """A member failed although nobody wanted it to end: it is restarted, or the job fails."""
-        info = replace(info, touched=describe_touched(self.context.graph.touched_by([f"{info.role}:{info.rank}"])))
-        if self.context.stage in ("starting", "running") and self._state.undecided:
-            decision = self._failover.decide(info, self.context.restarts, now)
-            if isinstance(decision, Restart):
-                self._restart(decision, now)
-                return
-            if isinstance(decision, Exhausted):
-                info = decision.failure
-        self._fail(Weight.DEATH, info, now)
-
-    def _restart(self, restart: Restart, now: float) -> None:
-        self._failures.drop(restart.members)
-        self.context.failures = self._failures.causes()
-        places = self._moves.places(restart.members, now)
-        if isinstance(places, FailureInfo):
-            self._fail(Weight.DEATH, places, now)
-            return
-        self._recoveries.begin(restart, places, now)
-
-    def _end_with(self, failure: FailureInfo | None, now: float) -> None:
-        if failure is not None:
-            self._fail(Weight.DEATH, failure, now)
-
-    def _fail(self, weight: Weight, info: FailureInfo, now: float) -> None:
-        """Note a failure. Once everybody was told to end, later ones are consequences and not noted."""
-        if self._state.undecided:
-            self._failures.add(weight, info, now)
-            self.context.failures = self._failures.causes()
-
-    def _settle(self, now: float) -> None:
-        """Failures that nothing explains better: their members are restarted where the policy says so, else the job
-        ends."""
-        for failure in self._failures:
-            info = failure.info
-            if failure.weight is Weight.DEATH or info.role is None or not self._failover.restarts_errors(info.role):
-                continue
-            if (info.role, info.rank) not in {(f.info.role, f.info.rank) for f in self._failures}:
-                continue  # an earlier one's restart has taken it along
-            decision = self._failover.decide(info, self.context.restarts, now)
-            if isinstance(decision, Restart) and self.context.stage in ("starting", "running"):
-                self._restart(decision, now)
-            elif isinstance(decision, Exhausted):
-                self._failures.drop([(info.role, info.rank or 0)])
-                self._failures.add(Weight.DEATH, decision.failure, now)
-        self.context.failures = self._failures.causes()
-        if self._failures:
-            self.context.failures = self._with_restarts_behind(now)
-            self.context.ends_as = "failed"
-            self._recoveries.abandon()
-            self._ending.end_all("the job failed", self._state.limits.fail_grace_s, now)
-
-    def _with_restarts_behind(self, now: float) -> list[FailureInfo]:
-        """A call to a member that was being restarted may have failed, and its caller with it: then the failure that
-        led to the restart is the first cause."""
-        causes = self._failures.causes()
-        if min(failure.weight for failure in self._failures) is not Weight.FOLLOWS:
-            return causes
-        known = {cause.message for cause in causes}
-        behind = [
-            record.failure
-            for record in self.context.restarts
-            if record.at > now - CAUSE_MEMORY_S and record.failure.message not in known
-        ]
-        return [*behind, *causes]
-
     # End
 
     def _stop(self, reason: str, grace_s: float, now: float) -> None:
-        if self._state.undecided and not self._failures:
+        if self._state.undecided and not self._failing:
             self.context.ends_as = "stopped"
             self.context.note = f"stopped: {reason}"
             self._recoveries.abandon()
@@ -388,13 +263,12 @@ class JobManager:
     def _advance(self, now: float) -> None:
         """Go to the next stage if it is time."""
         context = self.context
-        if self._failures.settled(now) and self._state.undecided:
-            self._settle(now)
-        if self._state.undecided and not self._failures:
+        self._failing.look(now)
+        if self._state.undecided and not self._failing:
             self._watch.look(now)
         if self._state.undecided and (stuck := self._losses.look(now) or self._recoveries.advance(now)) is not None:
-            self._fail(Weight.DEATH, stuck, now)
-            self._settle(now)
+            self._failing.fail(Weight.DEATH, stuck, now)
+            self._failing.settle(now)
         members = context.members.values()
         if context.stage == "starting" and members and all(m.state in SERVING for m in members):
             context.stage = "running"
@@ -402,10 +276,10 @@ class JobManager:
             self._state.do(*(ev.BeginRun(member.id) for member in members))
         if context.stage == "running" and self._together.wanted and all(m.has_run is not None for m in members):
             self._state.do(*self._together.begin(m.id for m in self._ending.drivers() if m.in_run))
-        if context.stage == "running" and not self._failures:
+        if context.stage == "running" and not self._failing:
             self._end_if_driven(now)
         if context.stage == "stopping":
-            self._ending.end_if_gone(bool(self._failures), now)
+            self._ending.end_if_gone(bool(self._failing), now)
 
     def _end_if_driven(self, now: float) -> None:
         members = self.context.members.values()
@@ -414,10 +288,10 @@ class JobManager:
         drivers = self._ending.drivers()
         if idle := [m.name for m in drivers if not m.has_run]:
             message = f"{', '.join(idle)} should drive the job but has no run() method: define run(self)"
-            self._fail(Weight.OWN, FailureInfo(message, at=now), now)
+            self._failing.fail(Weight.OWN, FailureInfo(message, at=now), now)
         elif not drivers:
             message = "no role drives the job: none has a run() method; define run(self) in one of them"
-            self._fail(Weight.OWN, FailureInfo(message, at=now), now)
+            self._failing.fail(Weight.OWN, FailureInfo(message, at=now), now)
         elif all(member.state == "finished" for member in drivers):
             self.context.stage = "stopping"
             if unfinished := self._recoveries.abandon():
@@ -427,9 +301,9 @@ class JobManager:
     # Time
 
     def _look_at_deadlines(self, now: float) -> None:
-        if self._state.undecided and not self._failures:
+        if self._state.undecided and not self._failing:
             for weight, info in self._state.deadlines.passed(self.context, now, self._state.last_lines):
-                self._fail(weight, info, now)
+                self._failing.fail(weight, info, now)
             if self.context.stage == "starting":
                 self.context.note = self._state.deadlines.waiting_for(self.context, now) or self.context.note
         if self.context.stage == "running":
