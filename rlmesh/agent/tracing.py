@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,15 +50,22 @@ class CallTrace:
         self._dropped = 0
         self._written = self._path.stat().st_size if self._path.exists() else 0
         self._broken = False
+        self._turn = threading.RLock()
+        """The runtime's thread adds and flushes, and the main thread closes."""
 
     def add(self, calls: Sequence[EndedCall]) -> None:
         """Take calls in. From any thread."""
-        room = MOST_PENDING - len(self._pending)
-        self._pending += calls[: max(0, room)]
-        self._dropped += max(0, len(calls) - max(0, room))
+        with self._turn:
+            room = MOST_PENDING - len(self._pending)
+            self._pending += calls[: max(0, room)]
+            self._dropped += max(0, len(calls) - max(0, room))
 
     def flush(self) -> None:
         """Write what was taken in. A disk that fails ends the trace, and nothing else."""
+        with self._turn:
+            self._flush()
+
+    def _flush(self) -> None:
         pending, self._pending = self._pending, []
         dropped, self._dropped = self._dropped, 0
         calls = [call for call in pending if not call[0].startswith("@")]
@@ -84,8 +92,11 @@ class CallTrace:
             logger.warning("the timeline ends here, %s cannot be written: %s", self._path, error)
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        """Write what is left; what comes later is not noted."""
+        with self._turn:
+            self._flush()
+            self._broken = True
+            self._file.close()
 
 
 def chosen(calls: Sequence[EndedCall], most: int) -> list[EndedCall]:

@@ -49,7 +49,10 @@ class _Members:
 
 def look(keys: tuple[Any, ...], silent: tuple[Any, ...]) -> tuple[MemberStack, ...]:
     """What an agent sees: the processes of all that are there, and what those write that get its signal."""
-    here = [MemberStack(*key, 7, "sleeps", "", 1.0, "by a signal" if key in silent else "") for key in keys]
+    here = [
+        MemberStack(key[0], key[1], key[2], 7, "sleeps", "", 1.0, "by a signal" if key in silent else "")
+        for key in keys
+    ]
     return tuple(stack for stack in here if stack.role != "GONE")
 
 
