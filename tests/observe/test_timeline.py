@@ -136,6 +136,9 @@ def test_a_long_job_does_not_fill_the_disk(tmp_path: Path, monkeypatch: Any) -> 
         trace.add([ended("@master", 1, 0, 1)])
         trace.flush()
     trace.close()
+    trace.add([ended("B:0", 1, 0, 1)])
+    trace.flush()  # by the runtime's thread, which has not heard that the main thread has closed it
+    assert not trace._file.is_open
     files = sorted(path.name for path in (tmp_path / "timeline").iterdir())
     assert files == ["A.b-0.jsonl", "A.b-0.old.jsonl"]
     assert sum(path.stat().st_size for path in (tmp_path / "timeline").iterdir()) < 60_000
