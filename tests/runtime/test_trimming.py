@@ -71,7 +71,6 @@ def test_a_job_that_lives_on_gives_its_segments_back(
 ) -> None:
     """Between two processes' worth of runtimes: the sender's segment goes, the receiver's mapping of it too."""
     monkeypatch.setattr(trimming, "EVERY_S", 0.05)
-    monkeypatch.setattr(trimming, "IDLE_S", 0.1)
     with (
         Runtime.start(name="S:0", job_id="trims") as server,
         Runtime.start(name="client", key=server.key, bind=False, job_id="trims") as client,
@@ -84,9 +83,11 @@ def test_a_job_that_lives_on_gives_its_segments_back(
             return [path.name for path in Path("/dev/shm").glob("rlmesh-trims-*")]
 
         for _ in range(2):
+            monkeypatch.setattr(trimming, "IDLE_S", 60.0)
             data = np.arange(1 << 20)
             assert member.call("take", data).result() == (1 << 20) - 1
             assert client._lending.exchange.pool.stats().segments == 1
+            monkeypatch.setattr(trimming, "IDLE_S", 0.1)
             assert callable(until)
             until(lambda: client._lending.exchange.is_empty() and server._lending.exchange.is_empty())
             assert segments() == []
