@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from rlmesh.cli.main import main
-from tests.cli.conftest import own_jobs_only as own_jobs_only
 from tests.launcher.nodes import node
 from tests.master.launched import Launched, alive
 
