@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))  # so that the roles are modules of the package "ppo"
 
-from ppo.config import PPOConfig  # noqa: E402, I001
+from job_settings import add_settings, settings_of  # noqa: E402, I001
+from ppo.config import PPOConfig  # noqa: E402
 
 from rlmesh import RLJobBuilder, RLRoleType  # noqa: E402
 
@@ -43,21 +44,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     cluster.add_argument("--reward_num_gpus_per_node", type=int, default=1)
     cluster.add_argument("--rollout_num_engines", type=int, default=2)
 
-    training = parser.add_argument_group("training")
-    for field in fields(PPOConfig):
-        kind, help = type(field.default), field.metadata["help"]
-        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        training.add_argument(f"--{field.name}", default=field.default, help=help, **how)
+    add_settings(parser.add_argument_group("training"), PPOConfig)
     return parser.parse_args(argv)
-
-
-def args_2_config(args: argparse.Namespace) -> PPOConfig:
-    return PPOConfig(**{field.name: getattr(args, field.name) for field in fields(PPOConfig)})
 
 
 def submit(args: argparse.Namespace) -> None:
     # 1. Create a job builder
-    builder = RLJobBuilder().config(asdict(args_2_config(args)))
+    builder = RLJobBuilder().config(asdict(settings_of(args, PPOConfig)))
     builder.device_type("CPU").device_per_node(args.device_per_node)
 
     # 2. Define workloads / roles

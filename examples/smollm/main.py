@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))  # so that the roles are modules of the package "smollm"
 
-from smollm.config import GRPOConfig  # noqa: E402, I001
+from job_settings import add_settings, settings_of  # noqa: E402, I001
+from smollm.config import GRPOConfig  # noqa: E402
 
 from rlmesh import DLJobBuilder  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(GRPOConfig):
-        parser.add_argument(
-            f"--{field.name}", type=type(field.default), default=field.default, help=field.metadata["help"]
-        )
-    config = GRPOConfig(**vars(parser.parse_args()))
+    add_settings(parser, GRPOConfig)
+    config = settings_of(parser.parse_args(), GRPOConfig)
     builder = DLJobBuilder().config(asdict(config)).device_type("CPU")
     builder.role("ACTOR").run("smollm.roles.Actor").resource(cpu=0)
     builder.role("ROLLOUT").run("smollm.roles.Rollout").resource(cpu=0)
