@@ -196,8 +196,9 @@ class Calls(Knowledge):
             return
         try:
             peer = self._peers.get(endpoint) or self._connect(endpoint)
-        except UsageError as error:  # The address is none.
-            self._fail(call, error)
+        except Exception as error:  # The address is none, or there is no descriptor left.
+            text = f"{call.describe()} was not sent: {endpoint}: {type(error).__name__}: {error}"
+            self._fail(call, error if isinstance(error, UsageError) else call.error(CallError, text, "no"))
             return
         call.timeout_s = max(0.0, call.deadline - clock.now())
         with self._lock:

@@ -102,7 +102,12 @@ class StreamTransport(ABC):
         runtime's connect timeout bounds the retries."""
         if self._closed or link not in self._links:
             return
-        sock, code = self._open(where)
+        try:
+            sock, code = self._open(where)
+        except OSError as error:  # No descriptor is left.
+            link.close()
+            self.loop.call_soon(self.receiver.on_lost, link, f"cannot connect: {error}")
+            return
         if code == errno.EINPROGRESS:
             self.loop.add_writer(sock.fileno(), self._on_connected, link, where, sock)
         else:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from rlmesh.errors import UsageError
+from rlmesh.errors import CallError, UsageError
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.transport import TRANSPORT_VARIABLE
 from tests.runtime.conftest import KEY
@@ -72,3 +72,21 @@ def test_zeromq_is_not_asked_for_what_would_end_the_process(monkeypatch: pytest.
                 Runtime.start(name="d", socket_dir=sockets)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_call_without_a_descriptor_for_its_connection_fails_at_once() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlm-"))
+        runtime = stack.enter_context(Runtime.start(name="c", socket_dir=sockets))
+        peer = runtime.peer("A:0", f"unix://{sockets}/nobody").options(timeout_s=60)
+        spare = [os.open(os.devnull, os.O_RDONLY)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare[0] + 1, hard))
+        try:
+            began = time.monotonic()
+            with pytest.raises(CallError, match="Too many open files"):
+                peer.call("x").result(30)
+            assert time.monotonic() - began < 5
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            os.close(spare[0])
