@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from rlmesh.errors import JobSpecError
+from rlmesh.errors import JobSpecError, UsageError
 from rlmesh.job.checks import collocation_problems, fusion_problems
 from rlmesh.job.config import DLJob
 from rlmesh.job.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
@@ -32,6 +32,7 @@ from rlmesh.job.role_builder import (
     RoleBuilder,
     SimpleRoleBuilder,
     UnknownMethod,
+    joined,
 )
 from rlmesh.job.roles import role_name
 from rlmesh.job.spec import SpecError
@@ -50,7 +51,7 @@ class DLJobBuilder:
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
-        self._global_env: dict[str, Any] = {}
+        self._global_env: Any = {}
         self._roles: list[RoleBuilder[DLJobBuilder]] = []
         self._role: str | None = None
         self._together: list[tuple[str, ...]] = []
@@ -96,7 +97,7 @@ class DLJobBuilder:
 
     def global_env(self, env: Mapping[str, str] | None = None) -> Self:
         """Environment variables of all roles; a role's own ``env`` wins. Several calls add up."""
-        self._global_env.update(env or {})
+        self._global_env = joined(self._global_env, env)
         return self
 
     def skip_node_check(self) -> Self:
@@ -234,8 +235,10 @@ class DLJobBuilder:
                 the mapping as well.
             mapping: role → pool.
         """
-        pools, self._pool_of = pools_of(spec, mapping)
-        self._fields["pools"] = pools
+        try:
+            self._fields["pools"], self._pool_of = pools_of(spec, mapping)
+        except UsageError as error:
+            self._problems.append(f"with_pools: {error}")
         return self
 
     def spare_nodes(self, num: int = 1) -> Self:

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from rlmesh.job.descriptors import BaseWorkloadDesc, ElasticWorkloadDesc
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.placing import SeparationDesc
+from rlmesh.job.resources import MOST
 from rlmesh.job.roles import RLRoleType
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "mask_problems",
     "member_problems",
     "role_name_problems",
+    "size_problems",
 ]
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
@@ -61,6 +63,18 @@ def member_problems(workload: BaseWorkloadDesc, node_number: int | None, device_
             f"is {node_number}"
         )
     return found
+
+
+def size_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
+    """Whether the whole job is of a size that can be planned."""
+    members = sum(workload.total for workload in workloads.values())
+    devices = sum(workload.total * workload.resource.accelerator for workload in workloads.values())
+    asked = {"members": members, "accelerators": int(devices)}
+    return [
+        f"workloads: the job has {number} {what} in all, more than {MOST}: is a number wrong?"
+        for what, number in asked.items()
+        if number > MOST
+    ]
 
 
 def mask_problems(workloads: Mapping[str, BaseWorkloadDesc], global_env: Mapping[str, str]) -> list[str]:

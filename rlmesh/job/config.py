@@ -7,12 +7,12 @@ look at everything again and report all faults at once.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 
 from pydantic import (
@@ -33,15 +33,18 @@ from rlmesh.job.checks import (
     mask_problems,
     member_problems,
     role_name_problems,
+    size_problems,
 )
-from rlmesh.job.descriptors import WorkloadDesc, env_texts
+from rlmesh.job.descriptors import BaseWorkloadDesc, WorkloadDesc, env_texts
 from rlmesh.job.entry import main_path
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.limits import MAY_BE_0, Limits
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.placing import SeparationDesc, placing_problems
+from rlmesh.job.resources import MOST
 from rlmesh.job.restart_policy import RestartPolicy, effective_policy, names_a_budget
 from rlmesh.job.spec import Spec
+from rlmesh.runtime.arguments import MOST_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,8 +94,10 @@ class DLConfig(Spec):
     user_config: Any = Field(default_factory=dict)
     workloads: dict[str, WorkloadDesc] = Field(default_factory=dict)
     global_env: dict[str, str] = Field(default_factory=dict, validation_alias=AliasChoices("global_env", "global_envs"))
-    node_number: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("node_number", "node_num"))
-    device_per_node: int | None = Field(default=None, ge=1)
+    node_number: int | None = Field(
+        default=None, ge=1, le=MOST, validation_alias=AliasChoices("node_number", "node_num")
+    )
+    device_per_node: int | None = Field(default=None, ge=1, le=MOST)
     device_type: Literal["CPU", "GPU"] = Field(
         default="GPU", validation_alias=AliasChoices("device_type", "accelerator_type")
     )
@@ -100,11 +105,11 @@ class DLConfig(Spec):
     fusions: list[set[str]] = Field(default_factory=list)
     separations: list[SeparationDesc] = Field(default_factory=list)
     pools: dict[str, list[int]] = Field(default_factory=dict)
-    spare_nodes: int = Field(default=0, ge=0)
+    spare_nodes: int = Field(default=0, ge=0, le=MOST)
     relaunch: str = ""
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
     limits: Limits = Field(default_factory=Limits)
-    call_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
+    call_timeout_s: float = Field(default=1800.0, gt=0, le=MOST_S, allow_inf_nan=False)
     preload: tuple[str, ...] | None = None
 
     @field_validator("user_config", mode="plain")
@@ -131,8 +136,8 @@ class DLConfig(Spec):
         for name, seconds in given.items():
             if name not in known:
                 raise ValueError(f"there is no limit {name!r}.{did_you_mean(str(name), known)}")
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
-                raise ValueError(f"{name}={seconds!r}: it is a number of seconds above 0")
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MOST_S:
+                raise ValueError(f"{name}={seconds!r}: it is a number of seconds above 0, at most {MOST_S:.0f}")
             if seconds == 0 and name not in MAY_BE_0:
                 raise ValueError(f"{name}=0: it is a number of seconds above 0")
         return Limits(**{name: float(seconds) for name, seconds in given.items()})
@@ -153,17 +158,22 @@ class DLConfig(Spec):
     def problems(self) -> list[str]:
         """Everything that cannot work about this job, one line each; empty if it may be submitted."""
         found = self._faults()
-        found += role_name_problems(self.workloads)
-        if self.job_name is not None and not _JOB_NAME.fullmatch(self.job_name):
-            found.append(
-                f"job_name: {self.job_name!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with "
-                "a letter or a digit"
-            )
+        try:
+            return found + self._contradictions()
+        except Exception:
+            if not found:
+                raise
+            return found  # values of a wrong type, in whose presence the other checks need not work
+
+    def _contradictions(self) -> list[str]:
+        """What cannot work about values that are right each by itself."""
+        found = role_name_problems(self.workloads)
+        found += _job_name_problems(self.job_name)
         for role, workload in self.workloads.items():
             found += [f"role {role}: {problem}" for problem in workload.problems()]
             limits = (self.node_number, self.device_per_node)
             found += [f"role {role}: {problem}" for problem in member_problems(workload, *limits)]
-        found += call_problems(self.workloads)
+        found += size_problems(self.workloads) + call_problems(self.workloads)
         if self.device_type == "GPU":
             found += mask_problems(self.workloads, self.global_env)
         found += placing_problems(self.workloads, self.separations, self.pools, self.collocations)
@@ -173,8 +183,12 @@ class DLConfig(Spec):
     def _faults(self) -> list[str]:
         """Faults of values that were changed in place, which assignment does not see."""
         found = self.faults(exclude={"workloads"})
-        for role, workload in self.workloads.items():
-            found += [f"role {role}: {problem}" for problem in workload.faults()]
+        workloads: dict[Any, Any] = self.workloads
+        for role, workload in workloads.items():
+            if not isinstance(role, str) or not isinstance(workload, BaseWorkloadDesc):
+                found.append(f"workloads: {role!r:.80}: {workload!r:.80} must be a role's name and its descriptor")
+            else:
+                found += [f"role {role}: {problem}" for problem in workload.faults()]
         return found
 
     def check(self) -> None:
@@ -281,7 +295,7 @@ class DLConfig(Spec):
             )
         if not blocking:
             return self.start(job_name, view=view, run_dir=run_dir)
-        problems = self.problems()
+        problems = [*self.problems(), *_job_name_problems(job_name)]
         if problems := problems or driver_problems(self.workloads):
             raise JobSpecError(problems)
         from rlmesh.master.driver import run_job
@@ -302,7 +316,8 @@ class DLConfig(Spec):
         from rlmesh.job.handle import JobHandle
         from rlmesh.master.driver import Driver
 
-        self.check()
+        if problems := [*self.problems(), *_job_name_problems(job_name)]:
+            raise JobSpecError(problems)
         return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at)))
 
     def _launch_options(self, view: View | None, run_dir: str | Path | None, called_at: float) -> LaunchOptions:
@@ -311,9 +326,19 @@ class DLConfig(Spec):
         from rlmesh.master.driver import LaunchOptions
 
         if view is not None and view not in get_args(View):
-            raise UsageError(f"view: there is no view {view!r}.{did_you_mean(view, get_args(View))}")
+            raise UsageError(f"view: there is no view {view!r}.{did_you_mean(str(view), get_args(View))}")
+        if not isinstance(run_dir, str | os.PathLike | None):
+            raise UsageError(f"run_dir: {run_dir!r} ({type(run_dir).__name__}) is no path: give text or a Path")
         folder = Path(run_dir) if run_dir is not None else None
         return LaunchOptions(view=view, run_dir=folder, submitted_at=called_at)
+
+
+def _job_name_problems(name: object) -> list[str]:
+    if name is None or (isinstance(name, str) and _JOB_NAME.fullmatch(name)):
+        return []
+    return [
+        f"job_name: {name!r:.80} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or a digit"
+    ]
 
 
 def _inside_loop() -> bool:

@@ -19,7 +19,7 @@ from pydantic import AliasChoices, Field, PrivateAttr, field_validator, model_va
 
 from rlmesh.job.entry import Entry, Resolved, entry_text, resolve_entry
 from rlmesh.job.placing import GroupDesc
-from rlmesh.job.resources import ResourceDesc
+from rlmesh.job.resources import MOST, ResourceDesc
 from rlmesh.job.restart_policy import RestartPolicy, restart_problems
 from rlmesh.job.spec import Spec
 
@@ -79,7 +79,7 @@ class BaseWorkloadDesc(Spec):
 
     backend: str
     entry_point: str = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
-    total: int = Field(default=1, ge=1, validation_alias=AliasChoices("total", "num", "number"))
+    total: int = Field(default=1, ge=1, le=MOST, validation_alias=AliasChoices("total", "num", "number"))
     per_node: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("per_node", "per_group"))
     resource: ResourceDesc = Field(default_factory=ResourceDesc, validation_alias=AliasChoices("resource", "res"))
     envs: dict[str, str] = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
@@ -207,9 +207,11 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
         for key, value in (("nnodes", nodes), ("nproc_per_node", procs)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{key} must be a whole number of at least 1, not {value!r}")
-        total = rest.get("total") if isinstance(rest.get("total"), int) else None
+        if nodes is None and procs is None:
+            return rest
+        total = rest["total"] if type(rest.get("total")) is int else None
         if procs is None:
-            procs = rest.get("per_node") or (total // nodes if total else 1)
+            procs = rest["per_node"] if type(rest.get("per_node")) is int else max(1, (total or 1) // nodes)
         if nodes is None:
             nodes = total // procs if total else 1
         for key, value in (("total", nodes * procs), ("per_node", procs)):
@@ -283,5 +285,7 @@ def env_texts(value: object) -> object:
             raise ValueError(f"{key!r} is no name of an environment variable")
         if isinstance(item, bool) or not isinstance(item, str | int | float) or isinstance(item, Enum):
             raise ValueError(f"{key}={item!r} ({type(item).__name__}) must be text, such as {str(item)!r}")
+        if "\0" in str(item):
+            raise ValueError(f"{key}={item!r} has a zero byte, which the environment cannot hold")
         texts[key] = str(item)
     return texts

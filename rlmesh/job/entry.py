@@ -94,7 +94,7 @@ def entry_text(entry: object, class_name: str | None = None) -> str:
         if class_name is not None or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
             raise ValueError(f"{entry!r} is no entry point: a tuple must be (module, class), two strings")
         entry, class_name = entry
-    if isinstance(entry, str):
+    if isinstance(entry, str) and (class_name is None or isinstance(class_name, str)):
         text = entry.strip()
         if class_name is not None:
             return f"{text}.{class_name.strip()}"

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, Field, field_serializer
 
 from rlmesh.errors import UsageError
 from rlmesh.job.nearest import did_you_mean
-from rlmesh.job.resources import ResourceDesc
+from rlmesh.job.resources import MOST, ResourceDesc
 from rlmesh.job.roles import role_name
 from rlmesh.job.spec import Spec
 
@@ -39,7 +39,7 @@ class GroupDesc(Spec):
         devices: the only devices that it may use, by UUID or its beginning, kind (``gpu``, ``mig``) or model.
     """
 
-    total: int = Field(default=1, ge=1, validation_alias=AliasChoices("total", "num", "number"))
+    total: int = Field(default=1, ge=1, le=MOST, validation_alias=AliasChoices("total", "num", "number"))
     per_node: int | None = Field(default=None, ge=1)
     resource: ResourceDesc | None = Field(default=None, validation_alias=AliasChoices("resource", "res"))
     together: int | None = Field(default=None, ge=1)
@@ -77,9 +77,7 @@ class ResourcePoolManager:
     """
 
     def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Any, str]) -> None:
-        self.resource_pool_spec: dict[str, list[int]] = {
-            name: list(sizes) for name, sizes in resource_pool_spec.items()
-        }
+        self.resource_pool_spec = _pool_sizes(resource_pool_spec)
         self.mapping: dict[Any, str] = dict(mapping)
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
@@ -100,12 +98,30 @@ class ResourcePoolManager:
 def pools_of(
     spec: ResourcePoolManager | Mapping[str, Sequence[int]], mapping: Mapping[Any, str] | None
 ) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Pools by name, and pools by role, of either spelling."""
+    """Pools by name, and pools by role, of either spelling.
+
+    Raises:
+        UsageError: it is neither.
+    """
     if isinstance(spec, ResourcePoolManager):
         mapping = {**spec.mapping, **(mapping or {})}
         spec = spec.resource_pool_spec
-    pools = {name: list(sizes) for name, sizes in spec.items()}
-    return pools, {role_name(role): pool for role, pool in (mapping or {}).items()}
+    given: Any = mapping or {}
+    if not isinstance(given, Mapping) or not all(isinstance(pool, str) for pool in given.values()):
+        raise UsageError(f"the mapping names a pool for each role, such as {{'ACTOR': 'pool'}}, not {mapping!r:.80}")
+    return _pool_sizes(spec), {role_name(role): pool for role, pool in given.items()}
+
+
+def _pool_sizes(spec: Any) -> dict[str, list[int]]:
+    """Raises:
+    UsageError: these are no pools.
+    """
+    if not isinstance(spec, Mapping):
+        raise UsageError(f"pools are given as {{'pool': [8, 8]}}, devices on each of its nodes, not as {spec!r:.80}")
+    for name, sizes in spec.items():
+        if not isinstance(sizes, Sequence) or not all(type(size) is int for size in sizes):
+            raise UsageError(f"pool {name!r} is a list of numbers of devices, such as [8, 8], not {sizes!r:.80}")
+    return {name: list(sizes) for name, sizes in spec.items()}
 
 
 def placing_problems(
@@ -133,7 +149,7 @@ def placing_problems(
     found += [
         f"pools.{name}: {list(sizes)} must be numbers of devices above 0, one for each of its nodes"
         for name, sizes in pools.items()
-        if not sizes or any(size < 1 for size in sizes)
+        if not sizes or any(not 1 <= size <= MOST for size in sizes)
     ]
     for role, workload in workloads.items():
         if workload.pool and workload.pool not in pools:

@@ -8,7 +8,10 @@ from pydantic import AliasChoices, Field, field_validator
 
 from rlmesh.job.spec import Spec
 
-__all__ = ["ResourceDesc"]
+__all__ = ["MOST", "ResourceDesc"]
+
+MOST = 100_000
+"""Members of a role, accelerators of a member, nodes of a job: more is a mistake, and takes long to plan for."""
 
 
 class ResourceDesc(Spec):
@@ -23,7 +26,7 @@ class ResourceDesc(Spec):
     cpu: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     memory: int = Field(default=0, ge=0, validation_alias=AliasChoices("memory", "mem"))
     accelerator: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, validation_alias=AliasChoices("accelerator", "acc", "gpu")
+        default=0.0, ge=0, le=MOST, allow_inf_nan=False, validation_alias=AliasChoices("accelerator", "acc", "gpu")
     )
 
     @field_validator("accelerator")

@@ -34,6 +34,13 @@ JobT = TypeVar("JobT", bound="DLJobBuilder", covariant=True)
 RESOURCE_KEYS = {"cpu", "memory", "mem", "accelerator", "gpu", "acc"}
 
 
+def joined(before: Any, more: Any) -> Any:
+    """Two mappings as one; what is no mapping stays as it is, for ``build()`` to report."""
+    if more is None or not isinstance(before, dict):
+        return before
+    return {**before, **more} if isinstance(more, Mapping) else more
+
+
 class UnknownMethod(UsageError, AttributeError):
     """A builder has no method of that name; the message has the nearest one."""
 
@@ -60,7 +67,7 @@ class RoleBuilder(Generic[JobT]):
         self._job = job
         self._entry = (entrypoint, class_name)
         self._fields: dict[str, Any] = {}
-        self._env: dict[str, Any] = {}
+        self._env: Any = {}
         self._resource: dict[str, Any] | None = None
         self._groups: dict[str, int | Mapping[str, Any]] = {}
         self._together: int | str | None = None
@@ -86,7 +93,7 @@ class RoleBuilder(Generic[JobT]):
 
     def env(self, env: Mapping[str, str] | None = None) -> Self:
         """Environment variables of the members; they win over ``global_env``. Several calls add up."""
-        self._env.update(env or {})
+        self._env = joined(self._env, env)
         return self
 
     def resource(
@@ -193,7 +200,8 @@ class RoleBuilder(Generic[JobT]):
         """The role's devices are those of a pool; called by the job's builder, which knows the pools."""
         self._fields["pool"] = name
         asked = {"accelerator": 1, **(self._resource or {})}
-        each = max(1, int(asked.get("gpu", asked.get("acc", asked["accelerator"])) or 1))
+        devices = asked.get("gpu", asked.get("acc", asked["accelerator"]))
+        each = int(devices) if isinstance(devices, int | float) and 1 <= devices <= sum(sizes) else 1
         if not {"total", "nnodes", "nproc_per_node", "mesh"} & set(self._fields) and sizes and not self._groups:
             self._fields["total"] = max(1, sum(sizes) // each)
             if len(set(sizes)) == 1:
@@ -232,23 +240,26 @@ class RoleBuilder(Generic[JobT]):
             problems.append(f"role {self.role_name}: entry_point: {error}")
         return None
 
-    def _members_together(self, problems: list[str]) -> int:
-        if isinstance(self._together, int):
-            return self._together
+    def _members_together(self, problems: list[str]) -> Any:
+        if not isinstance(self._together, str):
+            return self._together  # a number; the descriptor reports anything else
         axes: dict[str, int] = self._fields.get("mesh", {})
         names = list(axes)
         if self._together not in names:
             problems.append(
                 f"role {self.role_name}: keep_together: mesh has no axis {self._together!r}."
-                f"{did_you_mean(str(self._together), names)}"
+                f"{did_you_mean(self._together, names)}"
             )
             return 1
-        return prod(axes[name] for name in names[names.index(str(self._together)) :])
+        sizes = [axes[name] for name in names[names.index(self._together) :]]
+        return prod(sizes) if all(type(size) is int for size in sizes) else 1
 
     def _describe_groups(self, resource: ResourceDesc, problems: list[str]) -> dict[str, GroupDesc]:
         found: dict[str, GroupDesc] = {}
         for name, given in self._groups.items():
-            fields: dict[str, Any] = {"total": given} if isinstance(given, int) else dict(given)
+            fields: dict[str, Any] = {"total": given}
+            if isinstance(given, Mapping):
+                fields = {str(key): value for key, value in given.items()}
             own = {key: fields.pop(key) for key in RESOURCE_KEYS & set(fields)}
             try:
                 if own:

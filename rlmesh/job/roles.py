@@ -18,6 +18,9 @@ class RLRoleType(StrEnum):
     CRITIC = "CRITIC"
 
 
-def role_name(role: str | Enum) -> str:
-    """The plain text of a role that was given as text or as a member of an enum."""
-    return str(role.name) if isinstance(role, Enum) else str(role)
+def role_name(role: object) -> str:
+    """The plain text of a role that was given as text or as a member of an enum. Anything else gives text that is no
+    role's name, which the checks of names report."""
+    if isinstance(role, Enum):
+        return str(role.name)
+    return role if isinstance(role, str) else f"<{role!r:.80}>"

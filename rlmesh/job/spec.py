@@ -38,18 +38,27 @@ def describe_faults(error: ValidationError, model: type[BaseModel]) -> list[str]
     return found
 
 
+def _nested_key_fault(error: TypeError) -> Exception:
+    """pydantic passes a mapping that stands for a part on as that part's arguments, unseen."""
+    return SpecError(["a mapping has a key that is no text"]) if "keywords must be strings" in str(error) else error
+
+
 class Spec(BaseModel):
     """A part of a job description. Unknown keys are errors; assignments are checked as arguments are."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     def faults(self, exclude: Collection[str] = ()) -> list[str]:
-        """Faults of the values that it holds now: of those that were changed in place, unseen by assignment."""
+        """Faults of the values that it holds now: of those that were changed in place, unseen by assignment. What is
+        right but written otherwise (a mapping for a part) becomes what assignment would have made of it."""
         values = {name: getattr(self, name) for name in type(self).model_fields if name not in exclude}
         try:
-            type(self)(**values)
+            made = type(self)(**values)
         except SpecError as error:
             return list(error.problems)
+        for name, value in values.items():
+            if (new := getattr(made, name)) is not value and new != value:
+                self.__dict__[name] = new
         return []
 
     if not TYPE_CHECKING:  # hidden, so that type checkers see the fields' own signature
@@ -59,6 +68,8 @@ class Spec(BaseModel):
                 super().__init__(**data)
             except ValidationError as error:
                 raise SpecError(describe_faults(error, type(self))) from None
+            except TypeError as error:
+                raise _nested_key_fault(error) from None
 
         def __setattr__(self, name: str, value: Any) -> None:
             if not name.startswith("_") and name not in type(self).model_fields:
@@ -68,3 +79,5 @@ class Spec(BaseModel):
                 super().__setattr__(name, value)
             except ValidationError as error:
                 raise SpecError(describe_faults(error, type(self))) from None
+            except TypeError as error:
+                raise _nested_key_fault(error) from None

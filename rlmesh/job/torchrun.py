@@ -65,6 +65,8 @@ def parse_torchrun(command: str) -> TorchrunCommand:
     Raises:
         ValueError: it is no such command, or asks for what cannot be; the message says what.
     """
+    if not isinstance(command, str):  # shlex would read standard input for None
+        raise ValueError(f"{command!r} is no torchrun command: give text")
     words = _after_launcher(shlex.split(command), command)
     options, rest = _options(words)
     if "no_python" in options or "run_path" in options:

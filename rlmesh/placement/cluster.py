@@ -44,6 +44,11 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 NVLINK = ("all", "pairs", "none")
 LEAST_ONE = ("count", "cpus", "numa", "agents")
+MOST: Mapping[str, int] = {
+    "count": 100_000, "cpus": 100_000, "memory_gib": 2**30, "gpus": 1024, "virtual": 100_000, "gpu_memory_gib": 2**20,
+    "numa": 1024, "agents": 1024,
+}  # fmt: skip
+"""More is a mistake, and takes long to plan for."""
 
 
 def read_cluster(path: Path) -> tuple[NodeInfo, ...]:
@@ -63,7 +68,7 @@ def nodes_of(described: Mapping[str, Any], where: str = "cluster") -> tuple[Node
     """The nodes that a mapping, as the TOML file is one, describes. See :func:`read_cluster`."""
     faults: list[str] = []
     groups = described.get("nodes", [])
-    unknown = sorted(set(described) - {"nodes"})
+    unknown = sorted(map(str, set(described) - {"nodes"}))
     faults += [f"{key}: there is no such key.{did_you_mean(key, ['nodes'])}" for key in unknown]
     if not isinstance(groups, list) or not groups or not all(isinstance(group, Mapping) for group in groups):
         faults.append("nodes: must be a list of tables, at least one: write [[nodes]]")
@@ -85,15 +90,15 @@ def _faults(group: Mapping[str, Any]) -> list[str]:
     found = []
     for key, value in group.items():
         if key not in DEFAULTS:
-            found.append(f"{key}: there is no such key.{did_you_mean(key, DEFAULTS)}")
+            found.append(f"{key}: there is no such key.{did_you_mean(str(key), DEFAULTS)}")
         elif isinstance(DEFAULTS[key], str):
             if not isinstance(value, str) or not value:
                 found.append(f"{key}={value!r}: must be text")
         elif key in ("memory_gib", "gpu_memory_gib"):
-            if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-                found.append(f"{key}={value!r}: must be a number of GiB")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < (key in LEAST_ONE):
-            found.append(f"{key}={value!r}: must be a whole number{' above 0' if key in LEAST_ONE else ''}")
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= MOST[key]:
+                found.append(f"{key}={value!r}: must be a number of GiB, at most {MOST[key]}")
+        elif not isinstance(value, int) or isinstance(value, bool) or not (key in LEAST_ONE) <= value <= MOST[key]:
+            found.append(f"{key}={value!r}: must be a whole number from {int(key in LEAST_ONE)} to {MOST[key]}")
     if group.get("nvlink", "all") not in NVLINK:
         found.append(f"nvlink={group['nvlink']!r}: must be one of {', '.join(NVLINK)}")
     agents = group.get("agents", 1)

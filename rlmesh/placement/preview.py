@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rlmesh.errors import UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.descriptors import BaseWorkloadDesc
 from rlmesh.placement.chunks import layout_of
@@ -40,6 +41,10 @@ def plan_job(config: DLConfig, cluster: ClusterLike | None = None) -> Plan:
         nodes = nodes_of(cluster)
     else:
         nodes = cluster
+    if not isinstance(nodes, list | tuple) or not all(isinstance(node, NodeInfo) for node in nodes):
+        raise UsageError(
+            f"a cluster is a TOML file, what it holds as a mapping, or a list of nodes, not {cluster!r:.80}"
+        )
     plan = make_plan(demand, nodes)
     return replace(plan, notes=(*plan.notes, *ipc_notes(nodes, plan)))
 

@@ -77,8 +77,11 @@ class Axes:
         Raises:
             UsageError: an axis or a coordinate that does not exist, or an axis that is in both.
         """
-        if not axes:
-            raise UsageError(f"along(): name an axis of {self}")
+        if not axes or not all(isinstance(name, str) for name in axes):
+            raise UsageError(f"along(): name an axis of {self}, not {', '.join(map(repr, axes)) or 'nothing'}")
+        for name, place in at.items():
+            if type(place) is not int:
+                raise UsageError(f"along({name}={place!r:.80}): a coordinate is a whole number")
         self._check({**at, **dict.fromkeys(axes, 0)})
         if both := sorted(set(axes) & set(at)):
             raise UsageError(f"along(): {both[0]} is both an axis to go along and a fixed coordinate")

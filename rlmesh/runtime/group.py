@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from enum import Enum
 from typing import Any, Concatenate, Generic, Literal, overload
 
-from rlmesh.errors import RoleNotFound
+from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.address import member_name, role_name
+from rlmesh.runtime.arguments import require
 from rlmesh.runtime.ended import CallGroup
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import GroupOutcomes, gather
@@ -38,6 +39,14 @@ class RoleGroup(Generic[A]):
         self, role: str | Enum | type[A], *, group: str = "", runtime: Runtime | None = None,
         ranks: tuple[int, ...] | None = None, options: CallOptions | None = None,
     ) -> None:  # fmt: skip
+        if runtime is not None:
+            require("RoleGroup(runtime=…)", runtime, Runtime, "a Runtime")
+        if options is not None:
+            require("RoleGroup(options=…)", options, CallOptions, "CallOptions: use group.options(timeout_s=…)")
+        require("RoleGroup(ranks=…)", ranks, tuple | None, "a tuple of numbers")
+        if ranks is not None and not all(type(rank) is int for rank in ranks):
+            raise UsageError(f"RoleGroup(ranks=…): they are a tuple of numbers, not {ranks!r:.80}")
+        require("RoleGroup(group=…)", group, str, "the name of a group")
         self.role, _, named = role_name(role).partition("/")
         self.group = group or named
         self._runtime = runtime
@@ -160,6 +169,8 @@ class RoleGroup(Generic[A]):
         """
         ranks = self.ranks
         scatter, return_exceptions = kwargs.pop("_scatter", False), kwargs.pop("return_exceptions", False)
+        require("call(_scatter=…)", scatter, bool, "True or False")
+        require("call(return_exceptions=…)", return_exceptions, bool, "True or False")
         calls = scatter_call(len(ranks), args, kwargs) if scatter else [(args, kwargs)] * len(ranks)
         return gather(self._submit(method, ranks, calls), return_exceptions=return_exceptions)
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
-from rlmesh.errors import UsageError
+from rlmesh.runtime.arguments import require, require_number, require_seconds
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import method_name
 from rlmesh.runtime.streams import Stream
@@ -56,11 +56,19 @@ class CallOptions:
     window: int = 16
 
     def changed(self, **changes: Any) -> CallOptions:
-        if (timeout := changes.get("timeout_s")) is not None and not timeout > 0:
-            raise UsageError(f"options(timeout_s={timeout!r}): it is a number of seconds above 0")
-        if (window := changes.get("window")) is not None and not 1 <= window <= MAX_WINDOW:
-            raise UsageError(f"options(window={window!r}): it is a number of items, 1 to {MAX_WINDOW}")
-        return replace(self, **{key: value for key, value in changes.items() if value is not None})
+        """These options with others in place of those that are named and not None.
+
+        Raises:
+            UsageError: a value that cannot be.
+        """
+        given = {key: value for key, value in changes.items() if value is not None}
+        if "timeout_s" in given:
+            require_seconds("options(timeout_s=…)", given["timeout_s"])
+        if "window" in given:
+            require_number("options(window=…), items of a stream", given["window"], 1, MAX_WINDOW)
+        for key in given.keys() & {"idempotent", "queue"}:
+            require(f"options({key}=…)", given[key], bool, "True or False")
+        return replace(self, **given)
 
 
 class Caller(Protocol):

@@ -10,11 +10,13 @@ from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.arguments import require, require_number
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
 R_co = TypeVar("R_co", covariant=True)
 
+MAX_CONCURRENT = 1 << 16
 _MARK = "__rlmesh_rpc__"
 _exported: dict[str, Callable[..., Any]] = {}
 
@@ -81,8 +83,9 @@ def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1, mai
 
     ``@rpc`` methods of a role's entry class and of the top level of its module are exported by themselves.
     """
-    if concurrent < 1:
-        raise UsageError(f"@rpc(concurrent={concurrent}): it is a number of calls, 1 or more")
+    require_number("@rpc(concurrent=…), calls at a time", concurrent, 1, MAX_CONCURRENT)
+    require("@rpc(main_thread=…)", main_thread, bool, "True or False")
+    require("@rpc(export=…)", export, bool, "True or False")
     if main_thread and concurrent > 1:
         raise UsageError(f"@rpc(main_thread=True, concurrent={concurrent}): there is one main thread")
 
@@ -90,8 +93,8 @@ def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1, mai
         plain = _underlying(function)
         if main_thread and (inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain)):
             raise UsageError(f"@rpc(main_thread=True) is for def methods; {name} is async def, which runs on a loop")
-        if not callable(plain):
-            raise UsageError(f"@rpc is for functions and methods, not for {type(function).__name__}")
+        if not callable(plain) or isinstance(plain, type) or not hasattr(plain, "__dict__"):
+            raise UsageError(f"@rpc is for functions and methods, not for {function!r:.80}")
         setattr(plain, _MARK, RpcMark(name, concurrent, export, main_thread))
         if export and _is_plain_function(plain):
             export_function(plain, name)
@@ -105,7 +108,9 @@ def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1, mai
         return lambda function: mark(function, _underlying(function).__name__)
     if not callable(target) and not isinstance(target, staticmethod | classmethod):
         raise UsageError(f"@rpc({target!r}): pass a name, a stub function, or nothing")
-    name = _underlying(target).__name__
+    name = getattr(_underlying(target), "__name__", None)
+    if not isinstance(name, str):
+        raise UsageError(f"@rpc({target!r:.80}): it has no name; pass a name, a stub function, or nothing")
     if _is_defined_already(target):
         return lambda function: mark(function, name)
     return mark(target, name)

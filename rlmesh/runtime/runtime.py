@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import re
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.arguments import require
 from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 1800.0
+_JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")
 _LINGER_S = 1.0
 _DRAIN_POLL_S = 0.005
 _EMBEDDED_LINGER_S = 0.1
@@ -92,6 +95,7 @@ class Runtime(Submission, Reception):
         self._lanes = Lanes(self, loop, self.network)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
+        self._opening = threading.Lock()
         self._main: Served | None = None
         self._expected: set[str] = set()
         self._closed = False
@@ -188,6 +192,17 @@ class Runtime(Submission, Reception):
         public: str | None, job_id: str | None, node_rank: int, network: NetworkOptions | None,
         thread: LoopThread | None,
     ) -> Runtime:  # fmt: skip
+        require("Runtime(name=…)", name, str, "text")
+        require("Runtime(socket_dir=…)", socket_dir, str | Path | None, "the path of a folder")
+        if "\0" in str(socket_dir):
+            raise UsageError(f"Runtime(socket_dir={socket_dir!r}): a path has no zero byte")
+        require("Runtime(bind=…)", bind, bool | str, "True, False or an address")
+        require("Runtime(public=…)", public, str | None, "an address")
+        require("Runtime(job_id=…)", job_id, str | None, "text")
+        if job_id is not None and not _JOB_ID.fullmatch(job_id):
+            raise UsageError(f"Runtime(job_id={job_id!r:.80}): it is 1 to 80 letters, digits, '.', '_' or '-'")
+        require("Runtime(node_rank=…)", node_rank, int, "a number")
+        require("Runtime(network=…)", network, NetworkOptions | None, "NetworkOptions")
         runtime = cls(name, key, asyncio.get_running_loop(), job_id, node_rank, network, embedded=thread is None)
         try:
             if bind:
@@ -211,9 +226,10 @@ class Runtime(Submission, Reception):
 
     def close(self) -> None:
         """End pending calls, send what is queued for at most a second, release everything. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._opening:
+            if self._closed:
+                return
+            self._closed = True
         _with_threads.discard(self)
         if default_runtime_or_none() is self:
             set_default_runtime(None)
@@ -379,12 +395,19 @@ class Runtime(Submission, Reception):
 
     def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
         """Run ``fn`` on the loop of ``async def`` methods, from any thread: soon, or at once where that loop runs."""
-        if self._user is None:
-            self._user = LoopThread(f"rlmesh-user-{self.name}")
-        if self._user.is_here():
+        user = self._user or self._start_user()
+        if user is None:
+            return  # It is closed, and nobody waits for the method any more.
+        if user.is_here():
             fn(*args)
         else:
-            self._user.posts.put(fn, *args)
+            user.posts.put(fn, *args)
+
+    def _start_user(self) -> LoopThread | None:
+        with self._opening:
+            if self._user is None and not self._closed:
+                self._user = LoopThread(f"rlmesh-user-{self.name}")
+            return self._user
 
     def system_exit(self, code: object) -> None:
         if self.exit_hook is not None:

@@ -80,7 +80,10 @@ class FutureSequence(Sequence[T_co]):
 
     def _checked(self, number: int, items: Any) -> Any:
         wanted = self._sizes[number]
-        got = len(items) if hasattr(items, "__len__") else None
+        try:
+            got = len(items)
+        except TypeError:  # of arrays and tensors without an axis too, although these have a __len__
+            got = None
         if got != wanted:
             what = f"{got} results" if got is not None else f"a {type(items).__name__}, which has no length,"
             raise CallError(

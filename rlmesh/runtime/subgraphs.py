@@ -26,6 +26,7 @@ from typing import Any, overload
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.address import role_name
+from rlmesh.runtime.arguments import require
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime, default_runtime
@@ -60,6 +61,7 @@ class Mesh:
         Raises:
             UsageError: no role has the axis, or the sizes do not divide each other.
         """
+        require("subgraphs(axis)", axis, str, "the name of an axis")
         book = self._caller().address_book()
         sizes: dict[str, int] = {}
         for role in book.roles():
@@ -146,6 +148,8 @@ class Subgraphs(Sequence[Subgraph]):
             one result per item of the batch; what is there can be taken while others still run. An error of a
             sub-graph is raised by the items that it owes.
         """
+        if not callable(function):
+            raise UsageError(f"run({function!r:.80}): it is a function of a sub-graph and its share of the batch")
         calls = split_call(size, len(self._parts), args, kwargs)
         sizes = balanced_sizes(size, len(self._parts))[: len(calls)]
         begin = _begin_task if inspect.iscoroutinefunction(function) else _begin_thread

@@ -18,7 +18,11 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
+from typing import Any
 
+from rlmesh.errors import UsageError
+from rlmesh.runtime.arguments import require
 from rlmesh.runtime.transport import Link, Receiver, Rejection, Transport, TransportFactory
 from rlmesh.wire.envelope import Frames
 
@@ -52,6 +56,18 @@ class FaultPlan:
     alter: float = 0.0
     spare: int = 2
     done: Counter[str] = field(default_factory=Counter, compare=False)
+
+    def __post_init__(self) -> None:
+        require("FaultPlan(seed=…)", self.seed, int, "a number")
+        require("FaultPlan(spare=…)", self.spare, int, "a number of packets")
+        for name in ("drop", "duplicate", "reorder", "half_open", "alter"):
+            if not isinstance(share := getattr(self, name), int | float) or not 0 <= share <= 1:
+                raise UsageError(f"FaultPlan({name}={share!r}): it is a share of the packets, 0 to 1")
+        times: Any = self.delay_s
+        if not isinstance(times, tuple) or len(times) != 2 or not all(isinstance(t, int | float) for t in times):
+            raise UsageError(f"FaultPlan(delay_s={times!r}): it is a pair of times, such as (0.0, 0.2)")
+        if not 0 <= times[0] <= times[1] < inf:
+            raise UsageError(f"FaultPlan(delay_s={times!r}): the first time is 0 or more, the second one not smaller")
 
 
 def faulty(factory: TransportFactory, plan: FaultPlan) -> TransportFactory:

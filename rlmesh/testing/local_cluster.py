@@ -14,11 +14,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import get_args
 
-from rlmesh.errors import UsageError
 from rlmesh.master.jobspec import Limits
 from rlmesh.master.options import Ambient, Cluster, LaunchOptions, ambient
 from rlmesh.observe.live import ViewMode
+from rlmesh.runtime.arguments import require, require_choice, require_number
 
 END_S = 15.0
 
@@ -40,14 +41,20 @@ class LocalCluster:
         self, nodes: int = 1, devices_per_node: int = 8, *, view: ViewMode = "none",
         run_root: Path | None = None, limits: Limits | None = None, nvml: str = "",
     ) -> None:  # fmt: skip
-        if nodes < 1 or devices_per_node < 0:
-            raise UsageError(
-                f"LocalCluster(nodes={nodes}, devices_per_node={devices_per_node}): at least 1 node and 0 devices"
-            )
+        require_number("LocalCluster(nodes=…)", nodes, 1, 1000)
+        require_number("LocalCluster(devices_per_node=…)", devices_per_node, 0, 10_000)
+        require("LocalCluster(run_root=…)", run_root, str | Path | None, "the path of a folder")
+        require("LocalCluster(limits=…)", limits, Limits | None, "Limits")
+        require("LocalCluster(nvml=…)", nvml, str, "module:attribute")
+        require_choice("LocalCluster(view=…)", view, get_args(ViewMode))
         names = tuple(f"node-{rank}" for rank in range(nodes))
         self.cluster = Cluster(names, None if nvml else devices_per_node, nvml=nvml)
         self._options = LaunchOptions(
-            view=view, cluster=self.cluster, run_root=run_root, report=False, limits=limits or Limits()
+            view=view,
+            cluster=self.cluster,
+            run_root=Path(run_root) if run_root is not None else None,
+            report=False,
+            limits=limits or Limits(),
         )
         self._stack = ExitStack()
         self._jobs: Ambient | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
+from rlmesh.errors import UsageError
+from rlmesh.runtime.arguments import require, require_choice
 from rlmesh.weights.manifest import Manifest, TensorSpec
 from rlmesh.weights.pieces import dtype_name
 from rlmesh.weights.plan import Mode
@@ -13,7 +15,20 @@ from rlmesh.weights.protocols import Framework
 
 
 def manifest_of(arrays: Mapping[str, Any]) -> Manifest:
-    """Names, shapes and types; arrays that are the same memory are tied."""
+    """Names, shapes and types; arrays that are the same memory are tied.
+
+    Raises:
+        UsageError: these are no arrays by name.
+        WeightSyncError: an array's elements cannot be synced.
+    """
+    import numpy as np
+
+    named: Mapping[Any, Any] = arrays
+    for name, array in named.items():
+        if not isinstance(name, str) or not isinstance(array, np.ndarray):
+            raise UsageError(
+                f"weights are NumPy arrays by name; {name!r:.80} is {array!r:.80} ({type(array).__name__})"
+            )
     owners: dict[object, str] = {}
     specs = []
     for name, array in arrays.items():
@@ -35,6 +50,7 @@ class ArraySource:
     lasting = True
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
+        require("ArraySource(arrays)", arrays, Mapping, "a mapping of name → NumPy array")
         self.arrays = arrays
         self._changes = 0
 
@@ -66,6 +82,8 @@ class ArraySink:
     device = "cpu"
 
     def __init__(self, arrays: Mapping[str, Any], mode: Mode = "double_buffer", *, keep_shared: bool = True) -> None:
+        require("ArraySink(arrays)", arrays, Mapping, "a mapping of name → NumPy array")
+        require_choice("ArraySink(mode=…)", mode, get_args(Mode))
         self.arrays = dict(arrays)
         self.mode: Mode = mode
         self._manifest = manifest_of(self.arrays)

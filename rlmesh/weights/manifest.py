@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, TypeVar
 
-from rlmesh.errors import WeightSyncError
+from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.dtypes import ITEM_BYTES, is_float
 
 T = TypeVar("T")
@@ -110,10 +110,19 @@ class Casts:
 
     @classmethod
     def of(cls, allow: bool | Mapping[str, str] | Iterable[tuple[str, str]]) -> Casts:
-        """From what users write: ``True``, ``{"float32": "bfloat16"}``, or pairs."""
+        """From what users write: ``True``, ``{"float32": "bfloat16"}``, or pairs.
+
+        Raises:
+            UsageError: it is none of these.
+        """
         if isinstance(allow, bool):
             return cls(everything=allow)
-        return cls(frozenset(allow.items() if isinstance(allow, Mapping) else allow))
+        given: Any = allow
+        pairs = list(given.items() if isinstance(given, Mapping) else given) if isinstance(given, Iterable) else [()]
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(of, str) for of in pair):
+                raise UsageError(f"allow_cast={allow!r:.80}: write True, {{'float32': 'bfloat16'}}, or pairs of types")
+        return cls(frozenset(pairs))
 
     def allow(self, source: str, sink: str) -> bool:
         if source == sink:

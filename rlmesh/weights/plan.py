@@ -8,11 +8,11 @@ together. Otherwise every sink is on exactly one route, which carries whole tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlmesh.errors import WeightSyncError
+from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.buckets import Bucket, cut, parts_of, share_out
 from rlmesh.weights.manifest import NO_CASTS, Casts, Manifest, misfits
 
@@ -84,6 +84,12 @@ class Wishes:
     channel: str | Mapping[str, str] = "auto"
     source_mode: SourceMode = "fenced"
     verify: bool = True
+
+    def __post_init__(self) -> None:
+        names: Iterable[object] = self.channel.values() if isinstance(self.channel, Mapping) else (self.channel,)
+        for name in names:
+            if not isinstance(name, str) or name not in ("auto", *CHANNELS):
+                raise UsageError(f"channel={self.channel!r:.80}: each is 'auto' or one of {', '.join(CHANNELS)}")
 
     def channel_of(self, sink: str) -> str:
         if isinstance(self.channel, str):
@@ -243,9 +249,7 @@ def choose_routes(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wish
 
 def _choose(sources: Sequence[Party], sink: Party, wanted: str) -> tuple[Party, Channel, str]:
     refusals = []
-    for channel in CHANNELS if wanted == "auto" else (wanted,):
-        if channel not in CHANNELS:
-            raise WeightSyncError(f"channel={wanted!r}: it is 'auto' or one of {', '.join(CHANNELS)}")
+    for channel in CHANNELS if wanted == "auto" else tuple(name for name in CHANNELS if name == wanted):
         if wanted == "auto" and channel == "collective" and not (sink.place.device and sources[0].place.device):
             continue  # among CPUs a stream is as fast, and needs no group
         best, why = _nearest(sources, sink, channel)

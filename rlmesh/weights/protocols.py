@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from rlmesh.errors import UsageError
 from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.plan import Mode
 
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
     from rlmesh.weights.buckets import Entry
 
 Framework = Literal["numpy", "torch"]
+
+SOURCE = ("device", "lasting", "manifest", "gather", "stamp")
+SINK = ("mode", "framework", "device", "manifest", "begin", "stage", "flip", "rollback", "discard")
+
+
+def check_end(end: object, needs: Sequence[str], what: str, examples: str) -> None:
+    """Raises:
+    UsageError: ``end`` lacks some of what a source or a sink has.
+    """
+    if missing := [name for name in needs if not hasattr(end, name)]:
+        raise UsageError(
+            f"{end!r:.80} ({type(end).__name__}) is no {what}: it has no {', '.join(missing)}. Give {examples}, or an "
+            "object of your own with these (docs/writing-an-engine.md)"
+        )
 
 
 class WeightSource(Protocol):

@@ -20,7 +20,7 @@ from rlmesh.weights.channels.registry import open_inlet
 from rlmesh.weights.gate import VersionGate
 from rlmesh.weights.places import place_of
 from rlmesh.weights.plan import Channel
-from rlmesh.weights.protocols import OpenSink, WeightSink
+from rlmesh.weights.protocols import SINK, OpenSink, WeightSink, check_end
 from rlmesh.weights.staging import stage_pieces
 from rlmesh.weights.states import SinkState
 
@@ -108,6 +108,7 @@ class Receiver:
     def __init__(
         self, sink: WeightSink, who: str, *, incarnation: int = 0, node: str | None = None, tap: Tap | None = None
     ) -> None:
+        check_end(sink, SINK, "weight sink", "ModuleSink(model) or ArraySink(arrays)")
         self.sink, self.who, self.incarnation = sink, who, incarnation
         gate: VersionGate | None = getattr(sink, "gate", None)
         self.gate = gate or VersionGate(who)

@@ -17,7 +17,7 @@ from rlmesh.weights.channels.registry import open_outlet
 from rlmesh.weights.delivery import Command, Delivery, Failure, Header
 from rlmesh.weights.places import place_of
 from rlmesh.weights.plan import Channel
-from rlmesh.weights.protocols import ShardedSource, WeightSource
+from rlmesh.weights.protocols import SOURCE, ShardedSource, WeightSource, check_end
 
 RouteStart = tuple[Channel, Mapping[str, int], bool, bool]
 """Channel; sinks and their incarnations; are all ends on GPUs of their own; are they all on one GPU?"""
@@ -78,6 +78,7 @@ class Sender:
         self, source: WeightSource, who: str, command: Command, origin: Origin, *, incarnation: int = 0,
         node: str | None = None,
     ) -> None:  # fmt: skip
+        check_end(source, SOURCE, "weight source", "ModuleSource(model) or ArraySource(arrays)")
         self.source, self.who, self.incarnation = source, who, incarnation
         self._command, self._origin, self._node = command, origin, node
         self._sessions: dict[str, _Session] = {}

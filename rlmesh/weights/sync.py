@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
+from rlmesh.runtime.arguments import require, require_number, require_seconds
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime, default_runtime
@@ -35,6 +36,7 @@ from rlmesh.weights.protocols import WeightSource
 from rlmesh.weights.remote import LocalSource, Members
 
 _pushes = itertools.count(1)
+MOST_VERSION = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,23 @@ class WeightSync:
         connect_timeout_s: float = 60.0, runtime: Runtime | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        groups = [sinks] if isinstance(sinks, RoleGroup) else list(sinks)
-        if not groups:
-            raise UsageError("WeightSync(source, sinks): name at least one role that receives weights")
+        given: Any = [sinks] if isinstance(sinks, RoleGroup) else sinks
+        groups = list(given) if isinstance(given, Iterable) else []
+        if not groups or not all(isinstance(group, RoleGroup) for group in groups):
+            raise UsageError(
+                "WeightSync(source, sinks): name at least one role that receives weights, as RoleGroup('ROLLOUT'), not "
+                f"{sinks!r:.80}"
+            )
+        for what, flag in (("snapshot", snapshot), ("verify", verify)):
+            require(f"WeightSync({what}=…)", flag, bool, "True or False")
+        require_number("WeightSync(bucket_bytes=…)", bucket_bytes, 1, 1 << 50)
+        for what, seconds in (
+            ("bucket_timeout_s", bucket_timeout_s), ("flip_timeout_s", flip_timeout_s), ("timeout_s", timeout_s),
+            ("connect_timeout_s", connect_timeout_s),
+        ):  # fmt: skip
+            require_seconds(f"WeightSync({what}=…)", seconds)
+        if runtime is not None:
+            require("WeightSync(runtime=…)", runtime, Runtime, "a Runtime")
         runtime = runtime or groups[0]._runtime or default_runtime()
         self._sinks = Members(groups, runtime)
         self._source = Members([source], runtime) if isinstance(source, RoleGroup) else LocalSource(source, runtime)
@@ -119,6 +135,7 @@ class WeightSync:
         Raises (here, or by the future):
             WeightSyncError: nothing was committed; names receiver and bucket.
         """
+        require_number("push(version)", version, 0, MOST_VERSION)
         with self._lock:
             self._wait_for_last()
             return self._start(self._current_link(), version, done=self._committed)

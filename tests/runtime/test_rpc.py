@@ -108,5 +108,5 @@ def test_export_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_forms_are_refused(wrong: Any) -> None:
     with pytest.raises(UsageError):
         rpc(wrong)
-    with pytest.raises(UsageError, match="number of calls"):
+    with pytest.raises(UsageError, match="whole number from 1"):
         rpc(concurrent=0)

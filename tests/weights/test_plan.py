@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.errors import WeightSyncError
+from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.buckets import ALIGNMENT, Bucket, cut
 from rlmesh.weights.manifest import Casts, Manifest, TensorSpec
 from rlmesh.weights.plan import Party, Place, Wishes, make_plan
@@ -67,7 +67,7 @@ def test_what_makes_ipc_impossible_is_said() -> None:
     assert routes(sources, [party("R:0", device="gpu-0")])[0][0] == "shm"
     with pytest.raises(WeightSyncError, match="no channel leads from A:0 to R:0: cuda_ipc: expandable segments"):
         routes(sources, [party("R:0", device="gpu-0")], channel="cuda_ipc")
-    with pytest.raises(WeightSyncError, match="it is 'auto' or one of"):
+    with pytest.raises(UsageError, match="each is 'auto' or one of"):
         routes(sources, [party("R:0")], channel="pigeon")
 
 
