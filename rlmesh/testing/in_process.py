@@ -6,6 +6,11 @@
         actors = cluster.serve("ACTOR", Actor(), Actor())
         assert actors.call(Actor.forward, 3).result() == ["3", "3"]
 
+    with InProcessCluster(config={"steps": 3}) as cluster:
+        cluster.add("ROLLOUT", Rollout, total=2)    # built and set up as in a job: current_worker() is the member
+        cluster.run("TRAINER", Trainer)             # its run(), here
+        assert cluster.reports[-1].metrics["reward_mean"] > 0.5
+
     with VirtualLoop() as loop:
         loop.run(main())
 
@@ -24,22 +29,27 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Any, Literal, get_args
 
 from rlmesh.errors import RoleNotFound, UsageError
-from rlmesh.job.status import ExitInfo
+from rlmesh.job.context import JobInfo
+from rlmesh.job.status import ExitInfo, MetricRecord
 from rlmesh.runtime import network as networks
 from rlmesh.runtime.address import AddressBook, MemberAddress, member_name
+from rlmesh.runtime.arguments import require, require_choice
 from rlmesh.runtime.axes import Axes
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.runtime import Runtime, default_runtime_or_none, set_default_runtime
-from rlmesh.runtime.security import make_key
+from rlmesh.runtime.security import check_key, make_key
+from rlmesh.testing.acting import ActingMember
 from rlmesh.testing.faults import FaultPlan, faulty
 from rlmesh.testing.loopback import LoopbackNetwork
 
@@ -62,21 +72,28 @@ class InProcessCluster:
         plan: faults that messages meet.
         network: limits of the runtimes.
         key: the job's key; None makes one.
+        config: what members find in ``current_worker().job_info.user_config``.
+
+    Attributes:
+        reports: what members reported by ``current_worker().report(…)``, in that order.
     """
 
     def __init__(
         self, transport: TransportName = "loop", *, plan: FaultPlan | None = None,
-        network: NetworkOptions | None = None, key: bytes | None = None,
+        network: NetworkOptions | None = None, key: bytes | None = None, config: Any = None,
     ) -> None:  # fmt: skip
-        if transport not in get_args(TransportName):
-            known = ", ".join(get_args(TransportName))
-            raise UsageError(f"InProcessCluster({transport!r}): the transport is one of {known}")
+        require_choice("InProcessCluster(transport)", transport, get_args(TransportName))
+        require("InProcessCluster(plan=…)", plan, FaultPlan | None, "a FaultPlan")
+        require("InProcessCluster(network=…)", network, NetworkOptions | None, "NetworkOptions")
         self.transport = transport
-        self.key = make_key() if key is None else key
+        self.key = make_key() if key is None else check_key(key)
         self.network = _network(transport, plan, network or NetworkOptions())
         self.runtimes: list[Runtime] = []
         self.addresses: list[MemberAddress] = []
         self.meshes: dict[str, Axes] = {}
+        self.reports: list[MetricRecord] = []
+        self._job = JobInfo("in-process", f"w{token_hex(6)}", {} if config is None else config, "CPU")
+        self._members: dict[str, ActingMember] = {}
         self._embedded = False
         self._version = 0
         self._stack = ExitStack()
@@ -105,17 +122,25 @@ class InProcessCluster:
         self.close()
 
     def _open(self) -> None:
-        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rlm-"))
-        self.socket_dir = Path(directory)
-        self._stack.callback(set_default_runtime, default_runtime_or_none())
-        self.caller = self.start("caller", bind=False)
-        set_default_runtime(self.caller)
+        with ExitStack() as opened:
+            directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="rlm-"))
+            self.socket_dir = Path(directory)
+            opened.callback(set_default_runtime, default_runtime_or_none())
+            self.caller = self.start("caller", bind=False)
+            set_default_runtime(self.caller)
+            self._stack = opened.pop_all()
 
     def close(self) -> None:
-        """Close all runtimes: calls that are pending fail."""
-        for runtime in self.runtimes:
-            runtime.close()
-        self._stack.close()
+        """Let members that were added tear down, the last one first, and close all runtimes: calls that are pending
+        fail."""
+        try:
+            while self._members:
+                _, member = self._members.popitem()
+                member.hook("teardown")
+        finally:
+            for runtime in self.runtimes:
+                runtime.close()
+            self._stack.close()
 
     def start(self, name: str, *, bind: bool = True) -> Runtime:
         """One more runtime of the cluster, which serves nothing yet."""
@@ -144,12 +169,59 @@ class InProcessCluster:
             axes: as ``.mesh(dp=2, tp=4)`` of a role, for ``along``.
             groups: as ``.with_groups(prefill=1, decode=2)`` of a role, for ``RoleGroup("ROLLOUT/prefill")``.
         """
-        of_rank = [name for name, size in (groups or {"": len(objects)}).items() for _ in range(size)]
+        of_rank = _group_of_each(role, len(objects), groups)
+        return self._serve(role, [partial(_serve_object, obj) for obj in objects], of_rank, axes)
+
+    def add(
+        self, role: str, kind: Callable[[], Any], total: int = 1, *, axes: Mapping[str, int] | None = None,
+        groups: Mapping[str, int] | None = None,
+    ) -> RoleGroup[Any]:  # fmt: skip
+        """Make a role's members as a job makes them: ``kind()``, then ``setup()``, and serve them. To their code,
+        ``current_worker()`` is the member; ``teardown()`` is called when the cluster is closed. There is no process
+        group: what needs torch.distributed between ranks needs a `LocalCluster`.
+
+        Args:
+            kind: the role's class, built without arguments.
+            total: how many members.
+            axes, groups: as for `serve`.
+        """
+        of_rank = _group_of_each(role, total, groups)
+        made = [self._make_member(role, kind, rank, total, of_rank[rank]) for rank in range(total)]
+        return self._serve(role, [partial(_serve_member, member) for member in made], of_rank, axes)
+
+    def run(self, role: str, kind: Callable[[], Any]) -> Any:
+        """Make a member of ``role`` as `add` does, and call its ``run()`` here, on this thread. Gives its object.
+
+        Raises:
+            UsageError: under ``async with``: the loop that carries the calls would stand still.
+        """
+        if self._embedded:
+            raise UsageError("run() would block the loop that carries its calls: use 'with InProcessCluster()'")
+        self.add(role, kind)
+        member = self._members[member_name(role, 0)]
+        member.hook("run")
+        return member.object
+
+    def _make_member(self, role: str, kind: Callable[[], Any], rank: int, total: int, group: str) -> ActingMember:
+        name = member_name(role, rank)
+        if name in self._members:
+            raise UsageError(f"the cluster has a {name} already: add a role once, with all of its members")
+        member = ActingMember(
+            kind, role, rank, total, job=self._job, run_dir=self.socket_dir, reports=self.reports, group=group
+        )
+        self._members[name] = member
+        return member
+
+    def _serve(
+        self, role: str, serving: Sequence[Callable[[Runtime, str], None]], of_rank: Sequence[str],
+        axes: Mapping[str, int] | None,
+    ) -> RoleGroup[Any]:  # fmt: skip
         if axes is not None:
             self.meshes[role] = Axes.of(dict(axes))
-        for rank, obj in enumerate(objects):
-            runtime = self.start(member_name(role, rank))
-            runtime.serve(member_name(role, rank), obj)
+        for rank, serve in enumerate(serving):
+            name = member_name(role, rank)
+            runtime = self.start(name)
+            serve(runtime, name)
             self.addresses.append(MemberAddress(role, rank, 0, runtime.endpoint, group=of_rank[rank]))
         self.publish()
         return RoleGroup(role, runtime=self.caller)
@@ -163,6 +235,7 @@ class InProcessCluster:
         else:
             raise RoleNotFound(f"the cluster serves no {name}")
         self.runtimes.remove(runtime)
+        self._members.pop(name, None)
         runtime.close()
         how = ExitInfo(role, rank, 0, 0, None, signal.SIGKILL, time.time(), hostname="in-process")
         for other in self.runtimes:
@@ -187,6 +260,22 @@ class InProcessCluster:
             runtime.post(arrived.set)
             if not arrived.wait(_TAKEN_S):
                 raise RuntimeError(f"the loop of {runtime.name} did not turn within {_TAKEN_S:g} s")
+
+
+def _group_of_each(role: str, total: int, groups: Mapping[str, int] | None) -> list[str]:
+    """The name of each member's group."""
+    found = [name for name, size in (groups or {"": total}).items() for _ in range(size)]
+    if len(found) != total:
+        raise UsageError(f"role {role}: its groups have {len(found)} members in all, and it has {total}")
+    return found
+
+
+def _serve_object(obj: object, runtime: Runtime, name: str) -> None:
+    runtime.serve(name, obj)
+
+
+def _serve_member(member: ActingMember, runtime: Runtime, name: str) -> None:
+    runtime.serve(name, None, functions=member.functions())
 
 
 def _network(transport: TransportName, plan: FaultPlan | None, options: NetworkOptions) -> NetworkOptions:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
-from rlmesh import RoleGroup, rpc
+from rlmesh import BaseWorkload, RoleGroup, Runtime, current_worker, rpc
 from rlmesh.errors import PeerLost, RoleNotFound, UsageError
 from rlmesh.runtime.runtime import default_runtime_or_none
 from rlmesh.testing import FaultPlan, InProcessCluster, VirtualLoop
@@ -81,3 +82,77 @@ def test_what_goes_wrong_inside_is_raised_and_leaves_nothing() -> None:
         raise ZeroDivisionError
     with pytest.raises(UsageError, match=r"mesh\("), InProcessCluster() as cluster:
         cluster.serve("SCORER", Scorer(), axes={"dp": 0})
+
+
+class Member(BaseWorkload):
+    """One that asks who it is, at every turn of its life."""
+
+    def __init__(self) -> None:
+        self.told = [self.name]
+
+    def setup(self) -> None:
+        self.told.append(f"setup of {self.name} of {self.world_size}, {self.config['lr']}")
+
+    @rpc
+    def who(self) -> list[str]:
+        return [*self.told, current_worker().name]
+
+    @rpc
+    async def who_async(self) -> str:
+        return current_worker().name
+
+    def teardown(self) -> None:
+        ended.append(self.name)
+
+
+class Leader:
+    def run(self) -> None:
+        for step in range(3):
+            names = [told[-1] for told in RoleGroup("MEMBER").call("who").result()]
+            current_worker().report(step=step, members=len(names))
+            assert current_worker().step_boundary(step) is None
+
+
+ended: list[str] = []
+
+
+def test_members_are_built_and_act_as_in_a_job() -> None:
+    ended.clear()
+    with InProcessCluster(config={"lr": 3}) as cluster:
+        group = cluster.add("MEMBER", Member, total=2, groups={"a": 1, "b": 1})
+        assert group.call("who").result() == [
+            [f"MEMBER:{rank}", f"setup of MEMBER:{rank} of 2, 3", f"MEMBER:{rank}"] for rank in (0, 1)
+        ]
+        assert group.call("who_async").result() == ["MEMBER:0", "MEMBER:1"]
+        assert len(RoleGroup("MEMBER/b")) == 1
+        leader = cluster.run("LEADER", Leader)
+        assert isinstance(leader, Leader)
+        assert [(report.role, report.step, report.metrics) for report in cluster.reports] == [
+            ("LEADER", step, {"members": 2.0}) for step in range(3)
+        ]
+        with pytest.raises(UsageError, match="has a MEMBER:0 already"):
+            cluster.add("MEMBER", Member)
+        with pytest.raises(UsageError, match="groups have 3 members in all, and it has 1"):
+            cluster.add("OTHER", Member, groups={"a": 3})
+        cluster.kill("MEMBER", 1)
+        with pytest.raises(UsageError, match="not a worker"):
+            current_worker()
+    assert ended == ["MEMBER:0"]
+
+
+async def test_a_run_would_stop_the_loop_it_needs() -> None:
+    async with InProcessCluster() as cluster:
+        with pytest.raises(UsageError, match="would block the loop"):
+            cluster.run("LEADER", Leader)
+
+
+def test_a_cluster_that_cannot_be_opened_leaves_nothing() -> None:
+    with pytest.raises(UsageError, match="a job's key is 32 random bytes"):
+        InProcessCluster(key=b"short")
+
+
+def test_a_closed_runtime_starts_nothing_for_what_comes_late() -> None:
+    runtime = Runtime.start(name="LATE:0")
+    runtime.close()
+    runtime.post_to_user(lambda: pytest.fail("it ran"))
+    assert [thread.name for thread in threading.enumerate() if "LATE" in thread.name] == []

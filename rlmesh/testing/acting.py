@@ -1,0 +1,71 @@
+"""Members without processes: what ``current_worker()`` is to a role's object that a test serves itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlmesh.agent.fused import acting_for
+from rlmesh.job.context import JobInfo, StopRequest, WorkerContext, acting_as
+from rlmesh.job.restarts import RestartEvent
+from rlmesh.job.status import CallStats, MetricRecord
+from rlmesh.runtime.rpc import exported
+
+__all__ = ["ActingMember", "RecordingLink"]
+
+
+class RecordingLink:
+    """A way to a job that is not there: keeps what is reported, knows of no restarts, stops nobody."""
+
+    def __init__(self, reports: list[MetricRecord]) -> None:
+        self._reports = reports
+
+    def report(self, record: MetricRecord) -> None:
+        self._reports.append(record)
+
+    def boundary(self, step: int) -> StopRequest | None:
+        return None
+
+    def stopping(self, step: int) -> None:
+        pass
+
+    def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
+        return ()
+
+    def listen(self, listener: Callable[[RestartEvent], object]) -> None:
+        pass
+
+    def tell_listeners(self) -> None:
+        pass
+
+    def take_call_stats(self) -> tuple[CallStats, ...]:
+        return ()
+
+
+class ActingMember:
+    """One member of a role, built as a worker builds it: without arguments, then ``setup()``; both as itself."""
+
+    def __init__(
+        self, kind: Callable[[], Any], role: str, rank: int, world_size: int, *, job: JobInfo, run_dir: Path,
+        reports: list[MetricRecord], group: str = "",
+    ) -> None:  # fmt: skip
+        self.context = WorkerContext(
+            job, role, rank, world_size, RecordingLink(reports), local_rank=rank, local_world_size=world_size,
+            node_name=os.uname().nodename, run_dir=run_dir, group=group,
+        )  # fmt: skip
+        with acting_as(self.context):
+            self.object = kind()
+        self.hook("setup")
+
+    def hook(self, name: str) -> None:
+        """Call one of the object's hooks, if it has it."""
+        hook = getattr(self.object, name, None)
+        if callable(hook):
+            with acting_as(self.context):
+                hook()
+
+    def functions(self) -> Mapping[str, Callable[..., Any]]:
+        """Its ``@rpc`` methods, by name; within each, ``current_worker()`` is this member."""
+        return {name: acting_for(self.context, method) for name, method in exported(self.object).items()}
