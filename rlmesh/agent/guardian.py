@@ -104,6 +104,8 @@ class Guardian:
             self._write_report([])
             return 1
         self._folder = ownership.hold_folder(str(self.config.get("socket_dir", "")))
+        # Until this process has ended, so that no other job starts in the run directory.
+        ownership.hold_folder(os.path.realpath(str(self.config.get("run_dir", ""))))
         try:
             self._start_agent()
             self._watch()

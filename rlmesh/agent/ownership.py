@@ -248,7 +248,7 @@ def remove_shared_memory(job_id: str, node_rank: int, folder: str = "/dev/shm") 
 
 
 def hold_folder(path: str) -> int | None:
-    """Share the socket folder with the other nodes of this machine: the last one to let go removes it."""
+    """Share a folder with the other nodes of this machine; of the socket folder, the last one to let go removes it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

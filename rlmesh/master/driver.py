@@ -28,10 +28,10 @@ from rlmesh.master.kills import parse_kills
 from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
-from rlmesh.master.records import remember
+from rlmesh.master.records import forget_end, remember
 from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Session
-from rlmesh.master.starts import hold, note_start
+from rlmesh.master.starts import await_guardians, hold, note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
 from rlmesh.placement.planner import make_plan
@@ -150,6 +150,8 @@ class Driver:
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
             self._held = hold(space.run_dir)
+            await_guardians(space.run_dir)
+            forget_end(space.run_dir)
             resume = note_start(space.run_dir, options.restarts or 0)
             relaunch = self._relaunch(space)
             if relaunch is not None and limits.node_wait_s == 0:

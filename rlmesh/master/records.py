@@ -17,7 +17,7 @@ from typing import Any
 from rlmesh.job.status import JobStatus
 from rlmesh.observe.summary import alarm_lines
 
-__all__ = ["EndedJob", "ended_jobs", "read_end", "remember", "write_end"]
+__all__ = ["EndedJob", "ended_jobs", "forget_end", "read_end", "remember", "write_end"]
 
 END_FILE = "end.json"
 KEPT = 200
@@ -64,6 +64,12 @@ def write_end(status: JobStatus, now: float | None = None) -> None:
         (Path(status.run_dir) / END_FILE).write_text(json.dumps(end, indent=1) + "\n")
     except OSError:
         pass
+
+
+def forget_end(run_dir: Path) -> None:
+    """A job starts in a run directory: how the one before ended says nothing about it."""
+    for path in (run_dir / END_FILE, *run_dir.glob("exit-node*.json")):
+        path.unlink(missing_ok=True)
 
 
 def list_file() -> Path:

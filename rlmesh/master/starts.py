@@ -18,10 +18,13 @@ from rlmesh.job.context import Resume
 from rlmesh.master.filesystems import network_file_system
 from rlmesh.master.store import STORE_FILE, read_fact
 
-__all__ = ["STARTS_FILE", "hold", "note_end", "note_start"]
+__all__ = ["STARTS_FILE", "await_guardians", "hold", "note_end", "note_start"]
 
 STARTS_FILE = "starts.json"
 HOLD_FILE = "held-by.json"
+ENDING_S = 15.0
+"""Guardians whose driver is gone have ended by then."""
+POLL_S = 0.05
 
 
 def hold(run_dir: Path) -> int | None:
@@ -48,6 +51,33 @@ def hold(run_dir: Path) -> int | None:
     os.truncate(held, 0)
     os.pwrite(held, json.dumps({"pid": os.getpid(), "since": time.time()}).encode() + b"\n", 0)
     return held
+
+
+def await_guardians(run_dir: Path, within_s: float = ENDING_S) -> None:
+    """Wait for what an earlier job in the run directory left: its driver is gone, and its guardians, each of which
+    shares the directory, end what was below them.
+
+    Raises:
+        LaunchError: they have not ended in time.
+    """
+    folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + within_s
+    try:
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"an earlier job in {run_dir} has not ended: after {within_s:g} s its guardian still runs. Name "
+                        "another folder by --run-dir, or see what is left of it: rlmesh ps --all"
+                    ) from None
+            except OSError:
+                return  # The file system has no locks.
+            time.sleep(POLL_S)
+    finally:
+        os.close(folder)
 
 
 def _holder(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import secrets
 import shutil
 import tempfile
@@ -41,15 +40,14 @@ class Workspace:
         Raises:
             LaunchError: a folder cannot be made; says which and why.
         """
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", job_name)
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        folder = run_dir or (run_root or Path("runs")) / f"{name}-{stamp}"
+        folder = run_dir or (run_root or Path("runs")) / f"{job_name}-{stamp}"
         folder = Path(os.path.abspath(folder))
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a zero byte
             raise LaunchError(f"the run directory {folder} cannot be made: {error}") from error
-        job_id = f"{name[:40]}-{secrets.token_hex(4)}"
+        job_id = f"{job_name[:40]}-{secrets.token_hex(4)}"
         return cls(job_id, folder, _make_socket_dir(), key or make_key())
 
     @property

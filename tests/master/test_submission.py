@@ -112,14 +112,14 @@ def test_workspace_is_private_short_and_removed(tmp_path: Path, monkeypatch: pyt
     long = tmp_path / ("x" * 120)
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    space = Workspace.create("my job/1", None, tmp_path)
+    space = Workspace.create("my-job", None, tmp_path)
     try:
         space.write_job(spec_of(ppo(), Cluster(("a",)), space), 2)
         assert space.socket_dir.stat().st_mode & 0o777 == 0o700
         assert space.job_path.stat().st_mode & 0o777 == 0o600
         assert len(space.master_endpoint) < 100
         assert space.run_dir.parent == tmp_path
-        assert space.run_dir.name.startswith("my-job-1-")
+        assert space.run_dir.name.startswith("my-job-")
         assert (space.run_dir / "logs").is_dir()
         assert str(long) not in space.master_endpoint
     finally:
