@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pickle
 import runpy
@@ -17,7 +18,7 @@ from rlmesh.errors import UsageError
 from rlmesh.job.entry import Entry
 from rlmesh.runtime.rpc import exported
 
-__all__ = ["Loaded", "extend_path", "load_entry", "load_user_config"]
+__all__ = ["Loaded", "call_plainly", "extend_path", "load_entry", "load_user_config"]
 
 MAIN_ALIAS = "__mp_main__"
 """The submitter's script is imported under this name, so that its ``if __name__ == "__main__"`` does not run;
@@ -37,6 +38,21 @@ class Loaded:
     build: Callable[[], object] | None
     run: Callable[[], object] | None
     functions: Mapping[str, Callable[..., Any]]
+
+
+def call_plainly(what: str, function: Callable[..., object], *args: object) -> None:
+    """Call a hook or a ``run()``, which must not be ``async def``: nobody would await it.
+
+    Raises:
+        UsageError: it is.
+    """
+    result = function(*args)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise UsageError(
+            f"{what} is async def, and is called on the main thread without a loop: write def, and asyncio.run(…) what "
+            "must be awaited. @rpc methods may be async def"
+        )
 
 
 def extend_path(roots: tuple[str, ...]) -> None:

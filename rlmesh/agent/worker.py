@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.agent import control_groups, ownership
 from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
-from rlmesh.agent.entrypoint import Loaded, extend_path, load_entry, load_user_config
+from rlmesh.agent.entrypoint import Loaded, call_plainly, extend_path, load_entry, load_user_config
 from rlmesh.agent.fused import acting_for
 from rlmesh.agent.lessor import AgentLink
 from rlmesh.agent.logs import last_lines, member_log
@@ -202,7 +202,7 @@ class _Role:
     def hook(self, name: str, *args: object) -> None:
         hook = getattr(self.object, name, None)
         if callable(hook):
-            hook(*args)
+            call_plainly(f"{type(self.object).__name__}.{name}()", hook, *args)
 
 
 class Member:
@@ -394,7 +394,7 @@ class Member:
     def _run(self, role: _Role, run: Callable[[], object]) -> None:
         def call() -> None:
             try:
-                run()
+                call_plainly("run()", run)
             except SystemExit as exit:
                 if _exit_code(exit) != 0:
                     raise

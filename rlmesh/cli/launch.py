@@ -120,7 +120,10 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         launch = _options_of(options, flags, key)
         if flags.most == 1:
             with ambient(launch) as block, heeding_signals(block):
-                return run_script(options.job, arguments, module=flags.module)
+                code = run_script(options.job, arguments, module=flags.module)
+            if code == 0 and not block.jobs:
+                print(f"rlmesh launch: {options.job} has ended and submitted no job", file=sys.stderr)
+            return code
         assert key is not None
         lifeline = 0 if options.key_stdin else None
         if lifeline is not None and not joins:
@@ -303,4 +306,6 @@ def _tell_script_error(error: Exception, script: str) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace or error.__traceback__, file=sys.stderr)
+    if trace is None and not isinstance(error, SyntaxError):  # of the script itself: it says where by itself
+        trace = error.__traceback__
+    traceback.print_exception(type(error), error, trace, file=sys.stderr)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from rlmesh.master.standard_streams import fill_standard_streams
+
 COMMANDS = (
     "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "keygen", "version",
 )  # fmt: skip
@@ -31,6 +33,7 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; wrong usage raises ``SystemExit(2)``, as argparse does."""
+    fill_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["launch"]:
         from rlmesh.cli import launch, slurm

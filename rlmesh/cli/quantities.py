@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 
+from rlmesh.runtime.arguments import MOST_S
+
 
 def seconds(text: str) -> float:
-    """A time that can be waited: finite, not negative.
+    """A time that can be waited: not negative, and none that no clock counts to.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
@@ -16,7 +18,7 @@ def seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
+    if not 0 <= value <= MOST_S:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
     return value
 

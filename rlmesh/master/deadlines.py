@@ -38,12 +38,12 @@ class Deadlines:
             self.agents_at = None
             yield Weight.OWN, FailureInfo(message, at=now)
         for member in context.members.values():
-            limit, awaited = self._limit_of(member)
+            name, limit, awaited = self._limit_of(member)
             if limit is not None and now - member.since >= limit:
                 lines = last_lines(member.log_path)
                 tail = "\n".join(("its last log lines:", *lines)) if lines else "its log is empty"
                 who = f"{member.name} (pid {member.pid or 'unknown'})"
-                message = f"{who} did not {awaited} within {limit:g} s; {tail}"
+                message = f"{who} did not {awaited} within {limit:g} s, see limits({name}=…); {tail}"
                 yield Weight.OWN, FailureInfo(message, *member.id, at=now)
 
     def waiting_for(self, context: JobContext, now: float) -> str:
@@ -54,12 +54,12 @@ class Deadlines:
         shown = ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")
         return f"waiting for {len(names)} members to be set up: {shown}" if names else ""
 
-    def _limit_of(self, member: Member) -> tuple[float | None, str]:
+    def _limit_of(self, member: Member) -> tuple[str, float | None, str]:
         if member.state == "starting":
-            return self._limits.start_s, "start and bind its endpoint"
+            return "start_s", self._limits.start_s, "start and bind its endpoint"
         if member.state == "bound":
-            return self._limits.setup_s, "finish setup()"
-        return None, ""
+            return "setup_s", self._limits.setup_s, "finish setup()"
+        return "", None, ""
 
     def take(self, which: Literal["runs_at", "teardown_at", "exits_at"], now: float) -> bool:
         """Whether a moment has come; it is told once, until it is set again."""

@@ -31,6 +31,7 @@ from rlmesh.master.outcome import JobResult, describe_failure
 from rlmesh.master.records import forget_end, remember
 from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Session
+from rlmesh.master.standard_streams import fill_standard_streams
 from rlmesh.master.starts import await_guardians, hold, note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
@@ -84,6 +85,7 @@ class Driver:
 
     def __init__(self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> None:
         _refuse_inside_worker()
+        fill_standard_streams()
         self._config = config
         self._options = effective(options)
         self._submitted_at = self._options.submitted_at or time.time()

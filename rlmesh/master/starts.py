@@ -70,8 +70,8 @@ def await_guardians(run_dir: Path, within_s: float = ENDING_S) -> None:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"an earlier job in {run_dir} has not ended: after {within_s:g} s its guardian still runs. Name "
-                        "another folder by --run-dir, or see what is left of it: rlmesh ps --all"
+                        f"an earlier job in {run_dir} has not ended: after {within_s:g} s its guardian still runs. "
+                        "Name another folder by --run-dir, or see what is left of it: rlmesh ps --all"
                     ) from None
             except OSError:
                 return  # The file system has no locks.

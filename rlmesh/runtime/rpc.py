@@ -188,7 +188,11 @@ def exported(obj: object) -> dict[str, Callable[..., Any]]:
         return {mark.name: value for _, value in members if (mark := mark_of(value)) is not None}
     methods: dict[str, Callable[..., Any]] = {}
     for cls in reversed(type(obj).__mro__):
+        own: dict[str, Any] = {}
         for attribute, raw in vars(cls).items():
-            if (mark := mark_of(raw)) is not None:
-                methods[mark.name] = getattr(obj, attribute)
+            if (mark := mark_of(raw)) is None:
+                continue
+            if own.setdefault(mark.name, raw) is not raw:
+                raise UsageError(f"{cls.__qualname__} exports two methods as {mark.name!r}; {attribute} is the second")
+            methods[mark.name] = getattr(obj, attribute)
     return methods

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlmesh.agent.entrypoint import call_plainly
 from rlmesh.agent.fused import acting_for
 from rlmesh.job.context import JobInfo, StopRequest, WorkerContext, acting_as
 from rlmesh.job.restarts import RestartEvent
@@ -64,7 +65,7 @@ class ActingMember:
         hook = getattr(self.object, name, None)
         if callable(hook):
             with acting_as(self.context):
-                hook()
+                call_plainly(f"{type(self.object).__name__}.{name}()", hook)
 
     def functions(self) -> Mapping[str, Callable[..., Any]]:
         """Its ``@rpc`` methods, by name; within each, ``current_worker()`` is this member."""

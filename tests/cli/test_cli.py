@@ -245,3 +245,32 @@ def test_failed_job_is_told_without_a_traceback(script: Path, capsys: pytest.Cap
         "  TRAINER:0 failed in run(): PeerLost\n"
         "Logs and metrics: /runs/toy\n"
     )
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "nan", "inf", "1e400", "1e30"])
+@pytest.mark.parametrize("words", [("launch", "--grace"), ("launch", "--stop-within"), ("stop", "--grace")])
+def test_times_that_no_clock_counts_are_refused(
+    words: tuple[str, str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([words[0], f"{words[1]}={text}", "job.py"])
+    assert ended.value.code == 2
+    assert "is no number of seconds" in capsys.readouterr().err
+
+
+def test_a_script_that_cannot_be_read_is_told_without_our_own_frames(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("def run(:\n")
+    assert main(["launch", str(script)]) == 1
+    err = capsys.readouterr().err
+    assert f'File "{script}", line 1' in err and "SyntaxError" in err
+    assert "rlmesh/cli" not in err
+
+
+def test_a_script_that_submits_no_job_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("print('described, and forgotten')\n")
+    assert main(["launch", str(script)]) == 0
+    assert capsys.readouterr().err == f"rlmesh launch: {script} has ended and submitted no job\n"

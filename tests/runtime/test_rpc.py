@@ -110,3 +110,22 @@ def test_wrong_forms_are_refused(wrong: Any) -> None:
         rpc(wrong)
     with pytest.raises(UsageError, match="whole number from 1"):
         rpc(concurrent=0)
+
+
+def test_two_methods_of_one_name_are_refused() -> None:
+    class Twice:
+        @rpc("same")
+        def one(self) -> None: ...
+
+        @rpc("same")
+        def two(self) -> None: ...
+
+    class Alias:
+        @rpc
+        def one(self) -> None: ...
+
+        other = one
+
+    with pytest.raises(UsageError, match="Twice exports two methods as 'same'; two is the second"):
+        exported(Twice())
+    assert list(exported(Alias())) == ["one"]

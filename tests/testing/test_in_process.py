@@ -140,6 +140,24 @@ def test_members_are_built_and_act_as_in_a_job() -> None:
     assert ended == ["MEMBER:0"]
 
 
+class Late:
+    async def setup(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+class Later:
+    async def run(self) -> None: ...
+
+
+def test_hooks_that_nobody_would_await_are_told() -> None:
+    with InProcessCluster() as cluster:
+        with pytest.raises(UsageError, match=r"Late\.setup\(\) is async def"):
+            cluster.add("LATE", Late)
+        with pytest.raises(UsageError, match=r"Later\.run\(\) is async def"):
+            cluster.run("LATER", Later)
+
+
 async def test_a_run_would_stop_the_loop_it_needs() -> None:
     async with InProcessCluster() as cluster:
         with pytest.raises(UsageError, match="would block the loop"):
