@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,3 @@ def _checked(key: str, value: Any, where: str) -> object:
     if not isinstance(value, str):
         raise UsageError(f"{where}: {key} is text, not {value!r}")
     return value
-
-
-def names_of(hosts: Sequence[Host]) -> str:
-    """For messages."""
-    return ", ".join(host.name for host in hosts)

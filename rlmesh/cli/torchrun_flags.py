@@ -133,6 +133,8 @@ def read_node_flags(options: argparse.Namespace, env: Mapping[str, str]) -> Node
             raise UsageError(f"--standalone is one node, but --nnodes says {reader.text('nnodes')}: leave one out")
         return NodeFlags(**common, notes=notes)
     if most == 1:
+        if reader.option("node-rank") and _number("node-rank", reader.text("node-rank"), 0) > 0:
+            raise UsageError(f"--node-rank {reader.text('node-rank')} needs --nnodes N, the same on each node")
         return NodeFlags(**common, notes=notes)
     backend = reader.text("rdzv-backend") or "static"
     if backend not in ("static", "c10d"):

@@ -115,16 +115,6 @@ class LeaseTable:
             turn.left -= leaving
         return self._advance(now)
 
-    def holders(self, device: str) -> list[MemberKey]:
-        """Who may use a device now."""
-        return [
-            key
-            for turn in self._turns
-            if turn.granted_at is not None
-            for key in sorted(turn.left)
-            if device in turn.devices[key]
-        ]
-
     def why_not(self, key: MemberKey, now: float) -> str:
         """Who is before a member, since when, for people."""
         own = self._of(key, lambda turn: key in turn.asked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rlmesh.placement.gpus import GpuFacts, SliceFacts
 from rlmesh.placement.health import DeviceNews
@@ -18,13 +18,6 @@ T = TypeVar("T")
 
 class NvmlFailed(Exception):
     """NVML is not there or does not answer; the text says why."""
-
-
-class GpuReader(Protocol):
-    """Looks at the GPUs of a machine."""
-
-    def read(self) -> tuple[GpuFacts, ...]:
-        """All of them, whatever masks say, in any order."""
 
 
 def library(name: str = "") -> Any:

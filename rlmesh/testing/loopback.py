@@ -26,7 +26,6 @@ from rlmesh.runtime.transport import (
 )
 from rlmesh.wire.envelope import Frames
 
-SCHEME = "loop://"
 RETRY_S = 0.02
 
 

@@ -6,7 +6,7 @@ each further frame is one large buffer (numpy array, torch tensor, bytes-like wi
 
 torch tensors on the CPU travel as raw bytes, in their own dtype and shape, those on a GPU by `rlmesh.memory.device`; a
 tensor that is part of an autograd graph arrives without it. Functions and classes of ``__main__``, lambdas and local
-functions travel by value (cloudpickle), unless both sides run the same main script (`set_main_importable`).
+functions travel by value (cloudpickle).
 
 Never call ``decode`` on bytes from a peer that has not been authenticated: unpickling runs code.
 """
@@ -40,17 +40,9 @@ _MODEST_BYTES = 65536
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
 """Values that pickle's own function writes as well as ours, in a third of the time."""
 
-_main_importable = False
-
 
 class Deferred(Unserializable):
     """Raised by what cannot be sent by value, but can be where whoever encodes makes room for it."""
-
-
-def set_main_importable(value: bool) -> None:
-    """Say that peers have imported this process's ``__main__`` script, so its names travel by reference."""
-    global _main_importable
-    _main_importable = value
 
 
 def _rebuild_tensor(buffer: Buffer, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Any:
@@ -118,10 +110,7 @@ def _load_by_value(data: bytes) -> Any:
 
 def _needs_value(obj: Any) -> bool:
     """Functions and classes that the receiver could not find by their name."""
-    module = getattr(obj, "__module__", None)
-    if module == "__main__":
-        return not _main_importable
-    return "<" in obj.__qualname__
+    return getattr(obj, "__module__", None) == "__main__" or "<" in obj.__qualname__
 
 
 class _Pickler(pickle.Pickler):

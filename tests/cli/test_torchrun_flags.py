@@ -86,6 +86,7 @@ def test_what_would_mean_something_else_is_refused(name: str) -> None:
     (["--nnodes", "2"], "pass --rdzv-endpoint"),
     (["--nnodes", "2", "--rdzv-endpoint", "a:b"], "is no host and port"),
     (["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2"], "ranks are 0 to 1"),
+    (["--node-rank", "1", "--rdzv-endpoint", "a"], "--node-rank 1 needs --nnodes N"),
     (["--nnodes", "2", "--rdzv-endpoint", "a", "--rdzv-backend", "etcd-v2"], "without etcd"),
     (["--nnodes", "2", "--rdzv-endpoint", "a", "--rdzv-conf", "timeout=soon"], "timeout=soon"),
     (["--nnodes", "2", "--standalone"], "--standalone is one node"),
