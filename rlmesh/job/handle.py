@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import JobFailed, RLMeshError
+from rlmesh.errors import JobFailed, RLMeshError, UsageError
 from rlmesh.job.status import JobStatus
 
 if TYPE_CHECKING:
     from rlmesh.master.driver import Driver, JobResult
+    from rlmesh.runtime.runtime import Runtime
 
 __all__ = ["JobHandle"]
 
+JOIN_POLL_S = 0.05
 END_S = 15.0
 """How long a job that was told to stop may take; its processes are killed well before."""
 
@@ -86,6 +89,33 @@ class JobHandle:
         """Let all ranks stop at the same step, save what must survive, and end. Returns immediately."""
         if not self.done():
             self._driver.notice(reason)
+
+    @asynccontextmanager
+    async def join(self, *, name: str = "service", timeout_s: float = 120.0) -> AsyncIterator[Runtime]:
+        """Call the job's roles from this process, on the running loop, as `Runtime.join` does::
+
+            async with job.start("demo") as handle, handle.join() as runtime:
+                text = await RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt)
+
+        Args:
+            name: what members and logs call this process.
+            timeout_s: how long to wait until the job has members.
+
+        Raises:
+            JobFailed, LaunchError, …: the job ended before; what ``result()`` raises.
+            TimeoutError: it had no members in time.
+        """
+        from rlmesh.runtime.runtime import Runtime
+
+        async with asyncio.timeout(timeout_s):
+            while (way_in := self._driver.way_in) is None:
+                if self.done():
+                    await self
+                    raise UsageError(f"job {self.job_name} has ended, and cannot be joined")
+                await asyncio.sleep(JOIN_POLL_S)
+        address, key = way_in
+        async with Runtime.join(address, key=key, name=name) as runtime:
+            yield runtime
 
     def __await__(self) -> Generator[Any, None, JobResult]:
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()

@@ -126,6 +126,12 @@ class Driver:
         else:
             self.stop(text)
 
+    @property
+    def way_in(self) -> tuple[str, bytes] | None:
+        """Address of the job's master and the job's key, once there are members to call."""
+        session = self._session
+        return None if session is None or not session.status.members else session.way_in
+
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait until ``run`` has ended; whether it did."""
         return self._ended.wait(timeout_s)

@@ -98,6 +98,11 @@ class Session:
         self._stop_sent_at: float | None = None
         self._notice_sent = False
 
+    @property
+    def way_in(self) -> tuple[str, bytes]:
+        """Address of the job's master and the job's key."""
+        return self._space.master_endpoint, self._space.key
+
     def run(self) -> JobResult:
         """Run the job to its end.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from rlmesh import current_worker
+from rlmesh import current_worker, rpc
 
 
 class Quick:
@@ -22,6 +22,14 @@ class Endless:
         worker = current_worker()
         while worker.step_boundary() is None:
             time.sleep(0.01)
+
+
+class Echo:
+    """Serves calls only."""
+
+    @rpc
+    def echo(self, value: str) -> str:
+        return f"{current_worker().name} {value}"
 
 
 def function() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh import DLJobBuilder
+from rlmesh import DLJobBuilder, RoleGroup
 from rlmesh.errors import JobFailed
 from rlmesh.testing import LocalCluster
 from tests.job import serving
@@ -19,6 +19,19 @@ async def test_start_inside_a_loop(tmp_path: Path) -> None:
             result = await handle
     assert (result.status.stage, result.run_dir) == ("succeeded", tmp_path / "run")
     assert '"done"' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+async def test_a_job_that_only_serves_calls_is_joined_and_ended(tmp_path: Path) -> None:
+    job = DLJobBuilder().role("ECHO").run(serving.Echo).total(2).build()
+    with LocalCluster(devices_per_node=1, run_root=tmp_path):
+        async with job.start("serving") as handle:
+            async with handle.join() as runtime:
+                group = RoleGroup[serving.Echo]("ECHO", runtime=runtime)
+                assert await group.call(serving.Echo.echo, "here") == ["ECHO:0 here", "ECHO:1 here"]
+            assert not handle.done()
+        with pytest.raises(JobFailed, match="the block of start"):
+            async with handle.join():
+                pass
 
 
 def test_submit_without_waiting_then_stop(tmp_path: Path) -> None:
