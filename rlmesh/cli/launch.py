@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         print(f"rlmesh launch: {type(error).__name__} ({error.code}): {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        print(f"rlmesh launch: {error or 'stopped'}", file=sys.stderr)
+        print(f"rlmesh launch: {str(error) or 'stopped'}", file=sys.stderr)
         return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
 
 
@@ -258,7 +258,7 @@ def run_script(script: str, arguments: list[str], *, module: bool = False, node_
     except SystemExit as error:
         return _code_of(error)
     except KeyboardInterrupt as error:
-        print(f"rlmesh: {error or 'stopped'}", file=sys.stderr)
+        print(f"rlmesh: {str(error) or 'stopped'}", file=sys.stderr)
         return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
     except JobStopped as error:
         print(f"rlmesh: {error}", file=sys.stderr)

@@ -34,7 +34,14 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; wrong usage raises ``SystemExit(2)``, as argparse does."""
     fill_standard_streams()
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # while the command is loaded; later, commands tell it themselves
+        print("rlmesh: stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["launch"]:
         from rlmesh.cli import launch, slurm
 

@@ -118,7 +118,8 @@ class Casts:
         if isinstance(allow, bool):
             return cls(everything=allow)
         given: Any = allow
-        pairs = list(given.items() if isinstance(given, Mapping) else given) if isinstance(given, Iterable) else [()]
+        listed = given.items() if isinstance(given, Mapping) else given
+        pairs: list[Any] = list(listed) if isinstance(listed, Iterable) else [listed]
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(of, str) for of in pair):
                 raise UsageError(f"allow_cast={allow!r:.80}: write True, {{'float32': 'bfloat16'}}, or pairs of types")

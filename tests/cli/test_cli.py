@@ -274,3 +274,12 @@ def test_a_script_that_submits_no_job_is_told(tmp_path: Path, capsys: pytest.Cap
     script.write_text("print('described, and forgotten')\n")
     assert main(["launch", str(script)]) == 0
     assert capsys.readouterr().err == f"rlmesh launch: {script} has ended and submitted no job\n"
+
+
+def test_a_script_that_is_interrupted_is_told_to_have_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("raise KeyboardInterrupt\n")
+    assert main(["launch", str(script)]) == 130
+    assert capsys.readouterr().err == "rlmesh: stopped\n"
