@@ -11,20 +11,23 @@ from rlmesh.agent.entrypoint import call_plainly
 from rlmesh.agent.fused import acting_for
 from rlmesh.job.context import JobInfo, StopRequest, WorkerContext, acting_as
 from rlmesh.job.restarts import RestartEvent
-from rlmesh.job.status import CallStats, MetricRecord
+from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.rpc import exported
 
 __all__ = ["ActingMember", "RecordingLink"]
 
 
 class RecordingLink:
-    """A way to a job that is not there: keeps what is reported, knows of no restarts, stops nobody."""
+    """A way to a job that is not there: keeps what is said, knows of no restarts, stops nobody."""
 
-    def __init__(self, reports: list[MetricRecord]) -> None:
-        self._reports = reports
+    def __init__(self, reports: list[MetricRecord], alarms: list[Alarm]) -> None:
+        self._reports, self._alarms = reports, alarms
 
     def report(self, record: MetricRecord) -> None:
         self._reports.append(record)
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._alarms.append(alarm)
 
     def boundary(self, step: int) -> StopRequest | None:
         return None
@@ -50,10 +53,10 @@ class ActingMember:
 
     def __init__(
         self, kind: Callable[[], Any], role: str, rank: int, world_size: int, *, job: JobInfo, run_dir: Path,
-        reports: list[MetricRecord], group: str = "",
+        reports: list[MetricRecord], alarms: list[Alarm], group: str = "",
     ) -> None:  # fmt: skip
         self.context = WorkerContext(
-            job, role, rank, world_size, RecordingLink(reports), local_rank=rank, local_world_size=world_size,
+            job, role, rank, world_size, RecordingLink(reports, alarms), local_rank=rank, local_world_size=world_size,
             node_name=os.uname().nodename, run_dir=run_dir, group=group,
         )  # fmt: skip
         with acting_as(self.context):

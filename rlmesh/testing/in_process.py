@@ -40,7 +40,7 @@ from typing import Any, Literal, get_args
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.job.context import JobInfo
-from rlmesh.job.status import ExitInfo, MetricRecord
+from rlmesh.job.status import Alarm, ExitInfo, MetricRecord
 from rlmesh.runtime import network as networks
 from rlmesh.runtime.address import AddressBook, MemberAddress, member_name
 from rlmesh.runtime.arguments import require, require_choice
@@ -76,6 +76,7 @@ class InProcessCluster:
 
     Attributes:
         reports: what members reported by ``current_worker().report(…)``, in that order.
+        alarms: the same for ``current_worker().alarm(…)``.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class InProcessCluster:
         self.addresses: list[MemberAddress] = []
         self.meshes: dict[str, Axes] = {}
         self.reports: list[MetricRecord] = []
+        self.alarms: list[Alarm] = []
         self._job = JobInfo("in-process", f"w{token_hex(6)}", {} if config is None else config, "CPU")
         self._members: dict[str, ActingMember] = {}
         self._embedded = False
@@ -207,7 +209,15 @@ class InProcessCluster:
         if name in self._members:
             raise UsageError(f"the cluster has a {name} already: add a role once, with all of its members")
         member = ActingMember(
-            kind, role, rank, total, job=self._job, run_dir=self.socket_dir, reports=self.reports, group=group
+            kind,
+            role,
+            rank,
+            total,
+            job=self._job,
+            run_dir=self.socket_dir,
+            reports=self.reports,
+            alarms=self.alarms,
+            group=group,
         )
         self._members[name] = member
         return member
