@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,10 +120,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         launch = _options_of(options, flags, key)
         if flags.most == 1:
             with ambient(launch) as block, heeding_signals(block):
-                code = run_script(options.job, arguments, module=flags.module)
-            if code == 0 and not block.jobs:
-                print(f"rlmesh launch: {options.job} has ended and submitted no job", file=sys.stderr)
-            return code
+                return run_script(options.job, arguments, module=flags.module, jobs=block.jobs)
         assert key is not None
         lifeline = 0 if options.key_stdin else None
         if lifeline is not None and not joins:
@@ -241,11 +238,14 @@ def follow_input(fd: int) -> None:
     threading.Thread(target=follow, name="rlmesh-input", daemon=True).start()
 
 
-def run_script(script: str, arguments: list[str], *, module: bool = False, node_lost: int = 1) -> int:
+def run_script(
+    script: str, arguments: list[str], *, module: bool = False, node_lost: int = 1, jobs: Sequence[object] | None = None
+) -> int:
     """Run a script, or a module, as ``__main__`` and turn its end into an exit code; errors are told on stderr.
 
     Args:
         node_lost: the exit code of a job that failed for want of a node that was lost.
+        jobs: those that the script submits; that it came to its end without any is told, if they are given.
     """
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script, *arguments]
@@ -274,6 +274,8 @@ def run_script(script: str, arguments: list[str], *, module: bool = False, node_
         return 1
     finally:
         sys.argv, sys.path[:] = argv, path
+    if jobs is not None and not jobs:
+        print(f"rlmesh launch: {script} has ended and submitted no job", file=sys.stderr)
     return 0
 
 
