@@ -63,9 +63,11 @@ class CallOptions:
         """
         given = {key: value for key, value in changes.items() if value is not None}
         if "timeout_s" in given:
-            require_seconds("options(timeout_s=…)", given["timeout_s"])
+            require_seconds(f"options(timeout_s={given['timeout_s']!r:.80})", given["timeout_s"])
         if "window" in given:
-            require_number("options(window=…), items of a stream", given["window"], 1, MAX_WINDOW)
+            require_number(
+                f"options(window={given['window']!r:.80}), items of a stream", given["window"], 1, MAX_WINDOW
+            )
         for key in given.keys() & {"idempotent", "queue"}:
             require(f"options({key}=…)", given[key], bool, "True or False")
         return replace(self, **given)
