@@ -25,7 +25,8 @@ def test_a_second_job_in_the_same_run_directory_is_refused_before_it_starts(tmp_
         os.kill(first.process.pid, signal.SIGKILL)
         first.ended()
     with Launched(words, tmp_path) as third:
-        assert third.ended() == 0, "whoever is killed holds nothing any more"
+        # It waits for the guardian of the first one, which has five seconds to end what is below it.
+        assert third.ended(60.0) == 0, "whoever is killed holds nothing any more"
 
 
 def test_it_is_let_go_with_the_descriptor(tmp_path: Path) -> None:
