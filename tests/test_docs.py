@@ -18,7 +18,9 @@ SOURCES = sorted(
     for folder in ("rlmesh", "launcher", "examples", "tests", "benchmarks")
     for path in (ROOT / folder).rglob("*.py")
 )
-OF_OTHERS = {"--gpus-per-node", "--gpus-per-task", "--scope", "--user", "--args"} | {f"--{o}" for o in SBATCH_OPTIONS}
+OF_OTHERS = {"--gpus-per-node", "--gpus-per-task", "--kill-on-bad-exit", "--wait", "--scope", "--user", "--args"} | {
+    f"--{option}" for option in SBATCH_OPTIONS
+}
 """Options of Slurm's and systemd's commands, and of scripts that pages speak of."""
 
 
