@@ -81,7 +81,7 @@ def test_the_list_of_decisions_is_complete() -> None:
     there = []
     for path in sorted(folder.glob("[0-9]*.md")):
         number, _, title = path.read_text().splitlines()[0].removeprefix("# ").partition(" ")
-        there.append((number, path.name, title))
-        assert path.name.startswith(f"{number}-")
+        there.append((number.rstrip(":"), path.name, title))
+        assert path.name.startswith(f"{number.rstrip(':')}-")
     assert index == there
     assert len({number for number, _, _ in there}) == len(there)
