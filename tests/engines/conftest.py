@@ -31,9 +31,11 @@ def shared(request: pytest.FixtureRequest, folder: Path) -> Iterator[RolloutEngi
         engine.generate(PROMPTS, SamplingParams(1))
     with pytest.raises(WeightsNotReady, match="no weights have come yet"):
         engine.log_probs(PROBE)
-    # What libraries start at the first request is there before the first test looks.
+    # What libraries start when something is first asked of them is there before the first test looks.
     Served(engine, None, request.cls.tied).push(tiny(0, tied=request.cls.tied), 1)
     engine.generate(PROMPTS, SamplingParams(2))
+    engine.sleep(1)
+    engine.wake()
     yield engine
     engine.close()
     del engine

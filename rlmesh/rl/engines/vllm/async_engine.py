@@ -28,6 +28,7 @@ from rlmesh.rl.engines.vllm.base import (
     probe_params,
     prompt_log_probs,
     stretch_params,
+    tokens_of,
 )
 
 __all__ = ["AsyncVllmEngine"]
@@ -119,9 +120,7 @@ class AsyncVllmEngine(VllmBase):
     async def _add(self, row: Growing, batch: Batch) -> None:
         """Start a stretch; it is in vLLM when this returns."""
         name = str(next(self._numbers))
-        outputs = await self._engine.add_request(
-            name, {"prompt_token_ids": row.context}, stretch_params(row, self._ends)
-        )
+        outputs = await self._engine.add_request(name, tokens_of(row.context), stretch_params(row, self._ends))
         stretch = Stretch(name, batch)
         task = self._loop.create_task(self._follow(row, stretch, outputs))
         self._stretches[task] = stretch
@@ -236,7 +235,7 @@ class AsyncVllmEngine(VllmBase):
 
     async def _probe(self, tokens: Sequence[int]) -> list[float]:
         name, last = f"probe-{next(self._numbers)}", None
-        async for output in self._engine.generate({"prompt_token_ids": list(tokens)}, probe_params(), name):
+        async for output in self._engine.generate(tokens_of(tokens), probe_params(), name):
             last = output
         return prompt_log_probs(last)
 

@@ -419,6 +419,13 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
     return arguments | dict(given)
 
 
+def tokens_of(token_ids: Sequence[int]) -> Any:
+    """A prompt as vLLM's renderer would give it. One that is not, it renders on another thread first."""
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(list(token_ids))
+
+
 def stretch_params(row: Growing, ends: Sequence[int]) -> Any:
     """vLLM's parameters for the next stretch of a response."""
     from vllm import SamplingParams as VllmParams

@@ -28,6 +28,7 @@ from rlmesh.rl.engines.vllm.base import (
     probe_params,
     prompt_log_probs,
     stretch_params,
+    tokens_of,
 )
 
 __all__ = ["VllmEngine"]
@@ -142,7 +143,7 @@ class VllmEngine(VllmBase):
 
     def _add(self, row: Growing, batch: Batch) -> None:
         number = str(next(self._numbers))
-        self._engine.add_request(number, {"prompt_token_ids": row.context}, stretch_params(row, self._ends))
+        self._engine.add_request(number, tokens_of(row.context), stretch_params(row, self._ends))
         self._running[number] = (row, batch)
         self._idle.clear()
 
@@ -190,7 +191,7 @@ class VllmEngine(VllmBase):
         deadline = time.monotonic() + timeout_s
         names = [f"probe-{next(self._numbers)}" for _ in sequences]
         for name, tokens in zip(names, sequences, strict=True):
-            self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, probe_params())
+            self._engine.add_request(name, tokens_of(tokens), probe_params())
         found: dict[str, list[float]] = {}
         while len(found) < len(names):
             if time.monotonic() > deadline:
