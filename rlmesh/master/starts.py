@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from rlmesh.master.filesystems import network_file_system
 from rlmesh.master.store import STORE_FILE, read_fact
 
 __all__ = ["STARTS_FILE", "await_guardians", "hold", "note_end", "note_start"]
+
+logger = logging.getLogger(__name__)
 
 STARTS_FILE = "starts.json"
 HOLD_FILE = "held-by.json"
@@ -106,9 +109,13 @@ def note_start(run_dir: Path, restarts: int = 0, now: float | None = None) -> Re
 
 
 def note_end(run_dir: Path, *, succeeded: bool, stopped_at: int | None, samples_trained: int = 0) -> None:
-    """Note how the last start ended: ``stopped_at`` is the step after which all ranks stopped, if they did."""
+    """Note how the last start ended: ``stopped_at`` is the step after which all ranks stopped, if they did. Where that
+    cannot be written (the disk is full) it is told, and the job has ended as it has."""
     end = {"succeeded": succeeded, "stopped_at": stopped_at, "samples_trained": samples_trained}
-    _write(run_dir, {**_read(run_dir), **end})
+    try:
+        _write(run_dir, {**_read(run_dir), **end})
+    except OSError as error:
+        logger.warning("how the job ended could not be noted in %s: %s", run_dir / STARTS_FILE, error)
 
 
 def _samples_trained(run_dir: Path, before: dict[str, Any]) -> int:

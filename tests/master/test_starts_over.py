@@ -12,7 +12,7 @@ import pytest
 from rlmesh.agent import ownership
 from rlmesh.errors import LaunchError
 from rlmesh.master.records import END_FILE, forget_end, read_end
-from rlmesh.master.starts import await_guardians
+from rlmesh.master.starts import await_guardians, note_end
 
 
 def test_what_is_left_of_an_earlier_job_is_waited_for(tmp_path: Path) -> None:
@@ -36,3 +36,10 @@ def test_the_end_of_the_job_before_is_forgotten(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]
     found = read_end(tmp_path)
     assert found is not None and found.stage == "lost"
+
+
+def test_an_end_that_cannot_be_noted_is_told_and_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    note_end(tmp_path / "full", succeeded=True, stopped_at=None)
+    assert "could not be noted in" in caplog.text
