@@ -451,8 +451,11 @@ def _memory_limits(error: BaseException) -> str:
 
 
 def print_error(text: str) -> None:
-    sys.stderr.write(text.rstrip() + "\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(text.rstrip() + "\n")
+        sys.stderr.flush()
+    except OSError:
+        pass  # the disk of the log is full, which must not keep the master from hearing what failed
 
 
 def _exit_code(exit: SystemExit) -> int:

@@ -42,8 +42,8 @@ class Workspace:
         """
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         folder = run_dir or (run_root or Path("runs")) / f"{job_name}-{stamp}"
-        folder = Path(os.path.abspath(folder))
         try:
+            folder = Path(os.path.abspath(folder))  # fails where the working directory is gone
             (folder / "logs").mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:  # ValueError: a zero byte
             raise LaunchError(f"the run directory {folder} cannot be made: {error}") from error

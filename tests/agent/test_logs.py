@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.agent import logs
 from rlmesh.agent.logs import LogLine, LogTail, last_lines, member_log, written_before
+from rlmesh.agent.worker import print_error
 
 
 def test_last_lines_keep_a_half_line_and_replace_what_is_no_utf8(tmp_path: Path) -> None:
@@ -94,3 +98,12 @@ def test_however_it_is_cut_the_same_lines_come_out(chunks: list[bytes]) -> None:
     if expected[-1] == b"":
         expected.pop()
     assert [line.text for line in lines] == [line.rstrip(b"\r").decode("utf-8", "replace") for line in expected]
+
+
+def test_a_full_disk_under_the_log_hides_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        print_error("TRAINER:0: run() failed")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.errors import JobSpecError
+from rlmesh.errors import JobSpecError, LaunchError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.restart_policy import RestartPolicy
 from rlmesh.master.jobspec import JobSpec, Limits
@@ -125,6 +125,15 @@ def test_workspace_is_private_short_and_removed(tmp_path: Path, monkeypatch: pyt
     finally:
         space.remove_sockets()
     assert not space.socket_dir.exists()
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(LaunchError, match=r"the run directory runs/my-job-.* cannot be made"):
+        Workspace.create("my-job", None, None)
 
 
 def test_options_around_the_script_win_and_leave_the_rest() -> None:
