@@ -14,6 +14,8 @@ from rlmesh.weights.pieces import dtype_name
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from rlmesh.weights.lora import Named
+
 
 Lora = Literal["", "adapter", "merged"]
 
@@ -43,6 +45,29 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Kind]
             else:
                 tensors[name], kinds[name] = buffer, "buffer"
     return tensors, kinds, tuple(excluded)
+
+
+def tensors_to_send(module: nn.Module, exclude: Collection[str], lora: Lora, adapter: str) -> Named:
+    """What a source gives: tensors by name, makers of those that are computed, what kind each is, and the names that it
+    leaves out.
+
+    Raises:
+        UsageError: there is no such tensor to leave out, no such adapter, or no such way with adapters.
+    """
+    if lora not in ("", "adapter", "merged"):
+        raise UsageError(f"lora={lora!r}: it is 'adapter', 'merged' or ''")
+    makers: dict[str, Callable[[], Tensor]] = {}
+    if lora:
+        from rlmesh.weights.lora import lora_tensors
+
+        tensors, makers, kinds, left = lora_tensors(module, lora, adapter)
+    else:
+        tensors, kinds, left = named_tensors(module)
+    unknown = set(exclude) - set(tensors)
+    if unknown:
+        raise UsageError(f"exclude: the module has no {sorted(unknown)}")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in exclude}
+    return kept, makers, kinds, (*exclude, *left)
 
 
 def manifest_of(tensors: Mapping[str, Tensor], kinds: Mapping[str, Kind], excluded: tuple[str, ...]) -> Manifest:
@@ -111,21 +136,9 @@ class ModuleSource:
     def __init__(
         self, module: nn.Module, *, exclude: Collection[str] = (), lora: Lora = "", adapter: str = "default"
     ) -> None:
-        if lora not in ("", "adapter", "merged"):
-            raise UsageError(f"lora={lora!r}: it is 'adapter', 'merged' or ''")
-        self._makers: dict[str, Callable[[], Tensor]] = {}
-        if lora:
-            from rlmesh.weights.lora import lora_tensors
-
-            tensors, self._makers, kinds, left = lora_tensors(module, lora, adapter)
-        else:
-            tensors, kinds, left = named_tensors(module)
-        unknown = set(exclude) - set(tensors)
-        if unknown:
-            raise UsageError(f"exclude: the module has no {sorted(unknown)}")
-        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in exclude}
+        self._tensors, self._makers, kinds, left = tensors_to_send(module, exclude, lora, adapter)
         self._watched = list(module.parameters())
-        self._manifest = manifest_of(self._tensors, kinds, (*exclude, *left))
+        self._manifest = manifest_of(self._tensors, kinds, left)
         self.lasting = not self._makers and all(_local(t) is t for t in self._tensors.values())
         self._parts = None if self.lasting or self._makers else parts_of(self._tensors)
         self.device = str(_local(next(iter(self._tensors.values()))).device) if self._tensors else "cpu"

@@ -6,14 +6,14 @@ it: a bucket's parameters are made whole by all ranks together, handed on, and g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.weights.lora import BASE, base_name, lora_tensors
+from rlmesh.weights.lora import BASE, base_name
 from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
-from rlmesh.weights.modules import Lora, named_tensors
+from rlmesh.weights.modules import Lora, tensors_to_send
 from rlmesh.weights.pieces import dtype_name
 
 if TYPE_CHECKING:
@@ -50,16 +50,8 @@ class ZeroSource:
             )
         self._engine = engine
         module: nn.Module = engine.module
-        self._makers: dict[str, Callable[[], Tensor]] = {}
-        if lora:
-            tensors, self._makers, kinds, left = lora_tensors(module, lora, adapter)
-        else:
-            tensors, kinds, left = named_tensors(module)
-        unknown = set(exclude) - set(tensors)
-        if unknown:
-            raise UsageError(f"exclude: the module has no {sorted(unknown)}")
-        self.tensors = {name: tensor for name, tensor in tensors.items() if name not in exclude}
-        self._manifest = _manifest(self.tensors, kinds, (*exclude, *left))
+        self.tensors, self._makers, kinds, left = tensors_to_send(module, exclude, lora, adapter)
+        self._manifest = _manifest(self.tensors, kinds, left)
         # What a computed tensor is computed from must be whole too.
         self._needs = {
             base_name(f"{name}.{BASE}weight"): list(layer.parameters())
