@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -41,12 +41,24 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """``count``: how many buckets it was joined from, for a channel that takes many at once."""
+    """``count``: how many buckets it was joined from, for a channel that takes many at once.
+
+    Attributes:
+        sizes: bytes of each entry.
+        starts: where each begins in its tensor, in bytes; None: all are whole, or begin at the first byte.
+    """
 
     index: int
     entries: tuple[Entry, ...]
     nbytes: int
     count: int = 1
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    starts: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        starts = tuple(entry.start for entry in self.entries)
+        object.__setattr__(self, "sizes", tuple(entry.nbytes for entry in self.entries))
+        object.__setattr__(self, "starts", starts if any(starts) else None)
 
     def to_wire(self) -> list[Any]:
         rows = [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes, list(e.tied), e.start] for e in self.entries]

@@ -8,12 +8,13 @@ its way. What does not fit (odd sizes, no Triton, an older driver) is copied and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.weights.checksum import MASK
 from rlmesh.weights.cuda import kernels, sum_by_torch
+from rlmesh.weights.pieces import Placed
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ _prepared: dict[Any, _Work] = {}
 
 def copy(
     sources: Sequence[Tensor], targets: Sequence[Tensor] | None, sizes: Sequence[int], at: Sequence[int] | None = None,
-    *, summed: bool,
+    *, summed: bool, meanwhile: Callable[[], object] | None = None,
 ) -> list[int]:  # fmt: skip
     """Copy pieces, and wait for the end. Gives the checksums of what was copied; nothing unless ``summed``.
 
@@ -37,16 +38,21 @@ def copy(
         targets: contiguous tensors of any type and shape, on one GPU; None: sum only, on the current GPU.
         sizes: of the sources, in bytes.
         at: the byte of each target at which its piece begins; None: the first.
+        meanwhile: what this thread does while a GPU works.
     """
     import torch
 
+    meanwhile = meanwhile or _nothing
     if not sources:
+        meanwhile()
         return []
     if not (targets or sources)[0].is_cuda:
-        return _plainly(sources, targets, at, summed)
+        sums = _plainly(sources, targets, at, summed)
+        meanwhile()
+        return sums
     device = targets[0].device if targets else torch.device("cuda", torch.cuda.current_device())
-    froms = tuple([source.data_ptr() for source in sources])
-    tos = tuple([target.data_ptr() for target in targets]) if targets is not None else None
+    froms = _addresses(sources)
+    tos = _addresses(targets) if targets is not None else None
     if tos is not None and at is not None:
         tos = tuple([to + start for to, start in zip(tos, at, strict=True)])
     key = (device, sources[0].device, froms, tos, tuple(sizes))
@@ -56,7 +62,15 @@ def copy(
             if len(_prepared) >= MAX_PREPARED:
                 _prepared.clear()
             work = _prepared[key] = _Work(froms, tos, sizes, sources[0].device, device)
-        return work.run(sources, targets, at, summed)
+        return work.run(sources, targets, at, summed, meanwhile)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tensors.addresses if isinstance(tensors, Placed) else tuple([tensor.data_ptr() for tensor in tensors])
+
+
+def _nothing() -> None:
+    return
 
 
 class _Work:
@@ -88,8 +102,9 @@ class _Work:
         self._by_torch = sorted(set(range(self._count)) - set(fit))
 
     def run(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor] | None, at: Sequence[int] | None, summed: bool
-    ) -> list[int]:
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor] | None, at: Sequence[int] | None, summed: bool,
+        meanwhile: Callable[[], object],
+    ) -> list[int]:  # fmt: skip
         """These must be what the addresses are of."""
         import torch
 
@@ -110,8 +125,11 @@ class _Work:
                 order = order + group
             stream.wait_stream(side)
         rest = _plainly(*_only(self._by_torch, sources, targets, at), summed) if self._by_torch else []
+        try:
+            meanwhile()
+        finally:
+            stream.synchronize()  # whatever fails: nobody may think that the memory is at rest before it is
         if sums is None:
-            stream.synchronize()
             return []
         found = dict(zip(order, sums[: len(order)].tolist(), strict=True))
         found.update(zip(self._by_torch, rest, strict=True))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from rlmesh.errors import WeightSyncError
 from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.modules import manifest_of, named_tensors
+from rlmesh.weights.pieces import Placed
 from rlmesh.weights.plan import Mode
 from rlmesh.weights.protocols import Framework
 
@@ -32,7 +33,30 @@ class _Memory:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     addresses: list[int] = field(default_factory=list)
     lent: bool = False
-    layouts: dict[int, tuple[Sequence[Entry], list[str]]] = field(default_factory=dict)
+    layouts: dict[int, tuple[Sequence[Entry], list[str], tuple[int, ...]]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Swap:
+    """All that is to know of a swap before it is done.
+
+    Attributes:
+        pairs: tensors of the module, and the memory that each gets.
+        addresses: of that memory, in the order of the sink's tensors.
+        before, tensors: the memory that is in use, and its tensors by owner.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]]
+    addresses: list[int]
+    before: _Memory
+    tensors: dict[str, Tensor]
+
+    def do(self) -> _Memory:
+        """Gives what was in use."""
+        for target, memory in self.pairs:
+            target.data = memory
+        self.before.tensors = self.tensors
+        return self.before
 
 
 class ModuleSink:
@@ -78,6 +102,7 @@ class ModuleSink:
         self._keep, self._after_flip = keep_shared, after_flip or (lambda: None)
         self._staged: dict[str, Tensor] = {}
         self._staged_is_lent = False
+        self._next: _Swap | None = None
         self._spare = _Memory()
         self._current: _Memory | None = None
         self._previous: _Memory | None = None
@@ -92,15 +117,16 @@ class ModuleSink:
         # source's.
         if self._previous is not None:
             self._spare = _Memory() if self._previous.lent else self._previous
-        self._previous, self._staged, self._staged_is_lent = None, {}, False
+        self._previous, self._next, self._staged, self._staged_is_lent = None, None, {}, False
 
     def let_go(self) -> None:
         """Free all memory that is not in use; there is nothing to go back to then."""
-        self._previous, self._staged, self._spare = None, {}, _Memory()
+        self._previous, self._next, self._staged, self._spare = None, None, {}, _Memory()
 
     def stage(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
         import torch
 
+        self._next = None
         with torch.no_grad():
             for owner, sent in self._manifest.by_owner(tensors).items():
                 target = self._targets[owner][0].detach()
@@ -123,18 +149,19 @@ class ModuleSink:
             return [self._room(entry, self._owner(entry)) for entry in entries]
         if keep and self._keep and self.device == "cpu":
             return [None] * len(entries)
-        spare = self._spare
+        spare, self._next = self._spare, None
         known = spare.layouts.get(id(entries))
         if known is None or known[0] is not entries:
             rooms = [self._room(entry, self._owner(entry)) for entry in entries]
             owners = [owner for owner in map(self._owner, entries) if owner is not None]
             self._staged.update((owner, spare.tensors[owner]) for owner in owners)
             if all(room is not None for room in rooms) and len(set(owners)) == len(rooms):
-                spare.layouts[id(entries)] = entries, owners
+                spare.layouts[id(entries)] = entries, owners, Placed(rooms).addresses
             return rooms
-        filled = {owner: spare.tensors[owner] for owner in known[1]}
+        _, owners, addresses = known
+        filled = {owner: spare.tensors[owner] for owner in owners}
         self._staged.update(filled)
-        return list(filled.values())
+        return Placed(filled.values(), addresses)
 
     def _room(self, entry: Entry, owner: str | None) -> Tensor | None:
         if owner is None:
@@ -170,44 +197,48 @@ class ModuleSink:
 
     # Which memory is in use.
 
+    def prepare_flip(self) -> None:
+        """While the last copies are under way: whatever of a flip can be done before. Nothing if more is to come."""
+        if self.mode == "double_buffer" and self._staged.keys() == self._targets.keys():
+            self._next = self._swap_to(self._staged)
+
     def flip(self, version: int) -> None:
         if self.mode == "double_buffer":
-            missing = self._targets.keys() - self._staged.keys()
-            if missing:
-                raise WeightSyncError(f"{sorted(missing)[:5]} did not come")
+            swap, self._next = self._next, None
+            if swap is None:
+                missing = self._targets.keys() - self._staged.keys()
+                if missing:
+                    raise WeightSyncError(f"{sorted(missing)[:5]} did not come")
+                swap = self._swap_to(self._staged)
             staged = _Memory(lent=True) if self._staged_is_lent else self._spare
-            self._previous = self._swap(self._staged)
-            staged.addresses = [self._staged[owner].data_ptr() for owner in self._targets]
-            staged.tensors = {}
+            self._previous = swap.do()
+            staged.addresses, staged.tensors = swap.addresses, {}
             self._current, self._staged, self._spare = staged, {}, _Memory()
         self._after_flip()
 
-    def _swap(self, new: Mapping[str, Tensor]) -> _Memory:
-        """Use other memory; gives what was in use."""
+    def _swap_to(self, new: Mapping[str, Tensor]) -> _Swap:
+        """Using other memory instead of what is in use."""
         old = [same[0].data for same in self._targets.values()]
-        for owner, same in self._targets.items():
-            tensor = new[owner]
-            for target in same:
-                target.data = tensor
         addresses = [tensor.data_ptr() for tensor in old]
-        current = self._current
-        if current is None or current.addresses != addresses or current.lent:
+        before = self._current
+        if before is None or before.addresses != addresses or before.lent:
             # It came with the module, or was moved since.
-            current = _Memory(addresses=addresses, lent=current is not None and current.lent)
-        current.tensors = dict(zip(self._targets, old, strict=True))
-        return current
+            before = _Memory(addresses=addresses, lent=before is not None and before.lent)
+        pairs = [(target, new[owner]) for owner, same in self._targets.items() for target in same]
+        addresses = [new[owner].data_ptr() for owner in self._targets]
+        return _Swap(pairs, addresses, before, dict(zip(self._targets, old, strict=True)))
 
     def rollback(self) -> None:
         if self._previous is not None:
             back = self._previous
-            new = self._swap(back.tensors)
+            new = self._swap_to(back.tensors).do()
             back.tensors = {}
             self._spare = _Memory() if new.lent else new
             self._current, self._previous = back, None
         self._after_flip()
 
     def discard(self) -> None:
-        self._staged = {}
+        self._staged, self._next = {}, None
 
 
 def _wire_type(entry: Entry) -> object:

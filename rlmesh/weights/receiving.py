@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.buckets import Bucket, Entry, join_all
+from rlmesh.weights.buckets import Bucket, join_all
 from rlmesh.weights.channels.base import Inlet, RouteSettings
 from rlmesh.weights.channels.registry import open_inlet
 from rlmesh.weights.gate import VersionGate
@@ -231,13 +231,11 @@ class Receiver:
 
     def _take(self, route: _Route, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
         size = len(bucket.entries)
-        position = {entry.name: i for i, entry in enumerate(bucket.entries)} if route.settings.verify else {}
         whole, of_share = checksums[:size], checksums[size:]
 
-        def compare(entries: Sequence[Entry], here: Sequence[int], shared: bool) -> None:
+        def compare(which: Sequence[int], here: Sequence[int], shared: bool) -> None:
             sent = of_share if shared and of_share else whole
-            found = zip(entries, here, strict=True)
-            wrong = [entry.name for entry, one in found if one != sent[position[entry.name]]]
+            wrong = [bucket.entries[i].name for i, one in zip(which, here, strict=True) if one != sent[i]]
             if wrong:
                 raise WeightSyncError(
                     f"bucket {bucket.index} arrived altered: the checksums of {', '.join(wrong[:5])} "

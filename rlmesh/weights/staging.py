@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlmesh.weights.buckets import Bucket, Entry
+from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.checksum import checksum, copy_with_checksum, share_of
 from rlmesh.weights.pieces import checksums_of, is_torch, tensor_of
 from rlmesh.weights.protocols import OpenSink, WeightSink
 
-Compare = Callable[[Sequence[Entry], Sequence[int], bool], None]
-"""Entries, the checksums found, and whether these are of this sink's share of them only. Raises if they are wrong."""
+Compare = Callable[[Sequence[int], Sequence[int], bool], None]
+"""Which entries of the bucket, the checksums found, and whether these are of this sink's share of them only. Raises if
+they are wrong."""
 
 
 def stage_pieces(
@@ -41,10 +42,10 @@ def stage_pieces(
         rooms = sink.rooms(entries, keep=keep and not any(entry.is_part for entry in entries))
     filled = [i for i, room in enumerate(rooms) if room is not None]
     if filled:
-        chosen = entries if len(filled) == len(entries) else [entries[i] for i in filled]
-        sums = _fill([pieces[i] for i in filled], [rooms[i] for i in filled], chosen, summed=compare is not None)
+        sums = _fill(pieces, rooms, bucket, filled, meanwhile=getattr(sink, "prepare_flip", None),
+                     summed=compare is not None)  # fmt: skip
         if compare is not None:
-            compare(chosen, sums, False)
+            compare(filled, sums, False)
     if len(filled) == len(entries):
         return
     left = [i for i, room in enumerate(rooms) if room is None]
@@ -55,7 +56,7 @@ def stage_pieces(
     if compare is not None:
         # Memory that all sinks of a node look at, and that none of them copies, is verified by all of them together.
         looked_at = [pieces[i][share_of(pieces[i].nbytes, *share)] if keep else pieces[i] for i in left]
-        compare([entries[i] for i in left], checksums_of(looked_at), keep)
+        compare(left, checksums_of(looked_at), keep)
     tensors: dict[str, Any] = {}
     for i in left:
         tensor = tensor_of(pieces[i], entries[i].dtype, entries[i].shape, sink.framework)
@@ -78,20 +79,31 @@ def _here(pieces: Sequence[Any]) -> Sequence[Any]:
     return places
 
 
-def _fill(pieces: Sequence[Any], rooms: Sequence[Any], entries: Sequence[Entry], *, summed: bool) -> list[int]:
-    """Copy each piece to its place, and wait for the end; the checksums of what was copied, if they are wanted."""
-    if is_torch(pieces[0]):
-        from rlmesh.weights.cuda_copies import copy
+def _fill(
+    pieces: Sequence[Any], rooms: Sequence[Any], bucket: Bucket, filled: Sequence[int], *,
+    meanwhile: Callable[[], object] | None, summed: bool,
+) -> list[int]:  # fmt: skip
+    """Copy pieces to their places, and wait for the end; the checksums of what was copied, if they are wanted.
 
-        starts = [entry.start for entry in entries]
-        return copy(pieces, rooms, [e.nbytes for e in entries], starts if any(starts) else None, summed=summed)
+    Args:
+        filled: which of the bucket's entries have a place.
+        meanwhile: what may be done while a GPU copies.
+    """
+    sizes, starts = bucket.sizes, bucket.starts
+    if len(filled) < len(sizes):
+        pieces, rooms = [pieces[i] for i in filled], [rooms[i] for i in filled]
+        sizes = tuple(sizes[i] for i in filled)
+        starts = tuple(starts[i] for i in filled) if starts is not None else None
+    from rlmesh.weights.cuda_copies import bytes_of, copy
+
+    if is_torch(pieces[0]):
+        return copy(pieces, rooms, sizes, starts, summed=summed, meanwhile=meanwhile)
     import torch
 
-    from rlmesh.weights.cuda_copies import bytes_of
-
     sums = []
-    for piece, room, entry in zip(pieces, rooms, entries, strict=True):
-        place = bytes_of(room)[entry.start : entry.start + entry.nbytes]
+    for i, (piece, room, size) in enumerate(zip(pieces, rooms, sizes, strict=True)):
+        start = starts[i] if starts is not None else 0
+        place = bytes_of(room)[start : start + size]
         if place.is_cuda:
             if summed:
                 sums.append(checksum(piece))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.weights.buckets import Bucket
@@ -26,6 +26,7 @@ from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
 from rlmesh.weights.cuda import index_of, uuid_of
 from rlmesh.weights.cuda_copies import copy
 from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, export
+from rlmesh.weights.pieces import Placed
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,17 @@ class _Known:
     Attributes:
         addresses: for this process. The same address may be another allocation's later:
         freed: how often torch had given memory back to the driver then;
-        own: or the outlet's allocation that they are in.
+        own: or the outlet's allocation that they are in;
+        targets, dtypes: with the tensors' places there, and what types they have.
     """
 
     serial: int
     places: list[tuple[bytes, int]]
-    addresses: list[int] = field(default_factory=list)
+    addresses: tuple[int, ...] = ()
     freed: int = 0
     own: Allocation | None = None
-    targets: list[Any] = field(default_factory=list)
+    targets: Sequence[Any] = ()
+    dtypes: Sequence[Any] = ()
 
 
 def _freed(device: Any) -> int:
@@ -57,10 +60,6 @@ def _freed(device: Any) -> int:
     import torch
 
     return int(torch.cuda.memory_stats_as_nested_dict(device)["segment"]["all"]["freed"])
-
-
-def _sizes(bucket: Bucket) -> tuple[int, ...]:
-    return tuple([entry.nbytes for entry in bucket.entries])
 
 
 class CudaOutlet:
@@ -93,7 +92,7 @@ class CudaOutlet:
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
         import torch
 
-        whole = [tensors[entry.name] for entry in bucket.entries]
+        whole = Placed(tensors[entry.name] for entry in bucket.entries)
         device = next((tensor.device for tensor in whole if tensor.is_cuda), None)
         if device is None:
             raise ChannelBroken(f"bucket {bucket.index} is not on a GPU")
@@ -104,16 +103,16 @@ class CudaOutlet:
             if places is None:
                 places, sums = self._copy(bucket, whole)
             elif self._settings.verify:
-                sums = copy(whole, None, _sizes(bucket), summed=True)
+                sums = copy(whole, None, bucket.sizes, summed=True)
             # Whoever reads next does so from another process, which knows nothing of this one's streams.
             torch.cuda.current_stream().synchronize()
         return Parcel(bucket, sums, (places, whole))
 
-    def _places(self, bucket: Bucket, whole: Sequence[Any]) -> _Known | None:
+    def _places(self, bucket: Bucket, whole: Placed) -> _Known | None:
         """Handle and offset of each tensor where it is; None if they must be copied."""
         from rlmesh.weights.pieces import dtype_name
 
-        addresses = [tensor.data_ptr() for tensor in whole]
+        addresses = whole.addresses
         known, freed = self._known.get(bucket.index), _freed(whole[0].device)
         same = known is not None and known.addresses == addresses and known.freed == freed
         if known is not None and same and all(tensor.is_contiguous() for tensor in whole):
@@ -141,7 +140,7 @@ class CudaOutlet:
         found = self._known[bucket.index] = _Known(self._serial, places)
         return found
 
-    def _copy(self, bucket: Bucket, whole: Sequence[Any]) -> tuple[_Known, list[int]]:
+    def _copy(self, bucket: Bucket, whole: Placed) -> tuple[_Known, list[int]]:
         import torch
 
         turn = bucket.index if self._settings.keep else bucket.index % TURNS
@@ -153,13 +152,15 @@ class CudaOutlet:
         known = self._known.get(bucket.index)
         if known is None or known.own is not own:
             known = self._remember(bucket, [(own.handle, entry.offset) for entry in bucket.entries])
-            known.own, known.targets = own, [own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries]
-        ready = [
+            known.own = own
+            known.targets = Placed(own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries)
+            known.dtypes = [getattr(torch, entry.dtype) for entry in bucket.entries]
+        fit = all(t.dtype is d and t.is_cuda and t.is_contiguous() for t, d in zip(whole, known.dtypes, strict=True))
+        ready: Sequence[Any] = whole if fit else [
             tensor.to(device=self._device, dtype=dtype).contiguous()
-            if tensor.dtype is not dtype or not tensor.is_cuda or not tensor.is_contiguous() else tensor
-            for tensor, dtype in zip(whole, [getattr(torch, entry.dtype) for entry in bucket.entries], strict=True)
+            for tensor, dtype in zip(whole, known.dtypes, strict=True)
         ]  # fmt: skip
-        return known, copy(ready, known.targets, _sizes(bucket), summed=self._settings.verify)
+        return known, copy(ready, known.targets, bucket.sizes, summed=self._settings.verify)
 
     def payload(self, parcel: Parcel, sink: str) -> Any:
         known, index = parcel.data[0], parcel.bucket.index
@@ -220,10 +221,11 @@ class CudaInlet:
             bases = [self._opened.address(handle) if handle else 0 for handle in handles]
         except (LookupError, Unshareable) as error:
             raise ChannelBroken(f"{self._sink} cannot open the source's memory: {error}", self._sink) from error
-        pieces = [
-            bytes_at(bases[number] + offset, entry.nbytes, device, self)
-            for entry, (number, offset) in zip(bucket.entries, places, strict=True)
-        ]
+        addresses = [bases[number] + offset for number, offset in places]
+        pieces = Placed(
+            (bytes_at(address, size, device, self) for address, size in zip(addresses, bucket.sizes, strict=True)),
+            addresses,
+        )
         self._known[bucket.index] = serial, [handle for handle in handles if handle], pieces
         return pieces
 
