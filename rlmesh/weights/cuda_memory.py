@@ -6,7 +6,10 @@ Weights in memory without handles are copied into an `Allocation` before they ar
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.memory.cuda_driver import DriverError, driver
@@ -26,6 +29,17 @@ def why_not_shared() -> str:
     except OSError as error:
         return f"the CUDA driver cannot be loaded: {error}"
     return ""
+
+
+def this_process() -> bytes:
+    """Equal for a source and a sink in one process, which cannot open its own handles and need not."""
+    return _name_of(os.getpid())
+
+
+@cache
+def _name_of(pid: int) -> bytes:
+    # Numbers of processes repeat in other containers; and a process that forks is two.
+    return secrets.token_bytes(8)
 
 
 def export(tensor: Tensor) -> tuple[bytes, int]:

@@ -61,10 +61,13 @@ def test_the_inventory_is_what_cuda_shows() -> None:
 def test_masks_are_read_as_cuda_reads_them() -> None:
     gpus = Machine().gpus()[0]
     everything = [device.uuid for device in usable_devices(gpus, {})[0]]
+    wrong = {}
     for mask in masks(everything):
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})}
-        read = [device.uuid for device in usable_devices(gpus, env)[0]]
-        assert sorted(read) == sorted(cuda_sees(mask)), mask
+        read, seen = sorted(device.uuid for device in usable_devices(gpus, env)[0]), sorted(cuda_sees(mask))
+        if read != seen:
+            wrong[mask] = {"read": read, "CUDA": seen}
+    assert wrong == {}
 
 
 def test_news_of_gpus_can_be_waited_for() -> None:

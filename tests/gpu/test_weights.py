@@ -22,9 +22,11 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.checksum import reference
 from rlmesh.weights.cuda import sum_by_torch
+from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.modules import ModuleSource
 from rlmesh.weights.sync import WeightSync
 from tests.gpu.weights_peer import Model, values
+from tests.weights.mesh import WeightMesh
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 
@@ -243,6 +245,26 @@ def test_a_write_that_torch_does_not_count_is_seen_by_the_checksums(
             with pytest.raises(WeightSyncError, match=r"arrived altered: the checksums of rows.5"):
                 sync.push(2).result(60)
         sync.push(3).result(60)
+
+
+@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_sink_in_the_process_of_its_source(snapshot: bool, mode: Any) -> None:
+    """As fused roles are: a process cannot open its own handles."""
+    source, sink = Model(1, "cuda:0"), Model(2, "cuda:0")
+    with tempfile.TemporaryDirectory(prefix="rlm-") as sockets:
+        here = WeightMesh(Path(sockets))
+        try:
+            here.add_sink(ModuleSink(sink, mode), 0)
+            sync = here.sync(ModuleSource(source), bucket_bytes=BUCKET, snapshot=snapshot)
+            for version in range(4):
+                with torch.no_grad():
+                    source.rows[5].add_(1)
+                sync.push(version).result(60)
+                assert near(values(sink), values(source))
+            assert "by cuda_ipc: same GPU" in str(sync.plan())
+        finally:
+            here.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")

@@ -55,6 +55,24 @@ class Actor(SendsWeights):
     def resident_bytes(self) -> int:
         return resident_bytes()
 
+    @rpc
+    def pid(self) -> int:
+        return os.getpid()
+
+    @rpc
+    def push_from_here(self, version: int) -> list[Any]:
+        """As its own coordinator: from a source of its own, and from its role, which it must not wait for."""
+        self.train(version)
+        rollout = RoleGroup[Any]("ROLLOUT")
+        with WeightSync(ArraySource(self.arrays), rollout, channel=config()["channel"]) as sync:
+            served = sync.push(version).result().version
+        with WeightSync(RoleGroup[Any]("ACTOR"), rollout) as sync:
+            try:
+                sync.push(version + 1)
+            except Exception as error:
+                return [served, type(error).__name__, str(error)]
+        return [served, "", ""]
+
 
 class Rollout(ReceivesWeights):
     def setup(self) -> None:
@@ -70,6 +88,10 @@ class Rollout(ReceivesWeights):
     @rpc
     async def arm(self, bucket: int) -> None:
         self.die_in = bucket
+
+    @rpc
+    def pid(self) -> int:
+        return os.getpid()
 
     @rpc
     def sample(self) -> list[float] | None:
@@ -130,6 +152,33 @@ class Trainer:
             "plan": str(self.sync.plan()),
         }
 
+    def together(self) -> dict[str, Any]:
+        """Source and sinks are fused: each pair has one process and one main thread."""
+        pids = self.actor.call("pid").result(), self.rollout.call("pid").result()
+        samples = []
+        for version in (1, 2, 3):
+            self.push(version)
+            samples.append(self.rollout.call("sample").result())
+        self.actor.call("train", 9).result()
+        still = self.rollout.call("sample").result()
+        with WeightSync(self.actor, self.rollout, snapshot=True, channel=config()["channel"]) as sync:
+            pushing = sync.push(9)
+            self.actor.call("train", 10).result()
+            pushing.result()
+        copied = self.rollout.call("sample").result()
+        own = self.actor[0].call("push_from_here", 20).result()
+        served = self.rollout.call("sample").result()
+        self.rollout[1].call("arm", 7).result()
+        self.actor.call("train", 21).result()
+        error = self.sync.push(21).exception()
+        after_kill = self.rollout.call("sample").result()
+        self.push(22)
+        last = self.rollout.call("sample").result()
+        return {
+            "pids": pids, "samples": samples, "still": still, "copied": copied, "own": own, "served": served,
+            "error": str(error), "after_kill": after_kill, "last": last, "plan": str(self.sync.plan()),
+        }  # fmt: skip
+
     def many(self) -> dict[str, Any]:
         """Many pushes, some of which a receiver does not survive."""
         generator = random.Random(0)
@@ -160,10 +209,14 @@ class Trainer:
         return {"kills": kills, "faults": faults[:10], "levels": levels}
 
 
-def build(out: Path, scenario: str, *, channel: str = "auto", mode: str = "double_buffer", **more: Any) -> Any:
+def build(
+    out: Path, scenario: str, *, channel: str = "auto", mode: str = "double_buffer", fused: bool = False, **more: Any
+) -> Any:
     values = {"out": str(out), "scenario": scenario, "channel": channel, "mode": mode, **more}
     builder = DLJobBuilder().config(values).device_type("CPU").with_restart(max_restarts=1000, delay_s=0.0)
-    builder.role("ACTOR").run(Actor).resource(cpu=0)
+    builder.role("ACTOR").run(Actor).total(2 if fused else 1).resource(cpu=0)
     builder.role("ROLLOUT").run(Rollout).total(2).resource(cpu=0)
     builder.role("TRAINER").run(Trainer).resource(cpu=0)
+    if fused:
+        builder.with_fusion("ACTOR", "ROLLOUT")
     return builder.build()

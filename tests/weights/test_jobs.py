@@ -33,6 +33,28 @@ def test_a_receiver_that_is_killed_in_bucket_7(channel: str, tmp_path: Path) -> 
     assert seen["last"] == [[3, 3], [3, 3]]
 
 
+@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+@pytest.mark.parametrize("channel", ["auto", pytest.param("stream", marks=pytest.mark.slow),
+                                     pytest.param("collective", marks=pytest.mark.slow)])  # fmt: skip
+def test_source_and_sink_in_one_process(channel: str, mode: str, tmp_path: Path) -> None:
+    """Fused roles share a main thread, on which the source gives its weights: the sink takes them beside it."""
+    out = tmp_path / "seen.json"
+    with LocalCluster(run_root=tmp_path):
+        sync_job.build(out, "together", channel=channel, mode=mode, fused=True).submit("together")
+    seen = json.loads(out.read_text())
+    actors, rollouts = seen["pids"]
+    assert actors == rollouts and actors[0] != actors[1]
+    assert seen["samples"] == [[[v, v], [v, v]] for v in (1, 2, 3)]
+    assert seen["still"] == [[3, 3], [3, 3]], "training goes on in memory of its own"
+    assert seen["copied"] == [[9, 9], [9, 9]]
+    served, kind, text = seen["own"]
+    assert served == 20 and seen["served"] == [[20, 20], [20, 20]]
+    assert kind == "WeightSyncError" and "WouldDeadlock" in text
+    assert "version 21 was not committed" in seen["error"] and "SIGKILL" in seen["error"]
+    assert seen["after_kill"] == [[20, 20] if mode == "double_buffer" else None, None]
+    assert seen["last"] == [[22, 22], [22, 22]]
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.case("O17")

@@ -25,7 +25,7 @@ from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
 from rlmesh.weights.cuda import index_of, uuid_of
 from rlmesh.weights.cuda_copies import copy
-from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, export
+from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, export, this_process
 from rlmesh.weights.pieces import Placed
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class _Known:
     Attributes:
         addresses: for this process. The same address may be another allocation's later:
         freed: how often torch had given memory back to the driver then;
-        own: or the outlet's allocation that they are in;
-        targets, dtypes: with the tensors' places there, and what types they have.
+        own: or the outlet's allocation, if they are copied there;
+        targets, dtypes: then the tensors' places there, and what types they have.
     """
 
     serial: int
@@ -154,6 +154,7 @@ class CudaOutlet:
             known = self._remember(bucket, [(own.handle, entry.offset) for entry in bucket.entries])
             known.own = own
             known.targets = Placed(own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries)
+            known.addresses = known.targets.addresses
             known.dtypes = [getattr(torch, entry.dtype) for entry in bucket.entries]
         fit = all(t.dtype is d and t.is_cuda and t.is_contiguous() for t, d in zip(whole, known.dtypes, strict=True))
         ready: Sequence[Any] = whole if fit else [
@@ -173,7 +174,11 @@ class CudaOutlet:
         import torch
 
         uuid = uuid_of(torch.device(self._device).index or 0)
-        return [known.serial, uuid, handles, [(number[handle], offset) for handle, offset in known.places]]
+        places = [
+            (number[handle], offset, address)
+            for (handle, offset), address in zip(known.places, known.addresses, strict=True)
+        ]
+        return [known.serial, uuid, this_process(), handles, places]
 
     def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
         return
@@ -212,16 +217,19 @@ class CudaInlet:
             return known[2]
         if not rest:
             raise ChannelBroken(f"{self._sink} was not told where bucket {bucket.index} is", self._sink)
-        uuid, handles, places = rest
+        uuid, process, handles, places = rest
         self._used.update(handles)
         from rlmesh.memory.cuda import bytes_at
 
         try:
             device = f"cuda:{index_of(uuid)}"
-            bases = [self._opened.address(handle) if handle else 0 for handle in handles]
+            if process == this_process():
+                addresses = [address for _, _, address in places]
+            else:
+                bases = [self._opened.address(handle) if handle else 0 for handle in handles]
+                addresses = [bases[number] + offset for number, offset, _ in places]
         except (LookupError, Unshareable) as error:
             raise ChannelBroken(f"{self._sink} cannot open the source's memory: {error}", self._sink) from error
-        addresses = [bases[number] + offset for number, offset in places]
         pieces = Placed(
             (bytes_at(address, size, device, self) for address, size in zip(addresses, bucket.sizes, strict=True)),
             addresses,
