@@ -20,6 +20,7 @@ memory does. With a copy on the way 5 (a copy alone is 7).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -101,9 +102,18 @@ def _blocks(source: Bytes, target: Bytes | None) -> Sums:
         by_block[k] = total(words)
         add(once, words, once)
     steps = np.arange(count, dtype=np.uint64) * np.uint64(2 * BLOCK_WORDS)
-    weights = np.arange(1, 2 * BLOCK_WORDS + 1, 2, dtype=np.uint64)
-    weighted = int(total(steps * by_block)) + int(total(weights * once))
+    weighted = int(total(steps * by_block)) + int(total(_weights() * once))
     return Sums(weighted & MASK, int(total(by_block)))
+
+
+@cache
+def _weights() -> NDArray[np.uint64]:
+    """Of the words of a block."""
+    import numpy as np
+
+    found = np.arange(1, 2 * BLOCK_WORDS + 1, 2, dtype=np.uint64)
+    found.flags.writeable = False
+    return found
 
 
 def _rest(data: Bytes) -> Sums:
@@ -113,7 +123,7 @@ def _rest(data: Bytes) -> Sums:
     whole = data.nbytes // 8 * 8
     head = data[:whole]
     words = (head if _aligned(head) else head.copy()).view(np.uint64)
-    weights = np.arange(1, 2 * words.size + 1, 2, dtype=np.uint64)
+    weights = _weights()[: words.size]
     last = int.from_bytes(data[whole:].tobytes(), "little")
     weighted = int(np.add.reduce(words * weights)) + (2 * words.size + 1) * last
     return Sums(weighted & MASK, (int(np.add.reduce(words)) + last) & MASK)

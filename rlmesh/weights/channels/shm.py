@@ -26,6 +26,7 @@ from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
 from rlmesh.weights.checksum import Sums, share_of
+from rlmesh.weights.crew import Crew
 from rlmesh.weights.pieces import host_bytes
 
 _POLL_S = 0.002
@@ -38,8 +39,8 @@ class _BucketFiller:
         readers: how many sinks verify together; 0: nothing is summed.
     """
 
-    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], readers: int) -> None:
-        self._bucket, self._tensors, self._readers = bucket, tensors, readers
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], readers: int, crew: Crew) -> None:
+        self._bucket, self._tensors, self._readers, self._crew = bucket, tensors, readers, crew
         self.checksums: list[int] = []
         self.shares: list[list[int]] = [[] for _ in range(readers)]
         self.nbytes = max(bucket.nbytes, 1)
@@ -47,19 +48,23 @@ class _BucketFiller:
     def fill(self, into: memoryview) -> None:
         import numpy as np
 
-        target = np.frombuffer(into, np.uint8)
-        for entry in self._bucket.entries:
+        target, entries = np.frombuffer(into, np.uint8), self._bucket.entries
+        count = max(self._readers, 1)
+        shares = [share_of(entry.nbytes, reader, count) for entry in entries for reader in range(count)]
+        work = []
+        for at, entry in enumerate(entries):
             source = host_bytes(self._tensors[entry.name], entry.dtype)
             place = target[entry.offset : entry.offset + entry.nbytes]
-            if not self._readers:
-                np.copyto(place, source)
-                continue
+            work += [(source[share], place[share]) for share in shares[at * count : (at + 1) * count]]
+        found = self._crew.copy(work, summed=self._readers > 0)
+        if not self._readers:
+            return
+        for at in range(len(entries)):
             whole = Sums(0, 0)
             for reader, sums in enumerate(self.shares):
-                share = share_of(entry.nbytes, reader, self._readers)
-                found = Sums.of(source[share], place[share])
-                sums.append(found.weighted)
-                whole = whole.then(found, share.start // 8)
+                share = at * count + reader
+                sums.append(found[share].weighted)
+                whole = whole.then(found[share], shares[share].start // 8)
             self.checksums.append(whole.weighted)
 
 
@@ -76,6 +81,7 @@ class ShmOutlet:
         owner = f"n{settings.node_rank}-weights-{plain}-{os.getpid()}-{secrets.token_hex(3)}"
         self._settings, self._clock, self._wait = settings, clock, wait
         self.pool = SegmentPool(settings.job_id, owner, directory=directory)
+        self._crew = Crew()
         self._directory = directory
 
     def info(self, sink: str) -> Mapping[str, Any]:
@@ -87,7 +93,7 @@ class ShmOutlet:
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
         settings = self._settings
         readers = len(settings.sinks) if settings.verify else 0
-        filler = _BucketFiller(bucket, tensors, readers)
+        filler = _BucketFiller(bucket, tensors, readers, self._crew)
         frame = self._written(filler, bucket.index, self._clock() + settings.timeout_s)
         lent = {sink: self.pool.lend(frame, sink) for sink in settings.sinks}
         shares = dict(zip(settings.sinks, filler.shares, strict=True)) if readers > 1 else None
@@ -124,6 +130,7 @@ class ShmOutlet:
 
     def close(self) -> None:
         self.pool.close()
+        self._crew.close()
 
 
 class ShmInlet:

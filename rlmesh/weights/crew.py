@@ -1,0 +1,85 @@
+"""`Crew`: several threads that copy and sum much memory side by side.
+
+One core moves 5 to 7 GB/s here while the machine's memory has room for twice that; NumPy works without the
+interpreter's lock. Work is cut into units of a few MiB, which whoever is free takes next.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from rlmesh.weights.checksum import Sums
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+UNIT_BYTES = 8 << 20
+"""A multiple of 8."""
+MOST = 4
+"""More threads than that fill no memory faster, and there are others on the machine."""
+
+
+class Crew:
+    """The thread that asks, and up to ``hands - 1`` more, which start when there is work for them.
+
+    Args:
+        hands: 0: as many as there are cores, at most `MOST`.
+    """
+
+    def __init__(self, hands: int = 0) -> None:
+        self._others = (hands or min(MOST, len(os.sched_getaffinity(0)))) - 1
+        self._pool = ThreadPoolExecutor(self._others, "rlmesh-weights-copy") if self._others else None
+
+    def copy(self, work: Sequence[tuple[Bytes, Bytes]], *, summed: bool) -> list[Sums]:
+        """Copy (from, to), bytes ``[n]`` each; gives the sums of what was copied, of each pair, if ``summed``."""
+        units: list[tuple[int, Bytes, Bytes]] = []
+        for which, (source, target) in enumerate(work):
+            starts = range(0, source.nbytes, UNIT_BYTES)
+            units += [(which, source[at : at + UNIT_BYTES], target[at : at + UNIT_BYTES]) for at in starts]
+        found = self._do(units, summed)
+        sums = [Sums(0, 0)] * len(work)
+        words = [0] * len(work)
+        for (which, source, _), one in zip(units, found, strict=True):
+            sums[which] = sums[which].then(one, words[which])
+            words[which] += source.nbytes // 8
+        return sums
+
+    def _do(self, units: Sequence[tuple[int, Bytes, Bytes]], summed: bool) -> list[Sums]:
+        import numpy as np
+
+        found = [Sums(0, 0)] * len(units)
+        left = deque(range(len(units)))
+
+        def take_turns() -> None:
+            while left:
+                try:
+                    turn = left.popleft()
+                except IndexError:
+                    return  # another one was faster
+                _, source, target = units[turn]
+                if summed:
+                    found[turn] = Sums.of(source, target)
+                else:
+                    np.copyto(target, source)
+
+        count = min(self._others, len(units) - 1)
+        others = [self._pool.submit(take_turns) for _ in range(count)] if self._pool is not None else []
+        try:
+            take_turns()
+        finally:
+            left.clear()  # if this one failed
+            wait(others)
+        for other in others:
+            other.result()
+        return found
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)

@@ -1,0 +1,47 @@
+"""Threads that copy and sum side by side give what one would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rlmesh.weights.checksum import reference
+from rlmesh.weights.crew import UNIT_BYTES, Crew
+
+SIZES = [0, 5, 3 * UNIT_BYTES + 13, 0, UNIT_BYTES, 8, UNIT_BYTES + 8, 1 << 20]
+
+
+@pytest.fixture(params=[1, 2, 5])
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    made = Crew(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_all_of_it_is_copied_and_summed(crew: Crew, summed: bool) -> None:
+    generator = np.random.default_rng(1)
+    sources = [generator.integers(0, 256, size, dtype=np.uint8) for size in SIZES]
+    targets = [np.zeros(size + 1, np.uint8) for size in SIZES]
+    sums = crew.copy([(s, t[: s.size]) for s, t in zip(sources, targets, strict=True)], summed=summed)
+    for source, target in zip(sources, targets, strict=True):
+        np.testing.assert_array_equal(target[:-1], source)
+        assert target[-1] == 0
+    small = [i for i, size in enumerate(SIZES) if size <= 1 << 20]
+    assert [sums[i].weighted for i in small] == [reference(sources[i].tobytes()) if summed else 0 for i in small]
+    alone = Crew(1)
+    assert sums == alone.copy([(source, source.copy()) for source in sources], summed=summed)
+    alone.close()
+
+
+def test_nobody_writes_any_more_when_one_has_failed(crew: Crew) -> None:
+    source, target = np.ones(6 * UNIT_BYTES, np.uint8), np.zeros(6 * UNIT_BYTES, np.uint8)
+    locked = np.zeros(8, np.uint8)
+    locked.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        crew.copy([(np.ones(8, np.uint8), locked), (source, target)], summed=True)
+    before = target.copy()
+    np.testing.assert_array_equal(target, before)
+    assert crew.copy([(source, target)], summed=True) and bool((target == 1).all()), "it can be used again"
