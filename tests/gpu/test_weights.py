@@ -267,19 +267,19 @@ def test_a_sink_in_the_process_of_its_source(snapshot: bool, mode: Any) -> None:
             here.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
 @pytest.mark.case("O18")
-@pytest.mark.parametrize("first", [0, 2])
-def test_shards_of_two_ranks_come_together_at_two_sinks(first: int) -> None:
-    if torch.cuda.device_count() < first + 2:
+@pytest.mark.parametrize("gpus", [(0, 0, 0, 0), (0, 1, 0, 1), (0, 1, 2, 3)], ids=str)
+def test_shards_of_two_ranks_come_together_at_two_sinks(gpus: tuple[int, ...]) -> None:
+    """GPUs of the source's ranks and of the sinks."""
+    if torch.cuda.device_count() <= max(gpus):
         pytest.skip("there are not enough GPUs")
     ways: list[dict[str, Any]] = [{}, {"verify": False}, {"snapshot": True}]
-    if first:  # NCCL wants a GPU of its own for each end
+    if len(set(gpus)) == len(gpus):  # NCCL wants a GPU of its own for each end
         ways.append({"channel": "collective"})
+    roles = ("SOURCE", 0, ""), ("SOURCE", 1, ""), ("SINK", 0, "in_place"), ("SINK", 1, "in_place")
     with mesh() as members:
         members.start(
-            [("SOURCE", rank, 2, f"cuda:{rank}", "") for rank in (0, 1)]
-            + [("SINK", rank, 2, f"cuda:{first + rank}", "in_place") for rank in (0, 1)]
+            [(role, rank, 2, f"cuda:{gpu}", mode) for (role, rank, mode), gpu in zip(roles, gpus, strict=True)]
         )
         for options in ways:
             with members.sync(**options) as sync:

@@ -51,7 +51,8 @@ def values(module: nn.Module) -> dict[str, list[float]]:
     """Enough of every tensor to tell it from another one's."""
     found = {}
     for name, tensor in module.state_dict().items():
-        flat = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).double().reshape(-1)
+        whole = tensor.float().full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        flat = whole.double().reshape(-1)
         found[name] = [float(flat.sum()), float((flat * torch.arange(flat.numel(), device=flat.device)).sum())]
     return found
 
@@ -101,9 +102,12 @@ def main() -> None:
         else:
             from torch.distributed.fsdp import fully_shard
 
+            # NCCL refuses two ranks on one GPU.
+            backend = "nccl" if torch.cuda.device_count() >= int(ranks) else "gloo"
             torch.distributed.init_process_group(
-                "nccl", f"file://{sockets}/group", rank=int(rank), world_size=int(ranks), device_id=torch.device(device)
-            )
+                backend, f"file://{sockets}/group", rank=int(rank), world_size=int(ranks),
+                device_id=torch.device(device) if backend == "nccl" else None,
+            )  # fmt: skip
             module = plain(7, device)
             fully_shard(module)
             member = Source(module, name, runtime)
