@@ -179,6 +179,14 @@ class Trainer:
             "error": str(error), "after_kill": after_kill, "last": last, "plan": str(self.sync.plan()),
         }  # fmt: skip
 
+    def alone(self) -> dict[str, Any]:
+        """All three roles are fused: whoever pushes is in the process, too."""
+        samples = []
+        for version in (1, 2, 3):
+            self.push(version)
+            samples.append(self.rollout.call("sample").result())
+        return {"samples": samples, "pids": [os.getpid(), *self.rollout.call("pid").result()]}
+
     def many(self) -> dict[str, Any]:
         """Many pushes, some of which a receiver does not survive."""
         generator = random.Random(0)
@@ -210,13 +218,13 @@ class Trainer:
 
 
 def build(
-    out: Path, scenario: str, *, channel: str = "auto", mode: str = "double_buffer", fused: bool = False, **more: Any
+    out: Path, scenario: str, *, channel: str = "auto", mode: str = "double_buffer", fused: int = 0, **more: Any
 ) -> Any:
     values = {"out": str(out), "scenario": scenario, "channel": channel, "mode": mode, **more}
     builder = DLJobBuilder().config(values).device_type("CPU").with_restart(max_restarts=1000, delay_s=0.0)
-    builder.role("ACTOR").run(Actor).total(2 if fused else 1).resource(cpu=0)
-    builder.role("ROLLOUT").run(Rollout).total(2).resource(cpu=0)
+    builder.role("ACTOR").run(Actor).total(fused or 1).resource(cpu=0)
+    builder.role("ROLLOUT").run(Rollout).total(fused or 2).resource(cpu=0)
     builder.role("TRAINER").run(Trainer).resource(cpu=0)
     if fused:
-        builder.with_fusion("ACTOR", "ROLLOUT")
+        builder.with_fusion("ACTOR", "ROLLOUT", *(["TRAINER"] if fused == 1 else []))
     return builder.build()

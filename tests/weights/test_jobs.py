@@ -40,7 +40,7 @@ def test_source_and_sink_in_one_process(channel: str, mode: str, tmp_path: Path)
     """Fused roles share a main thread, on which the source gives its weights: the sink takes them beside it."""
     out = tmp_path / "seen.json"
     with LocalCluster(run_root=tmp_path):
-        sync_job.build(out, "together", channel=channel, mode=mode, fused=True).submit("together")
+        sync_job.build(out, "together", channel=channel, mode=mode, fused=2).submit("together")
     seen = json.loads(out.read_text())
     actors, rollouts = seen["pids"]
     assert actors == rollouts and actors[0] != actors[1]
@@ -53,6 +53,15 @@ def test_source_and_sink_in_one_process(channel: str, mode: str, tmp_path: Path)
     assert "version 21 was not committed" in seen["error"] and "SIGKILL" in seen["error"]
     assert seen["after_kill"] == [[20, 20] if mode == "double_buffer" else None, None]
     assert seen["last"] == [[22, 22], [22, 22]]
+
+
+@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+def test_whoever_pushes_may_be_in_that_process_too(mode: str, tmp_path: Path) -> None:
+    out = tmp_path / "seen.json"
+    with LocalCluster(run_root=tmp_path):
+        sync_job.build(out, "alone", mode=mode, fused=1).submit("alone")
+    seen = json.loads(out.read_text())
+    assert seen["samples"] == [[[v, v]] for v in (1, 2, 3)] and len(set(seen["pids"])) == 1
 
 
 @pytest.mark.slow
