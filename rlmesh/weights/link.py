@@ -80,13 +80,19 @@ class Link:
         """Are the members still those that the plan was made for?"""
         return self._members == {**source.incarnations(), **sinks.incarnations()}
 
-    def is_open(self) -> bool:
-        """Do all of them still know of it? One that sends from or receives into something new does not. Who does not
-        answer is left to the push, which says so."""
-        limit = self._timeouts.connect_s
-        asked = [self._source.call(n, "weights_source_has", self.session, timeout_s=limit) for n in self._source_names]
-        asked += [self._sinks.call(n, "weights_sink_has", self.session, timeout_s=limit) for n in self._sink_names]
-        return all(answer.exception() is not None or answer.result() for answer in asked)
+    def ask(self) -> Answers:
+        """Ask everybody whether they still know of it: one that sends from or receives into something new does not."""
+        limit = min(self._timeouts.connect_s, self._timeouts.bucket_s)
+        ends = (self._source, self._source_names, "source"), (self._sinks, self._sink_names, "sink")
+        return {
+            name: end.call(name, f"weights_{kind}_has", self.session, timeout_s=limit)
+            for end, names, kind in ends
+            for name in names
+        }
+
+    def is_open(self, asked: Answers) -> bool:
+        """Do they? Who does not answer is left to the push, which says so."""
+        return all(answer.exception() is not None or answer.result() for answer in asked.values())
 
     def _connect(self) -> None:
         plan, limit = self.plan, self._timeouts.connect_s
@@ -145,15 +151,22 @@ class Link:
         }
         return failure or _first_failure(sent)
 
-    def flip(self, push: int, version: int) -> Failure | None:
+    def is_staged(self, captures: Answers) -> bool:
+        """Has every sink everything by now? So it is where the source is fenced and gives its weights in this call."""
+        fenced = self.plan.source_mode == "fenced"
+        return fenced and all(answer.done() for answer in captures.values()) and _first_failure(captures) is None
+
+    def flip(self, push: int, version: int) -> Answers:
         """Everything is staged everywhere: let all sinks flip."""
         limit = self._timeouts.flip_s
-        flips = {
+        return {
             name: self._sinks.call(
                 name, "weights_flip", push, version, limit, self._alone, timeout_s=limit + self._timeouts.bucket_s
             )
             for name in self._sink_names
         }
+
+    def wait_flipped(self, flips: Answers) -> Failure | None:
         failure: Failure | None = None
         for name, answer in flips.items():
             try:

@@ -37,7 +37,13 @@ def party_of(fields: Mapping[str, Any]) -> Party:
 
 
 class End(Protocol):
-    """Either end."""
+    """Either end.
+
+    Attributes:
+        is_here: it is in this process, and has done what it is told when `call` returns.
+    """
+
+    is_here: bool
 
     def incarnations(self) -> Incarnations:
         """Who belongs to it now, and how often each was restarted."""
@@ -50,6 +56,8 @@ class End(Protocol):
 
 class Members:
     """All members of some roles."""
+
+    is_here = False
 
     def __init__(self, groups: Sequence[RoleGroup[Any]], runtime: Runtime) -> None:
         self._groups, self._runtime = groups, runtime
@@ -94,6 +102,8 @@ class Members:
 
 class LocalSource:
     """A source in this process; its commands are plain calls, which end before they return."""
+
+    is_here = True
 
     def __init__(self, source: WeightSource, runtime: Runtime) -> None:
         try:

@@ -29,7 +29,7 @@ from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime, default_runtime
 from rlmesh.weights.delivery import Failure
-from rlmesh.weights.link import Link, Timeouts
+from rlmesh.weights.link import Answers, Link, Timeouts
 from rlmesh.weights.manifest import Casts
 from rlmesh.weights.plan import DEFAULT_BUCKET_BYTES, WeightPlan, Wishes
 from rlmesh.weights.protocols import WeightSource
@@ -138,7 +138,7 @@ class WeightSync:
         require_number("push(version)", version, 0, MOST_VERSION)
         with self._lock:
             self._wait_for_last()
-            return self._start(self._current_link(), version, done=self._committed)
+            return self._finish_later(self._capture(version), done=self._committed)
 
     def catch_up(self) -> tuple[str, ...]:
         """Bring the last committed version to the sinks that do not serve it, since they restarted or joined later;
@@ -151,7 +151,7 @@ class WeightSync:
             if behind:
                 link = Link.open(self._source, self._sinks, self._wishes, self._timeouts, only=behind)
                 try:
-                    self._start(link, self.version, done=lambda report: None).result()
+                    self._finish_later(self._capture_over(link, self.version), done=lambda report: None).result()
                 finally:
                     link.close()
             return tuple(sorted(behind))
@@ -193,13 +193,19 @@ class WeightSync:
             running.join()
 
     def _current_link(self) -> Link:
-        if self._link is not None and self._link.failed:
-            self._drop_link()
+        link = self._last_link()
+        return link if link is not None and link.is_open(link.ask()) else self._new_link()
+
+    def _last_link(self) -> Link | None:
+        """That of the last push, if it may still do."""
         link = self._link
-        if link is not None and not (link.is_of(self._source, self._sinks) and link.is_open()):
+        if link is not None and (link.failed or not link.is_of(self._source, self._sinks)):
             self._drop_link()
-        if self._link is None:
-            self._link = Link.open(self._source, self._sinks, self._wishes, self._timeouts)
+        return self._link
+
+    def _new_link(self) -> Link:
+        self._drop_link()
+        self._link = Link.open(self._source, self._sinks, self._wishes, self._timeouts)
         return self._link
 
     def _drop_link(self) -> None:
@@ -210,40 +216,81 @@ class WeightSync:
     def _committed(self, report: PushReport) -> None:
         self.version = report.version
 
-    def _start(self, link: Link, version: int, *, done: Callable[[PushReport], None]) -> Future[PushReport]:
-        future: Future[PushReport] = Future()
-        push = (secrets.randbits(31) << 20) + next(_pushes)
+    def _capture(self, version: int) -> _Push:
+        """Tell the source to give its weights, over the last plan if that will do."""
+        link = self._last_link()
+        if link is None:
+            return self._capture_over(self._new_link(), version)
+        asked = link.ask()
+        if not self._source.is_here:
+            return self._capture_over(link if link.is_open(asked) else self._new_link(), version)
+        # They answer while the source gives its weights. These stay as they are until this call returns: so they can be
+        # given once more, to those that it finds.
+        push = self._capture_over(link, version)
+        return push if link.is_open(asked) else self._capture_over(self._new_link(), version)
+
+    def _capture_over(self, link: Link, version: int) -> _Push:
+        number = (secrets.randbits(31) << 20) + next(_pushes)
         began = self._clock()
-        captures = link.capture(push, version)
+        return _Push(link, number, version, began, link.capture(number, version))
+
+    def _finish_later(self, push: _Push, *, done: Callable[[PushReport], None]) -> Future[PushReport]:
+        future: Future[PushReport] = Future()
+        if push.link.is_staged(push.captures):
+            push.staged(self._clock())
         self._running = threading.Thread(
-            target=self._finish, args=(link, push, version, captures, began, future, done),
-            name=f"rlmesh-weights-push-{version}", daemon=True,
-        )  # fmt: skip
+            target=self._finish, args=(push, future, done), name=f"rlmesh-weights-push-{push.version}", daemon=True
+        )
         self._running.start()
         return future
 
-    def _finish(
-        self, link: Link, push: int, version: int, captures: Mapping[str, Any], began: float,
-        future: Future[PushReport], done: Callable[[PushReport], None],
-    ) -> None:  # fmt: skip
+    def _finish(self, push: _Push, future: Future[PushReport], done: Callable[[PushReport], None]) -> None:
+        link = push.link
         try:
-            failure = link.wait_captured(captures)
-            captured_s = self._clock() - began
-            failure = link.wait_sent(push, failure)
-            staged_s = self._clock() - began
-            failure = failure or link.flip(push, version)
+            failure = None
+            if push.flips is None:
+                failure = link.wait_captured(push.captures)
+                push.captured_s = self._clock() - push.began
+                failure = link.wait_sent(push.number, failure)
+                if failure is None:
+                    push.staged(self._clock())
+            failure = failure or link.wait_flipped(push.flips or {})
             if failure is not None:
-                kept = link.abort(push, failure)
-                raise _error(link.plan, version, failure, kept)
-            link.conclude(push)
+                kept = link.abort(push.number, failure)
+                raise _error(link.plan, push.version, failure, kept)
+            link.conclude(push.number)
         except BaseException as error:
             link.failed = True
             reject(future, error)
             return
-        names = tuple(sink.name for sink in link.plan.sinks)
-        report = PushReport(version, names, link.plan.nbytes, captured_s, staged_s, self._clock() - began)
+        report = push.report(self._clock())
         done(report)
         resolve(future, report)
+
+
+@dataclass(eq=False)
+class _Push:
+    """One under way. ``began`` and the like are the clock's seconds."""
+
+    link: Link
+    number: int
+    version: int
+    began: float
+    captures: Answers
+    flips: Answers | None = None
+    captured_s: float = 0.0
+    staged_s: float = 0.0
+
+    def staged(self, now: float) -> None:
+        """All sinks have everything: tell them to flip."""
+        self.staged_s = now - self.began
+        self.captured_s = self.captured_s or self.staged_s
+        self.flips = self.link.flip(self.number, self.version)
+
+    def report(self, now: float) -> PushReport:
+        plan = self.link.plan
+        names = tuple(sink.name for sink in plan.sinks)
+        return PushReport(self.version, names, plan.nbytes, self.captured_s, self.staged_s, now - self.began)
 
 
 def _error(plan: WeightPlan, version: int, failure: Failure, kept: Mapping[str, int | str | None]) -> WeightSyncError:

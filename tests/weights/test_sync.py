@@ -7,6 +7,7 @@ import pytest
 
 from rlmesh.errors import WeightsNotReady
 from rlmesh.weights.arrays import ArraySink, ArraySource
+from rlmesh.weights.plan import Mode
 from tests.weights.mesh import WeightMesh, arrays, segments
 
 
@@ -53,3 +54,29 @@ def test_a_source_or_a_sink_that_is_set_up_anew_is_found_by_the_next_push(mesh: 
     same = sync.plan()
     sync.push(4).result(10)
     assert sync.plan() is same
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+def test_a_source_of_the_callers_finds_a_new_sink_in_the_push_itself(
+    mesh: WeightMesh, snapshot: bool, mode: Mode
+) -> None:
+    """It asks while it gives its weights, and gives them once more: they are the same until ``push`` returns."""
+    sinks = [ArraySink(arrays(0), mode) for _ in range(2)]
+    members = [mesh.add_sink(sink, rank) for rank, sink in enumerate(sinks)]
+    source = ArraySource(arrays(1))
+    sync = mesh.sync(source, bucket_bytes=1 << 12, snapshot=snapshot)
+    sync.push(1).result(10)
+    before = segments()
+    sinks[1] = ArraySink(arrays(0), mode)
+    members[1].receive_weights(sinks[1], name="ROLLOUT:1")
+    pushing = sync.push(2)
+    if snapshot:
+        for array in source.arrays.values():
+            array += 1
+    pushing.result(10)
+    for member, sink in zip(members, sinks, strict=True):
+        with member.weights.serving() as version:
+            assert version == 2
+            np.testing.assert_array_equal(sink.arrays["layer.3"], arrays(1)["layer.3"])
+    assert len(segments()) == len(before)
