@@ -151,7 +151,8 @@ class WeightSync:
             if behind:
                 link = Link.open(self._source, self._sinks, self._wishes, self._timeouts, only=behind)
                 try:
-                    self._finish_later(self._capture_over(link, self.version), done=lambda report: None).result()
+                    push = self._capture_over(link, self.version, self._clock())
+                    self._finish_later(push, done=lambda report: None).result()
                 finally:
                     link.close()
             return tuple(sorted(behind))
@@ -218,20 +219,18 @@ class WeightSync:
 
     def _capture(self, version: int) -> _Push:
         """Tell the source to give its weights, over the last plan if that will do."""
-        link = self._last_link()
-        if link is None:
-            return self._capture_over(self._new_link(), version)
-        asked = link.ask()
-        if not self._source.is_here:
-            return self._capture_over(link if link.is_open(asked) else self._new_link(), version)
-        # They answer while the source gives its weights. These stay as they are until this call returns: so they can be
-        # given once more, to those that it finds.
-        push = self._capture_over(link, version)
-        return push if link.is_open(asked) else self._capture_over(self._new_link(), version)
-
-    def _capture_over(self, link: Link, version: int) -> _Push:
-        number = (secrets.randbits(31) << 20) + next(_pushes)
         began = self._clock()
+        link = self._last_link()
+        if link is None or not self._source.is_here:
+            return self._capture_over(self._current_link(), version, began)
+        # All answer while the source gives its weights. These stay as they are until this call returns: so they can be
+        # given once more, to those that a new plan finds.
+        asked = link.ask()
+        push = self._capture_over(link, version, began)
+        return push if link.is_open(asked) else self._capture_over(self._new_link(), version, began)
+
+    def _capture_over(self, link: Link, version: int, began: float) -> _Push:
+        number = (secrets.randbits(31) << 20) + next(_pushes)
         return _Push(link, number, version, began, link.capture(number, version))
 
     def _finish_later(self, push: _Push, *, done: Callable[[PushReport], None]) -> Future[PushReport]:
