@@ -124,7 +124,7 @@ class CudaBackend:
         try:
             with torch.cuda.device(index):
                 stream = torch.cuda.current_stream()
-                ready = torch.cuda.Event.from_ipc_handle(device, handle.ready)
+                ready = self._event(device, handle)
                 source = bytes_at(address + handle.offset, handle.nbytes, device)
                 target = torch.empty(handle.nbytes, dtype=torch.uint8, device=device)
                 ready.wait(stream)
@@ -136,6 +136,16 @@ class CudaBackend:
             self._driver.close(index, address)
             raise
         return _Copy(target.view(dtype).reshape(shape), self._driver, index, address, (ready, copied))
+
+    def _event(self, device: torch.device, handle: Handle) -> torch.cuda.Event:
+        try:
+            return torch.cuda.Event.from_ipc_handle(device, handle.ready)
+        except RuntimeError as error:
+            # The memory's handle could be opened, so the process is there.
+            raise DeviceUnreachable(
+                f"an event of another process on {handle.device} cannot be opened: {error}. The driver keeps events in "
+                "/dev/shm: both processes must see the same one (docker run --ipc=host, hostIPC: true)"
+            ) from None
 
     def again(self, snapshot: _Snapshot, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         with torch.cuda.device(snapshot.flat.device):

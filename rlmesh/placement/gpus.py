@@ -134,9 +134,9 @@ def _by_number(item: str, gpus: Sequence[GpuFacts]) -> Choice | None:
 
 
 def _by_name(item: str, gpus: Sequence[GpuFacts]) -> Choice | None:
-    """A UUID, or the beginning of one if only one begins so. Its digits may be in capitals; CUDA wants the prefix as
-    it is, and no space before it."""
-    if not item.startswith(("GPU-", "MIG-")):
+    """A UUID, or the beginning of one if only one begins so, with a digit at least. Digits may be in capitals; CUDA
+    wants the prefix as it is, and no space before it."""
+    if not item.startswith(("GPU-", "MIG-")) or len(item) == len("GPU-"):
         return None
     text = item.upper()
     if old := re.fullmatch(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)", text):

@@ -151,6 +151,11 @@ class Link:
         }
         return failure or _first_failure(sent)
 
+    def has_refused(self, captures: Answers) -> bool:
+        """Has a member said that it cannot take part? Those that are lost or late have not."""
+        failure = _first_failure({name: answer for name, answer in captures.items() if answer.done()})
+        return failure is not None and failure.kind == WeightSyncError.__name__
+
     def is_staged(self, captures: Answers) -> bool:
         """Has every sink everything by now? So it is where the source is fenced and gives its weights in this call."""
         fenced = self.plan.source_mode == "fenced"

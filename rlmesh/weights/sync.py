@@ -223,10 +223,12 @@ class WeightSync:
         link = self._last_link()
         if link is None or not self._source.is_here:
             return self._capture_over(self._current_link(), version, began)
-        # All answer while the source gives its weights. These stay as they are until this call returns: so they can be
-        # given once more, to those that a new plan finds.
-        asked = link.ask()
+        # The weights stay as they are until this call returns: so they can be given once more, to those that a new plan
+        # finds. Sinks that have all of them know the plan; those that get a snapshot say so while it is made.
+        asked = {} if link.plan.source_mode == "fenced" else link.ask()
         push = self._capture_over(link, version, began)
+        if link.has_refused(push.captures):
+            asked = link.ask()
         return push if link.is_open(asked) else self._capture_over(self._new_link(), version, began)
 
     def _capture_over(self, link: Link, version: int, began: float) -> _Push:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-if torch.cuda.is_available():
+
+@pytest.fixture(scope="session", autouse=True)
+def what_cuda_keeps(leak_check: object) -> None:
+    """After the session has its own /dev/shm, in which the driver puts what it shares of events: processes that open
+    them must find it there."""
+    if not torch.cuda.is_available():
+        return
     torch.cuda.init()
     torch.ones(1 << 20, device="cuda").sum().item()
     event = torch.cuda.Event(interprocess=True)

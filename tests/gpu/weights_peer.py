@@ -51,10 +51,18 @@ def values(module: nn.Module) -> dict[str, list[float]]:
     """Enough of every tensor to tell it from another one's."""
     found = {}
     for name, tensor in module.state_dict().items():
-        whole = tensor.float().full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        flat = whole.double().reshape(-1)
+        flat = whole(tensor).double().reshape(-1)
         found[name] = [float(flat.sum()), float((flat * torch.arange(flat.numel(), device=flat.device)).sum())]
     return found
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Of rows that the ranks share, all; by way of their hosts, where every backend can send them."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, tensor.to_local().float().cpu())
+    return torch.cat(parts)
 
 
 class Sink(ReceivesWeights):

@@ -39,6 +39,11 @@ def test_cudas_mask(mask: str | None, expected: str) -> None:
     assert shown(mask) == [f"GPU-{uuid}" for uuid in expected.split()]
 
 
+@pytest.mark.parametrize(("mask", "count"), [("GPU-", 0), ("GPU-a", 1), ("GPU-b", 0)])
+def test_a_uuids_beginning_has_a_digit_also_where_there_is_one_gpu(mask: str, count: int) -> None:
+    assert len(shown(mask, ALIKE[:1])) == count
+
+
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [("all", "ab11 ab22 cd33"), ("none", ""), ("void", "ab11 ab22 cd33"), ("", "ab11 ab22 cd33"),
