@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmesh.weights.checksum import BLOCK_BYTES, Sums, checksum, copy_with_checksum, reference, share_of
+from rlmesh.weights.checksum import (
+    BLOCK_BYTES,
+    TURN_BYTES,
+    Sums,
+    checksum,
+    copy_with_checksum,
+    reference,
+    share_of,
+)
 
-SIZES = [0, 1, 7, 8, 9, 63, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 13, 2 * BLOCK_BYTES + 77]
+SIZES = [0, 1, 7, 8, 9, 63, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 13, 2 * BLOCK_BYTES + 77,
+         TURN_BYTES, TURN_BYTES + BLOCK_BYTES + 9]  # fmt: skip
 
 
 def some_bytes(size: int, misaligned: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
