@@ -139,13 +139,14 @@ class CudaBackend:
 
     def _event(self, device: torch.device, handle: Handle) -> torch.cuda.Event:
         try:
-            return torch.cuda.Event.from_ipc_handle(device, handle.ready)
+            event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(device, handle.ready)
         except RuntimeError as error:
             # The memory's handle could be opened, so the process is there.
             raise DeviceUnreachable(
                 f"an event of another process on {handle.device} cannot be opened: {error}. The driver keeps events in "
                 "/dev/shm: both processes must see the same one (docker run --ipc=host, hostIPC: true)"
             ) from None
+        return event
 
     def again(self, snapshot: _Snapshot, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         with torch.cuda.device(snapshot.flat.device):
