@@ -56,7 +56,7 @@ def values(module: nn.Module) -> dict[str, list[float]]:
     return found
 
 
-def whole(tensor: Any) -> torch.Tensor:
+def whole(tensor: Any) -> Any:
     """Of rows that the ranks share, all; by way of their hosts, where every backend can send them."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
