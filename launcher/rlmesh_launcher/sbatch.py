@@ -149,8 +149,13 @@ def submit(script: str, run: Run = subprocess.run) -> str:
     Raises:
         LaunchError: there is no ``sbatch`` here, or it refused; with what it said.
     """
-    # An allocation that we are in would leak into the new job.
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_JOB", "SLURM_STEP"))}
+    # An allocation that we are in would leak into the new job, whose srun reads SLURM_NTASKS and the like.
+    inside = "SLURM_JOB_ID" in os.environ
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not (inside and name.startswith("SLURM_") and name not in ("SLURM_CONF", "SLURM_CLUSTERS"))
+    }
     try:
         done = run(
             ["sbatch", "--parsable"], input=script, capture_output=True, text=True, env=env, timeout=SUBMIT_TIMEOUT_S

@@ -139,7 +139,8 @@ def test_the_key_is_on_no_command_line() -> None:
 
 
 def test_the_job_is_handed_to_sbatch_without_the_allocation_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
+        monkeypatch.setenv(name, "7")
     seen: dict[str, Any] = {}
 
     def run(argv: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -149,7 +150,10 @@ def test_the_job_is_handed_to_sbatch_without_the_allocation_around(monkeypatch: 
     assert submit("#!/bin/bash\n", run) == "42"
     assert seen["argv"] == ["sbatch", "--parsable"]
     assert seen["input"] == "#!/bin/bash\n"
-    assert "SLURM_JOB_ID" not in seen["env"]
+    assert [name for name in seen["env"] if name.startswith("SLURM")] == ["SLURM_CONF"]
+    monkeypatch.delenv("SLURM_JOB_ID")
+    submit("#!/bin/bash\n", run)
+    assert "SLURM_NTASKS" in seen["env"], "outside of an allocation it is the user's"
 
 
 def test_what_sbatch_says_is_told() -> None:
