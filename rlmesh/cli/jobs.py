@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import RLMeshError, UsageError
+from rlmesh.errors import RemoteError, RLMeshError, UsageError
 from rlmesh.master.discovery import RunningJob, find_job, running_jobs
 from rlmesh.master.records import EndedJob, ended_jobs, read_end
 
@@ -136,8 +136,11 @@ def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[a
                 raise UsageError(f"{' '.join(rest)!r} behind -- means nothing here; rlmesh {command} --help")
             return work(options)
         except RLMeshError as error:
-            print(f"rlmesh {command}: {error}", file=sys.stderr)
-            return 2 if isinstance(error, UsageError) else 1
+            wrong_use = isinstance(error, UsageError)
+            # What the master says of wrong use is for people as it is, without how it came here.
+            text = error.remote_message if wrong_use and isinstance(error, RemoteError) else str(error)
+            print(f"rlmesh {command}: {text}", file=sys.stderr)
+            return 2 if wrong_use else 1
         except KeyboardInterrupt:
             return 130
         except BrokenPipeError:

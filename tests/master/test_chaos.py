@@ -96,7 +96,7 @@ def test_a_running_job_is_rehearsed_from_outside(tmp_path: Path) -> None:
         job.wait_for("step 1")
         (run,) = (tmp_path / "runs").iterdir()  # others may run on this machine
         with Launched([*CLI, "chaos", str(run), "--kill", "ADDER:7"], tmp_path) as wrong:
-            assert wrong.ended() == 2 and "ADDER has 2 members" in wrong.output, wrong.output
+            assert wrong.ended() == 2 and "chaos: ADDER:7@now: ADDER has 2 members" in wrong.output, wrong.output
         with Launched([*CLI, "chaos", str(run), "--kill", "ADDER:1"], tmp_path) as chaos:
             assert chaos.ended() == 0, chaos.output
             assert "happened: ADDER:1@now" in chaos.output

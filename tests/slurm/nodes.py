@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tests.master.launched import alive
@@ -62,11 +63,14 @@ def lose_node(cluster: SlurmCluster, job: str, number: int) -> None:
     assert lost
     daemons = _step_daemons(job, node)
     cluster.kill_node(number)
+    # At one stroke: srun has a second process that ends the step when the first one dies before it. All are stopped,
+    # and then end children first, since the kernel wakes those that are stopped and lose their parent.
     for pid in [*daemons, *lost]:
-        try:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    for pid in [*sorted(lost, reverse=True), *daemons]:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def _step_daemons(job: str, node: str) -> list[int]:
