@@ -189,5 +189,5 @@ def test_this_machine_is_the_cluster_unless_another_is_given() -> None:
 
 def test_a_local_cluster_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     with LocalCluster(nodes=2, devices_per_node=1, run_root=tmp_path), pytest.raises(PlacementError):
-        ppo().submit("too big")
+        ppo().submit("too_big")
     assert list(tmp_path.iterdir()) == []
