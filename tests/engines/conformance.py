@@ -225,7 +225,7 @@ class RolloutConformance:
 
     def test_a_pause_that_is_not_over_in_time_is_given_up(self, served: Served) -> None:
         running = self.run_on(served)
-        with pytest.raises(WeightSyncError, match=r"still makes . samples after 0\.02 s|did not end in time"):
+        with pytest.raises(WeightSyncError, match=r"still (makes|serves) . .* after 0\.02 s|did not end in"):
             served.engine.pause("wait", timeout_s=0.02)
         assert running.wait().error is None and len(running.samples) == 4
         assert {sample.finish_reason for sample in running.samples} <= {"stop", "length"}

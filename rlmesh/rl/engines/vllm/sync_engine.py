@@ -8,9 +8,9 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
@@ -35,6 +35,7 @@ __all__ = ["VllmEngine"]
 
 STEP_S = 5.0
 """A step that is under way ends first."""
+_NEXT, _TURN = threading.Lock(), threading.Lock()
 
 
 class VllmEngine(VllmBase):
@@ -84,7 +85,9 @@ class VllmEngine(VllmBase):
 
     def _run(self, started: Future[tuple[bool, str]]) -> None:
         try:
-            started.set_result(self._start())
+            with _alone():
+                found = self._start()
+            started.set_result(found)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -96,14 +99,17 @@ class VllmEngine(VllmBase):
                 job = self._jobs.get() if idle else self._jobs.get_nowait()
             except queue.Empty:
                 try:
-                    self._step()
+                    with _alone():
+                        self._step()
                 except Exception as error:
                     self._break(error)
                 continue
             if job is None:
                 break
-            job()
-        self._stop()
+            with _alone():
+                job()
+        with _alone():
+            self._stop()
 
     def _start(self) -> tuple[bool, str]:
         import torch
@@ -273,3 +279,14 @@ class VllmEngine(VllmBase):
 
     def _end(self) -> None:
         self._jobs.put(None)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """vLLM keeps what a forward pass needs in variables of the process: its engines there take turns."""
+    with _NEXT:  # so that an engine that steps on and on does not go before who waits
+        _TURN.acquire()
+    try:
+        yield
+    finally:
+        _TURN.release()
