@@ -54,7 +54,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
         "kills": len(killed),
         "adopted_s": round(statistics.median(away_s), 3),
         "adopted_worst_s": round(max(away_s), 3),
-        "steps_as_undisturbed": steps == list(range(steps[0], steps[0] + STEPS)),
+        "steps_as_undisturbed": steps == list(range(steps[0], STEPS + 1)),
         "members_unchanged": len(bound) == len(set(bound)) and not any(e["event"] == "TellRestart" for e in events),
     }
 
