@@ -16,12 +16,17 @@ from rlmesh.master.starts import await_guardians, note_end
 
 
 def test_what_is_left_of_an_earlier_job_is_waited_for(tmp_path: Path) -> None:
-    guardians = [ownership.hold_folder(str(tmp_path)) for _ in range(2)]
+    held = [ownership.hold_folder(str(tmp_path)) for _ in range(2)]
+    guardians = [guardian for guardian in held if guardian is not None]
+    assert len(guardians) == 2
     with pytest.raises(LaunchError, match=r"after 0\.1 s its guardian still runs"):
         await_guardians(tmp_path, 0.1)
-    for guardian in guardians:
-        assert guardian is not None
-    ended = threading.Timer(0.2, lambda: [os.close(guardian) for guardian in guardians if guardian is not None])
+
+    def end_all() -> None:
+        for guardian in guardians:
+            os.close(guardian)
+
+    ended = threading.Timer(0.2, end_all)
     ended.start()
     await_guardians(tmp_path, 20.0)
     ended.join()
