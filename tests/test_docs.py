@@ -18,10 +18,17 @@ SOURCES = sorted(
     for folder in ("rlmesh", "launcher", "examples", "tests", "benchmarks")
     for path in (ROOT / folder).rglob("*.py")
 )
-OF_OTHERS = {"--gpus-per-node", "--gpus-per-task", "--kill-on-bad-exit", "--wait", "--scope", "--user", "--args"} | {
-    f"--{option}" for option in SBATCH_OPTIONS
-}
-"""Options of Slurm's and systemd's commands, and of scripts that pages speak of."""
+OF_OTHERS = {
+    "--gpus-per-node",
+    "--gpus-per-task",
+    "--kill-on-bad-exit",
+    "--wait",
+    "--scope",
+    "--user",
+    "--args",
+    "--collect-only",
+} | {f"--{option}" for option in SBATCH_OPTIONS}
+"""Options of Slurm's, systemd's and pytest's commands, and of scripts that pages speak of."""
 
 
 def names(path: Path) -> str:

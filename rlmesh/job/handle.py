@@ -108,7 +108,8 @@ class JobHandle:
         from rlmesh.runtime.runtime import Runtime
 
         async with asyncio.timeout(timeout_s):
-            while (way_in := self._driver.way_in) is None:
+            # The way in outlives the job for a moment.
+            while self.done() or (way_in := self._driver.way_in) is None:
                 if self.done():
                     await self
                     raise UsageError(f"job {self.job_name} has ended, and cannot be joined")
@@ -129,7 +130,8 @@ class JobHandle:
         """End the job if it has not ended; an error of it is raised unless the block raised already."""
         self.stop("the block of start() was left")
         stopped = not self.done()
-        await asyncio.wait({asyncio.wrap_future(self._future)}, timeout=END_S)
-        failure = self._future.exception() if self._future.done() else None
+        end = asyncio.wrap_future(self._future)
+        await asyncio.wait({end}, timeout=END_S)
+        failure = end.exception() if end.done() else None
         if failure is not None and error is None and not stopped:
             raise failure

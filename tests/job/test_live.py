@@ -21,8 +21,8 @@ async def test_start_inside_a_loop(tmp_path: Path) -> None:
     assert '"done"' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-async def test_a_job_that_only_serves_calls_is_joined_and_ended(tmp_path: Path) -> None:
-    job = DLJobBuilder().role("ECHO").run(serving.Echo).total(2).build()
+async def test_a_job_is_joined_by_who_started_it(tmp_path: Path) -> None:
+    job = DLJobBuilder().role("ECHO").run(serving.Echo).total(2).role("ENDLESS").run(serving.Endless).build()
     with LocalCluster(devices_per_node=1, run_root=tmp_path):
         async with job.start("serving") as handle:
             async with handle.join() as runtime:

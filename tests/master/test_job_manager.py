@@ -249,8 +249,8 @@ def test_agent_that_never_comes() -> None:
 
 
 @pytest.mark.parametrize(("bound", "limit_s", "what"), [
-    (False, 20.0, "TRAINER:0 (pid unknown) did not start and bind its endpoint within 20 s"),
-    (True, 30.0, "TRAINER:0 (pid 1000) did not finish setup() within 30 s"),
+    (False, 20.0, "TRAINER:0 (pid unknown) did not start and bind its endpoint within 20 s, see limits(start_s=…)"),
+    (True, 30.0, "TRAINER:0 (pid 1000) did not finish setup() within 30 s, see limits(setup_s=…)"),
 ])  # fmt: skip
 def test_member_that_never_gets_ready(bound: bool, limit_s: float, what: str) -> None:
     bench = Bench(job(role("TRAINER")))
