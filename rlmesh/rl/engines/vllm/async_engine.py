@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
-import multiprocessing
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -30,6 +28,7 @@ from rlmesh.rl.engines.vllm.base import (
     stretch_params,
     tokens_of,
 )
+from rlmesh.rl.engines.vllm.children import children, forget
 
 __all__ = ["AsyncVllmEngine"]
 
@@ -103,6 +102,7 @@ class AsyncVllmEngine(VllmBase):
         error = UsageError(f"{self.gate.who} was closed")
         for batch in [*(stretch.batch for stretch in self._stretches.values()), *(batch for _, batch in self._kept)]:
             batch.fail(error)
+        processes = children()
         self._engine.shutdown(timeout=STOP_S)
         self._engine = None
         mine = asyncio.current_task()
@@ -112,8 +112,7 @@ class AsyncVllmEngine(VllmBase):
         await asyncio.gather(*left, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
-        gc.collect()  # pipes to the child hang in cycles
-        multiprocessing.active_children()  # which takes the exit status of those that have ended
+        forget(processes)
 
     # On the engine's loop.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import multiprocessing
 import queue
 import threading
 import time
@@ -30,6 +28,7 @@ from rlmesh.rl.engines.vllm.base import (
     stretch_params,
     tokens_of,
 )
+from rlmesh.rl.engines.vllm.children import children, forget
 
 __all__ = ["VllmEngine"]
 
@@ -123,11 +122,11 @@ class VllmEngine(VllmBase):
     def _stop(self) -> None:
         self._fail(UsageError(f"{self.gate.who} was closed"))
         self._idle.set()
+        workers = children()
         self._engine.engine_core.shutdown()
         self._engine.renderer.shutdown()
         self._engine = None
-        gc.collect()  # pipes to workers hang in cycles
-        multiprocessing.active_children()  # which takes the exit status of those that have ended
+        forget(workers)
 
     def _step(self) -> list[Any]:
         """One step of vLLM; gives what finished and is no response."""
