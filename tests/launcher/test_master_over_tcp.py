@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_node_loss import finish, moving, nothing_ran_twice, pids_of
+from tests.launcher.test_node_loss import finish, first_two, moving, nothing_ran_twice, pids_of
 from tests.master.launched import Launched, alive
 
 pytestmark = pytest.mark.slow
@@ -38,8 +38,8 @@ def await_registered(folder: Path, node_rank: int, times: int, within_s: float) 
 def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path) -> None:
     with moving(tmp_path, 2, "--spares", "0", "--lease", "6") as nodes:
         head, other = nodes
-        other.wait_for("ACTOR:1.0 is pid")
-        members = [int(head.wait_for(r"TRAINER is pid (\d+)")[1]), *pids_of(head).values(), *pids_of(other).values()]
+        started = [*first_two(head, 0).values(), *first_two(other, 1).values()]
+        members = [int(head.wait_for(r"TRAINER is pid (\d+)")[1]), *started]
         assert len(members) == 5
         for number in (2, 3):
             began = time.monotonic()
@@ -59,8 +59,7 @@ def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path) -> None:
 def test_a_node_that_is_lost_while_there_is_no_master_is_lost_to_the_next_one(tmp_path: Path) -> None:
     with moving(tmp_path, 3) as nodes:
         head, other, _ = nodes
-        other.wait_for("ACTOR:1.0 is pid")
-        before = pids_of(other)
+        before = first_two(other, 1)
         agent = other.pid_of("-m rlmesh.agent")
         kill_master(head)
         os.kill(agent, signal.SIGKILL)

@@ -42,6 +42,13 @@ def finish(folder: Path, nodes: Sequence[Launched]) -> None:
     assert "the job has succeeded" in head.output
 
 
+def first_two(node: Launched, rank: int) -> dict[str, int]:
+    """The members that a node starts with, once both have said so."""
+    for role in ("ROLLOUT", "ACTOR"):
+        node.wait_for(rf"{role}:{rank}\.0 is pid")
+    return pids_of(node)
+
+
 def pids_of(node: Launched) -> dict[str, int]:
     """The members that a node has started."""
     return {name: int(pid) for name, pid in re.findall(r"(\w+:\d\.\d) is pid (\d+)", node.output)}
@@ -68,8 +75,7 @@ def test_members_of_an_agent_that_is_killed_go_to_the_spare_node(tmp_path: Path)
     with moving(tmp_path, 3) as nodes:
         head, other, spare = nodes
         trainer = int(head.wait_for(r"TRAINER is pid (\d+)")[1])
-        other.wait_for("ACTOR:1.0 is pid")
-        before = pids_of(other)
+        before = first_two(other, 1)
         assert set(before) == {"ROLLOUT:1.0", "ACTOR:1.0"}
         os.kill(other.pid_of("-m rlmesh.agent"), signal.SIGKILL)
         head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]", 20.0)
@@ -84,8 +90,7 @@ def test_members_of_an_agent_that_is_killed_go_to_the_spare_node(tmp_path: Path)
 def test_an_agent_that_is_stopped_loses_its_members_before_they_start_elsewhere(tmp_path: Path) -> None:
     with moving(tmp_path, 3) as nodes:
         head, other, _ = nodes
-        other.wait_for("ACTOR:1.0 is pid")
-        before = pids_of(other)
+        before = first_two(other, 1)
         agent = other.pid_of("-m rlmesh.agent")
         os.kill(agent, signal.SIGSTOP)
         time.sleep(0.5)
