@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -39,12 +41,20 @@ def test_a_job_over_two_nodes(tmp_path: Path) -> None:
     proven_empty(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def slowness() -> float:
+    """How much longer than 1.8 s it takes here to import torch: that is most of the start of a job with torch."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=60)
+    return max(1.0, (time.monotonic() - began) / 1.8)
+
+
 @pytest.mark.slow
 @pytest.mark.case("O9")
 @pytest.mark.parametrize(("host", "advertised"), [
     ("127.0.0.1", "127.0.0.1"), ("[::1]", "[::1]"), ("127.0.0.2", "127.0.0.2"),
 ])  # fmt: skip
-def test_names_that_do_not_resolve(tmp_path: Path, host: str, advertised: str) -> None:
+def test_names_that_do_not_resolve(tmp_path: Path, host: str, advertised: str, slowness: float) -> None:
     began = time.monotonic()
     with two_nodes(tmp_path, host, "--torch", prefix=["-c", NAMELESS]) as (head, other):
         head.wait_for("places")
@@ -55,7 +65,7 @@ def test_names_that_do_not_resolve(tmp_path: Path, host: str, advertised: str) -
     assert f"master {advertised.strip('[]')} " in head.output
     assert "[[" not in head.output
     assert "sums [3, 3]" in head.output
-    assert started_s <= 5.0
+    assert started_s <= 5.0 * slowness
 
 
 @pytest.mark.case("O9")
