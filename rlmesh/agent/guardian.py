@@ -121,10 +121,14 @@ class Guardian:
         deadline = time.monotonic() + CONFIG_WAIT_S
         while not self.line.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or os.getppid() != self._driver or len(self.line) > CONFIG_LIMIT_BYTES:
+            driver_gone = os.getppid() != self._driver
+            if left <= 0 or len(self.line) > CONFIG_LIMIT_BYTES:
                 self.why = f"no configuration came on standard input within {CONFIG_WAIT_S:.0f} s"
                 return False
-            if not any(fd == 0 for fd, _ in poller.poll(int(left * 1000) + 1)):
+            if not any(fd == 0 for fd, _ in poller.poll(0 if driver_gone else int(left * 1000) + 1)):
+                if driver_gone:  # what it wrote before says which folders are to be removed: that is read first
+                    self.why = "the driver is gone before its configuration came"
+                    return False
                 continue
             chunk = os.read(0, CONFIG_LIMIT_BYTES)
             if not chunk:
@@ -257,10 +261,16 @@ class Guardian:
         """Nothing may be left: processes first, then what they can no longer make anew."""
         if self._agent_input >= 0:
             os.close(self._agent_input)
+        job_id, node_rank = str(self.config["job_id"]), int(str(self.config["node_rank"]))
+        own, _ = control_groups.own_group()
+        groups = control_groups.node_group(own, job_id, node_rank) if own else ""
+        # Before the descendants: what forks faster than one can look is ended by its group alone.
+        grouped = [process for pid in control_groups.members_of(groups) if (process := ownership.read_process(pid))]
+        groups_gone = not groups or control_groups.end(groups)
         ended, running = ownership.kill_descendants(KILL_WAIT_S, self.statuses)
+        ended += [process for process in grouped if process.running and process not in (*ended, *running)]
         left = [{"kind": "process", "what": repr(process), "removed": True} for process in ended]
         left += [{"kind": "process", "what": repr(process), "removed": False} for process in running]
-        job_id, node_rank = str(self.config["job_id"]), int(str(self.config["node_rank"]))
         left += [
             {"kind": "unproven", "what": f"{process!r} carries this job's mark", "removed": False}
             for process in ownership.marked(f"{job_id}/{node_rank}")
@@ -270,9 +280,8 @@ class Guardian:
             {"kind": "shared_memory", "what": f"/dev/shm/{name}", "removed": gone}
             for name, gone in ownership.remove_shared_memory(job_id, node_rank)
         ]
-        own, _ = control_groups.own_group()
-        if own and not control_groups.end(folder := control_groups.node_group(own, job_id, node_rank)):
-            left.append({"kind": "control_group", "what": folder, "removed": False})
+        if not groups_gone and not control_groups.end(groups):
+            left.append({"kind": "control_group", "what": groups, "removed": False})
         socket_dir = str(self.config.get("socket_dir", ""))
         if socket_dir and not ownership.remove_folder(socket_dir, self._folder):
             left.append({"kind": "socket", "what": socket_dir, "removed": False})

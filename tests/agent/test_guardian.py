@@ -92,6 +92,18 @@ def test_killed_driver_takes_all_with_it(tmp_path: Path, job_id: str, agent: str
     assert json.loads((tmp_path / "run" / "exit-node0.json").read_text())["why"] == "the driver is gone"
 
 
+def test_a_driver_that_is_killed_as_soon_as_it_has_written_leaves_no_folder(tmp_path: Path, job_id: str) -> None:
+    command, line, fifo = guardian_run(tmp_path, job_id, WAIT_FOR_DRIVER)
+    code = (
+        "import os, sys; from rlmesh.agent.guardian import Guardian\n"
+        "parents = iter([os.getppid()]); os.getppid = lambda: next(parents, 1)\n"  # gone after the first look
+        "sys.exit(Guardian(sys.argv[1:]).main())\n"
+    )
+    subprocess.run([sys.executable, "-c", code, *command[len(GUARDIAN) :]], input=line, check=False, timeout=10)
+    assert wait_gone(fifo.read_json().values(), 0) == []
+    assert not (tmp_path / "sockets").exists() and shared_memory(job_id) == []
+
+
 def test_end_of_standard_input_ends_the_agent_and_its_code_is_passed_on(tmp_path: Path, job_id: str) -> None:
     guardian, fifo = start_guardian(tmp_path, job_id, WAIT_FOR_DRIVER)
     pids = fifo.read_json()

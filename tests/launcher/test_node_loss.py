@@ -40,6 +40,7 @@ def finish(folder: Path, nodes: Sequence[Launched]) -> None:
     head = nodes[0]
     assert head.ended(30.0) == 0, head.output
     assert "the job has succeeded" in head.output
+    assert [node.ended() for node in nodes[1:]] == [0] * (len(nodes) - 1)
 
 
 def first_two(node: Launched, rank: int) -> dict[str, int]:
