@@ -37,7 +37,7 @@ def measure(options: dict[str, Any], pushes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rlm-") as directory:
         folder, out = Path(directory) / "model", Path(directory) / "out.json"
         engines_job.tiny(0, tied=options["tied"]).save_pretrained(folder)
-        values = {**options, "model": str(folder), "out": str(out), "pushes": pushes, "seconds": 6.0}
+        values = {**options, "model": str(folder), "out": str(out), "pushes": pushes}
         builder = DLJobBuilder().config(values).device_type("CPU")
         builder.role("ACTOR").run(engines_job.Actor).resource(cpu=0)
         builder.role("ROLLOUT").run(engines_job.Rollout).total(2).resource(cpu=0)
@@ -63,8 +63,8 @@ def main() -> None:
         rest = f"; samples, of several versions, tokens per engine: {samples}" if samples else ""
         limit = f", goal {goal:g}" if goal else ""
         sys.stdout.write(
-            f"{name}: push to committed, median {found['median_ms']:.1f} ms{limit} (95 %: {found['p95_ms']:.1f}, "
-            f"{found['pushes']} pushes){rest}\n"
+            f"{name}: push to committed, median {found['median_ms']:.1f} ms{limit} (95 %: {found['p95_ms']:.1f}; "
+            f"staged after {found['staged_ms']:.1f}; {found['pushes']} pushes){rest}\n"
         )
         sys.stdout.flush()
 

@@ -15,6 +15,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlmesh import ModuleSource, ReceivesWeights, RoleGroup, SendsWeights, WeightSync, current_worker, rpc
 from rlmesh.rl.engines.rollout import SamplingParams
 
+BETWEEN_S = 0.1
+"""From one push to the next while requests run, so that they come on."""
+
 
 def config() -> dict[str, Any]:
     values: dict[str, Any] = current_worker().job_info.user_config
@@ -51,14 +54,14 @@ class Rollout(ReceivesWeights):
         self.receive_weights(self.engine.sink)
         self.samples: list[Any] = []
         self.load: threading.Thread | None = None
+        self.stopping = threading.Event()
 
     @rpc
-    def run_on(self, requests: int, seconds: float) -> None:
-        """Keep so many requests running, for so long."""
-        end = time.monotonic() + seconds
+    def run_on(self, requests: int) -> None:
+        """Keep so many requests running until ``wait`` is called."""
 
         def run() -> None:
-            while time.monotonic() < end:
+            while not self.stopping.is_set():
                 self.samples += self.engine.generate([[5, 6, 7]] * requests, SamplingParams(max_tokens=400, seed=1))
 
         self.load = threading.Thread(target=run)
@@ -66,8 +69,9 @@ class Rollout(ReceivesWeights):
 
     @rpc
     def wait(self) -> list[int]:
-        """Until they are done; how many samples there are, how many were made by several versions, and tokens."""
+        """Until the last ones are done; how many samples, how many of them were made by several versions, and tokens."""
         assert self.load is not None
+        self.stopping.set()
         self.load.join(60)
         spans = [len(sample.version_spans) for sample in self.samples]
         return [len(spans), sum(count > 1 for count in spans), sum(len(s.token_ids) for s in self.samples)]
@@ -86,17 +90,23 @@ class Trainer:
             for version in range(1, 6):
                 sync.push(version).result()
             if requests:
-                rollout.call("run_on", requests, config()["seconds"]).result()
+                rollout.call("run_on", requests).result()
                 time.sleep(0.5)
-            times = []
+            times, staged = [], []
             for version in range(6, 6 + pushes):
                 began = time.perf_counter()
-                sync.push(version).result()
+                report = sync.push(version).result()
                 times.append(1e3 * (time.perf_counter() - began))
+                staged.append(1e3 * report.staged_s)
                 if requests:
-                    time.sleep(config()["seconds"] / pushes / 2)
+                    time.sleep(BETWEEN_S)
             if requests:
                 found["samples"] = rollout.call("wait").result()
         quartiles = statistics.quantiles(times, n=20)
-        found |= {"median_ms": statistics.median(times), "p95_ms": quartiles[-1], "pushes": pushes}
+        found |= {
+            "median_ms": statistics.median(times),
+            "staged_ms": statistics.median(staged),
+            "p95_ms": quartiles[-1],
+            "pushes": pushes,
+        }
         Path(config()["out"]).write_text(json.dumps(found))

@@ -172,9 +172,12 @@ class AsyncVllmEngine(VllmBase):
         for stretch in self._stretches.values():
             stretch.keep = mode == "keep"
         self._halted = True
+        if not self._stretches:
+            return  # nobody is let in, and nothing is in there
         try:
             async with asyncio.timeout(timeout_s):
-                await self._engine.pause_generation(mode="abort", clear_cache=False)
+                # Not pause_generation(), which sleeps for 20 ms so that outputs come first: they are waited for.
+                await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
                 await self._drained(timeout_s)
                 # Nobody is let in, and nothing is left in there: the probe of a push may run.
                 await self._engine.resume_generation()

@@ -416,6 +416,12 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
     }
     if on_cpu:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        if not in_process and given.get("tensor_parallel_size", 1) == 1 and given.get("pipeline_parallel_size", 1) == 1:
+            # One worker needs no process of its own, which vLLM gives it on CPUs so as to set its OpenMP threads: that
+            # one and the scheduler look for each other's messages without a pause, two cores for one engine.
+            from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+            arguments["distributed_executor_backend"] = UniProcExecutor
     return arguments | dict(given)
 
 
