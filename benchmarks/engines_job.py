@@ -69,7 +69,7 @@ class Rollout(ReceivesWeights):
 
     @rpc
     def wait(self) -> list[int]:
-        """Until the last ones are done; how many samples, how many of them were made by several versions, and tokens."""
+        """Until the last ones are done; how many samples, how many of these were made by several versions, tokens."""
         assert self.load is not None
         self.stopping.set()
         self.load.join(60)

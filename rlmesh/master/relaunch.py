@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["RELAUNCH_LOG", "Relaunch"]
@@ -59,14 +60,18 @@ class Relaunch:
             logger.error("the command %r, which was to bring another machine, cannot be run: %s", self._words, error)
 
     def close(self) -> None:
-        """At the job's end: end what still runs. Machines that came have their own end."""
+        """At the job's end: end what still runs, with what it started. Machines that came have their own end."""
         for process in self._running.values():
-            process.terminate()
+            _signal_group(process, signal.SIGTERM)
         deadline = time.monotonic() + _END_S
         for process in self._running.values():
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
         self._running.clear()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)  # its own session, and so its group

