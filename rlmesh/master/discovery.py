@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import time
@@ -44,11 +45,12 @@ class RunningJob:
 
 
 def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
-    """This user's jobs, oldest first."""
+    """This user's jobs, oldest first. What those left that were killed at one stroke is removed."""
     found: dict[str, RunningJob] = {}
     for base in socket_bases() if bases is None else bases:
-        for path in Path(base).glob(f"rlm-*/n*/{ABOUT_FILE}"):
-            job = _read(path)
+        # Not by Path.glob, which fails where a job ends meanwhile and its folder with it.
+        for path in glob.iglob(f"{glob.escape(base)}/rlm-*/n*/{ABOUT_FILE}"):
+            job = _read(Path(path))
             if job is not None and not _swept(job):
                 found[job.job_id] = job
     return sorted(found.values(), key=lambda job: job.started_at)

@@ -23,6 +23,7 @@ from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
 from rlmesh.job.status import JobStatus
+from rlmesh.master.discovery import running_jobs
 from rlmesh.master.interrupt import Interrupt
 from rlmesh.master.kills import parse_kills
 from rlmesh.master.notices import HEEDED, gives_notice
@@ -154,6 +155,7 @@ class Driver:
         if options.head is not None:
             self._cluster = self._gathered(options.head, checked=checked)
         preload, limits = config.preload_items(), config.limits.under(options.limits)
+        running_jobs()  # removes what dead ones have left
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,15 @@ def test_a_job_whose_processes_were_all_killed_at_one_stroke_is_forgotten(
     about.write_text(json.dumps({**values, "started_at": values["started_at"] - 60.0}))
     assert ps(capsys) == (0, "no job of yours runs on this machine\n")
     assert not about.parents[1].exists(), "and what it left is gone"
+
+
+def test_the_next_job_removes_what_a_launch_left_that_was_killed_before_its_guardian_began(tmp_path: Path) -> None:
+    left = Path(os.environ["XDG_RUNTIME_DIR"], "rlm-left")
+    (left / "n0").mkdir(parents=True)
+    about = RunningJob("left-1", "left", str(tmp_path), "unix:///x", time.time() - 60.0, 1 << 22, left / "n0")
+    values = {key: value for key, value in asdict(about).items() if key != "folder"}
+    (left / "n0" / "about.json").write_text(json.dumps(values))
+    (left / "job").write_text("")
+    with launch(tmp_path) as job:
+        assert job.ended() == 0
+    assert not left.exists()
