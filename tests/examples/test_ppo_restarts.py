@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.conftest import EXAMPLES
-from tests.examples.test_ppo_learns import processes_that_mention
+from tests.examples.ppo_runs import processes_that_mention
 from tests.master.launched import descendants
 
 LIMIT_S = 540.0
