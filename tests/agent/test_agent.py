@@ -116,6 +116,11 @@ async def test_sys_exit_ends_the_process_with_its_code(node: Node) -> None:
     assert not [said for said in node.master.said if said[0] == "failed"]
 
 
+async def begun(node: Node, name: str) -> None:
+    """``run()`` is entered some time after it was asked for."""
+    await asyncio.to_thread(wait_until, lambda: "run" in node.notes(name))
+
+
 async def test_sigterm(node: Node) -> None:
     roles = ("Looper", "Stubborn", "DeafToAll", "Echo")
     names = {role: f"ACTOR:{rank}" for rank, role in enumerate(roles)}
@@ -124,6 +129,8 @@ async def test_sigterm(node: Node) -> None:
         hello = await node.bound(name)
         await node.master.heard("ready", name)
         assert await node.control(hello).call("begin_run") is (name != names["Echo"])
+        if name != names["Echo"]:
+            await begun(node, name)
         assert await node.member(hello).call("echo", 1) == 1  # also while run() has the main thread
         if name == names["Stubborn"]:
             (found,) = await node.agent.call("examine", (("ACTOR", 1, 0),), (("ACTOR", 1, 0),))
@@ -143,6 +150,7 @@ async def test_one_sigterm_is_enough_and_a_hanging_end_is_bounded(node: Node) ->
     stubborn = await node.start("Stubborn", "A:0", grace_s=0.3)
     hangs = await node.start("Hangs", "B:0", grace_s=0.3)
     await node.control(stubborn).call("begin_run")
+    await begun(node, "A:0")
     os.kill((await stubborn.call("facts"))["pid"], signal.SIGTERM)
     await node.control(hangs).call("teardown")
     assert (await node.exited("A:0")).signal == signal.SIGTERM
