@@ -144,8 +144,9 @@ def test_a_checkpoint_that_is_not_ready_in_time_goes_on(tmp_path: Path) -> None:
     saver.wait()
 
 
-def kinds(*names: str) -> Any:
-    marks = WITH_DEEPSPEED if any(name.startswith("zero") for name in names) else []
+def kinds(*names: str, soak: bool = False) -> Any:
+    marks = [*WITH_DEEPSPEED] if any(name.startswith("zero") for name in names) else []
+    marks += [pytest.mark.soak] if soak else []
     return pytest.param(names[0], names[1], marks=marks, id=f"{names[0]} to {names[1]}")
 
 
@@ -157,9 +158,9 @@ def kinds(*names: str) -> Any:
     [
         kinds("ddp", "fsdp2"),
         kinds("fsdp2", "ddp"),
-        kinds("fsdp2", "zero3"),
         kinds("zero3", "zero2"),
-        kinds("zero1", "ddp"),
+        kinds("fsdp2", "zero3", soak=True),
+        kinds("zero1", "ddp", soak=True),
     ],
 )
 def test_other_engines_of_other_sizes_go_on_from_it(

@@ -25,6 +25,14 @@ WITH_DEEPSPEED = [
 ]
 KINDS = ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=WITH_DEEPSPEED) for stage in (1, 2, 3))]
 
+PUSHED = [
+    "ddp",
+    "fsdp2",
+    *(pytest.param(kind, marks=[*WITH_DEEPSPEED, pytest.mark.soak]) for kind in ("zero1", "zero2")),
+    pytest.param("zero3", marks=WITH_DEEPSPEED),
+]
+"""Those of ZeRO 1 and 2 are pushed by the same source as ZeRO 3."""
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 Seen = list[dict[str, Any]]
@@ -176,7 +184,7 @@ def test_options_say_all_that_is_wrong_with_them() -> None:
 
 @pytest.mark.case("O18")
 @pytest.mark.engines
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PUSHED)
 def test_what_is_pushed_is_taken_bit_for_bit(kind: str, ranks: int, tmp_path: Path) -> None:
     """Whole models with ties, a cast that was allowed, and with peft an adapter alone or merged in."""
     with LocalCluster(run_root=tmp_path):
