@@ -1,7 +1,8 @@
 # The engines that are too large for `make test`, in an environment of their own; included by the Makefile.
 #
 # make engines        install vLLM (its build for CPUs) and DeepSpeed, and run the tests that need them (ENGINES_ARGS: for
-#                     pytest; those of tests/engines that need none of it are run by the other targets)
+#                     pytest; those of tests/engines that need none of it are run by the other targets). The longest ones,
+#                     before a release: ENGINES_ARGS='-m "engines and soak"'
 
 ENGINES_VENV ?= .venv-engines
 ENGINES_ARGS ?=
