@@ -136,7 +136,7 @@ class Sender:
         deliveries = [
             Delivery(outlet, sinks, self._command, header, self.who, beside=beside) for sinks, outlet in found.routes
         ]
-        before = self.source.stamp()
+        before = None if found.keep else self.source.stamp()
         try:
             for bucket in buckets:
                 self._gather(bucket, found, deliveries)

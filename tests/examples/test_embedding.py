@@ -39,7 +39,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningJob]:
     """The example's job, in processes of its own."""
     argv = ["-m", "rlmesh.cli.main", "launch", "--view", "plain", str(FOLDER / "job.py"), "--", "--step_s", "0.1"]
     with Launched(argv, tmp_path_factory.mktemp("embedding")) as launched:
-        launched.wait_for("step 2")
+        launched.wait_for(r"step \d")  # Which steps are shown depends on the machine's speed.
         (found,) = [each for each in running_jobs() if each.job_name == "embedding"]
         yield found
         os.killpg(launched.process.pid, signal.SIGINT)

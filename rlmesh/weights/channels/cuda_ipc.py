@@ -207,7 +207,8 @@ class CudaInlet:
         self._sink = sink
         self._opened = Opened(torch.cuda.current_device())
         self._used: set[bytes] = set()
-        self._known: dict[int, tuple[int, Sequence[bytes], Sequence[Any]]] = {}
+        # By the bucket: serial, handles, pieces. Hundreds of tensors have a handle each or share a few.
+        self._known: dict[int, tuple[int, frozenset[bytes], Sequence[Any]]] = {}
 
     def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
         serial, *rest = payload
@@ -234,7 +235,7 @@ class CudaInlet:
             (bytes_at(address, size, device, self) for address, size in zip(addresses, bucket.sizes, strict=True)),
             addresses,
         )
-        self._known[bucket.index] = serial, [handle for handle in handles if handle], pieces
+        self._known[bucket.index] = serial, frozenset(handle for handle in handles if handle), pieces
         return pieces
 
     def done(self) -> None:
