@@ -73,21 +73,20 @@ def _sum_beside(nbytes: int, barrier: Any, answers: Any, copies: bool, times: in
     answers.put(taken[1:])
 
 
-def copy_and_sum_beside(nbytes: int, times: int) -> float:
-    """Median seconds until one process has copied and summed so many bytes and another one has summed as many, side by
-    side: the work of a source and its sinks, without any protocol."""
+def copy_and_sum_beside(nbytes: int, times: int, *, copying: int, summing: int) -> float:
+    """Median seconds until so many processes have each copied and summed some bytes, and others have only summed as
+    many, side by side: the work of a source and its sinks, without any protocol."""
     context = mp.get_context("spawn")
-    barrier, answers = context.Barrier(2), context.SimpleQueue()
-    workers = [
-        context.Process(target=_sum_beside, args=(nbytes, barrier, answers, copies, times)) for copies in (True, False)
-    ]
+    kinds = [True] * copying + [False] * summing
+    barrier, answers = context.Barrier(len(kinds)), context.SimpleQueue()
+    workers = [context.Process(target=_sum_beside, args=(nbytes, barrier, answers, kind, times)) for kind in kinds]
     for worker in workers:
         worker.start()
-    both: list[list[float]] = [answers.get() for _ in workers]
+    taken: list[list[float]] = [answers.get() for _ in workers]
     for worker in workers:
         worker.join()
-    slower = sorted(max(mine, other) for mine, other in zip(both[0], both[1], strict=True))
-    return slower[times // 2]
+    slowest: list[float] = sorted(max(one) for one in zip(*taken, strict=True))
+    return slowest[times // 2]
 
 
 def copy_in_memory(nbytes: int, times: int) -> float:
