@@ -276,7 +276,8 @@ def test_shards_of_two_ranks_come_together_at_two_sinks(gpus: tuple[int, ...]) -
     ways: list[dict[str, Any]] = [{}, {"verify": False}, {"snapshot": True}]
     if len(set(gpus)) == len(gpus):  # NCCL wants a GPU of its own for each end
         ways.append({"channel": "collective"})
-    roles = ("SOURCE", 0, ""), ("SOURCE", 1, ""), ("SINK", 0, "in_place"), ("SINK", 1, "in_place")
+    backend = "nccl" if gpus[0] != gpus[1] else "gloo"  # NCCL refuses two ranks on one GPU
+    roles = ("SOURCE", 0, backend), ("SOURCE", 1, backend), ("SINK", 0, "in_place"), ("SINK", 1, "in_place")
     with mesh() as members:
         members.start(
             [(role, rank, 2, f"cuda:{gpu}", mode) for (role, rank, mode), gpu in zip(roles, gpus, strict=True)]

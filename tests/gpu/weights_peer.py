@@ -1,7 +1,7 @@
 """A sink, or a rank of a sharded source, in a process of its own.
 
 ``python -m tests.gpu.weights_peer KEY_HEX SOCKET_DIR ROLE RANK RANKS DEVICE MODE``: prints its endpoint, takes address
-books as lines of JSON, serves until its input ends.
+books as lines of JSON, serves until its input ends. MODE: of a source, what its ranks are connected by.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,12 +57,18 @@ def values(module: nn.Module) -> dict[str, list[float]]:
     return found
 
 
+@cache
+def hosts() -> Any:
+    """The ranks, connected without their GPUs."""
+    return torch.distributed.new_group(backend="gloo")
+
+
 def whole(tensor: Any) -> Any:
-    """Of rows that the ranks share, all; by way of their hosts, where every backend can send them."""
+    """Of rows that the ranks share, all; by way of their hosts."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, tensor.to_local().float().cpu())
+    torch.distributed.all_gather_object(parts, tensor.to_local().float().cpu(), hosts())
     return torch.cat(parts)
 
 
@@ -110,12 +117,11 @@ def main() -> None:
         else:
             from torch.distributed.fsdp import fully_shard
 
-            # NCCL refuses two ranks on one GPU.
-            backend = "nccl" if torch.cuda.device_count() >= int(ranks) else "gloo"
             torch.distributed.init_process_group(
-                backend, f"file://{sockets}/group", rank=int(rank), world_size=int(ranks),
-                device_id=torch.device(device) if backend == "nccl" else None,
+                mode, f"file://{sockets}/group", rank=int(rank), world_size=int(ranks),
+                device_id=torch.device(device) if mode == "nccl" else None,
             )  # fmt: skip
+            hosts()
             module = plain(7, device)
             fully_shard(module)
             member = Source(module, name, runtime)
