@@ -18,14 +18,14 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13], [5, 6, 7, 8]]
 PROBE = [[5, 6, 7, 8, 9, 20, 21, 22], [30, 31, 32]]
 
 
-def tiny(seed: int, *, tied: bool = False, sharpness: float = 8.0) -> Any:
+def tiny(seed: int, *, tied: bool = False, sharpness: float = 8.0, heads: int = 4) -> Any:
     """A Qwen2 of 0.3 million parameters, with logits that are far from even: the more so, the sharper."""
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=tied, pad_token_id=0,
-            eos_token_id=END, bos_token_id=None,
+            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512,
+            tie_word_embeddings=tied, pad_token_id=0, eos_token_id=END, bos_token_id=None,
         )
     ).eval()  # fmt: skip
     with torch.no_grad():

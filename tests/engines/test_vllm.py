@@ -181,6 +181,16 @@ def test_a_child_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
 
 
 @with_vllm
+def test_an_async_engine_of_a_vllm_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    for owner in AsyncLLM.__mro__:
+        monkeypatch.delattr(owner, "update_weight_version", raising=False)
+    with pytest.raises(UsageError, match=r"needs vLLM 0\.32 or newer.*this is .*VllmEngine runs on it"):
+        engine_of("async", save(tiny(0), tmp_path / "model"))
+
+
+@with_vllm
 def test_a_packed_copy_of_other_weights_is_noticed(tmp_path: Path) -> None:
     """The check of packed copies must see the fault that it is for: a head that was not packed again."""
     from rlmesh.rl.engines.vllm import worker

@@ -82,9 +82,15 @@ class AsyncVllmEngine(VllmBase):
         asyncio.set_event_loop(self._loop)
 
         async def start() -> None:
+            import vllm
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            if not hasattr(AsyncLLM, "update_weight_version"):
+                raise UsageError(
+                    f"AsyncVllmEngine needs vLLM 0.32 or newer, which says of each token what weights it is of; this is "
+                    f"{vllm.__version__}. VllmEngine runs on it"
+                )
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
 
         try:

@@ -38,7 +38,8 @@ _NEXT, _TURN = threading.Lock(), threading.Lock()
 
 
 class VllmEngine(VllmBase):
-    """vLLM as a library: its engine, scheduler and (without tensor parallelism) worker are in this process.
+    """vLLM as a library: its engine, scheduler and (without tensor parallelism) worker are in this process. It also runs
+    on vLLM 0.25, which is the one for torch 2.11.
 
     Requests of several threads are sampled together. A thread of the engine's own calls vLLM; nobody else does.
 
@@ -268,7 +269,9 @@ class VllmEngine(VllmBase):
             raise WeightSyncError(f"{self.gate.who} could not drop what earlier weights computed")
 
     def label(self, version: int) -> None:
-        self._call("take a version", lambda: self._engine.set_weight_version(str(version)))
+        tell = getattr(self._engine, "set_weight_version", None)
+        if tell is not None:  # older ones, for older versions of torch, have no such thing
+            self._call("take a version", lambda: tell(str(version)))
 
     def _set_asleep(self, level: SleepLevel | None) -> None:
         if level is None:
