@@ -60,7 +60,7 @@ fast: $(DEV_READY)
 	$(BIN)/python -m pytest -m "not slow" -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 slow: $(DEV_READY)
-	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not soak" -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 soak: $(DEV_READY)
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
