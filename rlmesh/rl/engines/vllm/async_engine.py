@@ -88,7 +88,7 @@ class AsyncVllmEngine(VllmBase):
 
             if not hasattr(AsyncLLM, "update_weight_version"):
                 raise UsageError(
-                    f"AsyncVllmEngine needs vLLM 0.32 or newer, which says of each token what weights it is of; this is "
+                    "AsyncVllmEngine needs vLLM 0.32 or newer, which says of each token what weights it is of; this is "
                     f"{vllm.__version__}. VllmEngine runs on it"
                 )
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))

@@ -38,8 +38,8 @@ _NEXT, _TURN = threading.Lock(), threading.Lock()
 
 
 class VllmEngine(VllmBase):
-    """vLLM as a library: its engine, scheduler and (without tensor parallelism) worker are in this process. It also runs
-    on vLLM 0.25, which is the one for torch 2.11.
+    """vLLM as a library: its engine, scheduler and (without tensor parallelism) worker are in this process. That of
+    torch 2.11, vLLM 0.25, will do as well.
 
     Requests of several threads are sampled together. A thread of the engine's own calls vLLM; nobody else does.
 
