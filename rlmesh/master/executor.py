@@ -34,6 +34,8 @@ AGENT_TIMEOUT_S = 20.0
 AGENT_RETRY_S = 0.2
 """An agent whose connection was lost is asked again after so long; it is back, or its node is given up soon."""
 BEGIN_TIMEOUT_S = 30.0
+END_NEWS_S, END_POLL_S = 5.0, 0.02
+"""How long the news of a death may take that a lost connection tells of, and how often to look."""
 PENDING_TIMEOUT_S = 2.0
 HOLD_TIMEOUT_S = 5.0
 """Less than what a member that is held waits for the answer."""
@@ -316,14 +318,19 @@ class Executor:
 
     async def _begin_run(self, member: Member) -> None:
         role, rank = member.id
+        incarnation = member.incarnation
         try:
             has_run = await self._control(member).options(timeout_s=BEGIN_TIMEOUT_S).call("begin_run", member.name)
         except Exception as error:
-            if not member.gone:
+            for _ in range(round(END_NEWS_S / END_POLL_S)):
+                if not isinstance(error, PeerLost) or not _is_there(member, incarnation):
+                    break
+                await asyncio.sleep(END_POLL_S)  # it has died, and its agent will tell how
+            if _is_there(member, incarnation):
                 failed = f"it was told to run and did not answer: {_text(error)}"
-                self._post(ev.MemberFailed(role, rank, member.incarnation, failed))
+                self._post(ev.MemberFailed(role, rank, incarnation, failed))
             return
-        self._post(ev.RunBegan(role, rank, member.incarnation, bool(has_run)))
+        self._post(ev.RunBegan(role, rank, incarnation, bool(has_run)))
 
     async def _hold_steps(self, members: Iterable[Member], reason: str) -> None:
         await asyncio.gather(*(self._hold_step(member, reason) for member in members))
@@ -353,6 +360,11 @@ class Executor:
         found = self._manager.context.members[member]
         if found.endpoint and not found.gone:
             self._control(found).notify(method, *args)
+
+
+def _is_there(member: Member, incarnation: int) -> bool:
+    """Whether nothing is known of its end."""
+    return not member.gone and member.incarnation == incarnation
 
 
 def _text(error: Exception) -> str:

@@ -54,6 +54,9 @@ def what_ended(report: dict[str, Any]) -> str:
 def test_killed_agent_leaves_no_daemon_no_segment_and_no_socket(tmp_path: Path, job_id: str) -> None:
     guardian, fifo = start_guardian(tmp_path, job_id, IGNORE_EVERYTHING)
     pids = fifo.read_json()
+    for each in ("daemon", "child"):  # they may be about to become what they are
+        while Path(f"/proc/{pids[each]}/comm").read_text() != "sleep\n":
+            time.sleep(0.001)
     os.kill(pids["agent"], signal.SIGKILL)
     began = time.monotonic()
     report = finish(guardian)
