@@ -59,7 +59,13 @@ class Victim:
 
 
 class Broken(Victim):
+    """Cannot be built, but not before the other role waits: a member that has not begun would be ended with the job."""
+
     def __init__(self) -> None:
+        begun = Path(current_worker().job_info.user_config["out"]).with_suffix(".begun")
+        deadline = time.monotonic() + 10.0
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         raise ValueError("it cannot be built")
 
 
@@ -67,8 +73,9 @@ class Waiter:
     """Calls another role before all members are up."""
 
     def setup(self) -> None:
-        error = error_of(RoleGroup("BROKEN")[0].call("count"))
         out = Path(current_worker().job_info.user_config["out"])
+        out.with_suffix(".begun").touch()
+        error = error_of(RoleGroup("BROKEN")[0].call("count"))
         out.write_text(json.dumps([str(error), error.executed]))
 
     def run(self) -> None: ...
