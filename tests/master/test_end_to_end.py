@@ -15,6 +15,7 @@ from rlmesh.errors import JobFailed, PlacementError
 from rlmesh.testing import LocalCluster
 from tests.master import toy_job
 from tests.master.launched import TOY, Launched, alive, launch
+from tests.stalls import Stalls
 
 
 def only_run(folder: Path) -> Path:
@@ -87,7 +88,7 @@ def test_method_that_exits_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("who", ["ADDER:1", "TRAINER"])
-def test_killed_member_fails_the_job_within_two_seconds(who: str, tmp_path: Path) -> None:
+def test_killed_member_fails_the_job_within_two_seconds(who: str, tmp_path: Path, stalls: Stalls) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         pid = int(job.wait_for(rf"pid of {who} is (\d+)").group(1))
         job.wait_for("step 1")
@@ -100,7 +101,7 @@ def test_killed_member_fails_the_job_within_two_seconds(who: str, tmp_path: Path
         how = f"{name} (pid {pid} on {os.uname().nodename}) was killed by SIGKILL"
         assert f"First cause:\n  {how}" in job.output, job.output
         assert f"pid of {who} is {pid}" in job.output.partition("last lines of")[2], job.output
-        assert took_s < 2.0
+        assert took_s < 2.0 + stalls.seconds
 
 
 @pytest.mark.parametrize(("who", "said"), [
@@ -153,10 +154,10 @@ def test_ctrl_c_while_the_job_starts(tmp_path: Path) -> None:
         assert job.ended(8.0) == 130, job.output
 
 
-def test_start_is_quick(tmp_path: Path) -> None:
+def test_start_is_quick(tmp_path: Path, stalls: Stalls) -> None:
     """Goal: 1.5 s from submit to the first member that serves, without torch; 3 s leaves room for busy machines."""
     with LocalCluster(run_root=tmp_path):
         status = toy_job.build().submit("quick").status
     print(f"first serving {status.first_serving_s:.2f} s, all serving {status.all_serving_s:.2f} s")
     assert status.first_serving_s is not None
-    assert status.first_serving_s < 3.0
+    assert status.first_serving_s < 3.0 + stalls.seconds

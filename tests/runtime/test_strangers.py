@@ -22,6 +22,7 @@ from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from tests.runtime.conftest import KEY
 from tests.runtime.strangers import SCHEMES, Recorder, address_of, connect, say
+from tests.stalls import Stalls
 
 OTHER_KEY = b"another key of the right length!"
 
@@ -103,7 +104,12 @@ def rejected(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 @pytest.mark.case("O7")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_code_from_strangers(
-    scheme: str, stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture, until: Callable[..., None]
+    scheme: str,
+    stack: ExitStack,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    until: Callable[..., None],
+    stalls: Stalls,
 ) -> None:
     job = Job(stack, scheme, KEY)
     other = Job(stack, scheme, OTHER_KEY)
@@ -133,11 +139,11 @@ def test_no_code_from_strangers(
         silent = [stack.enter_context(connect(job.endpoint)) for _ in range(200)]
         began = time.monotonic()
         assert job.call() == 2
-        assert time.monotonic() - began < 2, "a member could not connect among strangers"
+        assert time.monotonic() - began < 2 + stalls.seconds, "a member could not connect among strangers"
         until(lambda: counts["half-open"] >= 200 - half_open.SOFT_LIMIT, timeout_s=8)
         assert len(select.select(silent, [], [], 0)[0]) >= 200 - half_open.SOFT_LIMIT, "those were hung up"
         until(lambda: pings.answers > 10)
-    assert pings.error is None and pings.worst_s < 1
+    assert pings.error is None and pings.worst_s < 1 + stalls.seconds
     assert not marker.exists()
     peers = rejected(caplog, "A:0")
     assert 1 <= len(peers) == len(set(peers)) <= 2, "one line per peer and minute"

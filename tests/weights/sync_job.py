@@ -30,6 +30,8 @@ from rlmesh.errors import WeightsNotReady, WeightSyncError
 
 BUCKETS = 20
 ITEMS = 4096
+# All that a sink's tap is told of in one push; after "staged" the bucket has arrived, but nobody was told of it.
+POINTS = [(step, bucket) for step in ("stage", "staged") for bucket in range(BUCKETS)] + [("flip", -1)]
 
 
 def config() -> dict[str, Any]:
@@ -76,18 +78,18 @@ class Actor(SendsWeights):
 
 class Rollout(ReceivesWeights):
     def setup(self) -> None:
-        self.die_in: int | None = None
+        self.die_at: tuple[str, int] | None = None
         keep = bool(config().get("keep", True))
         self.sink = ArraySink(blank(), config()["mode"], keep_shared=keep)
         self.receive_weights(self.sink, tap=self.tap)
 
     def tap(self, step: str, bucket: int) -> None:
-        if step == "stage" and bucket == self.die_in:
+        if (step, bucket) == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     @rpc
-    async def arm(self, bucket: int) -> None:
-        self.die_in = bucket
+    async def arm(self, bucket: int, step: str = "stage") -> None:
+        self.die_at = step, bucket
 
     @rpc
     def pid(self) -> int:
@@ -188,7 +190,7 @@ class Trainer:
         return {"samples": samples, "pids": [os.getpid(), *self.rollout.call("pid").result()]}
 
     def many(self) -> dict[str, Any]:
-        """Many pushes, some of which a receiver does not survive."""
+        """Many pushes, some of which a receiver does not survive: killed anywhere, or everywhere in turn."""
         generator = random.Random(0)
         committed: set[float] = set()
         served: float | None = None
@@ -197,12 +199,13 @@ class Trainer:
             self.actor.call("train", version).result()
             victim = generator.randrange(2)
             kill = version % config()["kill_every"] == 0
+            step, bucket = POINTS[kills % len(POINTS)] if config().get("in_turn") else generator.choice(POINTS)
             if kill:
-                self.rollout[victim].call("arm", generator.randrange(BUCKETS)).result()
+                self.rollout[victim].call("arm", bucket, step).result()
             error = self.sync.push(version).exception()
             kills += kill
             if (error is not None) != kill or (kill and f"receiver ROLLOUT:{victim} failed" not in str(error)):
-                faults.append(f"version {version}: {error}")
+                faults.append(f"version {version}, killed at {(step, bucket) if kill else None}: {error}")
             if error is None:
                 committed.add(version)
                 served = version

@@ -1,0 +1,83 @@
+"""How long this machine stood still: what a shared machine takes from a test is not the product's doing.
+
+Run as a program it watches: one thread per core that only sleeps. What it oversleeps by more than a scheduler's usual
+lateness, any thread on that core may have lost. It is a process of its own, since waiting for the lock of the
+interpreter under test is no stall.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+TICK_S = 0.01
+USUAL_LATENESS_S = 0.02
+COUNTER = struct.Struct("d")
+
+
+class Watch:
+    """The watching process, and the seconds that it counted for each core."""
+
+    def __init__(self, counters: Path) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        counters.write_bytes(bytes(COUNTER.size * len(cores)))
+        with counters.open("rb") as file:
+            self._counted = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = counters
+        command = [sys.executable, "-I", __file__, str(counters), str(os.getpid()), *map(str, cores)]
+        subprocess.run(command, check=True, timeout=30)
+
+    def total_s(self) -> float:
+        """Seconds that the cores stood still since the watch began, all of them added up."""
+        return sum(memoryview(self._counted[:]).cast("d"))
+
+    def close(self) -> None:
+        self._file.unlink()
+        self._counted.close()
+
+
+class Stalls:
+    """What was lost since this object was made."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._before_s = watch, watch.total_s()
+
+    @property
+    def seconds(self) -> float:
+        # A stall that ends just now is told of one tick later.
+        time.sleep(2 * TICK_S)
+        return self._watch.total_s() - self._before_s
+
+
+def watch_core(counters: memoryview, place: int, core: int) -> None:
+    os.sched_setaffinity(0, {core})  # of this thread alone
+    lost_s = 0.0
+    while True:
+        began = time.monotonic()
+        time.sleep(TICK_S)
+        late_s = time.monotonic() - began - TICK_S
+        if late_s > USUAL_LATENESS_S:
+            lost_s += late_s
+            COUNTER.pack_into(counters, place * COUNTER.size, lost_s)
+
+
+def main(path: str, watched_for: str, *cores: str) -> None:
+    # Not a child of the tests, some of which end what they find below them.
+    if os.fork() > 0:
+        os._exit(0)
+    with open(path, "r+b") as file:
+        counters = memoryview(mmap.mmap(file.fileno(), 0))
+    for place, core in enumerate(cores):
+        threading.Thread(target=watch_core, args=(counters, place, int(core)), daemon=True).start()
+    while os.path.exists(path) and os.path.exists(f"/proc/{watched_for}"):
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
