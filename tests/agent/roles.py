@@ -112,6 +112,7 @@ class Holder(Echo):
     def hold_the_lock(self, seconds: float) -> int:
         """Be in C, with the interpreter's lock, so that no other thread of this process runs Python."""
         libc = ctypes.PyDLL(None)
+        self.note("holds the lock")
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             libc.usleep(ctypes.c_uint(500_000))

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlmesh.agent.stacks import dump_stacks, own_stacks
 from rlmesh.job.status import MemberStack
 from tests.agent.nodes import open_node
+from tests.agent.processes import wait_until
 
 
 async def test_stacks_of_members(tmp_path: Path) -> None:
@@ -23,7 +24,8 @@ async def test_stacks_of_members(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
             held = holder.call("hold_the_lock", 4.0)
-            await asyncio.sleep(0.2)  # until it has begun, whose own news the lock keeps back
+            # Its own news of that is kept back by the lock.
+            await asyncio.to_thread(wait_until, lambda: "holds the lock" in node.notes("ACTOR:1"))
             keys = tuple(("ACTOR", rank, 0) for rank in range(4))
             found = {stack.name: stack for stack in await node.agent.call("examine", keys, keys[1:])}
             told = await node.control(asked).call("stacks")

@@ -217,7 +217,8 @@ def test_what_a_method_leaves_behind_outlives_its_deadline(mesh: Mesh) -> None:
     mesh.serve("INNER", inner)
     group = mesh.serve("OUTER", outer)
     outer.group = RoleGroup("INNER", runtime=mesh.runtimes[-1])
-    group.options(timeout_s=0.2)[0].call("leave_a_task", 0.4).result()
+    assert group[0].call("echo", 3).result() == 3  # connects, which is no part of the deadline's work
+    group.options(timeout_s=0.5)[0].call("leave_a_task", 0.8).result()
     assert group[0].call("result_of_the_task").result(10) == "later"
 
 
@@ -235,7 +236,8 @@ def test_cancelling_reaches_queued_and_running_calls(mesh: Mesh, until: Callable
     assert member.cancelled.wait(5)
     with pytest.raises(CallCancelled):
         coroutine.result()
-    time.sleep(0.05)  # The cancellation of the queued call must be there before the slot becomes free.
+    # The cancellation of the queued call must be there before the slot becomes free.
+    until(lambda: len(mesh.runtimes[-1]._dispatcher._incoming) == 1)
     member.release.set()
     assert running.result() == "released"
     handle.call("echo", None).result()

@@ -100,7 +100,8 @@ def test_death_says_maybe_of_what_was_sent_and_no_of_what_comes_later(mesh: Mesh
 def test_a_deadline_says_maybe(mesh: Mesh, until: Callable[..., None]) -> None:
     member = Member()
     group = mesh.serve("A", member)
-    hasty = group.options(timeout_s=0.1)[0]
+    assert group[0].call("beside", 3).result() == 3  # connects: the deadline is for the call alone
+    hasty = group.options(timeout_s=0.3)[0]
     assert executed(hasty.call("hold")) == (CallTimeout, "maybe", "A", 0, "hold")
     queued = executed(hasty.call("hold", "queued"))
     assert queued[0] is CallTimeout
