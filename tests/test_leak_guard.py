@@ -44,7 +44,9 @@ LEAKS = {
     "child": ("kept.append(subprocess.Popen(['sleep', '30']))", "sleep 30"),
     "zombie": ("kept.append(subprocess.Popen(['true']))", "[Z, child of "),
     "orphan": (
-        "subprocess.run(['sh', '-c', 'setsid sleep 31 > /dev/null 2>&1 &'], check=True)",
+        # Until it is what it becomes: while a program is loaded its environment cannot be read.
+        "subprocess.run(['sh', '-c', 'setsid sleep 31 > /dev/null 2>&1 & "
+        "until grep -q sleep /proc/$!/comm; do :; done'], check=True)",
         "sleep 31",
     ),
     "segment": ("pathlib.Path('/dev/shm/rlmesh-guard-test').touch()", "/dev/shm/rlmesh-guard-test"),

@@ -69,8 +69,9 @@ class Recoveries:
                 member.has_finished = False
         context.restarts.append(restart.record)
         context.note = self._note(restart)
-        self._tell(recovery, "restarting")
+        # The book first: who hears of a restart and calls at once calls the new incarnations.
         self._state.do(ev.PublishBook(context.new_book()))
+        self._tell(recovery, "restarting")
         for node_rank, keys in ended.items():
             self._state.do(ev.EndProcesses(node_rank, tuple(keys), self._grace_s(restart)))
         self._active.append(recovery)

@@ -32,7 +32,7 @@ class Worker:
         elif how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            for step in range(15):  # slow, and alive
+            for step in range(25):  # slow, and alive
                 time.sleep(0.1)
                 current_worker().report(step)
         return "done"

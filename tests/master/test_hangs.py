@@ -51,6 +51,6 @@ def test_without_a_restart_the_job_ends_and_names_the_hang(tmp_path: Path) -> No
 def test_who_is_slow_but_reports_does_not_hang(tmp_path: Path) -> None:
     out = tmp_path / "answer.json"
     with LocalCluster(run_root=tmp_path):
-        result = hanging_job.build("slow", out, "never", 1.0).submit("slow")
+        result = hanging_job.build("slow", out, "never", 2.0).submit("slow")
     assert json.loads(out.read_text()) == ["done"]
     assert not result.status.restarts and not list(result.run_dir.glob("stacks-*"))

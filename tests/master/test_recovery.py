@@ -36,7 +36,9 @@ def test_a_member_comes_back_alone() -> None:
     bench = running()
     actions = bench.send(ev.MemberExited(0, _exit(bench, "ROLLOUT:1")))
     kinds = [type(action) for action in actions]
-    assert kinds == [ev.TellRestart, ev.PublishBook, ev.AnnounceLoss, ev.Spawn], "callers learn it in this order"
+    assert kinds == [ev.PublishBook, ev.TellRestart, ev.AnnounceLoss, ev.Spawn], (
+        "who hears of the restart, or of the loss, calls the new incarnation"
+    )
     (book,) = [action.book for action in bench.took(ev.PublishBook)]
     entry = book.find("ROLLOUT", 1)
     assert entry is not None and (entry.incarnation, entry.endpoint) == (1, None), "calls to it wait"

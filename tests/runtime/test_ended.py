@@ -144,8 +144,9 @@ def test_the_slowest_members_time_is_not_overhead(mesh: Mesh, stalls: Stalls) ->
     mesh.caller.take_call_stats()
     group.call("work").result()
     (stats,) = mesh.caller.take_call_stats()
-    assert (stats.role, stats.method, stats.calls, stats.slowest_rank) == ("S", "work", 1, 1)
     lost_s = stalls.seconds
+    assert (stats.role, stats.method, stats.calls) == ("S", "work", 1)
+    assert stats.slowest_rank == 1 or lost_s > 0.05
     assert 0.15 <= stats.method_s <= stats.wall_s < 0.5 + lost_s
     assert stats.overhead_s < 0.1 + lost_s
     assert mesh.caller.take_call_stats() == ()
