@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -22,23 +23,22 @@ COUNTER = struct.Struct("d")
 
 
 class Watch:
-    """The watching process, and the seconds that it counted for each core."""
+    """The watching process ``pid``, and the seconds that it counted for each core."""
 
     def __init__(self, counters: Path) -> None:
         cores = sorted(os.sched_getaffinity(0))
         counters.write_bytes(bytes(COUNTER.size * len(cores)))
         with counters.open("rb") as file:
             self._counted = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._file = counters
         command = [sys.executable, "-I", __file__, str(counters), str(os.getpid()), *map(str, cores)]
-        subprocess.run(command, check=True, timeout=30)
+        self.pid = int(subprocess.run(command, check=True, timeout=30, stdout=subprocess.PIPE).stdout)
 
     def total_s(self) -> float:
         """Seconds that the cores stood still since the watch began, all of them added up."""
         return sum(memoryview(self._counted[:]).cast("d"))
 
     def close(self) -> None:
-        self._file.unlink()
+        os.kill(self.pid, signal.SIGKILL)
         self._counted.close()
 
 
@@ -69,14 +69,16 @@ def watch_core(counters: memoryview, place: int, core: int) -> None:
 
 def main(path: str, watched_for: str, *cores: str) -> None:
     # Not a child of the tests, some of which end what they find below them.
-    if os.fork() > 0:
+    if (pid := os.fork()) > 0:
+        print(pid, flush=True)
         os._exit(0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     with open(path, "r+b") as file:
         counters = memoryview(mmap.mmap(file.fileno(), 0))
     for place, core in enumerate(cores):
         threading.Thread(target=watch_core, args=(counters, place, int(core)), daemon=True).start()
-    while os.path.exists(path) and os.path.exists(f"/proc/{watched_for}"):
-        time.sleep(0.2)
+    while os.path.exists(f"/proc/{watched_for}"):
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":
