@@ -235,11 +235,11 @@ class RestartRecord:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all
-    so far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must
+    """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all so
+    far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must
     end; ``stopped_at`` is then the step after which all ranks stopped, if they did. ``killed`` names the members whose
-    grace was not enough. ``samples_trained`` is the count that was reported last, 0 if none was. ``alarms``: the last
-    ones that members raised, of ``alarm_count``."""
+    grace was not enough, or was cut short. ``samples_trained`` is the count that was reported last, 0 if none was.
+    ``alarms``: the last ones that members raised, of ``alarm_count``."""
 
     job_name: str
     job_id: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmesh.agent.protocol import ExitReport
@@ -21,6 +21,7 @@ from rlmesh.job.status import NODE_LOST, FailureInfo, JobStatus
 from rlmesh.observe.incidents import newest_incident
 
 SHOWN_LOG_LINES = 20
+SHOWN_MEMBERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,20 @@ class StoppedBySignal(KeyboardInterrupt):
     """The job was stopped by a signal; ``number`` is the signal's, 2 for Ctrl-C."""
 
     number: int = int(signal.SIGINT)
+
+
+def cut_short(status: JobStatus) -> JobStatus:
+    """The last state of a job whose end was not waited for: whoever was not seen to end was killed with its agent."""
+    killed = [f"{m.role}:{m.rank}" for m in status.members if m.state not in ("exited", "failed")]
+    told = ", ".join(killed[:SHOWN_MEMBERS])
+    if len(killed) > SHOWN_MEMBERS:
+        told += f" and {len(killed) - SHOWN_MEMBERS} more"
+    return replace(
+        status,
+        stage="stopped",
+        members=tuple(m if m.state == "failed" else replace(m, state="exited") for m in status.members),
+        killed="; ".join(filter(None, [status.killed, told and f"killed with their agents: {told}"])),
+    )
 
 
 def job_interrupted(job_name: str, reason: str, note: str) -> StoppedBySignal:

@@ -23,7 +23,7 @@ from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.interrupt import Interrupt
 from rlmesh.master.jobspec import WANTED_NODES
 from rlmesh.master.merged_logs import MergedLogs
-from rlmesh.master.outcome import JobResult, job_failed, job_interrupted, job_stopped
+from rlmesh.master.outcome import JobResult, cut_short, job_failed, job_interrupted, job_stopped
 from rlmesh.master.post_mortem import write_post_mortem
 from rlmesh.master.processes import ProcessWatch, tail_of
 from rlmesh.master.records import write_end
@@ -316,7 +316,7 @@ class Session:
             if told := write_post_mortem(status, run_dir, failure):
                 status = replace(status, incidents=(*status.incidents, str(told)))
         elif status.stage not in ENDED:
-            status = replace(status, stage="stopped")
+            status = cut_short(status)
         self.status = replace(status, records=())
         write_end(self.status)
         picture = self._report(run_dir) if status.stage == "succeeded" else None

@@ -66,14 +66,11 @@ def check_grace(folder: Path, stalls: Stalls, needs_s: float, long_s: float, sho
             assert killed not in agent_log(run / "run")
         else:
             assert done == []
-            lost_s = stalls.seconds
-            assert grace_s - 1 <= took_s <= grace_s + 1 + lost_s
+            assert grace_s - 1 <= took_s <= grace_s + 1 + stalls.seconds
             assert agent_log(run / "run").count(killed) == 2
-            told = re.search(rf"SIGKILL after {grace_s:g} s: ([^)]+)", job.output)
-            assert told, job.output
-            # The launcher waits little longer than the grace; if the machine stands still then, it may miss one.
-            names = set(told[1].split(", "))
-            assert names == {"TRAINER:0", "TRAINER:1"} or (lost_s > 0.3 and names < {"TRAINER:0", "TRAINER:1"})
+            # The launcher waits little longer than the grace: of one it may not hear in time that it was killed.
+            told = re.search(rf"\(SIGKILL after {grace_s:g} s: (.*)\)", job.output)
+            assert told and sorted(re.findall(r"TRAINER:\d", told[1])) == ["TRAINER:0", "TRAINER:1"], job.output
 
 
 def check_usr1(folder: Path) -> None:
