@@ -40,7 +40,8 @@ from rlmesh.runtime.runtime import Runtime
 
 ROOT = str(Path(__file__).parents[2])
 ROLES = "tests.agent.roles"
-WAIT_S = 15.0
+WAIT_S = 40.0
+"""After this a node hangs: a zygote that imports torch takes seconds, on a busy machine a quarter of a minute."""
 
 Said = tuple[Any, ...]
 

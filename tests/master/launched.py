@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy_job.py")
+HANG_S = 40.0
+"""After this a job hangs, however busy the machine is. How long things may take is for the tests to say."""
 
 
 class Launched:
@@ -39,14 +41,14 @@ class Launched:
                     self.output += line
                     self._grown.notify_all()
 
-    def wait_for(self, pattern: str, timeout_s: float = 20.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout_s: float = HANG_S) -> re.Match[str]:
         """The first match of ``pattern`` in the output."""
         with self._grown:
             found = self._grown.wait_for(lambda: re.search(pattern, self.output), timeout_s)
         assert found, f"{pattern!r} did not come within {timeout_s} s:\n{self.output}"
         return found
 
-    def ended(self, timeout_s: float = 20.0) -> int:
+    def ended(self, timeout_s: float = HANG_S) -> int:
         """The exit code; all output has been read."""
         try:
             code = self.process.wait(timeout_s)
