@@ -30,7 +30,7 @@ def moving(folder: Path, nnodes: int, *arguments: str, endpoint: str = "127.0.0.
         head = stack.enter_context(node(folder, 0, nnodes, endpoint, *words, script=MOVING, prefix=prefixes[0]))
         there = head.wait_for(r"listens at (\S+)")[1]
         others = [stack.enter_context(node(folder, n, nnodes, there, prefix=prefixes[n])) for n in range(1, nnodes)]
-        head.wait_for("step 0 Actor", 40.0)
+        head.wait_for("step 0 Actor")
         yield [head, *others]
 
 
@@ -38,7 +38,7 @@ def finish(folder: Path, nodes: Sequence[Launched]) -> None:
     """Let the job end, in good order."""
     (folder / "end").touch()
     head = nodes[0]
-    assert head.ended(30.0) == 0, head.output
+    assert head.ended() == 0, head.output
     assert "the job has succeeded" in head.output
     assert [node.ended() for node in nodes[1:]] == [0] * (len(nodes) - 1)
 
@@ -110,7 +110,7 @@ def test_without_a_spare_the_job_ends_and_says_what_to_do(tmp_path: Path) -> Non
     with moving(tmp_path, 2, "--spares", "0") as nodes:
         head, other = nodes
         os.kill(other.pid_of("-m rlmesh.agent"), signal.SIGKILL)
-        assert head.ended(20.0) == 1
+        assert head.ended() == 1
     assert re.search(r"the agent of node \S+ .*; its members ended with it: ROLLOUT:1, ACTOR:1", head.output)
     assert "cannot be moved to other nodes" in head.output
     assert "spare_nodes(1)" in head.output

@@ -116,7 +116,7 @@ def test_a_restart_leaves_an_incident_that_says_how_it_ended(tmp_path: Path) -> 
     with Launched([*LAUNCH, "--restart", "job", str(TOY), "--", "--sleep", "1.5"], tmp_path) as job:
         job.wait_for("step 1")
         os.kill(int(job.wait_for(r"pid of ADDER:1 is (\d+)")[1]), signal.SIGKILL)
-        assert job.ended(40.0) == 0, job.output
+        assert job.ended() == 0, job.output
         content, _ = only_incident(tmp_path)
     assert content["outcome"].startswith("job was started again (scope job) and served after"), content["outcome"]
     assert content["first_cause"]["exit"]["signal"] == 9
