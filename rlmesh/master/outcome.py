@@ -49,7 +49,8 @@ class StoppedBySignal(KeyboardInterrupt):
 
 def cut_short(status: JobStatus) -> JobStatus:
     """The last state of a job whose end was not waited for: whoever was not seen to end was killed with its agent."""
-    killed = [f"{m.role}:{m.rank}" for m in status.members if m.state not in ("exited", "failed")]
+    gone = ("exited", "failed", "restarting")
+    killed = [f"{m.role}:{m.rank}" for m in status.members if m.state not in gone]
     told = ", ".join(killed[:SHOWN_MEMBERS])
     if len(killed) > SHOWN_MEMBERS:
         told += f" and {len(killed) - SHOWN_MEMBERS} more"

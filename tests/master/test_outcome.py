@@ -20,7 +20,7 @@ def test_who_was_not_seen_to_end_is_told() -> None:
 
 
 def test_where_all_were_seen_to_end_nothing_is_told() -> None:
-    assert cut_short(status("exited", "failed")).killed == ""
+    assert cut_short(status("exited", "failed", "restarting")).killed == "", "one had no process"
 
 
 def test_of_many_some_are_named() -> None:
