@@ -160,6 +160,7 @@ class Session:
         began = time.monotonic()
         while self.status.stage not in ENDED and self._update(master):
             self._logs.poll()
+            self._pass_on(master)  # What was asked while a snapshot came, which took its wake-up.
             # Often at first, so that the view shows the start as it happens.
             self._wait(POLL_S if time.monotonic() - began > 2.0 else POLL_S / 4)
         if self.status.stage in ENDED:

@@ -1,0 +1,65 @@
+"""What the launcher's process passes on to the master of its job."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+from rlmesh.job.status import JobStatus
+from rlmesh.master.interrupt import Interrupt
+from rlmesh.master.session import Session
+
+
+class Snapshot:
+    """An answer that comes while its caller waits for it."""
+
+    def __init__(self, status: JobStatus) -> None:
+        self.status, self.looks = status, 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def result(self) -> JobStatus:
+        return self.status
+
+    def add_done_callback(self, fn: Any) -> None:
+        pass
+
+
+class Master:
+    """Keeps what it is told; its second snapshot says that the job has ended."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self.told: list[str] = []
+        self._interrupt = interrupt
+
+    def options(self, **_: object) -> Master:
+        return self
+
+    def call(self, what: str, *_: object) -> Any:
+        self.told.append(what)
+        if what != "status":
+            return Mock()
+        first = self.told.count("status") == 1
+        if first:
+            threading.Timer(0.1, self._interrupt.ask, ("SIGTERM",)).start()
+        return Snapshot(JobStatus("j", "j-1", "running" if first else "stopped", 0.0, "/run"))
+
+
+def test_a_signal_that_comes_with_a_snapshot_is_passed_on_before_the_next_one() -> None:
+    """It took the wake-up of the one wait, and must not be forgotten in the next."""
+    interrupt = Interrupt()
+    space: Any = SimpleNamespace(job_id="j-1", run_dir="/run", master_endpoint="unix:///")
+    config: Any = SimpleNamespace(node_rank=0, submitted_at=0.0)
+    session = Session("j", space, [config], interrupt, make_view=Mock(), first_answer_s=1.0, report=Mock())
+    session._view, session._logs = Mock(), Mock()
+    master: Any = Master(interrupt)
+    try:
+        session._follow(master)
+    finally:
+        session._watch.close()
+        interrupt.close()
+    assert master.told == ["status", "stop", "status", "goodbye"]
