@@ -1,6 +1,7 @@
 """A job whose ranks count steps at changing speeds, save where they stop, and go on there.
 
-With ``--deaf`` the ranks handle SIGTERM themselves: they need ``--needs`` seconds to write ``done.<rank>``.
+With ``--deaf`` the ranks handle SIGTERM themselves: they need ``--needs`` seconds to write ``done.<rank>``. And they
+do not stop where all do: they stand still there.
 """
 
 import argparse
@@ -44,7 +45,9 @@ class Trainer(BaseWorkload):
             request = current_worker().step_boundary(self.step)
             if self.step % 10 == 0:
                 print(f"rank {self.rank} at step {self.step}", flush=True)
-            if request is not None and not self.config["deaf"]:
+            if request is not None and self.config["deaf"]:
+                time.sleep(self.config["needs"])
+            elif request is not None:
                 print(f"rank {self.rank} stops after step {self.step}: {request.reason}", flush=True)
                 return
             self.step += 1
