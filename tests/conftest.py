@@ -18,7 +18,7 @@ import zmq
 from hypothesis import settings
 
 from tests.leaks import LASTING, MARKER, LeakCheck, own_shared_memory, zmq_threads
-from tests.stalls import Stalls, Watch
+from tests.stalls import HANG_S, Stalls, Watch
 
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("rlmesh", deadline=None)
@@ -36,7 +36,7 @@ def open_what_lasts() -> None:
         socket.send(bytes(zmq.COPY_THRESHOLD), copy=False)
         other.recv()
     # The collector's threads give themselves their names, by which the guard knows them: late on a busy machine.
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + HANG_S
     while len(zmq_threads()) < COLLECTOR_THREADS and time.monotonic() < deadline:
         time.sleep(0.005)
 

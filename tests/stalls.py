@@ -1,14 +1,19 @@
-"""How long this machine stood still: what a shared machine takes from a test is not the product's doing.
+"""How long this machine stood still or was short of something: what a shared machine takes from a test is not the
+product's doing.
 
 Run as a program it watches: one thread per core that only sleeps. What it oversleeps by more than a scheduler's usual
 lateness, any thread on that core may have lost. It is a process of its own, since waiting for the lock of the
 interpreter under test is no stall.
+
+A sleeper is woken early where many threads want to run, needs no memory and reads no file. Those that work may wait
+longer; the kernel's pressure stall information tells for how long somebody did.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -19,7 +24,11 @@ from pathlib import Path
 
 TICK_S = 0.01
 USUAL_LATENESS_S = 0.02
+HANG_S = 40.0
+"""Whoever waits for longer hangs, however busy the machine is. How long things may take is for the tests to say."""
 COUNTER = struct.Struct("d")
+PRESSURE = Path("/proc/pressure")
+_TOTAL = re.compile(r"some .*total=(\d+)")
 
 
 class Watch:
@@ -34,8 +43,9 @@ class Watch:
         self.pid = int(subprocess.run(command, check=True, timeout=30, stdout=subprocess.PIPE).stdout)
 
     def total_s(self) -> float:
-        """Seconds that the cores stood still since the watch began, all of them added up."""
-        return sum(memoryview(self._counted[:]).cast("d"))
+        """Seconds that the cores stood still since the watch began, all of them added up, and those in which something
+        was scarce."""
+        return sum(memoryview(self._counted[:]).cast("d")) + scarcity_s()
 
     def close(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -53,6 +63,19 @@ class Stalls:
         # A stall that ends just now is told of one tick later.
         time.sleep(2 * TICK_S)
         return self._watch.total_s() - self._before_s
+
+
+def scarcity_s() -> float:
+    """Seconds since the machine's start in which some thread waited for a core, for memory or for a disk (``some`` of
+    ``/proc/pressure``, the mean of the cores); 0 where the kernel does not tell."""
+    waited_us = 0
+    for what in ("cpu", "memory", "io"):
+        try:
+            found = _TOTAL.match((PRESSURE / what).read_text())
+        except OSError:
+            continue
+        waited_us += int(found[1]) if found else 0
+    return waited_us / 1e6
 
 
 def watch_core(counters: memoryview, place: int, core: int) -> None:

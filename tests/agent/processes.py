@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import rlmesh.agent.guardian
+from tests.stalls import HANG_S
 
 GUARDIAN = [sys.executable, "-I", "-S", str(rlmesh.agent.guardian.__file__)]
 
@@ -50,7 +51,7 @@ class Fifo:
         os.mkfifo(path)
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
-    def read_json(self, wait_s: float = 10.0) -> Any:
+    def read_json(self, wait_s: float = HANG_S) -> Any:
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         text = b""
@@ -114,7 +115,7 @@ def guardian_run(tmp_path: Path, job_id: str, then: str, **config: Any) -> tuple
     return [*GUARDIAN, sys.executable, str(script)], json.dumps(line).encode() + b"\n", fifo
 
 
-def wait_until(condition: Callable[[], bool], wait_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], wait_s: float = HANG_S) -> None:
     """For what has no descriptor: look until it is so."""
     deadline = time.monotonic() + wait_s
     while not condition():

@@ -11,6 +11,7 @@ import pytest
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.agent.start import GuardianProcess, decode_config, encode_config, read_exit_report
 from rlmesh.errors import LaunchError
+from tests.stalls import HANG_S
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_a_configuration_survives_the_pipe(config: AgentConfig) -> None:
 def test_a_run_directory_that_cannot_be_made(config: AgentConfig, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with GuardianProcess(replace(config, run_dir=str(tmp_path / "file" / "run"))) as guardian:
-        report = guardian.wait(10.0)
+        report = guardian.wait(HANG_S)
     assert report.why.startswith("the agent could not be started: NotADirectoryError")
     assert (report.agent_code, report.processes_started, report.clean) == (None, -1, True)
     assert not Path(config.socket_dir).exists()
@@ -49,7 +50,7 @@ def test_an_agent_without_a_master_ends_with_its_guardian(config: AgentConfig) -
         with pytest.raises(TimeoutError, match=r"node 3 \(guardian pid"):
             guardian.wait(0.01)
         guardian.let_go()
-        report = guardian.wait(10.0)
+        report = guardian.wait(HANG_S)
     assert report.node_rank == 3
     assert (report.why, report.clean) == ("the driver is gone", True)
     assert json.loads((Path(config.run_dir) / "exit-node3.json").read_text())["why"] == report.why

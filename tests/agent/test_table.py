@@ -21,7 +21,7 @@ from rlmesh.agent.process import Ended, become_member, collect, held_input, memo
 from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.errors import LaunchError
 from tests.agent.processes import wait_gone
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 DAEMON = """
 import os, sys
@@ -182,7 +182,7 @@ def test_a_member_ends_with_the_thread_of_its_agent() -> None:
     pid, *rest = agent.stdout.readline().split()
     assert rest == ["True", "ACTOR:0", "False"]
     agent.kill()
-    agent.communicate(timeout=5)
+    agent.communicate(timeout=HANG_S)
     assert wait_gone([int(pid)], 5) == []
     assert become_member.__doc__
 
@@ -195,5 +195,5 @@ def test_a_reused_number_is_never_hit() -> None:
     assert not ownership.send_signal(other, signal.SIGKILL)
     assert process.poll() is None
     assert ownership.send_signal(found, signal.SIGKILL)
-    process.wait(5)
+    process.wait(HANG_S)
     assert not ownership.send_signal(found, signal.SIGKILL)

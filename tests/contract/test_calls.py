@@ -20,7 +20,7 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 
 class Member:
@@ -164,7 +164,7 @@ def test_calls_wait_for_a_member_that_is_not_up_yet(mesh: Mesh) -> None:
     assert not future.done() and "LATE:0.echo()" in future.waiting_for()
     mesh.addresses[:] = []
     mesh.publish(MemberAddress("LATE", 0, 0, runtime.endpoint), MemberAddress("X", 0, 0, None))
-    assert future.result(10) == 5
+    assert future.result(HANG_S) == 5
 
 
 def test_wrong_use_says_what_is_right(mesh: Mesh) -> None:
@@ -192,10 +192,10 @@ def test_a_call_fails_at_its_deadline(mesh: Mesh, stalls: Stalls) -> None:
         group.options(timeout_s=0.3)[0].call("sleep", 20).result()
     assert 0.25 < time.monotonic() - started < 2 + stalls.seconds
     assert caught.value.executed == "maybe"
-    assert member.cancelled.wait(5), "the coroutine went on after its caller gave up"
+    assert member.cancelled.wait(HANG_S), "the coroutine went on after its caller gave up"
 
 
-def test_nested_calls_inherit_the_deadline(mesh: Mesh) -> None:
+def test_nested_calls_inherit_the_deadline(mesh: Mesh, stalls: Stalls) -> None:
     inner, outer = Member(), Member()
     outer.group = mesh.serve("INNER", inner)
     outer.group = RoleGroup("INNER", runtime=mesh.runtimes[-1])
@@ -208,8 +208,8 @@ def test_nested_calls_inherit_the_deadline(mesh: Mesh) -> None:
         assert future.result() == "nested call timed out"
     except CallTimeout:
         pass
-    assert inner.cancelled.wait(5), "the nested call outlived its deadline"
-    assert time.monotonic() - started < 3
+    assert inner.cancelled.wait(HANG_S), "the nested call outlived its deadline"
+    assert time.monotonic() - started < 3 + stalls.seconds
 
 
 def test_what_a_method_leaves_behind_outlives_its_deadline(mesh: Mesh) -> None:
@@ -219,21 +219,21 @@ def test_what_a_method_leaves_behind_outlives_its_deadline(mesh: Mesh) -> None:
     outer.group = RoleGroup("INNER", runtime=mesh.runtimes[-1])
     assert group[0].call("echo", 3).result() == 3  # connects, which is no part of the deadline's work
     group.options(timeout_s=0.5)[0].call("leave_a_task", 0.8).result()
-    assert group[0].call("result_of_the_task").result(10) == "later"
+    assert group[0].call("result_of_the_task").result(HANG_S) == "later"
 
 
 def test_cancelling_reaches_queued_and_running_calls(mesh: Mesh, until: Callable[..., None]) -> None:
     member = Member()
     handle = mesh.serve("A", member)[0]
     running = handle.call("wait")
-    assert member.started.wait(5)
+    assert member.started.wait(HANG_S)
     queued = handle.call("note", "must not run")
     assert queued.cancel()
     coroutine = handle.call("sleep", 20)
     member.started.clear()
-    assert member.started.wait(5)
+    assert member.started.wait(HANG_S)
     coroutine.cancel()
-    assert member.cancelled.wait(5)
+    assert member.cancelled.wait(HANG_S)
     with pytest.raises(CallCancelled):
         coroutine.result()
     # The cancellation of the queued call must be there before the slot becomes free.
@@ -260,7 +260,7 @@ def test_a_call_that_is_cancelled_before_it_starts_gives_its_place_back(
                 future.cancel()
 
     asyncio.run(service())
-    assert handle.call("sleep", 0).result(5) is None and handle.call("echo_async", 1).result(5) == 1
+    assert handle.call("sleep", 0).result(HANG_S) is None and handle.call("echo_async", 1).result(HANG_S) == 1
     until(lambda: not mesh.runtimes[-1]._dispatcher._incoming)
 
 
@@ -269,8 +269,8 @@ def test_a_call_that_would_wait_for_itself_is_refused(mesh: Mesh) -> None:
     group = mesh.serve("A", member)
     member.group = RoleGroup("A", runtime=mesh.runtimes[-1])
     with pytest.raises(WouldDeadlock, match="called on behalf of a method"):
-        group[0].call("call_back", "echo").result(10)
-    assert group[0].call("call_back", "echo_async").result(10) == 7
+        group[0].call("call_back", "echo").result(HANG_S)
+    assert group[0].call("call_back", "echo_async").result(HANG_S) == 7
 
 
 def test_waiting_on_the_loop_that_must_receive_the_answer_is_refused(mesh: Mesh) -> None:
@@ -301,14 +301,14 @@ def test_awaiting_from_another_loop_works_and_cancels(mesh: Mesh) -> None:
             await asyncio.wait_for(handle.call("sleep", 20), 0.2)
 
     asyncio.run(main())
-    assert member.cancelled.wait(5)
+    assert member.cancelled.wait(HANG_S)
 
 
 def test_a_pending_future_says_whom_it_waits_for(mesh: Mesh) -> None:
     member = Member()
     group = mesh.serve("A", member)
     future = group.call("wait")
-    assert member.started.wait(5)
+    assert member.started.wait(HANG_S)
     assert "A:0.wait() for " in future.waiting_for() and "1 of 1" in future.waiting_for()
     assert [line.partition(" for ")[0] for line in mesh.caller.pending()] == ["A:0.wait()"]
     with pytest.raises(TimeoutError, match=r"still waiting for .*A:0\.wait\(\)"):
@@ -367,6 +367,6 @@ def test_cancelling_one_of_the_queued_coroutines_ends_that_one(mesh: Mesh, until
     until(lambda: serial.order == [1])
     assert third.cancel()
     assert long.cancel()
-    assert second.result(5) == (0, True)
-    assert fourth.result(5) == (0, True)
+    assert second.result(HANG_S) == (0, True)
+    assert fourth.result(HANG_S) == (0, True)
     assert serial.order == [1, 2, 5]

@@ -24,7 +24,7 @@ from rlmesh.errors import (
 from rlmesh.runtime import calls
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 
 class Member:
@@ -87,7 +87,7 @@ def test_death_says_maybe_of_what_was_sent_and_no_of_what_comes_later(mesh: Mesh
     group = mesh.serve("A", member)
     assert group[0].call("beside", 3).result() == 3
     running, queued = group[0].call("nap", 30), group[0].call("nap", 30)
-    assert member.started.wait(5)
+    assert member.started.wait(HANG_S)
     mesh.kill("A", 0)
     for future in (running, queued):
         assert executed(future) == (PeerLost, "maybe", "A", 0, "nap")
@@ -172,9 +172,9 @@ def test_a_full_window_holds_a_thread_back_and_never_a_loop(
     time.sleep(0.1)
     assert thread.is_alive() and len(made) == 0, "a plain thread is"
     member.release.set()
-    thread.join(10)
+    thread.join(HANG_S)
     assert not thread.is_alive()
-    assert [future.result(10) for future in on_loop + made] == list(range(20)) * 2
+    assert [future.result(HANG_S) for future in on_loop + made] == list(range(20)) * 2
     assert member.ran == list(range(20)) * 2, "nothing is dropped or overtaken"
 
 
@@ -189,10 +189,10 @@ def test_a_cancelled_call_that_waits_in_line_is_never_sent(
         return [handle.call("hold", number) for number in range(6)]
 
     futures = asyncio.run(on_a_loop())
-    assert member.started.wait(5)
+    assert member.started.wait(HANG_S)
     assert all(future.cancel() for future in futures[1::2])
     with pytest.raises(CallCancelled, match=r"A:0\.hold\(\)"):
         futures[1].result()
     member.release.set()
-    assert [future.result(10) for future in futures[::2]] == [0, 2, 4]
+    assert [future.result(HANG_S) for future in futures[::2]] == [0, 2, 4]
     assert [x for x in member.ran if x != 1] == [0, 2, 4], "1 had been sent"

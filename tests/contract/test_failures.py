@@ -20,7 +20,7 @@ from rlmesh.job.status import ExitInfo
 from rlmesh.runtime.address import MemberAddress
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 
 class TwoArguments(Exception):
@@ -132,7 +132,7 @@ def test_every_exception_arrives(
     handle = mesh.serve("A", Member())[0]
     started = time.monotonic()
     with pytest.raises(cls) as caught:
-        handle.call(method).result(10)
+        handle.call(method).result(HANG_S)
     assert time.monotonic() - started < 1 + stalls.seconds
     error: Any = caught.value
     assert isinstance(error, RemoteError)
@@ -153,7 +153,7 @@ def test_every_exception_arrives(
 def test_a_method_that_cancels_itself_is_an_error(mesh: Mesh) -> None:
     handle = mesh.serve("A", Member())[0]
     with pytest.raises(RLMeshError, match=r"A:0\.cancels_itself\(\) was cancelled by its own code"):
-        handle.call("cancels_itself").result(10)
+        handle.call("cancels_itself").result(HANG_S)
     assert handle.call("echo", 5).result() == 5
 
 
@@ -163,7 +163,7 @@ def test_executed_is_about_the_call_that_was_made(mesh: Mesh) -> None:
     mesh.serve("B", Member())
     member.inner = mesh.runtimes[-2].peer("B:0", mesh.addresses[1].endpoint or "")
     with pytest.raises(CallTimeout, match=r"B:0\.slow\(\)") as caught:
-        handle.call("nested_timeout").result(10)
+        handle.call("nested_timeout").result(HANG_S)
     assert caught.value.executed == "yes", "the inner call may not have run; this one did"
 
 
@@ -236,7 +236,7 @@ def rank_2(mesh: Mesh) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(HANG_S)
         process.stdout.close()
         process.stdin.close()
         for leftover in Path(mesh.socket_dir).iterdir():
@@ -256,7 +256,7 @@ def test_a_group_fails_as_fast_as_a_member_dies(
     until(lambda: len(mesh.caller.pending()) == 4)
     os.kill(rank_2.pid, signal.SIGKILL)
     killed_at = time.monotonic()
-    rank_2.wait(10)
+    rank_2.wait(HANG_S)
     mesh.caller.member_lost(ExitInfo("G", 2, 0, rank_2.pid, None, 9, time.time(), hostname="h"))
     with pytest.raises(PeerLost, match=r"G:2 cannot answer f\(\): G rank 2 \(pid \d+ on h\) killed by SIGKILL") as lost:
         future.result()

@@ -19,6 +19,7 @@ from rlmesh.rl.engines.training.checkpoints import CURRENT, CheckpointFolder, Sa
 from rlmesh.testing import LocalCluster
 from tests.engines import checkpoint_writer, training_job
 from tests.engines.test_training_engines import WITH_DEEPSPEED
+from tests.stalls import HANG_S
 
 # torch says so whenever a process is alone.
 pytestmark = pytest.mark.filterwarnings(
@@ -132,7 +133,7 @@ def test_a_checkpoint_that_is_not_ready_in_time_goes_on(tmp_path: Path) -> None:
     gate, saver = Event(), SavingThread()
 
     def work() -> Path:
-        assert gate.wait(10)
+        assert gate.wait(HANG_S)
         return tmp_path
 
     saving = saver.start(work)
@@ -140,7 +141,7 @@ def test_a_checkpoint_that_is_not_ready_in_time_goes_on(tmp_path: Path) -> None:
         saving.result(0.01)
     assert not saving.done()
     gate.set()
-    assert saving.result(10) == tmp_path
+    assert saving.result(HANG_S) == tmp_path
     saver.wait()
 
 

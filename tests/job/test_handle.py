@@ -13,6 +13,7 @@ from rlmesh.errors import JobFailed, LaunchError
 from rlmesh.job.handle import JobHandle
 from rlmesh.job.status import JobStatus
 from rlmesh.master.driver import Driver, JobResult
+from tests.stalls import HANG_S
 
 STATUS = JobStatus("demo", "demo-1", "running", 0.0, "/runs/demo")
 RESULT = JobResult(STATUS, Path("/runs/demo"))
@@ -28,7 +29,7 @@ class FakeDriver:
         self.reasons: list[str] = []
 
     def run(self) -> JobResult:
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(HANG_S)
         if self.reasons:
             raise KeyboardInterrupt(f"job demo was stopped: {self.reasons[0]}")
         if isinstance(self.outcome, BaseException):
@@ -58,7 +59,7 @@ def test_a_thread_waits_for_the_result() -> None:
     with pytest.raises(TimeoutError):
         handle.result(0.01)
     driver.go_on.set()
-    assert handle.result(10) is RESULT
+    assert handle.result(HANG_S) is RESULT
     assert handle.done()
     handle.stop()
     assert driver.reasons == []
@@ -68,7 +69,7 @@ def test_a_failure_is_raised() -> None:
     driver = FakeDriver(FAILED)
     driver.go_on.set()
     with pytest.raises(JobFailed) as caught:
-        handle_of(driver).result(10)
+        handle_of(driver).result(HANG_S)
     assert caught.value is FAILED
 
 
@@ -76,7 +77,7 @@ def test_a_stopped_job_says_so() -> None:
     handle = handle_of(FakeDriver())
     handle.stop("enough")
     with pytest.raises(JobFailed, match="job demo was stopped: enough") as caught:
-        handle.result(10)
+        handle.result(HANG_S)
     assert caught.value.run_dir == "/runs/demo"
 
 

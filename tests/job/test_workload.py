@@ -17,6 +17,7 @@ from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.runtime import Runtime, set_default_runtime
+from tests.stalls import HANG_S
 
 STATS = CallStats("ACTOR", "step", 1, 1.0, 0.9, 0.0, 0.0, 0.1, 0)
 
@@ -194,7 +195,7 @@ def test_a_trainer_has_the_handles_of_the_roles(worker: Make) -> None:
             runtime.set_address_book(AddressBook(1, members))
             known = threading.Event()
             runtime.call_soon(known.set)
-            assert known.wait(5)
+            assert known.wait(HANG_S)
             assert [handle.name for handle in trainer.actors] == ["ACTOR:0", "ACTOR:1"]
             assert [trainer.rollouts, trainer.references, trainer.rewards, trainer.critics] == [[], [], [], []]
         finally:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.stalls import HANG_S
+
 SSHD = shutil.which("sshd") or next((p for p in ("/usr/sbin/sshd", "/usr/local/sbin/sshd") if os.path.exists(p)), "")
 
 SERVER = """\
@@ -78,7 +80,7 @@ def running_sshd(folder: Path, environment: dict[str, str]) -> Iterator[Sshd]:
         yield Sshd(folder / "ssh_config", process)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(5.0)
+        process.wait(HANG_S)
 
 
 def _free_port() -> int:

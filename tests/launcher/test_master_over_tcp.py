@@ -12,6 +12,7 @@ import pytest
 
 from tests.launcher.test_node_loss import finish, first_two, moving, nothing_ran_twice, pids_of
 from tests.master.launched import Launched, alive
+from tests.stalls import Stalls
 
 pytestmark = pytest.mark.slow
 ADOPTED_S = 4.0
@@ -35,7 +36,7 @@ def await_registered(folder: Path, node_rank: int, times: int, within_s: float) 
     assert registered(folder, node_rank) >= times, f"node {node_rank} did not come to the new master"
 
 
-def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path) -> None:
+def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path, stalls: Stalls) -> None:
     with moving(tmp_path, 2, "--spares", "0", "--lease", "6") as nodes:
         head, other = nodes
         started = [*first_two(head, 0).values(), *first_two(other, 1).values()]
@@ -47,12 +48,12 @@ def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path) -> None:
             head.wait_for(f"master {number} of this job")
             for rank in (0, 1):
                 await_registered(tmp_path, rank, number, ADOPTED_S)
-            assert time.monotonic() - began < ADOPTED_S
+            assert time.monotonic() - began < ADOPTED_S + stalls.seconds
             assert all(map(alive, members))
         time.sleep(7.0)  # longer than a lease: they were renewed by the new master
         assert all(map(alive, members)) and len(pids_of(head)) + len(pids_of(other)) == 4, "nothing was started anew"
         finish(tmp_path, nodes)
-        assert other.ended(10.0) == 0, other.output
+        assert other.ended() == 0, other.output
     nothing_ran_twice(tmp_path)
 
 

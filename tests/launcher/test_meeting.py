@@ -12,6 +12,7 @@ import pytest
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.security import make_key
 from rlmesh_launcher.meeting import Found, HeadGone, Meeting, Munge
+from tests.stalls import HANG_S
 
 
 class Clock:
@@ -37,7 +38,7 @@ def test_tasks_with_the_key_find_the_head(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: found.append(others.find(10.0)))
     thread.start()
     head.publish("fd00::1", 4711, key)
-    thread.join(10.0)
+    thread.join(HANG_S)
     assert found == [Found("fd00::1", 4711, key)]
     assert stat.S_IMODE(head.path.stat().st_mode) == 0o600
     assert key.hex() not in head.path.read_text()

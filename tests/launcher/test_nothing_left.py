@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.master.launched import ROOT, alive, command
+from tests.stalls import HANG_S
 
 FAMILY = Path(__file__).with_name("family_job.py")
 SHELL = 'sleep 2000 & echo "bystander $!"; "$@"; echo "launch ended with $?"; read -r _; kill %1'
@@ -42,7 +43,7 @@ class Shell:
                 self.output += line
                 self._grown.notify_all()
 
-    def wait_for(self, pattern: str, timeout_s: float = 20.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout_s: float = HANG_S) -> re.Match[str]:
         with self._grown:
             found = self._grown.wait_for(lambda: re.search(pattern, self.output), timeout_s)
         assert found, f"{pattern!r} did not come within {timeout_s} s:\n{self.output}"
@@ -67,8 +68,8 @@ class Shell:
         assert alive(bystander)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(5.0)
-        self._reader.join(5.0)
+        self.process.wait(HANG_S)
+        self._reader.join(HANG_S)
         self.process.stdout.close()
 
 

@@ -17,6 +17,7 @@ import pytest
 from rlmesh.runtime.security import write_key_file
 from tests.launcher.nodes import node, two_nodes
 from tests.master.launched import Launched, alive, descendants
+from tests.stalls import Stalls
 
 NAMELESS = "import socket; socket.gethostname = socket.getfqdn = lambda *_: 'nowhere.invalid'; " \
            "from rlmesh.cli.main import main; import sys; sys.exit(main(sys.argv[1:]))"  # fmt: skip
@@ -69,13 +70,13 @@ def test_names_that_do_not_resolve(tmp_path: Path, host: str, advertised: str, s
 
 
 @pytest.mark.case("O9")
-def test_an_unreachable_head_is_told_with_addresses_and_errno(tmp_path: Path) -> None:
+def test_an_unreachable_head_is_told_with_addresses_and_errno(tmp_path: Path, stalls: Stalls) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     began = time.monotonic()
     with node(tmp_path, 1, 2, f"localhost:{port}", options=["--rdzv-conf", "join_timeout=1"]) as other:
         assert other.ended() == 1
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 5.0 + stalls.seconds
     assert f"the head of the job, localhost:{port}, was not reached within 1 s" in other.output
     assert f"127.0.0.1:{port}: Connection refused (errno 111)" in other.output
 
@@ -105,7 +106,7 @@ def test_a_node_with_another_key_is_turned_away(tmp_path: Path) -> None:
     with node(tmp_path, 0, 2, "127.0.0.1:0", options=["--rdzv-conf", "join_timeout=3"]) as head:
         endpoint = head.wait_for(r"listens at (\S+)")[1]
         with node(tmp_path / "b", 1, 2, endpoint) as other:
-            assert other.ended(8.0) == 1
+            assert other.ended() == 1
         assert head.ended() == 1
     assert "does not hold the key of this job" in other.output
 
@@ -130,8 +131,8 @@ def test_ctrl_c_at_any_node_ends_all(tmp_path: Path, which: str) -> None:
     with two_nodes(tmp_path, "127.0.0.1", "--sleep", "60") as (head, other):
         head.wait_for("step 0")
         (head if which == "head" else other).interrupt()
-        assert head.ended(10.0) == 130, head.output
-        assert other.ended(10.0) == 130, other.output
+        assert head.ended() == 130, head.output
+        assert other.ended() == 130, other.output
     proven_empty(tmp_path)
 
 
@@ -142,8 +143,8 @@ def test_a_launch_that_is_killed_leaves_nothing_anywhere(tmp_path: Path, which: 
         head.wait_for("step 0")
         pids = descendants(head.process.pid) + descendants(other.process.pid)
         os.kill((head if which == "head" else other).process.pid, signal.SIGKILL)
-        assert head.ended(15.0) != 0
-        assert other.ended(15.0) != 0
+        assert head.ended() != 0
+        assert other.ended() != 0
         deadline = time.monotonic() + 5.0
         while any(map(alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -169,7 +170,7 @@ def test_a_script_that_ends_at_once_does_not_let_the_others_wait(tmp_path: Path)
         time.sleep(1.0)
         with node(tmp_path, 0, 2, endpoint, script=script) as head:
             assert head.ended() == 1
-        assert other.ended(10.0) == 1
+        assert other.ended() == 1
     assert "the job is over: the head's script ended with an error" in other.output
 
 

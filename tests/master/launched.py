@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.stalls import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy_job.py")
-HANG_S = 40.0
-"""After this a job hangs, however busy the machine is. How long things may take is for the tests to say."""
 
 
 class Launched:
@@ -54,9 +54,9 @@ class Launched:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self._reader.join(5.0)
+            self._reader.join(HANG_S)
             raise AssertionError(f"it did not end within {timeout_s} s:\n{self.output}") from None
-        self._reader.join(5.0)
+        self._reader.join(HANG_S)
         return code
 
     def __enter__(self) -> Launched:

@@ -82,9 +82,10 @@ def test_failure_of_the_users_code(place: str, said: str, tmp_path: Path) -> Non
 def test_method_that_exits_is_named(tmp_path: Path) -> None:
     with LocalCluster(run_root=tmp_path), pytest.raises(JobFailed) as caught:
         toy_job.build(fail="exit").submit("exit")
+    # By its agent, or by the trainer that got the answer, whichever is heard first.
     text = str(caught.value.exceptions[0])
-    assert "exited with code 3" in text, text
-    assert "ADDER:" in text
+    said = r"ADDER:\d .* exited with code 3|TRAINER:0 .*RemoteError: SystemExit: 3 \[raised by ADDER:\d"
+    assert re.match(said, text), text
 
 
 @pytest.mark.parametrize("who", ["ADDER:1", "TRAINER"])
@@ -108,7 +109,7 @@ def test_killed_member_fails_the_job_within_two_seconds(who: str, tmp_path: Path
     ("-m rlmesh.agent", "the agent of node"),
     ("guardian.py", "the guardian of node"),
 ])  # fmt: skip
-def test_death_of_the_jobs_own_processes(who: str, said: str, tmp_path: Path) -> None:
+def test_death_of_the_jobs_own_processes(who: str, said: str, tmp_path: Path, stalls: Stalls) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
         below = job.pids()
@@ -116,7 +117,7 @@ def test_death_of_the_jobs_own_processes(who: str, said: str, tmp_path: Path) ->
         began = time.monotonic()
         assert job.ended() == 1, job.output
         assert said in job.output, job.output
-        assert time.monotonic() - began < 6.0
+        assert time.monotonic() - began < 6.0 + stalls.seconds
         assert [command for pid, command in below.items() if alive(pid)] == []
 
 
@@ -151,7 +152,7 @@ def test_ctrl_c_while_the_job_starts(tmp_path: Path) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("toy started")
         job.interrupt()
-        assert job.ended(8.0) == 130, job.output
+        assert job.ended() == 130, job.output
 
 
 def test_start_is_quick(tmp_path: Path, stalls: Stalls) -> None:

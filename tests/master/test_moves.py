@@ -15,6 +15,7 @@ from rlmesh.placement.inventory import Device
 from rlmesh.testing import LocalCluster
 from tests.master.bench import Bench, job, node, role
 from tests.placement import four_gpus
+from tests.stalls import HANG_S
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -83,13 +84,13 @@ class Watcher:
 
     def run(self) -> None:
         group = RoleGroup[Worker]("WORKER")
-        before = group.call(Worker.where).result(20)
+        before = group.call(Worker.where).result(HANG_S)
         four_gpus.healthy.happen(before[1][0], "xid", 79)
         device, incarnation = before[1]
         while incarnation == 0:
-            device, incarnation = group[1].options(idempotent=True).call(Worker.where).result(20)
+            device, incarnation = group[1].options(idempotent=True).call(Worker.where).result(HANG_S)
         assert (device != before[1][0], incarnation) == (True, 1), device
-        assert group[0].call(Worker.where).result(20) == before[0]
+        assert group[0].call(Worker.where).result(HANG_S) == before[0]
 
 
 def test_a_gpu_that_falls_off_the_bus_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

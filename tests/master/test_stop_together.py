@@ -18,7 +18,7 @@ from rlmesh.master import events as ev
 from rlmesh.master.context import MemberId
 from rlmesh.master.stop_together import StopTogether
 from tests.master.bench import Bench, job, role
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 RANKS = 3
 JOB = job(role("TRAINER", 2), role("SERVER"))
@@ -144,7 +144,7 @@ def test_a_boundary_waits_until_the_step_is_set() -> None:
     assert thread.is_alive()
     request = StopRequest("SIGUSR1", 5, 10.0)
     link.known.ask(request)
-    thread.join(5.0)
+    thread.join(HANG_S)
     assert answers == [request]
     assert link.stopped_at == [5]
 

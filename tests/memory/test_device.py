@@ -20,6 +20,7 @@ from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
 from tests.memory import fake_device
 from tests.memory.fake_device import FakeBackend, on_device, values_of
+from tests.stalls import HANG_S
 
 VALUES = torch.arange(100_000, dtype=torch.float32)
 
@@ -241,7 +242,7 @@ def test_the_closing_thread_ends_and_comes_again(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         copy = Nothing()
         closer.put(copy, None)
-        assert copy.closed.wait(5)
-        threads[-1].join(5)
+        assert copy.closed.wait(HANG_S)
+        threads[-1].join(HANG_S)
         assert not threads[-1].is_alive()
     assert len(threads) == 3

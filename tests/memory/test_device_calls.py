@@ -19,13 +19,14 @@ from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.runtime import Runtime
 from tests.memory import fake_device
 from tests.memory.fake_device import FakeBackend, on_device, values_of
+from tests.stalls import HANG_S
 
 KEY = b"device-tests-0123456789abcdef-32"
 ROOT = Path(__file__).resolve().parents[2]
 VALUES = torch.arange(100_000, dtype=torch.float32)
 
 
-def until(condition: Callable[[], bool], wait_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], wait_s: float = HANG_S) -> None:
     deadline = time.monotonic() + wait_s
     while not condition():
         assert time.monotonic() < deadline, "it did not become so in time"
@@ -47,7 +48,7 @@ class Peer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(HANG_S)
         self.faultless = False
 
 
@@ -60,7 +61,7 @@ def peer_of(folder: Path, sockets: str, *names: str) -> Iterator[Peer]:
         try:
             yield peer
             process.stdin.close()
-            assert process.wait(10) == 0 or not peer.faultless
+            assert process.wait(HANG_S) == 0 or not peer.faultless
         finally:
             process.kill()
 

@@ -21,6 +21,7 @@ from rlmesh.memory.layout import Descriptor, GiveBack
 from rlmesh.memory.native import PARALLEL_BYTES
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.memory.room import Room
+from tests.stalls import HANG_S
 
 MIB = 1 << 20
 
@@ -398,7 +399,7 @@ def test_a_slot_that_comes_back_in_a_moment_is_waited_for(job_id: str, monkeypat
     assert again.segment == first.segment and pool.stats().segments == 1
     other = threading.Thread(target=lambda: pool.put([data]))
     other.start()
-    other.join(10)
+    other.join(HANG_S)
     assert pool.stats().segments == 2, "the thread that takes the give-backs must not wait for them"
     pool.close()
 

@@ -17,6 +17,7 @@ from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.layout import Descriptor, remove_segments
 from rlmesh.memory.native import PAGE_BYTES
 from tests.memory.borrower import Borrower, borrower, digest
+from tests.stalls import HANG_S
 
 SIZE = 3 << 20
 DATA = bytes(range(256)) * (SIZE // 256)
@@ -139,7 +140,7 @@ def test_a_receiver_is_killed_at_any_moment(exchange: MemoryExchange, job_id: st
             os.kill(process.process.pid, signal.SIGKILL)
             # Told while it may still be dying: slots that it holds must not be used before it is gone.
             exchange.pool.receiver_lost("churn")
-            process.process.wait(10)
+            process.process.wait(HANG_S)
         assert eventually_no_slots(exchange)
         assert exchange.pool.stats().lingering_slots == 0
     assert exchange.pool.stats().total_bytes <= 8 << 20

@@ -18,6 +18,7 @@ from rlmesh.errors import LeaseTimeout, PeerLost
 from rlmesh.placement.lease import LeaseTable, MemberKey
 from rlmesh.testing import LocalCluster
 from rlmesh.testing.clock import VirtualLoop
+from tests.stalls import HANG_S
 
 A, B, C = ("A", 0, 0), ("B", 0, 0), ("C", 0, 0)
 D = ("dev-0",)
@@ -222,14 +223,14 @@ class Conductor:
         path = current_worker().run_dir / "awake.jsonl"
         while json.loads(path.read_text().splitlines()[-1])[0] != "wake":
             os.sched_yield()
-        said = two[0].call(Sleeper.impatient).result(10)
+        said = two[0].call(Sleeper.impatient).result(HANG_S)
         pid = json.loads(path.read_text().splitlines()[-1])[4]
         os.kill(pid, 9)
         try:
-            held[0].result(10)
+            held[0].result(HANG_S)
         except PeerLost:
             said += " and it died"
-        said += " and then: " + two[0].call(Sleeper.impatient).result(10)
+        said += " and then: " + two[0].call(Sleeper.impatient).result(HANG_S)
         (current_worker().run_dir / "said.txt").write_text(said)
 
 

@@ -10,6 +10,7 @@ from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.transport import TRANSPORT_VARIABLE
 from rlmesh.testing import InProcessCluster
 from rlmesh.testing.in_process import TransportName
+from tests.stalls import HANG_S
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -42,7 +43,7 @@ class Mesh(InProcessCluster):
         _until(lambda: all(runtime._calls.book == book for runtime in self.runtimes))
 
 
-def _until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def _until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     import time
 
     end = time.monotonic() + timeout_s

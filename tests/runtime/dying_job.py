@@ -16,6 +16,7 @@ from typing import Any
 
 from rlmesh import DLJobBuilder, Future, RoleGroup, current_worker, rpc
 from rlmesh.errors import CallError, CallTimeout
+from tests.stalls import HANG_S
 
 CALLS = 100
 
@@ -127,7 +128,7 @@ class Trainer:
         error = error_of(late)
         late_s = time.monotonic() - began
         os.kill(pid, signal.SIGCONT)
-        counted = stopped.call("count").result(10)
+        counted = stopped.call("count").result(HANG_S)
         return {
             "late": [str(error), isinstance(error, CallTimeout), error.executed, late_s],
             "counted": counted,

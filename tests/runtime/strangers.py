@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.stalls import HANG_S
+
 SCHEMES = ("unix", "ipc", "tcp")
 
 
@@ -111,7 +113,7 @@ class Recorder:
             except OSError:
                 pass
         for thread in self._threads:
-            thread.join(5)
+            thread.join(HANG_S)
         for each in self._sockets:
             each.close()
         if not self._target.startswith("tcp"):

@@ -17,6 +17,7 @@ import pytest
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from tests.runtime.conftest import KEY, Mesh
+from tests.stalls import HANG_S
 
 CLIENT = """
 import os, sys, time
@@ -114,7 +115,7 @@ def client(mesh: Mesh, how: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(HANG_S)
         process.stdout.close()
         process.stdin.close()
 
@@ -133,7 +134,7 @@ def test_what_a_client_asked_for_ends_with_it(mesh: Mesh, until: Callable[..., N
     with client(mesh, how) as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "ready\n"
-        assert member.holding.wait(10)
+        assert member.holding.wait(HANG_S)
         until(lambda: incoming(user) == 1 and incoming(callee) >= 6)
         assert len(callee._dispatcher.kept) == 1
         if how == "kill":
@@ -141,7 +142,7 @@ def test_what_a_client_asked_for_ends_with_it(mesh: Mesh, until: Callable[..., N
         else:
             process.stdin.write("\n")
             process.stdin.flush()
-        assert process.wait(10) == {"kill": -9, "exit": 5, "leave": 0}[how]
+        assert process.wait(HANG_S) == {"kill": -9, "exit": 5, "leave": 0}[how]
     until(lambda: sorted(member.cancelled) == ["deep", "items", "sleep"])
     until(lambda: incoming(callee) == incoming(user) == 0)
     until(lambda: len(callee._dispatcher.kept) == 0)

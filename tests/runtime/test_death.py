@@ -18,7 +18,7 @@ from rlmesh.runtime import calls
 from rlmesh.runtime.address import MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 SERVER = """
 import asyncio, os, sys, time, threading
@@ -63,7 +63,7 @@ def victim(mesh: Mesh) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(HANG_S)
         process.stdout.close()
         for leftover in Path(mesh.socket_dir).iterdir():
             leftover.unlink()
@@ -78,17 +78,17 @@ def test_a_killed_member_fails_all_its_calls_with_its_last_words(
     until(lambda: len(mesh.caller.pending()) == 100)
     os.kill(victim.pid, signal.SIGKILL)
     killed_at = time.monotonic()
-    victim.wait(10)
+    victim.wait(HANG_S)
     mesh.caller.member_lost(
         ExitInfo("V", 0, 0, victim.pid, None, 9, time.time(), hostname="h", last_log_lines=("out of luck",))
     )
     for future in futures:
         with pytest.raises(PeerLost, match=r"V rank 0 \(pid \d+ on h\) killed by SIGKILL.*\n.*out of luck") as caught:
-            future.result(5)
+            future.result(HANG_S)
         assert (caught.value.role, caught.value.rank, caught.value.executed) == ("V", 0, "maybe")
     assert time.monotonic() - killed_at < 1 + stalls.seconds
     with pytest.raises(PeerLost, match="SIGKILL") as again:
-        group[0].call("pid").result(5)
+        group[0].call("pid").result(HANG_S)
     assert again.value.executed == "no"
 
 
@@ -98,7 +98,7 @@ def test_a_member_that_dies_before_it_is_up_fails_the_calls_that_wait_for_it(mes
     future, other = group[0].call("echo", 1), group[1].call("echo", 1)
     mesh.caller.member_lost(ExitInfo("LATE", 0, 0, 7, 1, None, time.time(), last_log_lines=("ValueError: no luck",)))
     with pytest.raises(PeerLost, match=r"LATE rank 0 \(pid 7\) exited with code 1.*\n.*no luck") as caught:
-        future.result(5)
+        future.result(HANG_S)
     assert caught.value.executed == "no" and not other.done()
     assert other.cancel()
 
@@ -111,9 +111,9 @@ def test_without_the_agents_word_calls_fail_after_a_short_grace(
     group[0].call("pid").result()
     future = group[0].call("vanish", 3)
     with pytest.raises(PeerLost, match="closed by the peer"):
-        future.result(5)
+        future.result(HANG_S)
     with pytest.raises(PeerLost):
-        group[0].call("pid").result(5)
+        group[0].call("pid").result(HANG_S)
 
 
 def test_a_process_that_takes_its_time_to_end_is_waited_for(
@@ -128,16 +128,16 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(
     assert group[0].call("leave", 3).exception(5) is not None
     until(lambda: "the connection was closed" in waiting.waiting_for())
     later = group[0].call("pid")
-    assert victim.wait(10) == 3
+    assert victim.wait(HANG_S) == 3
     assert not waiting.done() and not later.done(), "its agent has not told yet"
     mesh.caller.member_lost(ExitInfo("V", 0, 0, victim.pid, 3, None, time.time(), hostname="h"))
     for future, executed in ((waiting, "maybe"), (later, "no")):
         with pytest.raises(PeerLost, match=r"V rank 0 \(pid \d+ on h\) exited with code 3") as caught:
-            future.result(5)
+            future.result(HANG_S)
         assert caught.value.executed == executed
 
 
 def test_sys_exit_in_a_method_is_answered_and_ends_the_process(mesh: Mesh, victim: subprocess.Popen[str]) -> None:
     with pytest.raises(RemoteError, match="SystemExit: 3"):
-        RoleGroup("V", runtime=mesh.caller)[0].call("leave", 3).result(5)
-    assert victim.wait(10) == 3
+        RoleGroup("V", runtime=mesh.caller)[0].call("leave", 3).result(HANG_S)
+    assert victim.wait(HANG_S) == 3

@@ -18,7 +18,7 @@ from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.transport import TRANSPORT_VARIABLE
 from tests.runtime.conftest import KEY
 from tests.runtime.loaded import ARRAY_BYTES, BURST, CALLS
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", "tests.runtime.loaded"]
@@ -35,7 +35,7 @@ def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             try:
                 yield process.stdout.readline().strip()
                 process.stdin.close()
-                assert process.wait(10) == 0
+                assert process.wait(HANG_S) == 0
             finally:
                 process.kill()
 

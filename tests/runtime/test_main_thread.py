@@ -14,6 +14,7 @@ from rlmesh.runtime import executors
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.testing import LocalCluster
 from tests.runtime import main_thread_job
+from tests.stalls import HANG_S
 
 
 def test_they_run_there_whatever_the_member_does(tmp_path: Path) -> None:
@@ -36,12 +37,12 @@ def test_no_other_method_runs_meanwhile() -> None:
 
     def slow() -> None:
         began.set()
-        assert go.wait(10.0)
+        assert go.wait(HANG_S)
         order.append("slow")
 
     with executor.busy():
         executor.submit(slow)
-        assert began.wait(10.0)
+        assert began.wait(HANG_S)
         executor.submit(lambda: order.append("behind"))
         executor.submit(lambda: order.append("main"), main=True)
         threading.Timer(0.05, go.set).start()
@@ -60,12 +61,12 @@ def test_a_method_that_waits_for_the_next_step_is_not_waited_for(monkeypatch: py
 
     def wants_a_step() -> None:
         began.set()
-        assert passed.wait(10.0)
+        assert passed.wait(HANG_S)
         order.append("step")
 
     with executor.busy():
         executor.submit(wants_a_step)
-        assert began.wait(10.0)
+        assert began.wait(HANG_S)
         executor.submit(lambda: order.append("main"), main=True)
         executor.run_waiting()
         assert order == []

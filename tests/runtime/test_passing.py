@@ -27,6 +27,7 @@ from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.wire.envelope import Frames
 from tests.runtime.conftest import KEY, Mesh
+from tests.stalls import HANG_S
 
 LARGE = 1_000_000
 
@@ -408,7 +409,7 @@ def producer(mesh: Mesh) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(HANG_S)
         process.stdout.close()
         process.stdin.close()
         for leftover in Path(mesh.socket_dir).iterdir():
@@ -427,13 +428,13 @@ def test_the_death_of_a_producer_is_told_to_whoever_needs_its_result(
     used = users[0].call("size", made)
     assert used.result() == LARGE
     os.kill(producer.pid, signal.SIGKILL)
-    producer.wait(10)
+    producer.wait(HANG_S)
     lost = ExitInfo("P", 0, 0, producer.pid, None, 9, time.time(), hostname="h")
     for runtime in mesh.runtimes:
         runtime.member_lost(lost)
     with pytest.raises(PeerLost, match=r"the result of P:0\.make\(\).*could not be fetched.*") as caught:
-        made.result(10)
+        made.result(HANG_S)
     assert caught.value.executed == "yes" and caught.value.role == "P"
     again = users[0].call("size", made)
     with pytest.raises(PeerLost, match="could not be fetched"):
-        again.result(10)
+        again.result(HANG_S)

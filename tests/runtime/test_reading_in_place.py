@@ -22,6 +22,7 @@ from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from tests.stalls import HANG_S
 
 KEY = b"k" * 32
 POLLS = NetworkOptions(busy_poll_s=0.02)
@@ -153,7 +154,7 @@ def test_a_call_from_a_callback_of_an_answer(tmp_path: Path) -> None:
             future = handle.call("quick", number)
             future.add_done_callback(follow)
             assert future.result() == number
-            assert done.wait(10)
+            assert done.wait(HANG_S)
             assert got == [-number]
 
 
@@ -221,7 +222,7 @@ def test_a_member_that_is_killed_while_a_thread_reads(tmp_path: Path) -> None:
                     assert handle.call("quick", answered).result() == answered
                     answered += 1
             timer.join()
-            assert member.wait(10) == -signal.SIGKILL
+            assert member.wait(HANG_S) == -signal.SIGKILL
     finally:
         member.kill()
         member.communicate()

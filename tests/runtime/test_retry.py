@@ -18,7 +18,7 @@ from rlmesh.runtime.retry import MAX_ATTEMPTS, pause_before_retry
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.transport import Link
 from tests.runtime.conftest import Mesh
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 LOST = PeerLost("gone", executed="maybe")
 
@@ -94,7 +94,7 @@ def test_an_idempotent_call_survives_a_broken_connection(
     future = group.options(idempotent=True)[0].call("slow_once", 5)
     until(lambda: member.begun == 1)
     break_connections(mesh)
-    assert future.result(10) == 5
+    assert future.result(HANG_S) == 5
     assert member.begun == 2, "it was made again once"
     assert group[0].call("echo", 6).result() == 6
 
@@ -106,7 +106,7 @@ def test_other_calls_are_told(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until
     until(lambda: member.begun == 1)
     break_connections(mesh)
     with pytest.raises(PeerLost) as caught:
-        future.result(10)
+        future.result(HANG_S)
     assert caught.value.executed == "maybe" and member.begun == 1
 
 
@@ -114,7 +114,7 @@ def test_what_the_method_raises_is_an_answer(mesh: Mesh) -> None:
     member = Member()
     group = mesh.serve("A", member)
     with pytest.raises(ValueError, match="every time") as caught:
-        group.options(idempotent=True).call("fail").result(10)
+        group.options(idempotent=True).call("fail").result(HANG_S)
     assert member.begun == 1 and caught.value.executed == "yes"  # type: ignore[attr-defined]
 
 
@@ -129,7 +129,7 @@ def test_a_call_for_an_older_incarnation_finds_the_new_one(mesh: Mesh) -> None:
     future = group.options(idempotent=True)[0].call("echo", 2)
     mesh.addresses[:] = [MemberAddress("A", 0, 1, runtime.endpoint)]
     mesh.publish(MemberAddress("X", 0, 0, None))
-    assert future.result(10) == 2
+    assert future.result(HANG_S) == 2
 
 
 def test_a_dead_member_is_not_called_again(mesh: Mesh, until: Callable[..., None], stalls: Stalls) -> None:
@@ -138,7 +138,7 @@ def test_a_dead_member_is_not_called_again(mesh: Mesh, until: Callable[..., None
     until(lambda: mesh.caller._calls._dead)
     started = time.monotonic()
     with pytest.raises(PeerLost, match="SIGKILL"):
-        RoleGroup("A", runtime=mesh.caller).options(idempotent=True)[0].call("echo", 1).result(10)
+        RoleGroup("A", runtime=mesh.caller).options(idempotent=True)[0].call("echo", 1).result(HANG_S)
     assert time.monotonic() - started < 0.5 + stalls.seconds
 
 

@@ -14,6 +14,7 @@ from rlmesh.runtime.subgraphs import Mesh as JobMesh
 from rlmesh.runtime.subgraphs import Subgraph
 from tests.runtime.conftest import Mesh
 from tests.runtime.conftest import _until as until
+from tests.stalls import HANG_S
 
 
 class Gate:
@@ -30,7 +31,7 @@ class Stage:
     @rpc
     def work(self, items: list[int]) -> list[int]:
         if self.gate is not None:
-            assert self.gate.open.wait(20.0)
+            assert self.gate.open.wait(HANG_S)
         self.seen += [(self.name, self.rank, item) for item in items]
         return [item + 1 for item in items]
 
@@ -90,7 +91,7 @@ def test_run_as_a_whole_the_same_straggler_stalls_all(mesh: Mesh) -> None:
         assert not [name for name, _, _ in seen if name == "REWARD"]
     finally:
         gate.open.set()
-        thread.join(20.0)
+        thread.join(HANG_S)
     assert done.is_set()
 
 

@@ -18,7 +18,7 @@ from rlmesh.testing import FaultPlan, LoopbackNetwork, faulty
 from rlmesh.wire.envelope import Frames
 from tests.runtime.conftest import KEY
 from tests.runtime.strangers import SCHEMES, address_of
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 WAIT_S = 10.0
 
@@ -190,7 +190,7 @@ async def test_each_threads_packets_keep_their_order(pair: Pair) -> None:
         thread.start()
     await pair.listener.until(lambda: len(pair.listener.packets) == 800)
     for thread in threads:
-        thread.join(5)
+        thread.join(HANG_S)
     for label in range(4):
         numbers = [int(number) for who, number, _ in pair.listener.packets if int(who) == label]
         assert numbers == list(range(200))

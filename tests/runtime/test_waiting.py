@@ -18,6 +18,7 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.waiting import process_state
 from tests.runtime.conftest import Mesh
+from tests.stalls import HANG_S
 
 
 class Member:
@@ -55,8 +56,8 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
     assert str(running).startswith("A:0.wait() for caller runs for ")
     assert str(in_line).startswith("A:0.next_in_line() for caller is queued for ")
     member.release.set()
-    future.result(10)
-    queued.result(10)
+    future.result(HANG_S)
+    queued.result(HANG_S)
     assert unbound.cancel() and mesh.caller.waiting() == ()
     until(lambda: mesh.runtimes[-1].serving() == ())
 
@@ -79,7 +80,7 @@ def test_states_of_processes(until: Callable[..., None]) -> None:
         until(lambda: process_state(process.pid) == f"process {process.pid} has ended")
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(HANG_S)
     assert process_state(process.pid) == f"process {process.pid} is gone" and process_state(0) == ""
 
 

@@ -13,6 +13,7 @@ import pytest
 from rlmesh import Mesh, RoleGroup, Runtime, rpc, shared
 from rlmesh.errors import RLMeshError
 from rlmesh.testing import FaultPlan, InProcessCluster, LocalCluster
+from tests.stalls import HANG_S
 
 
 class Odd(enum.Enum):
@@ -75,22 +76,22 @@ def group() -> Iterator[RoleGroup[Any]]:
 
 def test_groups_and_methods(group: RoleGroup[Any], faults: Faults) -> None:
     calls: dict[str, Callable[[Any], object]] = {
-        "RoleGroup(junk)": lambda junk: RoleGroup(junk).call("f").result(9),
-        "group=": lambda junk: RoleGroup("W", group=junk).call("f").result(9),
-        "options=": lambda junk: RoleGroup("W", options=junk).call("f").result(9),
-        "runtime=": lambda junk: RoleGroup("W", runtime=junk).call("f").result(9),
-        "ranks=": lambda junk: RoleGroup("W", ranks=junk).call("f").result(9),
-        "call": lambda junk: group.call(junk).result(9),
-        "call_rank0": lambda junk: group.call_rank0(junk).result(9),
-        "call_any": lambda junk: group.call_any(junk).result(9),
+        "RoleGroup(junk)": lambda junk: RoleGroup(junk).call("f").result(HANG_S),
+        "group=": lambda junk: RoleGroup("W", group=junk).call("f").result(HANG_S),
+        "options=": lambda junk: RoleGroup("W", options=junk).call("f").result(HANG_S),
+        "runtime=": lambda junk: RoleGroup("W", runtime=junk).call("f").result(HANG_S),
+        "ranks=": lambda junk: RoleGroup("W", ranks=junk).call("f").result(HANG_S),
+        "call": lambda junk: group.call(junk).result(HANG_S),
+        "call_rank0": lambda junk: group.call_rank0(junk).result(HANG_S),
+        "call_any": lambda junk: group.call_any(junk).result(HANG_S),
         "stream": lambda junk: list(group.stream(junk)),
         "call_batch": lambda junk: list(group.call_batch(junk, 1, [1])),
         "size": lambda junk: list(group.call_batch("g", junk, [1])),
         "batch": lambda junk: list(group.call_batch("g", 1, junk)),
         "shared": lambda junk: list(group.call_batch("g", 1, shared(junk))),
-        "_scatter=": lambda junk: group.call("f", 1, _scatter=junk).result(9),
-        "scattered": lambda junk: group.call("f", junk, _scatter=True).result(9),
-        "return_exceptions=": lambda junk: group.call("f", 1, return_exceptions=junk).result(9),
+        "_scatter=": lambda junk: group.call("f", 1, _scatter=junk).result(HANG_S),
+        "scattered": lambda junk: group.call("f", junk, _scatter=True).result(HANG_S),
+        "return_exceptions=": lambda junk: group.call("f", 1, return_exceptions=junk).result(HANG_S),
         "along": lambda junk: group.along(junk).ranks,
         "along(dp=)": lambda junk: group.along(dp=junk).ranks,
         "Mesh": lambda junk: Mesh()[junk].ranks,
@@ -116,9 +117,9 @@ def test_options(group: RoleGroup[Any], faults: Faults) -> None:
     for name in ("timeout_s", "idempotent", "queue", "window"):
         for junk in JUNK:
             told = f"{name}={junk!r:.40}"
-            faults.attempt(told, lambda: group.options(**{name: junk}).call("f").result(9))  # noqa: B023
+            faults.attempt(told, lambda: group.options(**{name: junk}).call("f").result(HANG_S))  # noqa: B023
             faults.attempt(told, lambda: list(group.options(**{name: junk}).stream("s")))  # noqa: B023
-            faults.attempt(told, lambda: group[0].options(**{name: junk}).call("f").result(9))  # noqa: B023
+            faults.attempt(told, lambda: group[0].options(**{name: junk}).call("f").result(HANG_S))  # noqa: B023
 
 
 def test_tools_for_tests(faults: Faults) -> None:
@@ -139,7 +140,7 @@ def test_runtimes_of_programs(faults: Faults) -> None:
 
 def _serve_one(**settings: Any) -> None:
     with InProcessCluster(**settings) as cluster:
-        cluster.serve("W", Worker()).call("f").result(9)
+        cluster.serve("W", Worker()).call("f").result(HANG_S)
 
 
 def _start(**settings: Any) -> None:

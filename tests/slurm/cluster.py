@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.stalls import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "munge", "unmunge", "srun", "sbatch", "scontrol", "squeue", "scancel")
 GPUS = 4
@@ -142,7 +144,7 @@ class SlurmCluster:
         """The node's daemon is gone without a word."""
         daemon = self.daemons.pop(f"slurmd{number}")
         daemon.kill()
-        daemon.wait(10)
+        daemon.wait(HANG_S)
 
     def _spawn(self, program: str, *arguments: str, name: str = "") -> None:
         log = self.root / "log" / f"{name or program}.out"
@@ -171,10 +173,10 @@ class SlurmCluster:
             daemon = self.daemons[name]
             daemon.send_signal(signal.SIGTERM)
             try:
-                daemon.wait(5)
+                daemon.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-                daemon.wait(5)
+                daemon.wait(HANG_S)
         self.daemons.clear()
 
     def cancel_all(self) -> None:

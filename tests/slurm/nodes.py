@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.master.launched import alive
 from tests.slurm.cluster import SlurmCluster
+from tests.stalls import HANG_S
 
 
 def output(folder: Path) -> str:
@@ -28,7 +29,7 @@ def wait_for(folder: Path, pattern: str, times: int = 1, timeout_s: float = 60.0
     return [str(each) for each in found]
 
 
-def until_gone(pids: list[int], timeout_s: float = 10.0) -> None:
+def until_gone(pids: list[int], timeout_s: float = HANG_S) -> None:
     deadline = time.monotonic() + timeout_s
     while left := [pid for pid in pids if alive(pid)]:
         assert time.monotonic() < deadline, f"{left} still run"

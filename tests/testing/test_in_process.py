@@ -12,6 +12,7 @@ from rlmesh import BaseWorkload, RoleGroup, Runtime, current_worker, rpc
 from rlmesh.errors import PeerLost, RoleNotFound, UsageError
 from rlmesh.runtime.runtime import default_runtime_or_none
 from rlmesh.testing import FaultPlan, InProcessCluster, VirtualLoop
+from tests.stalls import HANG_S
 
 
 class Scorer:
@@ -65,7 +66,7 @@ def test_a_killed_member_is_gone_and_the_others_stay() -> None:
         assert group[0].call(Scorer.words, "a b").result() == ["a", "b"]
         cluster.kill("SCORER", 0)
         with pytest.raises(PeerLost, match=r"SCORER rank 0 .* killed by SIGKILL"):
-            pending.result(5)
+            pending.result(HANG_S)
         assert group[1].call(Scorer.score, "ab").result() == 2
         with pytest.raises(RoleNotFound, match="serves no SCORER:0"):
             cluster.kill("SCORER", 0)

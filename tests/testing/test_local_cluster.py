@@ -13,6 +13,7 @@ from rlmesh import DLJobBuilder, current_worker
 from rlmesh.errors import JobFailed, UsageError
 from rlmesh.job.handle import JobHandle
 from rlmesh.testing import LocalCluster
+from tests.stalls import HANG_S
 
 
 class Idle:
@@ -55,7 +56,7 @@ def test_lost_node_is_named(tmp_path: Path) -> None:
         # Told by the master or by the driver, whoever sees it first.
         named = rf"the agent of node node-1 (\(pid {agents[1]} on .*\) died|was killed by SIGKILL)"
         with pytest.raises(JobFailed, match=named):
-            handle.result(10.0)
+            handle.result(HANG_S)
 
 
 @pytest.mark.parametrize("sizes", [{"nodes": 0}, {"devices_per_node": -1}])

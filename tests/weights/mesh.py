@@ -15,6 +15,7 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.members import ReceivesWeights, SendsWeights
 from rlmesh.weights.sync import WeightSync
+from tests.stalls import HANG_S
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -111,7 +112,7 @@ class WeightMesh:
         self._runtimes.clear()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"

@@ -16,6 +16,7 @@ from rlmesh.weights.channels.registry import open_inlet, open_outlet
 from rlmesh.weights.checksum import reference
 from rlmesh.weights.manifest import Manifest, TensorSpec
 from rlmesh.weights.pieces import checksums_of
+from tests.stalls import HANG_S
 from tests.weights.mesh import segments
 
 SINKS = ("R:0", "R:1")
@@ -35,7 +36,7 @@ def some(seed: int) -> dict[str, Any]:
 class Route:
     """An outlet and its inlets, connected."""
 
-    def __init__(self, channel: str, *, keep: bool = False, timeout_s: float = 5.0) -> None:
+    def __init__(self, channel: str, *, keep: bool = False, timeout_s: float = HANG_S) -> None:
         # An address that is no loopback by its name, so that the stream is encrypted.
         host = "0.0.0.0" if "CURVE" in channel else "127.0.0.1"
         settings = RouteSettings("s", "job", 0, "A:0", SINKS, keep, timeout_s, host=host)
@@ -48,7 +49,7 @@ class Route:
                 info["address"] = info["address"].replace("0.0.0.0", "127.0.0.1")
         opening = [self.threads.submit(open_inlet, kind, settings, sink, infos[sink]) for sink in SINKS]
         self.outlet.connect()
-        self.inlets: list[Inlet] = [each.result(10) for each in opening]
+        self.inlets: list[Inlet] = [each.result(HANG_S) for each in opening]
 
     def send(self, bucket: Bucket, tensors: dict[str, Any], stopped: Callable[[], bool] = lambda: False) -> Any:
         parcel = self.outlet.put(bucket, tensors)
@@ -57,7 +58,7 @@ class Route:
             for sink, inlet in zip(SINKS, self.inlets, strict=True)
         ]
         self.outlet.transmit(parcel, stopped)
-        return parcel, [each.result(10) for each in taking]
+        return parcel, [each.result(HANG_S) for each in taking]
 
     def close(self) -> None:
         for inlet in self.inlets:
@@ -130,7 +131,7 @@ def test_a_snapshot_is_taken_when_put_returns(channel: str) -> None:
             for sink, inlet in zip(SINKS, route.inlets, strict=True)
         ]
         route.outlet.transmit(parcel, lambda: False)
-        assert [[piece.tobytes() for piece in each.result(10)] for each in taking] == [expected, expected]
+        assert [[piece.tobytes() for piece in each.result(HANG_S)] for each in taking] == [expected, expected]
         taking.clear()
         for inlet in route.inlets:
             inlet.done()
@@ -152,10 +153,10 @@ def test_a_sink_that_does_not_come_holds_nobody_up(route: Route) -> None:
         pass  # buffers of the system may have taken it all
     route.outlet.abandon()
     try:
-        waiting.result(5)
+        waiting.result(HANG_S)
     except ChannelBroken:
         pass
-    failed.wait(5)
+    failed.wait(HANG_S)
 
 
 @pytest.mark.parametrize("channel", ["stream", "stream under CURVE"])

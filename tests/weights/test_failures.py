@@ -12,7 +12,7 @@ import pytest
 from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.weights.arrays import ArraySink, ArraySource
 from rlmesh.weights.plan import Mode
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 from tests.weights.mesh import WeightMesh, arrays, segments
 
 BUCKETS = 20
@@ -62,13 +62,13 @@ def test_a_receiver_that_fails_in_bucket_7(
     members = [mesh.add_sink(sinks[0], 0), mesh.add_sink(sinks[1], 1, tap=fault)]
     mesh.add_source(ArraySource(weights))
     sync = mesh.sync(channel=channel, bucket_timeout_s=2.0, **OPTIONS)
-    sync.push(1).result(10)
+    sync.push(1).result(HANG_S)
     assert len(sync.plan().buckets) == BUCKETS
     fault.armed = True
     weights.update(second)
     began = time.monotonic()
     with pytest.raises(WeightSyncError) as failed:
-        sync.push(2).result(10)
+        sync.push(2).result(HANG_S)
     assert time.monotonic() - began < 2.5 + stalls.seconds
     error = failed.value
     assert (error.version, error.receiver, error.bucket) == (2, "ROLLOUT:1", 7)
@@ -86,7 +86,7 @@ def test_a_receiver_that_fails_in_bucket_7(
             pass
     assert segments() == []
     late.set()
-    sync.push(3).result(10)
+    sync.push(3).result(HANG_S)
     for sink, member in zip(sinks, members, strict=True):
         check_serves(sink, member, 3, second)
 
@@ -106,15 +106,15 @@ def test_a_flip_that_fails_on_one_sink_is_undone_on_all(mesh: WeightMesh) -> Non
     first, second = arrays(1), arrays(2)
     weights = dict(first)
     sync = mesh.sync(ArraySource(weights))
-    sync.push(1).result(10)
+    sync.push(1).result(HANG_S)
     weights.update(second)
     Stubborn.refuses = True
     with pytest.raises(WeightSyncError, match=r"receiver ROLLOUT:1 failed: RuntimeError.*no.*ROLLOUT:0 keeps 1"):
-        sync.push(2).result(10)
+        sync.push(2).result(HANG_S)
     Stubborn.refuses = False
     for sink, member in zip(sinks, members, strict=True):
         check_serves(sink, member, 1, first)
-    sync.push(3).result(10)
+    sync.push(3).result(HANG_S)
     for sink, member in zip(sinks, members, strict=True):
         check_serves(sink, member, 3, second)
 
@@ -134,7 +134,7 @@ def test_bytes_that_change_on_the_way_are_found_out(mesh: WeightMesh, monkeypatc
 
     monkeypatch.setattr(ShmInlet, "take", altered)
     with pytest.raises(WeightSyncError, match=r"bucket 0 arrived altered: the checksums of layer.1 \(1 of 5 tensors\)"):
-        sync.push(1).result(10)
+        sync.push(1).result(HANG_S)
     assert member.weights.version is None
 
 
@@ -147,7 +147,7 @@ def test_sinks_that_look_at_one_memory_verify_it_together(
     members = [mesh.add_sink(sink, rank) for rank, sink in enumerate(sinks)]
     weights = arrays(1)
     sync = mesh.sync(ArraySource(weights))
-    sync.push(1).result(10)
+    sync.push(1).result(HANG_S)
     from rlmesh.weights.channels import shm
 
     fill = shm._BucketFiller.fill
@@ -161,7 +161,7 @@ def test_sinks_that_look_at_one_memory_verify_it_together(
         patched.setattr(shm._BucketFiller, "fill", altered)
         seen = f"receiver ROLLOUT:{int(word > 0)} failed in bucket 0 .*altered: the checksums of layer.3"
         with pytest.raises(WeightSyncError, match=seen):
-            sync.push(2).result(10)
+            sync.push(2).result(HANG_S)
     for sink, member in zip(sinks, members, strict=True):
         check_serves(sink, member, 1, weights)
 
@@ -218,7 +218,7 @@ def test_versions_can_be_trusted(mesh: WeightMesh, hold: str, channel: str) -> N
     sync = mesh.sync(ArraySource(weights), channel=channel)
     with pytest.raises(WeightsNotReady, match="ROLLOUT:0 has no weights to serve"), member.weights.serving():
         pass
-    sync.push(1).result(10)
+    sync.push(1).result(HANG_S)
     truth = {1: weights["layer.0"].copy(), 2: arrays(2)["layer.0"]}
     started, used = threading.Event(), list[int]()
 
@@ -241,11 +241,11 @@ def test_versions_can_be_trusted(mesh: WeightMesh, hold: str, channel: str) -> N
 
     thread = threading.Thread(target=rollout)
     thread.start()
-    assert started.wait(5)
+    assert started.wait(HANG_S)
     for name, value in arrays(2).items():
         weights[name][...] = value
-    sync.push(2).result(10)
-    thread.join(10)
+    sync.push(2).result(HANG_S)
+    thread.join(HANG_S)
     assert member.weights.version == sync.version == 2
     assert used == sorted(used) and set(used) == ({1} if hold == "per rollout" else {1, 2})
     fresh = ArraySink(arrays(0))
@@ -262,10 +262,10 @@ def test_a_sink_that_joins_later_is_part_of_the_next_push(mesh: WeightMesh) -> N
     sinks = [ArraySink(arrays(0)) for _ in range(2)]
     mesh.add_sink(sinks[0], 0)
     sync = mesh.sync(ArraySource(weights))
-    sync.push(1).result(10)
+    sync.push(1).result(HANG_S)
     late = mesh.add_sink(sinks[1], 1)
     assert late.weights.version is None
-    assert sync.push(2).result(10).sinks == ("ROLLOUT:0", "ROLLOUT:1")
+    assert sync.push(2).result(HANG_S).sinks == ("ROLLOUT:0", "ROLLOUT:1")
     check_serves(sinks[1], late, 2, weights)
 
 
@@ -277,17 +277,17 @@ def test_two_pushes_one_after_the_other_and_a_snapshot_that_stands_still(mesh: W
     member = mesh.add_sink(sink, 0, tap=fault)
     mesh.add_source(ArraySource(weights))
     sync = mesh.sync(snapshot=True, **OPTIONS)
-    sync.push(1).result(10)
+    sync.push(1).result(HANG_S)
     fault.armed = True
     before = {name: value.copy() for name, value in weights.items()}
     future = sync.push(2)
     # The source takes its next call: it is free, and nothing has arrived at the sink.
-    sync._source.call("ACTOR:0", "weights_source_describe", timeout_s=5).result(5)
+    sync._source.call("ACTOR:0", "weights_source_describe", timeout_s=5).result(HANG_S)
     for value in weights.values():
         value += 1
     assert not future.done() and member.weights.version == 1
     gate.set()
-    assert sync.push(3).result(10).version == 3
+    assert sync.push(3).result(HANG_S).version == 3
     assert future.result(0).version == 2
     assert sync.rollback() == 2
     check_serves(sink, member, 2, before)

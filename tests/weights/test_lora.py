@@ -11,6 +11,7 @@ from torch import nn
 from rlmesh.errors import UsageError
 from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.modules import ModuleSource
+from tests.stalls import HANG_S
 from tests.weights.mesh import WeightMesh
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -40,7 +41,7 @@ def test_merged_weights_fit_the_plain_model(mesh: WeightMesh) -> None:
     trained, plain = adapted(1, 2), Model(3)
     mesh.add_sink(ModuleSink(plain), 0)
     base = {name: value.clone() for name, value in trained.state_dict().items()}
-    mesh.sync(ModuleSource(trained, lora="merged")).push(1).result(10)
+    mesh.sync(ModuleSource(trained, lora="merged")).push(1).result(HANG_S)
     x = torch.randn(5, 6)
     torch.testing.assert_close(plain(x), trained(x))
     assert all(torch.equal(value, base[name]) for name, value in trained.state_dict().items()), "nothing was merged"
@@ -51,7 +52,7 @@ def test_the_adapter_alone_goes_to_the_same_adapter(mesh: WeightMesh) -> None:
     source = ModuleSource(trained, lora="adapter")
     assert all("lora_" in spec.name and ".default" not in spec.name for spec in source.manifest())
     mesh.add_sink(ModuleSink(engine, lora="adapter"), 0)
-    mesh.sync(source).push(1).result(10)
+    mesh.sync(source).push(1).result(HANG_S)
     x = torch.randn(5, 6)
     torch.testing.assert_close(engine(x), trained(x))
 

@@ -13,6 +13,7 @@ from rlmesh.weights.cuda_copies import copy
 from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.modules import ModuleSource, whole_name
 from rlmesh.weights.plan import Mode
+from tests.stalls import HANG_S
 from tests.weights.mesh import WeightMesh
 
 MODES: list[Mode] = ["double_buffer", "in_place"]
@@ -44,7 +45,7 @@ class Model(nn.Module):
 
 def synced(mesh: WeightMesh, source: nn.Module, sink: nn.Module, mode: Mode, **options: object) -> None:
     mesh.add_sink(ModuleSink(sink, mode), 0)
-    mesh.sync(ModuleSource(source), bucket_bytes=512, **options).push(1).result(10)
+    mesh.sync(ModuleSource(source), bucket_bytes=512, **options).push(1).result(HANG_S)
 
 
 @pytest.mark.case("O18")
@@ -83,7 +84,7 @@ def test_casts_only_where_allowed(mesh: WeightMesh, mode: Mode) -> None:
     source, sink = Model(1), Model(2, dtype=torch.bfloat16)
     with pytest.raises(WeightSyncError, match="the source has float32, the sink bfloat16; allow it with allow_cast"):
         synced(mesh, source, sink, mode)
-    mesh.sync(ModuleSource(source), allow_cast={"float32": "bfloat16"}).push(1).result(10)
+    mesh.sync(ModuleSource(source), allow_cast={"float32": "bfloat16"}).push(1).result(HANG_S)
     for name, value in source.state_dict().items():
         assert torch.equal(value.to(torch.bfloat16), sink.state_dict()[name])
 
@@ -117,7 +118,7 @@ def test_an_optimizer_step_during_a_fenced_push_fails_it(mesh: WeightMesh) -> No
 
     member = mesh.add_sink(ModuleSink(sink), 0, tap=step)
     with pytest.raises(WeightSyncError, match="the weights were changed before all sinks had them"):
-        mesh.sync(ModuleSource(source), bucket_bytes=256).push(1).result(10)
+        mesh.sync(ModuleSource(source), bucket_bytes=256).push(1).result(HANG_S)
     assert member.weights.version is None and torch.equal(sink.across, before)
 
 
@@ -125,16 +126,16 @@ def test_rollback_is_the_version_before(mesh: WeightMesh) -> None:
     source, sink = Model(1), Model(2)
     member = mesh.add_sink(ModuleSink(sink), 0)
     sync = mesh.sync(ModuleSource(source))
-    sync.push(1).result(10)
+    sync.push(1).result(HANG_S)
     first = sink.across.clone()
     with torch.no_grad():
         source.across.add_(1)
-    sync.push(2).result(10)
+    sync.push(2).result(HANG_S)
     assert torch.equal(sink.across, first + 1)
     assert sync.rollback() == 1 and member.weights.version == 1 and torch.equal(sink.across, first)
     with pytest.raises(WeightSyncError, match="there is no earlier version to go back to"):
         sync.rollback()
-    sync.push(3).result(10)
+    sync.push(3).result(HANG_S)
     assert torch.equal(sink.across, first + 1)
 
 

@@ -12,6 +12,7 @@ from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.weights.gate import VersionGate
 from rlmesh.weights.plan import Mode
 from rlmesh.weights.states import SinkState
+from tests.stalls import HANG_S
 
 COMMANDS = st.lists(
     st.tuples(st.sampled_from(["begin", "add", "flip", "conclude", "abort", "rollback"]), st.integers(1, 3)),
@@ -79,7 +80,7 @@ def test_the_gate_waits_for_those_inside_and_lets_nobody_overtake() -> None:
     def long_request() -> None:
         with gate.serving() as version:
             inside.set()
-            assert leave.wait(5)
+            assert leave.wait(HANG_S)
             with gate.serving() as again:  # deeper, while the flip waits: no deadlock
                 order.append(f"old {version} {again}")
 
@@ -89,7 +90,7 @@ def test_the_gate_waits_for_those_inside_and_lets_nobody_overtake() -> None:
 
     first = threading.Thread(target=long_request)
     first.start()
-    assert inside.wait(5)
+    assert inside.wait(HANG_S)
     with pytest.raises(WeightSyncError, match=r"R:0 still serves 1 requests with version 1 after 0.01 s"):
         gate.close("a flip", 0.01)
 
@@ -106,7 +107,7 @@ def test_the_gate_waits_for_those_inside_and_lets_nobody_overtake() -> None:
     late.start()
     leave.set()
     for thread in (first, flipping, late):
-        thread.join(5)
+        thread.join(HANG_S)
     assert order == ["old 1 1", "late 2"]
     gate.close("a flip to version 3 is not concluded", 1)
     with (

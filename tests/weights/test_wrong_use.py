@@ -11,6 +11,7 @@ import numpy as np
 from rlmesh import ArraySink, ArraySource, ReceivesWeights, RoleGroup, SendsWeights, WeightSync
 from rlmesh.errors import RLMeshError
 from rlmesh.testing import InProcessCluster
+from tests.stalls import HANG_S
 
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2, 10**30, 1.5, float("nan"), "", "x", b"x", [], [1], (), {}, {"a": 1}, {"a": None},
@@ -42,7 +43,7 @@ def weights() -> dict[str, Any]:
 
 def push(source: Any, sinks: Any, version: Any = 1, **settings: Any) -> None:
     with WeightSync(source, sinks, **{"connect_timeout_s": 2.0, **settings}) as sync:
-        sync.push(version).result(20)
+        sync.push(version).result(HANG_S)
 
 
 def test_wrong_use_is_told() -> None:
