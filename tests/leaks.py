@@ -82,7 +82,7 @@ class LeakCheck:
         return frozenset((leak.kind, leak.key) for leak in self._everything())
 
     def since(self, before: Snapshot, kinds: frozenset[str] = KINDS) -> list[Leak]:
-        """What of ``kinds`` came after ``before`` and does not go away within the grace (of a machine that has room)."""
+        """What of ``kinds`` came after ``before`` and does not go away within the grace (of a machine with room)."""
         deadline, scarce_before_s = time.monotonic() + self.grace_s, scarcity_s()
         pause_s = 0.005
         # Tests leave none, so segments that were there before are somebody else's.

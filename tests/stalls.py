@@ -11,6 +11,7 @@ longer; the kernel's pressure stall information tells for how long somebody did.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -72,7 +73,9 @@ def scarcity_s() -> float:
     for what in ("cpu", "memory", "io"):
         try:
             found = _TOTAL.match((PRESSURE / what).read_text())
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EOPNOTSUPP):
+                raise
             continue
         waited_us += int(found[1]) if found else 0
     return waited_us / 1e6
