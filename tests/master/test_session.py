@@ -7,9 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
 from rlmesh.job.status import JobStatus
+from rlmesh.master import session as session_module
 from rlmesh.master.interrupt import Interrupt
 from rlmesh.master.session import Session
+from tests.stalls import HANG_S
 
 
 class Snapshot:
@@ -42,6 +46,7 @@ class Master:
     def call(self, what: str, *_: object) -> Any:
         self.told.append(what)
         if what != "status":
+            self._interrupt.wake()
             return Mock()
         first = self.told.count("status") == 1
         if first:
@@ -49,8 +54,9 @@ class Master:
         return Snapshot(JobStatus("j", "j-1", "running" if first else "stopped", 0.0, "/run"))
 
 
-def test_a_signal_that_comes_with_a_snapshot_is_passed_on_before_the_next_one() -> None:
+def test_a_signal_that_comes_with_a_snapshot_is_passed_on_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took the wake-up of the one wait, and must not be forgotten in the next."""
+    monkeypatch.setattr(session_module, "POLL_S", HANG_S)  # Waits end when they are woken.
     interrupt = Interrupt()
     space: Any = SimpleNamespace(job_id="j-1", run_dir="/run", master_endpoint="unix:///")
     config: Any = SimpleNamespace(node_rank=0, submitted_at=0.0)
