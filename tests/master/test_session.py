@@ -17,14 +17,14 @@ from tests.stalls import HANG_S
 
 
 class Snapshot:
-    """An answer that comes while its caller waits for it."""
+    """An answer that is there at once, or ``comes`` while its caller waits for it."""
 
-    def __init__(self, status: JobStatus) -> None:
-        self.status, self.looks = status, 0
+    def __init__(self, status: JobStatus, *, comes: bool) -> None:
+        self.status, self._there = status, not comes
 
     def done(self) -> bool:
-        self.looks += 1
-        return self.looks > 1
+        there, self._there = self._there, True
+        return there
 
     def result(self) -> JobStatus:
         return self.status
@@ -45,13 +45,11 @@ class Master:
 
     def call(self, what: str, *_: object) -> Any:
         self.told.append(what)
-        if what != "status":
-            self._interrupt.wake()
-            return Mock()
-        first = self.told.count("status") == 1
-        if first:
+        if self.told == ["status"]:
             threading.Timer(0.1, self._interrupt.ask, ("SIGTERM",)).start()
-        return Snapshot(JobStatus("j", "j-1", "running" if first else "stopped", 0.0, "/run"))
+            return Snapshot(JobStatus("j", "j-1", "running", 0.0, "/run"), comes=True)
+        self._interrupt.wake()
+        return Snapshot(JobStatus("j", "j-1", "stopped", 0.0, "/run"), comes=False)
 
 
 def test_a_signal_that_comes_with_a_snapshot_is_passed_on_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
