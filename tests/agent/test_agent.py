@@ -17,7 +17,7 @@ from rlmesh.errors import CallError, PeerLost
 from rlmesh.job.entry import Entry
 from tests.agent.nodes import Node, is_there, open_node
 from tests.agent.processes import wait_gone, wait_until
-from tests.stalls import Stalls
+from tests.stalls import HANG_S, Stalls
 
 
 @pytest_asyncio.fixture
@@ -167,7 +167,7 @@ async def test_a_daemon_of_a_dead_member_is_ended_and_reported(node: Node) -> No
     exit = await node.exited()
     assert exit.signal == signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in "\n".join(exit.last_log_lines)
-    assert wait_gone([daemon], 3.0) == []
+    assert wait_gone([daemon], HANG_S) == []
     report = await node.end()
     assert [f"pid {daemon} (sleep) left by ACTOR:0:0"] == [item.what for item in report.leftovers]
     assert report.clean
@@ -242,7 +242,7 @@ async def test_killed_guardian_is_stood_in_for_by_the_agent(node: Node) -> None:
     daemon = await member.call("daemon")
     pid = (await member.call("facts"))["pid"]
     os.kill(node.guardian.pid, signal.SIGKILL)
-    assert wait_gone([pid, daemon, node.info.agent_pid], 5.0) == []
+    assert wait_gone([pid, daemon, node.info.agent_pid], HANG_S) == []
     assert not is_there(node.config.socket_dir)
     report = await node.end()
     assert not report.clean and report.leftovers[0].kind == "unproven"

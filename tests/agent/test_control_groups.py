@@ -19,6 +19,7 @@ from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.job.entry import Entry
 from tests.agent.nodes import Node, open_node
 from tests.agent.processes import wait_gone, wait_until
+from tests.stalls import HANG_S
 
 OWN, WHY_NOT = control_groups.own_group()
 real = pytest.mark.skipif(not OWN, reason=f"control groups cannot be made here: {WHY_NOT}")
@@ -48,7 +49,7 @@ async def test_a_member_and_what_it_starts_live_in_its_group(node: Node) -> None
     assert not group_of(node.info.agent_pid).endswith(own)
     os.kill(pid, signal.SIGKILL)
     await node.exited()
-    assert wait_gone([daemon], 3.0) == []
+    assert wait_gone([daemon], HANG_S) == []
     await asyncio.to_thread(wait_until, lambda: list(folder(node).glob("ACTOR-*")) == [])
     assert (await node.end()).clean and not folder(node).exists()
 
@@ -84,7 +85,7 @@ async def test_no_groups_if_they_are_not_wanted(tmp_path: Path, monkeypatch: pyt
         assert group_of(pid) == group_of(node.info.agent_pid)
         os.kill(pid, signal.SIGKILL)
         await node.exited()
-        assert wait_gone([daemon], 3.0) == [], "it is found by its descent"
+        assert wait_gone([daemon], HANG_S) == [], "it is found by its descent"
         assert not folder(node).exists()
 
 

@@ -88,7 +88,7 @@ def test_killed_driver_takes_all_with_it(tmp_path: Path, job_id: str, agent: str
     pids = fifo.read_json()
     driver.kill()
     driver.wait(HANG_S)
-    left = wait_gone(pids.values(), 5.0)
+    left = wait_gone(pids.values(), 20.0)
     os.killpg(driver.pid, signal.SIGKILL)
     assert left == []
     assert shared_memory(job_id) == []

@@ -140,7 +140,7 @@ def test_input_and_descriptors_arrive_and_nothing_else(tmp_path: Path) -> None:
     os.close(write)
     assert os.read(read, 100) == b"300000"
     os.close(read)
-    assert wait_gone([pid], 5) == []
+    assert wait_gone([pid], HANG_S) == []
     how = collect(pid)
     assert how is not None and how.exit_code == 0
     assert (tmp_path / "log").read_text() == "True\n"
@@ -183,7 +183,7 @@ def test_a_member_ends_with_the_thread_of_its_agent() -> None:
     assert rest == ["True", "ACTOR:0", "False"]
     agent.kill()
     agent.communicate(timeout=HANG_S)
-    assert wait_gone([int(pid)], 5) == []
+    assert wait_gone([int(pid)], HANG_S) == []
     assert become_member.__doc__
 
 

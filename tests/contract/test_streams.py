@@ -59,7 +59,7 @@ class Member:
         try:
             for number in range(n):
                 yield number
-            await asyncio.sleep(30)
+            await asyncio.sleep(1000)
         finally:
             self.closed.set()
 

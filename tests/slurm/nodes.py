@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.master.launched import alive
+from tests.master.launched import alive, command
 from tests.slurm.cluster import SlurmCluster
 from tests.stalls import HANG_S
 
@@ -75,15 +75,7 @@ def lose_node(cluster: SlurmCluster, job: str, number: int) -> None:
 
 
 def _step_daemons(job: str, node: str) -> list[int]:
-    found = []
-    for pid in all_pids():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if words.startswith(f"slurmstepd: [{job}.") and _below(pid, node):
-            found.append(pid)
-    return found
+    return [pid for pid in all_pids() if command(pid).startswith(f"slurmstepd: [{job}.") and _below(pid, node)]
 
 
 def _below(pid: int, node: str) -> bool:
