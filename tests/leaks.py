@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.stalls import scarcity_s
+from tests.stalls import HANG_S, scarcity_s
 
 MARKER = "RLMESH_TEST_SESSION"
 """Environment variable that every process started by a test inherits; nested sessions add to it."""
@@ -93,7 +93,7 @@ class LeakCheck:
                 return []
             if not self._own_segments and any(leak.kind == "segment" for leak in leaks):
                 others_seen = others_seen or self._others_have_segments()
-            if time.monotonic() >= deadline + scarcity_s() - scarce_before_s:
+            if time.monotonic() >= deadline + min(scarcity_s() - scarce_before_s, HANG_S):
                 return [leak for leak in leaks if not (leak.kind == "segment" and others_seen)]
             gc.collect()  # a cycle may hold a socket or a file that nobody can reach any more
             time.sleep(pause_s)
