@@ -38,7 +38,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_who_is_killed_while_saving_leaves_the_last_complete_one(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for attempt in range(6):
@@ -152,7 +152,7 @@ def kinds(*names: str, soak: bool = False) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2 ranks to 1", "1 rank to 2"])
 @pytest.mark.parametrize(
     ("writer", "reader"),

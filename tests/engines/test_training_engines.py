@@ -33,7 +33,7 @@ PUSHED = [
 ]
 """Those of ZeRO 1 and 2 are pushed by the same source as ZeRO 3."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Seen = list[dict[str, Any]]
 """What each rank saw."""

@@ -41,7 +41,7 @@ def flat(result: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.case("O23")
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_one_rank_or_two_and_any_micro_batch_give_the_same_weights(tmp_path: Path) -> None:
     processes = [
         *start(tmp_path / "one", ranks=1, micro_batch_sizes=[100, 1]),
