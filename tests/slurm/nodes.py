@@ -58,11 +58,9 @@ def is_of(pid: int, job: str, slurm: SlurmCluster) -> bool:
 def lose_node(cluster: SlurmCluster, job: str, number: int) -> None:
     """The node loses its power: its daemons, and what they started for the job, are gone without a word."""
     node = f"node{number}"
-    lost = [
-        pid for pid in all_pids() if is_of(pid, job, cluster) and f"SLURMD_NODENAME={node}\0".encode() in environ(pid)
-    ]
+    lost = [pid for pid in all_pids() if _is_on(pid, node, job, cluster)]
     assert lost
-    daemons = _step_daemons(job, node)
+    daemons = _step_daemons(node, job, cluster)
     cluster.kill_node(number)
     # At one stroke: srun has a second process that ends the step when the first one dies before it. All are stopped,
     # and then end children first, since the kernel wakes those that are stopped and lose their parent.
@@ -74,11 +72,17 @@ def lose_node(cluster: SlurmCluster, job: str, number: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _step_daemons(job: str, node: str) -> list[int]:
-    return [pid for pid in all_pids() if command(pid).startswith(f"slurmstepd: [{job}.") and _below(pid, node)]
+def _is_on(pid: int, node: str, job: str, cluster: SlurmCluster) -> bool:
+    return is_of(pid, job, cluster) and f"SLURMD_NODENAME={node}\0".encode() in environ(pid)
 
 
-def _below(pid: int, node: str) -> bool:
-    """Whether a step's daemon has a task of the node as its child."""
+def _step_daemons(node: str, job: str, cluster: SlurmCluster) -> list[int]:
+    """Each has a task of the job on that node as its child. Another cluster on this machine may have a job of the same
+    number, and nodes of the same names."""
+    named = [pid for pid in all_pids() if command(pid).startswith(f"slurmstepd: [{job}.")]
+    return [pid for pid in named if any(_is_on(child, node, job, cluster) for child in _children(pid))]
+
+
+def _children(pid: int) -> list[int]:
     said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    return any(f"SLURMD_NODENAME={node}\0".encode() in environ(int(child)) for child in said.split())
+    return [int(child) for child in said.split()]
