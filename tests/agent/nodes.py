@@ -37,11 +37,10 @@ from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from tests.stalls import HANG_S
 
 ROOT = str(Path(__file__).parents[2])
 ROLES = "tests.agent.roles"
-WAIT_S = 40.0
-"""After this a node hangs: a zygote that imports torch takes seconds, on a busy machine a quarter of a minute."""
 
 Said = tuple[Any, ...]
 
@@ -58,7 +57,7 @@ class Master:
             self.said.append(what)
             self._changed.notify_all()
 
-    async def heard(self, *what: Any, wait_s: float = WAIT_S) -> Said:
+    async def heard(self, *what: Any, wait_s: float = HANG_S) -> Said:
         """The first message that begins so; waits for it."""
 
         def find() -> Said | None:
@@ -126,7 +125,7 @@ class Node:
 
     @property
     def agent(self) -> MemberHandle:
-        return self._runtime.peer(AGENT, self.info.agent_endpoint).options(timeout_s=WAIT_S)
+        return self._runtime.peer(AGENT, self.info.agent_endpoint).options(timeout_s=HANG_S)
 
     def spec(self, entry: str | Entry, name: str = "ACTOR:0", **changes: Any) -> WorkerSpec:
         role, _, rank = name.partition(":")
@@ -181,11 +180,11 @@ class Node:
 
     def member(self, hello: MemberHello) -> MemberHandle:
         name = f"{hello.role}:{hello.rank}"
-        return self._runtime.peer(name, hello.endpoint).options(timeout_s=WAIT_S)
+        return self._runtime.peer(name, hello.endpoint).options(timeout_s=HANG_S)
 
     def control(self, hello: MemberHello | MemberHandle) -> MemberHandle:
         assert hello.endpoint is not None
-        return self._runtime.peer(CONTROL, hello.endpoint).options(timeout_s=WAIT_S)
+        return self._runtime.peer(CONTROL, hello.endpoint).options(timeout_s=HANG_S)
 
     async def exited(self, name: str = "ACTOR:0") -> ExitInfo:
         exit: ExitInfo = (await self.master.heard("exited", name))[2]

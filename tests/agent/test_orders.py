@@ -9,8 +9,7 @@ from typing import Any, cast
 
 from rlmesh.agent.control import Order, Orders
 from rlmesh.runtime.runtime import Runtime
-
-WAIT_S = 5.0
+from tests.stalls import HANG_S
 
 
 class _Runtime:
@@ -20,7 +19,7 @@ class _Runtime:
         self.stops: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run_main(self) -> None:
-        self.stops.get(timeout=WAIT_S)
+        self.stops.get(timeout=HANG_S)
 
     def stop_main(self, *, now: bool = False) -> None:
         self.stops.put(None)
@@ -52,7 +51,7 @@ def test_an_order_that_is_taken_at_once_ends_nothing_that_comes_later() -> None:
     assert orders.begin_run("") is False  # it has no run() yet
     orders.runs = "TRAINER:0"
     assert orders.begin_run("TRAINER:0") is True
-    main.join(WAIT_S)
+    main.join(HANG_S)
     assert taken == ["run"] and orders.phase == "running"
     assert runtime.stops.empty(), "the thread that serves calls during run() would take this for its own end"
 
@@ -68,5 +67,5 @@ def test_orders_come_in_their_order_and_wake_who_serves() -> None:
     orders.give("run")
     orders.give("end")
     orders.give("end")
-    main.join(WAIT_S)
+    main.join(HANG_S)
     assert taken == ["run", "end", "end"]

@@ -104,16 +104,18 @@ def test_a_member_that_dies_before_it_is_up_fails_the_calls_that_wait_for_it(mes
 
 
 def test_without_the_agents_word_calls_fail_after_a_short_grace(
-    mesh: Mesh, victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, stalls: Stalls
 ) -> None:
     monkeypatch.setattr(calls, "LOSS_GRACE_S", 0.2)
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
     group[0].call("pid").result()
+    began = time.monotonic()
     future = group[0].call("vanish", 3)
     with pytest.raises(PeerLost, match="closed by the peer"):
         future.result(HANG_S)
     with pytest.raises(PeerLost):
         group[0].call("pid").result(HANG_S)
+    assert time.monotonic() - began < 5 + stalls.seconds
 
 
 def test_a_process_that_takes_its_time_to_end_is_waited_for(

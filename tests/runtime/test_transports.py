@@ -20,8 +20,6 @@ from tests.runtime.conftest import KEY
 from tests.runtime.strangers import SCHEMES, address_of
 from tests.stalls import HANG_S, Stalls
 
-WAIT_S = 10.0
-
 
 class Side:
     """A transport and all that it tells."""
@@ -59,7 +57,7 @@ class Side:
         self.refused.append((peer, reason))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANG_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

@@ -173,7 +173,7 @@ class SlurmCluster:
             daemon = self.daemons[name]
             daemon.send_signal(signal.SIGTERM)
             try:
-                daemon.wait(HANG_S)
+                daemon.wait(5)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait(HANG_S)

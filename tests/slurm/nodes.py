@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.master.launched import alive, command
+from tests.master.launched import alive, command, descendants
 from tests.slurm.cluster import SlurmCluster
 from tests.stalls import HANG_S
 
@@ -77,12 +76,7 @@ def _is_on(pid: int, node: str, job: str, cluster: SlurmCluster) -> bool:
 
 
 def _step_daemons(node: str, job: str, cluster: SlurmCluster) -> list[int]:
-    """Each has a task of the job on that node as its child. Another cluster on this machine may have a job of the same
+    """Each has a task of the job on that node below it. Another cluster on this machine may have a job of the same
     number, and nodes of the same names."""
     named = [pid for pid in all_pids() if command(pid).startswith(f"slurmstepd: [{job}.")]
-    return [pid for pid in named if any(_is_on(child, node, job, cluster) for child in _children(pid))]
-
-
-def _children(pid: int) -> list[int]:
-    said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [int(child) for child in said.split()]
+    return [pid for pid in named if any(_is_on(child, node, job, cluster) for child in descendants(pid))]
