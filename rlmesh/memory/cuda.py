@@ -124,7 +124,7 @@ class CudaBackend:
         try:
             with torch.cuda.device(index):
                 stream = torch.cuda.current_stream()
-                ready = self._event(device, handle)
+                ready = open_event(device, handle.ready)
                 source = bytes_at(address + handle.offset, handle.nbytes, device)
                 target = torch.empty(handle.nbytes, dtype=torch.uint8, device=device)
                 ready.wait(stream)
@@ -136,17 +136,6 @@ class CudaBackend:
             self._driver.close(index, address)
             raise
         return _Copy(target.view(dtype).reshape(shape), self._driver, index, address, (ready, copied))
-
-    def _event(self, device: torch.device, handle: Handle) -> torch.cuda.Event:
-        try:
-            event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(device, handle.ready)
-        except RuntimeError as error:
-            # The memory's handle could be opened, so the process is there.
-            raise DeviceUnreachable(
-                f"an event of another process on {handle.device} cannot be opened: {error}. The driver keeps events in "
-                "/dev/shm: both processes must see the same one (docker run --ipc=host, hostIPC: true)"
-            ) from None
-        return event
 
     def again(self, snapshot: _Snapshot, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         with torch.cuda.device(snapshot.flat.device):
@@ -166,6 +155,22 @@ class CudaBackend:
         # A copy that blocks: the buffer may be used for something else right after.
         flat = torch.frombuffer(buffer, dtype=torch.uint8).to(torch.device("cuda", index))
         return flat.view(dtype).reshape(shape)
+
+
+def open_event(device: torch.device | str, handle: bytes) -> torch.cuda.Event:
+    """An event of another process, of which memory could be opened already.
+
+    Raises:
+        DeviceUnreachable: it cannot be opened.
+    """
+    try:
+        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device(device), handle)
+    except RuntimeError as error:
+        raise DeviceUnreachable(
+            f"an event of another process on {device} cannot be opened: {error}. The driver keeps events in /dev/shm: "
+            "both processes must see the same one (docker run --ipc=host, hostIPC: true)"
+        ) from None
+    return event
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ class BusyPoll:
     """
 
     def __init__(self, thread: int, limit_s: float) -> None:
+        self.limit_s = limit_s
         self._thread, self._limit_ns = thread, int(limit_s * 1e9)
         self._call: PendingCall | None = None
         self.turns = 0
@@ -42,15 +43,19 @@ class BusyPoll:
     def await_answer(self, call: PendingCall) -> None:
         """The call, which was sent, is awaited on the running loop, if there is one."""
         loop = asyncio._get_running_loop()
-        if loop is not None and self._may_poll(call):
-            self._call = call
+        if loop is not None and self._is_quick(call) and self._may_poll(call):
+            self._begin(call, 0)
             loop.call_soon(self._turn, call, loop)
 
-    def block(self, call: PendingCall) -> None:
-        """A plain thread waits for the call: returns when it has ended, or is no longer quick."""
-        if not self._may_poll(call):
+    def block(self, call: PendingCall, due_s: float | None = None) -> None:
+        """A plain thread waits for the call: returns when it has ended, or is no longer quick.
+
+        Args:
+            due_s: the answer is expected so long after the call was made, whatever its member took for the last one.
+        """
+        if not (due_s is not None or self._is_quick(call)) or not self._may_poll(call):
             return
-        self._call = call
+        self._begin(call, int((due_s or 0) * 1e9))
         try:
             while self._goes_on(call):
                 self._look(call)
@@ -58,23 +63,25 @@ class BusyPoll:
         finally:
             self._call = None
 
+    def _is_quick(self, call: PendingCall) -> bool:
+        return call.peer is not None and 0 < call.peer.answer_ns < self._limit_ns
+
+    def _begin(self, call: PendingCall, due_ns: int) -> None:
+        call.look_until_ns = call.started_ns + due_ns + self._limit_ns
+        self._call = call
+
     def _may_poll(self, call: PendingCall) -> bool:
         peer = call.peer
         return (
             (self._call is None or not self._goes_on(self._call))  # A loop that was stopped leaves its call here.
             and peer is not None
-            and 0 < peer.answer_ns < self._limit_ns
             and call.table.on_their_way() == 1
             and (threading.get_ident() == self._thread or isinstance(peer.channel.link, StreamLink))
         )
 
     def _goes_on(self, call: PendingCall) -> bool:
         peer = call.peer
-        return (
-            peer is not None
-            and call.call_id in peer.pending
-            and time.perf_counter_ns() - call.started_ns < self._limit_ns
-        )
+        return peer is not None and call.call_id in peer.pending and time.perf_counter_ns() < call.look_until_ns
 
     def _turn(self, call: PendingCall, loop: asyncio.AbstractEventLoop) -> None:
         if threading.get_ident() != self._thread:

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future as PlainFuture
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import CallError, CallTimeout, Executed, PeerLost
@@ -40,6 +42,8 @@ class PendingCall:
     """Futures among the arguments, until they are there."""
     kept: Sequence[KeptResult] = ()
     """Results that producers must keep until this call is over."""
+    look_until_ns = 0
+    """Until when whoever waits for it may look for the answer itself."""
 
     def __init__(
         self, table: Calls, name: str, method: str, timeout_s: float, chain: tuple[str, ...], endpoint: str | None,
@@ -140,6 +144,21 @@ class PendingCall:
         assert isinstance(error, PeerLost)
         error.reason = reason
         return error
+
+
+def wait_about(answer: PlainFuture[Any], seconds: float) -> None:
+    """Block until a call is over of which is known about how long it takes in all: sleep until shortly before, and look
+    for the answer then (`busy_poll`), instead of being woken by the thread that reads it."""
+    call = answer._origin if isinstance(answer, Future) else None
+    if isinstance(call, PendingCall) and call.table.busy_poll is not None:
+        poll = call.table.busy_poll
+        try:
+            # To wake up takes about as long as an answer may still be called quick.
+            answer.exception(max(0.0, seconds - 2 * poll.limit_s - call.age_s()))
+        except TimeoutError:
+            poll.block(call, seconds)
+    if not answer.done():
+        wait([answer])
 
 
 class Peer:

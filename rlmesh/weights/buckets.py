@@ -44,6 +44,7 @@ class Bucket:
     """``count``: how many buckets it was joined from, for a channel that takes many at once.
 
     Attributes:
+        names: of its entries.
         sizes: bytes of each entry.
         starts: where each begins in its tensor, in bytes; None: all are whole, or begin at the first byte.
     """
@@ -52,11 +53,13 @@ class Bucket:
     entries: tuple[Entry, ...]
     nbytes: int
     count: int = 1
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     starts: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         starts = tuple(entry.start for entry in self.entries)
+        object.__setattr__(self, "names", tuple(entry.name for entry in self.entries))
         object.__setattr__(self, "sizes", tuple(entry.nbytes for entry in self.entries))
         object.__setattr__(self, "starts", starts if any(starts) else None)
 

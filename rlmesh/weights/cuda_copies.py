@@ -28,7 +28,7 @@ _prepared: dict[Any, _Work] = {}
 
 def copy(
     sources: Sequence[Tensor], targets: Sequence[Tensor] | None, sizes: Sequence[int], at: Sequence[int] | None = None,
-    *, summed: bool, meanwhile: Callable[[], object] | None = None,
+    *, summed: bool, before: Callable[[], object] | None = None, meanwhile: Callable[[], object] | None = None,
 ) -> list[int]:  # fmt: skip
     """Copy pieces, and wait for the end. Gives the checksums of what was copied; nothing unless ``summed``.
 
@@ -38,31 +38,57 @@ def copy(
         targets: contiguous tensors of any type and shape, on one GPU; None: sum only, on the current GPU.
         sizes: of the sources, in bytes.
         at: the byte of each target at which its piece begins; None: the first.
+        before: called when all is prepared, before the sources are read.
         meanwhile: what this thread does while a GPU works.
     """
     import torch
 
-    meanwhile = meanwhile or _nothing
+    before, meanwhile = before or _nothing, meanwhile or _nothing
     if not sources:
         meanwhile()
         return []
     if not (targets or sources)[0].is_cuda:
+        before()
         sums = _plainly(sources, targets, at, summed)
         meanwhile()
         return sums
     device = targets[0].device if targets else torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.device(device):
+        work = _work(sources, targets, sizes, at, device)
+        return work.run(sources, targets, at, summed, before, meanwhile)
+
+
+def start(sources: Sequence[Tensor], targets: Sequence[Tensor], sizes: Sequence[int], sums: Tensor | None) -> bool:
+    """Start to copy pieces on one GPU, on the current stream, and do not wait for the end.
+
+    Args:
+        sums: ``[len(sizes)]`` of int64 there, into which their checksums are written; None: nothing is summed.
+
+    Returns:
+        Whether that could be done; otherwise nothing was started, and `copy` does it.
+    """
+    import torch
+
+    with torch.cuda.device(targets[0].device):
+        return _work(sources, targets, sizes, None, targets[0].device).start(sources, targets, sums)
+
+
+def _work(
+    sources: Sequence[Tensor], targets: Sequence[Tensor] | None, sizes: Sequence[int], at: Sequence[int] | None,
+    device: torch.device,
+) -> _Work:  # fmt: skip
+    """Of these addresses, prepared now or before."""
     froms = _addresses(sources)
     tos = _addresses(targets) if targets is not None else None
     if tos is not None and at is not None:
         tos = tuple([to + start for to, start in zip(tos, at, strict=True)])
     key = (device, sources[0].device, froms, tos, tuple(sizes))
-    with torch.cuda.device(device):
-        work = _prepared.get(key)
-        if work is None:
-            if len(_prepared) >= MAX_PREPARED:
-                _prepared.clear()
-            work = _prepared[key] = _Work(froms, tos, sizes, sources[0].device, device)
-        return work.run(sources, targets, at, summed, meanwhile)
+    work = _prepared.get(key)
+    if work is None:
+        if len(_prepared) >= MAX_PREPARED:
+            _prepared.clear()
+        work = _prepared[key] = _Work(froms, tos, sizes, sources[0].device, device)
+    return work
 
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -101,9 +127,19 @@ class _Work:
             fit = []
         self._by_torch = sorted(set(range(self._count)) - set(fit))
 
+    def start(self, sources: Sequence[Tensor], targets: Sequence[Tensor], sums: Tensor | None) -> bool:
+        """See the function."""
+        if self._table is None or self._batches or (sums is not None and self._by_torch):
+            return False
+        if sums is not None:
+            sums.zero_()
+        self._table[0].launch(sums)
+        _plainly(*_only(self._by_torch, sources, targets, None), summed=False)
+        return True
+
     def run(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor] | None, at: Sequence[int] | None, summed: bool,
-        meanwhile: Callable[[], object],
+        before: Callable[[], object], meanwhile: Callable[[], object],
     ) -> list[int]:  # fmt: skip
         """These must be what the addresses are of."""
         import torch
@@ -111,6 +147,7 @@ class _Work:
         stream = torch.cuda.current_stream(self._device)
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device) if summed else None
         order: list[int] = []
+        before()
         if self._table is not None:
             table, order = self._table
             table.launch(sums)

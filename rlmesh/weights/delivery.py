@@ -1,7 +1,8 @@
 """`Delivery`: one route of one push. Announces buckets to the route's sinks and waits for their answers.
 
 It runs on a thread of its own, so that the next bucket is gathered while the sinks verify the last, and so that a
-snapshotted source trains on meanwhile; where there is no next bucket, on the thread that waits for it. At most
+snapshotted source trains on meanwhile; where there is no next bucket, on the thread that waits for it, and where the
+command says all (`Outlet.tells_only`) that leaves at once. At most
 ``window`` buckets are unanswered at a time. The first failure ends it: what comes afterwards is dropped, and `result`
 tells who failed, and in which bucket.
 """
@@ -10,17 +11,20 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, wait
 from concurrent.futures import Future as PlainFuture
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlmesh.runtime.pending import wait_about
 from rlmesh.weights.channels.base import ChannelBroken, Outlet, Parcel
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 WINDOW = 2
+REGULAR_S = 0.05
 TELL_S = 0.3
 """How long the sinks may take to say what they know of a broken channel."""
 
@@ -62,6 +66,15 @@ class Header:
     bucket_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A bucket that its sinks were told of; ``began`` is of `time.perf_counter`."""
+
+    parcel: Parcel
+    answers: dict[str, PlainFuture[Any]]
+    began: float = field(default_factory=time.perf_counter)
+
+
 class Delivery:
     """See the module.
 
@@ -73,17 +86,20 @@ class Delivery:
         source: the member that sends, for errors of its own.
         window: how many buckets may be unanswered.
         beside: on a thread of its own; otherwise in `result`.
+        took: seconds until the sinks had a bucket in the last push, by its number; brought up to date.
     """
 
     def __init__(
         self, outlet: Outlet, sinks: Mapping[str, int], command: Command, header: Header, source: str, *,
         window: int = WINDOW, beside: bool = True,
+        took: dict[int, float] | None = None,
     ) -> None:  # fmt: skip
         self._outlet, self._sinks, self._command, self._header = outlet, dict(sinks), command, header
         self._source, self._window = source, window
         self._parcels: queue.Queue[Parcel | None] = queue.Queue()
         self._room = threading.Semaphore(window)
-        self._unanswered: deque[tuple[Parcel, dict[str, PlainFuture[Any]]]] = deque()
+        self._took = took if took is not None else {}
+        self._unanswered: deque[_Announced] = deque()
         self._failure: Failure | None = None
         self._turn = -1
         self._thread: threading.Thread | None = None
@@ -105,7 +121,10 @@ class Delivery:
         self._room.release()
 
     def send(self, parcel: Parcel) -> None:
-        self._parcels.put(parcel)
+        if self._thread is None and self._outlet.tells_only:
+            self._announce(parcel)
+        else:
+            self._parcels.put(parcel)
 
     def put_failed(self, bucket: int, error: BaseException) -> None:
         """The source itself could not make a bucket."""
@@ -140,7 +159,7 @@ class Delivery:
     def _announce(self, parcel: Parcel) -> None:
         header, index = self._header, parcel.bucket.index
         answers: dict[str, PlainFuture[Any]] = {}
-        self._unanswered.append((parcel, answers))
+        self._unanswered.append(_Announced(parcel, answers))
         self._turn += 1
         try:
             for sink in self._sinks:
@@ -159,7 +178,7 @@ class Delivery:
 
     def _first_told(self) -> Failure | None:
         """Of the oldest bucket that some sink has failed in."""
-        told = (self._told(answers, parcel.bucket.index) for parcel, answers in self._unanswered)
+        told = (self._told(one.answers, one.parcel.bucket.index) for one in self._unanswered)
         return next((failure for failure in told if failure is not None), None)
 
     def _told(self, answers: dict[str, PlainFuture[Any]], bucket: int) -> Failure | None:
@@ -172,11 +191,15 @@ class Delivery:
 
     def _settle(self) -> None:
         """Wait for the answers to the oldest bucket."""
-        parcel, answers = self._unanswered.popleft()
+        oldest = self._unanswered.popleft()
+        parcel, answers, index = oldest.parcel, oldest.answers, oldest.parcel.bucket.index
         if self._failure is None:
+            if len(answers) == 1:
+                wait_as_last(next(iter(answers.values())), self._took.get(index))
             wait(answers.values(), return_when=FIRST_EXCEPTION)
+            self._took[index] = time.perf_counter() - oldest.began
             if any(_has_failed(answer) for answer in answers.values()):
-                self._failure = self._told(answers, parcel.bucket.index)
+                self._failure = self._told(answers, index)
         for answer in answers.values():
             if not answer.done():
                 answer.cancel()
@@ -185,6 +208,13 @@ class Delivery:
     def _forget(self, parcel: Parcel) -> None:
         self._outlet.taken(parcel)
         self._room.release()
+
+
+def wait_as_last(answer: PlainFuture[Any], took_s: float | None) -> None:
+    """Wait for an answer that took so long in the last push: on a GPU it takes as long again, and is looked for then.
+    What takes long is not regular to a fraction of a millisecond, and does not miss one."""
+    if took_s is not None and took_s < REGULAR_S:
+        wait_about(answer, took_s)
 
 
 def _has_failed(answer: PlainFuture[Any]) -> bool:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.delivery import Failure
+from rlmesh.weights.delivery import Failure, wait_as_last
 from rlmesh.weights.plan import Party, WeightPlan, Wishes, make_plan
 from rlmesh.weights.remote import End, Incarnations, party_of
+from rlmesh.weights.sending import RouteStart
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class Link:
         self._source_names = [party.name for party in plan.sources]
         self._sink_names = [party.name for party in plan.sinks]
         self._alone = len(self._sink_names) == 1
+        self._began: dict[str, float] = {}
+        self._took: dict[str, float] = {}
 
     @classmethod
     def open(
@@ -100,7 +103,13 @@ class Link:
         keep = plan.source_mode == "snapshot"
         starting = {
             name: [
-                (r.channel, {sink: self._members[sink] for sink in r.sinks}, plan.on_gpus(r), plan.on_one_gpu(r))
+                RouteStart(
+                    r.channel,
+                    {sink: self._members[sink] for sink in r.sinks},
+                    plan.on_gpus(r),
+                    plan.on_one_gpu(r),
+                    plan.shares_events(r),
+                )
                 for r in plan.routes
                 if r.source == name
             ]
@@ -130,6 +139,7 @@ class Link:
     def capture(self, push: int, version: int) -> Answers:
         """Tell all ranks of the source to give their weights."""
         limits = self._timeouts
+        self._began["capture"] = time.perf_counter()
         return {
             name: self._source.call(
                 name, "weights_capture", self.session, push, version, limits.flip_s, limits.bucket_s,
@@ -139,6 +149,7 @@ class Link:
         }  # fmt: skip
 
     def wait_captured(self, captures: Answers) -> Failure | None:
+        self._wait_as_last("capture", captures)
         return _first_failure(captures)
 
     def wait_sent(self, push: int, failure: Failure | None) -> Failure | None:
@@ -164,6 +175,7 @@ class Link:
     def flip(self, push: int, version: int) -> Answers:
         """Everything is staged everywhere: let all sinks flip."""
         limit = self._timeouts.flip_s
+        self._began["flip"] = time.perf_counter()
         return {
             name: self._sinks.call(
                 name, "weights_flip", push, version, limit, self._alone, timeout_s=limit + self._timeouts.bucket_s
@@ -172,6 +184,7 @@ class Link:
         }
 
     def wait_flipped(self, flips: Answers) -> Failure | None:
+        self._wait_as_last("flip", flips)
         failure: Failure | None = None
         for name, answer in flips.items():
             try:
@@ -179,6 +192,14 @@ class Link:
             except Exception as error:
                 failure = failure or Failure.of(name, -1, error)
         return failure
+
+    def _wait_as_last(self, what: str, answers: Answers) -> None:
+        """For an answer that comes alone: see `delivery.wait_as_last`."""
+        if len(answers) == 1:
+            answer = next(iter(answers.values()))
+            wait_as_last(answer, self._took.get(what))
+            wait([answer])
+            self._took[what] = time.perf_counter() - self._began[what]
 
     def conclude(self, push: int) -> None:
         """All have flipped: let them serve, and wait until they do. A sink that dies now is one that restarts and

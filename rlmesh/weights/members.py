@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
@@ -44,11 +45,14 @@ BESIDE = 8
 def commander(runtime: Runtime) -> Command:
     """Commands to members by ordinary calls of ``runtime``."""
 
+    @lru_cache(maxsize=1024)
+    def handle(sink: str, incarnation: int, timeout_s: float) -> MemberHandle[Any]:
+        return MemberHandle[Any](runtime, sink, incarnation=incarnation).options(timeout_s=timeout_s)
+
     def command(
         sink: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
     ) -> Future[Any]:
-        handle = MemberHandle[Any](runtime, sink, incarnation=incarnation)
-        return handle.options(timeout_s=timeout_s).call(method, *args)
+        return handle(sink, incarnation, timeout_s).call(method, *args)
 
     return command
 

@@ -153,7 +153,7 @@ class ModuleSource:
 
         with torch.no_grad():
             if self.lasting:
-                yield {name: self._tensors[name] for name in names}
+                yield self._tensors
                 return
             whole = {}
             for name in names:

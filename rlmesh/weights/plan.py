@@ -121,6 +121,11 @@ class WeightPlan:
         devices = {party.place.device for party in (*self.sources, *self.sinks) if party.name in names}
         return len(devices) == 1 and "" not in devices
 
+    def shares_events(self, route: Route) -> bool:
+        """Do all ends of a route see the same /dev/shm, where the driver keeps events?"""
+        names = {route.source, *route.sinks}
+        return len({p.place.shm for p in (*self.sources, *self.sinks) if p.name in names}) == 1
+
     @property
     def sharded(self) -> bool:
         """Does every rank send its own shards?"""

@@ -224,8 +224,7 @@ class Receiver:
             self.tap("stage", number)
         self._take(route, bucket, payload, checksums)
         route.inlet.done()
-        for number in route.numbers(index, count):
-            self.state = self.state.add(push, number)
+        self.state = self.state.add(push, *route.numbers(index, count))
         for number in range(index, index + count):
             self.tap("staged", number)
 
@@ -234,7 +233,7 @@ class Receiver:
         whole, of_share = checksums[:size], checksums[size:]
 
         def compare(which: Sequence[int], here: Sequence[int], shared: bool) -> None:
-            sent = of_share if shared and of_share else whole
+            sent = of_share if shared and of_share else route.inlet.checksums(whole)
             wrong = [bucket.entries[i].name for i, one in zip(which, here, strict=True) if one != sent[i]]
             if wrong:
                 raise WeightSyncError(
@@ -245,7 +244,7 @@ class Receiver:
         pieces = route.inlet.take(bucket, payload, route.settings.timeout_s)
         stage_pieces(
             self.sink, bucket, pieces, keep=route.inlet.keeps, share=route.share if of_share else (0, 1),
-            compare=compare if route.settings.verify else None,
+            compare=compare if route.settings.verify else None, ready=route.inlet.ready,
         )  # fmt: skip
 
     def _begin(self, session: _Session, push: int, version: int, flip_s: float) -> None:

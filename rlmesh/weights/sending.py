@@ -19,8 +19,16 @@ from rlmesh.weights.places import place_of
 from rlmesh.weights.plan import Channel
 from rlmesh.weights.protocols import SOURCE, ShardedSource, WeightSource, check_end
 
-RouteStart = tuple[Channel, Mapping[str, int], bool, bool]
-"""Channel; sinks and their incarnations; are all ends on GPUs of their own; are they all on one GPU?"""
+
+@dataclass(frozen=True, slots=True)
+class RouteStart:
+    """One route that starts at a rank: its sinks with their incarnations, and what `RouteSettings` says of them."""
+
+    channel: Channel
+    sinks: Mapping[str, int]
+    on_gpu: bool
+    same_device: bool
+    shares_events: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +51,31 @@ class Opened:
 
 
 @dataclass(eq=False)
+class _Route:
+    """One that starts here.
+
+    Attributes:
+        took: seconds until the sinks had a bucket in the last push, by its number.
+    """
+
+    sinks: Mapping[str, int]
+    outlet: Outlet
+    took: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class _Session:
     buckets: tuple[Bucket, ...]
     keep: bool
     sharded: bool
-    routes: list[tuple[Mapping[str, int], Outlet]]
+    routes: list[_Route]
     deliveries: dict[int, list[Delivery]] = field(default_factory=dict)
     _joined: dict[tuple[int, int], list[Bucket]] = field(default_factory=dict)
 
     def to_put(self) -> list[Bucket]:
         """All buckets, as many in one as all routes allow. Without routes a rank gathers for the others, in the buckets
         that they gather in."""
-        each = [outlet.joins_bytes for _, outlet in self.routes] or [(0, 0)]
+        each = [route.outlet.joins_bytes for route in self.routes] or [(0, 0)]
         most = min(first for first, _ in each), min(other for _, other in each)
         found = self._joined.get(most)
         if found is None:
@@ -101,26 +122,27 @@ class Sender:
     ) -> dict[str, Opened]:  # fmt: skip
         """Open the routes that start here; gives what each sink needs to connect. ``sharded``: give the shards of this
         rank, which ``buckets`` are of, and gather nothing."""
-        made: list[tuple[Mapping[str, int], Outlet]] = []
+        made: list[_Route] = []
         cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
         self._sessions[session] = _Session(cut, keep, sharded, made)
         opened: dict[str, Opened] = {}
         job = self._origin
-        for channel, sinks, on_gpu, same_device in routes:
+        for start in routes:
             settings = RouteSettings(
-                session=session, job_id=job.job_id, node_rank=job.node_rank, source=self.who, sinks=tuple(sinks),
-                keep=keep, timeout_s=timeout_s, private=job.private, host=job.host, on_gpu=on_gpu, verify=verify,
-                lasting=self.source.lasting or sharded, same_device=same_device,
+                session=session, job_id=job.job_id, node_rank=job.node_rank, source=self.who, sinks=tuple(start.sinks),
+                keep=keep, timeout_s=timeout_s, private=job.private, host=job.host, on_gpu=start.on_gpu, verify=verify,
+                lasting=self.source.lasting or sharded, same_device=start.same_device,
+                shares_events=start.shares_events,
             )  # fmt: skip
-            outlet = open_outlet(channel, settings)
-            made.append((sinks, outlet))
-            opened.update({sink: Opened(settings, channel, outlet.info(sink)) for sink in sinks})
+            outlet = open_outlet(start.channel, settings)
+            made.append(_Route(start.sinks, outlet))
+            opened.update({sink: Opened(settings, start.channel, outlet.info(sink)) for sink in start.sinks})
         return opened
 
     def connect(self, session: str) -> None:
         """Wait until the sinks are connected."""
-        for _, outlet in self._find(session).routes:
-            outlet.connect()
+        for route in self._find(session).routes:
+            route.outlet.connect()
 
     def capture(self, session: str, push: int, version: int, flip_s: float, bucket_s: float) -> Failure | None:
         """Give all buckets to the routes. Returns when the weights may change: with a fenced source when all sinks
@@ -132,10 +154,12 @@ class Sender:
         found = self._find(session)
         header = Header(session, push, version, flip_s, bucket_s)
         buckets = found.to_put()
-        beside = found.keep or len(buckets) > 1 or len(found.routes) > 1
+        several = len(buckets) > 1 or len(found.routes) > 1
         deliveries = [
-            Delivery(outlet, sinks, self._command, header, self.who, beside=beside) for sinks, outlet in found.routes
-        ]
+            Delivery(route.outlet, route.sinks, self._command, header, self.who, took=route.took,
+                     beside=several or (found.keep and not route.outlet.tells_only))
+            for route in found.routes
+        ]  # fmt: skip
         before = None if found.keep else self.source.stamp()
         try:
             for bucket in buckets:
@@ -144,6 +168,9 @@ class Sender:
             for delivery in deliveries:
                 delivery.end()
             found.deliveries[push] = deliveries
+            if found.keep:
+                for route in found.routes:
+                    route.outlet.captured()
         if found.keep:
             return None
         failure = self.sent(session, push)
@@ -157,22 +184,21 @@ class Sender:
             for delivery in deliveries:
                 delivery.wait_for_room()
         with self._tensors(bucket, found) as tensors:
-            for delivery, (_, outlet) in zip(deliveries, found.routes, strict=True):
+            for delivery, route in zip(deliveries, found.routes, strict=True):
                 if delivery.failed:
                     delivery.skip()
                     continue
                 try:
-                    delivery.send(outlet.put(bucket, tensors))
+                    delivery.send(route.outlet.put(bucket, tensors))
                 except Exception as error:
                     delivery.put_failed(bucket.index, error)
                     delivery.skip()
 
     def _tensors(self, bucket: Bucket, found: _Session) -> AbstractContextManager[Mapping[str, Any]]:
-        names = [entry.name for entry in bucket.entries]
         if found.sharded:
             assert isinstance(self.source, ShardedSource)
-            return self.source.shards(names)
-        return self.source.gather(names)
+            return self.source.shards(bucket.names)
+        return self.source.gather(bucket.names)
 
     def sent(self, session: str, push: int) -> Failure | None:
         """Wait for the sinks' last answers; the first failure, if there is one."""
@@ -191,8 +217,8 @@ class Sender:
         for deliveries in gone.deliveries.values():
             for delivery in deliveries:
                 delivery.result()
-        for _, outlet in gone.routes:
-            outlet.close()
+        for route in gone.routes:
+            route.outlet.close()
 
     def close(self) -> None:
         for session in list(self._sessions):

@@ -27,6 +27,7 @@ def stage_pieces(
     keep: bool,
     share: tuple[int, int],
     compare: Compare | None,
+    ready: Callable[[], object],
 ) -> None:
     """Stage one bucket; with ``compare``, verified.
 
@@ -35,6 +36,7 @@ def stage_pieces(
         share: (which, of how many): the sinks that look at the same memory as this one verify it together; see
             `channels.shm`.
         compare: None: no checksums are made.
+        ready: waits until the pieces may be read; called as late as can be.
     """
     entries = bucket.entries
     rooms: Sequence[Any] = [None] * len(entries)
@@ -42,12 +44,13 @@ def stage_pieces(
         rooms = sink.rooms(entries, keep=keep and not any(entry.is_part for entry in entries))
     filled = [i for i, room in enumerate(rooms) if room is not None]
     if filled:
-        sums = _fill(pieces, rooms, bucket, filled, meanwhile=getattr(sink, "prepare_flip", None),
-                     summed=compare is not None)  # fmt: skip
+        sums = _fill(pieces, rooms, bucket, filled, summed=compare is not None, before=ready,
+                     meanwhile=getattr(sink, "prepare_flip", None))  # fmt: skip
         if compare is not None:
             compare(filled, sums, False)
     if len(filled) == len(entries):
         return
+    ready()
     left = [i for i, room in enumerate(rooms) if room is None]
     if is_torch(pieces[left[0]]) and pieces[left[0]].is_cuda:
         pieces = list(pieces)
@@ -81,12 +84,13 @@ def _here(pieces: Sequence[Any]) -> Sequence[Any]:
 
 def _fill(
     pieces: Sequence[Any], rooms: Sequence[Any], bucket: Bucket, filled: Sequence[int], *,
-    meanwhile: Callable[[], object] | None, summed: bool,
+    summed: bool, before: Callable[[], object], meanwhile: Callable[[], object] | None,
 ) -> list[int]:  # fmt: skip
     """Copy pieces to their places, and wait for the end; the checksums of what was copied, if they are wanted.
 
     Args:
         filled: which of the bucket's entries have a place.
+        before: called before the first is read.
         meanwhile: what may be done while a GPU copies.
     """
     sizes, starts = bucket.sizes, bucket.starts
@@ -97,9 +101,10 @@ def _fill(
     from rlmesh.weights.cuda_copies import bytes_of, copy
 
     if is_torch(pieces[0]):
-        return copy(pieces, rooms, sizes, starts, summed=summed, meanwhile=meanwhile)
+        return copy(pieces, rooms, sizes, starts, summed=summed, before=before, meanwhile=meanwhile)
     import torch
 
+    before()
     sums = []
     for i, (piece, room, size) in enumerate(zip(pieces, rooms, sizes, strict=True)):
         start = starts[i] if starts is not None else 0

@@ -63,9 +63,9 @@ class SinkState:
             total=total,
         )
 
-    def add(self, push: int, bucket: int) -> SinkState:
+    def add(self, push: int, *buckets: int) -> SinkState:
         self._must_be("staging", push)
-        return replace(self, staged=self.staged | {bucket})
+        return replace(self, staged=self.staged.union(buckets))
 
     def flip(self, push: int) -> SinkState:
         self._must_be("staging", push)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rlmesh.errors import WeightSyncError
 from rlmesh.runtime.address import AddressBook, MemberAddress
@@ -25,7 +26,7 @@ from rlmesh.weights.cuda import sum_by_torch
 from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.modules import ModuleSource
 from rlmesh.weights.sync import WeightSync
-from tests.gpu.weights_peer import Model, values
+from tests.gpu.weights_peer import Model, plain, values
 from tests.weights.mesh import WeightMesh
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
@@ -50,7 +51,7 @@ class Mesh:
         self.caller = Runtime.start(name="caller", key=KEY, socket_dir=sockets, job_id="wgpu")
 
     def start(self, specs: list[tuple[str, int, int, str, str]], **env: str) -> None:
-        """Role, rank, ranks of a sharded source (0: none is), device, mode."""
+        """Role, rank, ranks (as `weights_peer` has them), device, mode."""
         started = []
         for role, rank, ranks, device, mode in specs:
             command = [sys.executable, "-m", "tests.gpu.weights_peer", KEY.hex(), self.sockets, role, str(rank),
@@ -245,6 +246,81 @@ def test_a_write_that_torch_does_not_count_is_seen_by_the_checksums(
             with pytest.raises(WeightSyncError, match=r"arrived altered: the checksums of rows.5"):
                 sync.push(2).result(60)
         sync.push(3).result(60)
+
+
+@contextmanager
+def announced_early(mode: str, **options: Any) -> Iterator[tuple[Mesh, nn.Module, WeightSync]]:
+    """A source whose snapshot is announced when its copy has begun: all its sizes are whole words. Two sinks."""
+    source = plain(7, "cuda:0", 8)
+    with mesh() as members:
+        members.start([("SINK", rank, -1, "cuda:0", mode) for rank in (0, 1)])
+        with members.sync(ModuleSource(source), snapshot=True, **options) as sync:
+            yield members, source, sync
+
+
+def change(source: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(-1).add_(1)
+
+
+def held_up(seconds: int = 1) -> None:
+    """Whatever is launched next begins about so much later."""
+    for _ in range(seconds):
+        torch.cuda._sleep(1_700_000_000)  # cycles
+
+
+@pytest.mark.case("O18")
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+def test_a_snapshot_is_what_the_weights_were(mode: str, verify: bool) -> None:
+    """They are changed as soon as the push returns, while the sinks wait or copy."""
+    with announced_early(mode, verify=verify) as (members, source, sync):
+        for version in range(8):
+            wanted = values(source)
+            if version % 3 == 2:
+                held_up()
+            future = sync.push(version)
+            change(source)
+            future.result(60)
+            for served, got in members.ask("SINK", "state"):
+                assert served == version and near(got, wanted)
+
+
+@pytest.mark.case("O18")
+def test_a_snapshot_that_is_altered_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlmesh.weights.channels.cuda_ipc import CudaOutlet
+
+    put = CudaOutlet.put
+
+    def altered(self: CudaOutlet, *args: Any) -> Any:
+        parcel = put(self, *args)
+        assert not parcel.checksums, "they lie in the memory of the snapshot"
+        torch.cuda.synchronize()
+        parcel.data[0].targets[1].view(-1)[5] ^= 1
+        torch.cuda.synchronize()
+        return parcel
+
+    with announced_early("double_buffer") as (members, _source, sync):
+        sync.push(1).result(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(CudaOutlet, "put", altered)
+            with pytest.raises(WeightSyncError, match=r"arrived altered: the checksums of 1 "):
+                sync.push(2).result(60)
+        assert [served for served, _ in members.ask("SINK", "state")] == [1, 1]
+        sync.push(3).result(60)
+
+
+@pytest.mark.case("O16")
+def test_a_snapshot_that_is_not_made_in_time_fails_the_push() -> None:
+    with announced_early("double_buffer", bucket_timeout_s=5) as (members, _source, sync):
+        sync.push(1).result(60)
+        held_up(7)
+        with pytest.raises(WeightSyncError, match="has not made its snapshot in time"):
+            sync.push(2).result(60)
+        assert [served for served, _ in members.ask("SINK", "state")] == [1, 1]
+        sync.push(3).result(60)
+        assert [served for served, _ in members.ask("SINK", "state")] == [3, 3]
 
 
 @pytest.mark.parametrize("mode", ["double_buffer", "in_place"])

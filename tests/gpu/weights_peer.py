@@ -1,7 +1,8 @@
 """A sink, or a rank of a sharded source, in a process of its own.
 
 ``python -m tests.gpu.weights_peer KEY_HEX SOCKET_DIR ROLE RANK RANKS DEVICE MODE``: prints its endpoint, takes address
-books as lines of JSON, serves until its input ends. MODE: of a source, what its ranks are connected by.
+books as lines of JSON, serves until its input ends. RANKS: of a sharded source; 0: none is, -1: nor is any size odd.
+MODE: of a source, what its ranks are connected by.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Model(nn.Module):
         self.to(device)
 
 
-def plain(seed: int, device: str) -> nn.Module:
-    """A model that FSDP2 can shard: no strides, no ties."""
+def plain(seed: int, device: str, odd: int = 7) -> nn.Module:
+    """A model that FSDP2 can shard: no strides, no ties; with ``odd=8`` all of its tensors are whole 64-bit words."""
     torch.manual_seed(seed)
-    sizes = ((1000, 513), (7, 3), (64, 64), (4097, 1024))
+    sizes = ((1000, 513), (odd, 3), (64, 64), (4097, 1024))
     model = nn.ParameterList(nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in sizes)
     return model.to(device)
 
@@ -110,9 +111,9 @@ def main() -> None:
     name = f"{role}:{rank}"
     torch.cuda.set_device(torch.device(device))
     with Runtime.start(name=name, key=bytes.fromhex(key), socket_dir=sockets, job_id="wgpu") as runtime:
-        sharded = int(ranks) > 0
         if role == "SINK":
-            module = plain(int(rank) + 50, device) if sharded else Model(int(rank) + 50, device)
+            seed = int(rank) + 50
+            module = plain(seed, device, 8 if int(ranks) < 0 else 7) if int(ranks) else Model(seed, device)
             member: Sink | Source = Sink(module, mode, name)
         else:
             from torch.distributed.fsdp import fully_shard

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from rlmesh.errors import MethodNotFound
+from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.pending import wait_about
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from tests.stalls import Stalls
 
 KEY = b"k" * 32
 
@@ -60,3 +67,67 @@ async def test_it_looks_for_quick_answers_only(tmp_path: Path) -> None:
 
 async def test_it_can_be_turned_off(tmp_path: Path) -> None:
     assert await _turns(tmp_path, NetworkOptions(busy_poll_s=0)) == (0, 0, 0)
+
+
+class Regular:
+    @rpc(concurrent=2)
+    def takes(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+
+@contextmanager
+def _regular(tmp_path: Path, options: NetworkOptions) -> Iterator[tuple[Runtime, MemberHandle[Regular]]]:
+    with Runtime.start(name="M:0", key=KEY, socket_dir=tmp_path) as served:
+        served.serve("M:0", Regular())
+        assert served.endpoint is not None
+        with Runtime.start(name="caller", key=KEY, bind=False, network=options) as caller:
+            yield caller, caller.peer("M:0", served.endpoint)
+
+
+def test_a_thread_that_knows_when_an_answer_is_due_looks_for_it_then(tmp_path: Path, stalls: Stalls) -> None:
+    with _regular(tmp_path, NetworkOptions(busy_poll_s=0.05)) as (caller, handle):
+        poll = caller._calls.busy_poll
+        assert poll is not None
+        assert handle.call(Regular.takes, 0.2).result() == 0.2
+        assert poll.turns == 0
+        for _ in range(10):
+            answer = handle.call(Regular.takes, 0.2)
+            began = time.process_time()
+            wait_about(answer, 0.2)
+            assert answer.done() and answer.result() == 0.2
+            if poll.turns:
+                break
+        assert poll.turns > 0
+        # It slept before: this process was busy for the last part only.
+        assert time.process_time() - began < 0.15 + stalls.seconds
+
+
+def test_an_answer_that_is_not_there_when_it_is_due_is_waited_for(tmp_path: Path, stalls: Stalls) -> None:
+    with _regular(tmp_path, NetworkOptions(busy_poll_s=0.01)) as (caller, handle):
+        poll = caller._calls.busy_poll
+        assert poll is not None
+        for due_s in (0.0, 0.03, 5.0):  # it comes later; or earlier, while this thread sleeps
+            before = poll.turns
+            answer = handle.call(Regular.takes, 0.3)
+            began = time.perf_counter()
+            wait_about(answer, due_s)
+            assert answer.done() and answer.result() == 0.3
+            assert time.perf_counter() - began < 2 + stalls.seconds
+            assert due_s < 1 or poll.turns == before
+
+
+def test_one_that_failed_before_it_was_due_is_not_waited_for(tmp_path: Path, stalls: Stalls) -> None:
+    with _regular(tmp_path, NetworkOptions(busy_poll_s=0.01)) as (_, handle):
+        answer = handle.call("no_such_method")
+        began = time.perf_counter()
+        wait_about(answer, 30.0)
+        assert time.perf_counter() - began < 2 + stalls.seconds
+        assert isinstance(answer.exception(), MethodNotFound)
+
+
+def test_nobody_looks_for_it_where_that_is_turned_off(tmp_path: Path) -> None:
+    with _regular(tmp_path, NetworkOptions(busy_poll_s=0)) as (caller, handle):
+        answer = handle.call(Regular.takes, 0.05)
+        wait_about(answer, 0.05)
+        assert answer.done() and caller._calls.busy_poll is None

@@ -7,8 +7,10 @@ outlet     ``put``: take the tensors' bytes, or note where they are; checksums a
 outlet     ``payload``: a small value per sink, which travels in the command that announces the bucket
 outlet     ``transmit``: move the bytes, if the channel moves them at all; the commands are on their way by then
 inlet      ``take``: the bucket's pieces; waits for bytes that are still coming, at most ``timeout_s``
+inlet      ``ready``: they may be read; ``checksums``: what the source's are, once they have been
 inlet      ``done``: the sink has copied what it needs
 outlet     ``taken``: all sinks have answered, well or badly: the bucket's memory may be used again
+outlet     ``captured``: after the last ``put`` with ``keep``: wait until the tensors may change
 =========  ==================================================================================================
 
 Outlets are made by ``open_outlet`` of their module, which listens or allocates; then every sink gets ``info`` and makes
@@ -64,6 +66,7 @@ class RouteSettings:
         lasting: what the source gives are its weights themselves, which stay where they are; otherwise they are made
             for each push (gathered, merged).
         same_device: all sinks are on the GPU of the source.
+        shares_events: and they see the /dev/shm of the source, where the driver keeps events.
     """
 
     session: str
@@ -79,6 +82,7 @@ class RouteSettings:
     verify: bool = True
     lasting: bool = False
     same_device: bool = False
+    shares_events: bool = False
 
 
 class Outlet(Protocol):
@@ -87,7 +91,10 @@ class Outlet(Protocol):
     Attributes:
         joins_bytes: neighbouring buckets may be put as one, up to so many bytes: (the first of a push, the others);
             0: each by itself.
+        tells_only: ``transmit`` does nothing, since the command says all.
     """
+
+    tells_only: bool = False
 
     @property
     def joins_bytes(self) -> tuple[int, int]: ...
@@ -101,8 +108,12 @@ class Outlet(Protocol):
         ...
 
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
-        """Take a bucket. With ``keep`` the tensors may change afterwards; otherwise only after ``taken``."""
+        """Take a bucket. With ``keep`` the tensors may change after ``captured``; otherwise only after ``taken``."""
         ...
+
+    def captured(self) -> None:
+        """With ``keep``: wait until all that was put is copied."""
+        return
 
     def payload(self, parcel: Parcel, sink: str) -> Any: ...
 
@@ -128,7 +139,6 @@ class Inlet(Protocol):
 
     Attributes:
         keeps: pieces stay valid for as long as somebody refers to them; otherwise until ``done``.
-        verified: ``take`` has compared the checksums already, while it copied.
     """
 
     keeps: bool
@@ -136,6 +146,14 @@ class Inlet(Protocol):
     def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
         """The pieces of the entries, in their order: ``[n]`` of uint8 each."""
         ...
+
+    def ready(self) -> None:
+        """Wait until the pieces taken last may be read: at most for the time that ``take`` was given."""
+        return
+
+    def checksums(self, sent: Sequence[int]) -> Sequence[int]:
+        """The source's of the pieces taken last; ``sent`` came with the command."""
+        return sent
 
     def done(self) -> None: ...
 

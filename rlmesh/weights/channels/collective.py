@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from rlmesh.weights.buckets import Bucket
-from rlmesh.weights.channels.base import SOONER, ChannelBroken, Parcel, RouteSettings
+from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
 from rlmesh.weights.pieces import checksums_of, host_bytes
 
 POLL_S = 0.0002
@@ -84,7 +84,7 @@ def _broadcast(group: Any, data: Any, timeout_s: float) -> None:
         raise ChannelBroken(f"the broadcast failed: {error}") from error
 
 
-class CollectiveOutlet:
+class CollectiveOutlet(Outlet):
     """See `channels.base.Outlet`. Rank 0 of its group."""
 
     joins_bytes = 0, 0
@@ -174,7 +174,7 @@ class CollectiveOutlet:
         self._store = None
 
 
-class CollectiveInlet:
+class CollectiveInlet(Inlet):
     """See `channels.base.Inlet`."""
 
     keeps = False

@@ -5,6 +5,10 @@ are opened once. Weights that are gathered, cast or snapshotted go through memor
 are used in turn, or one per bucket with a snapshot. Memory that has no handles (expandable segments) is found out when
 it is put, and goes the same way.
 
+A snapshot on one GPU is announced when its copy has begun, not when it has ended: the sink prepares its own copy
+meanwhile, looks at an event until the source's has ended, and finds the checksums in the memory behind it. It does not
+let its GPU wait for the event, since nobody could end that if the source is killed.
+
 What takes no memory of the outlet's, or has memory of its own for every bucket, is put in one piece: one message, one
 launch. Only where a kernel of the source has work first (checksums, a snapshot) and a sink is on another GPU are there
 two: while the first is on its way, which takes ten times as long, the source is done with the other. On one GPU they
@@ -17,14 +21,17 @@ anything (`Link.close` waits for that).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlmesh.errors import DeviceUnreachable
 from rlmesh.weights.buckets import Bucket
-from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
+from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
+from rlmesh.weights.checksum import MASK
 from rlmesh.weights.cuda import index_of, uuid_of
-from rlmesh.weights.cuda_copies import copy
+from rlmesh.weights.cuda_copies import copy, start
 from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, export, this_process
 from rlmesh.weights.pieces import Placed
 
@@ -33,6 +40,10 @@ logger = logging.getLogger(__name__)
 TURNS = 2
 ALL = 1 << 62
 FIRST = 2 << 30
+LOOK_EVERY_S = 5e-5
+
+_events: dict[bytes, Any] = {}
+"""Those of this process, by their handles: it cannot open these itself."""
 
 
 @dataclass(eq=False)
@@ -43,7 +54,9 @@ class _Known:
         addresses: for this process. The same address may be another allocation's later:
         freed: how often torch had given memory back to the driver then;
         own: or the outlet's allocation, if they are copied there;
-        targets, dtypes: then the tensors' places there, and what types they have.
+        targets, dtypes: then the tensors' places there, and what types they have;
+        ready: after which their copy may be read, if it is announced before;
+        sums: where it leaves its checksums then, ``[n]`` of int64 behind the tensors.
     """
 
     serial: int
@@ -53,6 +66,8 @@ class _Known:
     own: Allocation | None = None
     targets: Sequence[Any] = ()
     dtypes: Sequence[Any] = ()
+    ready: Any = None
+    sums: Any = None
 
 
 def _freed(device: Any) -> int:
@@ -62,13 +77,18 @@ def _freed(device: Any) -> int:
     return int(torch.cuda.memory_stats_as_nested_dict(device)["segment"]["all"]["freed"])
 
 
-class CudaOutlet:
+class CudaOutlet(Outlet):
     """See `channels.base.Outlet`."""
+
+    tells_only = True
 
     def __init__(self, settings: RouteSettings) -> None:
         self._settings = settings
         self._own: dict[int, Allocation] = {}
         self._direct = settings.lasting and not settings.keep
+        # Only weights that stay where they are: what was gathered for this push may be gone before it is copied.
+        self._early = settings.lasting and settings.keep and settings.same_device and settings.shares_events
+        self._under_way: list[Any] = []
         self._device = ""
         self._serial = 0
         # What the last put of a bucket found out: the same in every push of a steady state.
@@ -92,7 +112,7 @@ class CudaOutlet:
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
         import torch
 
-        whole = Placed(tensors[entry.name] for entry in bucket.entries)
+        whole = Placed(map(tensors.__getitem__, bucket.names))
         device = next((tensor.device for tensor in whole if tensor.is_cuda), None)
         if device is None:
             raise ChannelBroken(f"bucket {bucket.index} is not on a GPU")
@@ -104,9 +124,17 @@ class CudaOutlet:
                 places, sums = self._copy(bucket, whole)
             elif self._settings.verify:
                 sums = copy(whole, None, bucket.sizes, summed=True)
-            # Whoever reads next does so from another process, which knows nothing of this one's streams.
-            torch.cuda.current_stream().synchronize()
+            if places.ready is None:
+                # Whoever reads next does so from another process, which knows nothing of this one's streams.
+                stream = torch.cuda.current_stream()
+                if not stream.query():  # Takes less time than to wait for nothing.
+                    stream.synchronize()
         return Parcel(bucket, sums, (places, whole))
+
+    def captured(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        for event in under_way:
+            event.synchronize()
 
     def _places(self, bucket: Bucket, whole: Placed) -> _Known | None:
         """Handle and offset of each tensor where it is; None if they must be copied."""
@@ -137,18 +165,26 @@ class CudaOutlet:
 
     def _remember(self, bucket: Bucket, places: list[tuple[bytes, int]]) -> _Known:
         self._serial += 1
+        self._forget_event(bucket.index)
         found = self._known[bucket.index] = _Known(self._serial, places)
         return found
+
+    def _forget_event(self, index: int) -> None:
+        known = self._known.get(index)
+        if known is not None and known.ready is not None:
+            _events.pop(known.ready.ipc_handle(), None)
 
     def _copy(self, bucket: Bucket, whole: Placed) -> tuple[_Known, list[int]]:
         import torch
 
         turn = bucket.index if self._settings.keep else bucket.index % TURNS
         own = self._own.get(turn)
-        if own is None or own.nbytes < bucket.nbytes:
+        sums_at = -(-bucket.nbytes // 8) * 8
+        nbytes = sums_at + 8 * len(bucket.entries)
+        if own is None or own.nbytes < nbytes:
             if own is not None:
                 self._own.pop(turn).free()
-            own = self._own[turn] = Allocation(bucket.nbytes, torch.device(self._device).index or 0)
+            own = self._own[turn] = Allocation(nbytes, torch.device(self._device).index or 0)
         known = self._known.get(bucket.index)
         if known is None or known.own is not own:
             known = self._remember(bucket, [(own.handle, entry.offset) for entry in bucket.entries])
@@ -156,12 +192,22 @@ class CudaOutlet:
             known.targets = Placed(own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries)
             known.addresses = known.targets.addresses
             known.dtypes = [getattr(torch, entry.dtype) for entry in bucket.entries]
+            if self._early:
+                known.sums = own.tensor(sums_at, 8 * len(bucket.entries)).view(torch.int64)
+                known.ready = torch.cuda.Event(interprocess=True)
+                _events[known.ready.ipc_handle()] = known.ready
         fit = all(t.dtype is d and t.is_cuda and t.is_contiguous() for t, d in zip(whole, known.dtypes, strict=True))
         ready: Sequence[Any] = whole if fit else [
             tensor.to(device=self._device, dtype=dtype).contiguous()
             for tensor, dtype in zip(whole, known.dtypes, strict=True)
         ]  # fmt: skip
-        return known, copy(ready, known.targets, bucket.sizes, summed=self._settings.verify)
+        verify, sums = self._settings.verify, list[int]()
+        if known.ready is None or not start(ready, known.targets, bucket.sizes, known.sums if verify else None):
+            sums = copy(ready, known.targets, bucket.sizes, summed=verify)
+        if known.ready is not None:
+            known.ready.record()
+            self._under_way.append(known.ready)
+        return known, sums
 
     def payload(self, parcel: Parcel, sink: str) -> Any:
         known, index = parcel.data[0], parcel.bucket.index
@@ -178,7 +224,11 @@ class CudaOutlet:
             (number[handle], offset, address)
             for (handle, offset), address in zip(known.places, known.addresses, strict=True)
         ]
-        return [known.serial, uuid, this_process(), handles, places]
+        event = None
+        if known.ready is not None:
+            offset = known.sums.data_ptr() - known.own.address
+            event = known.ready.ipc_handle(), (0, offset, known.sums.data_ptr()), len(known.addresses)
+        return [known.serial, uuid, this_process(), handles, places, event]
 
     def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
         return
@@ -190,66 +240,119 @@ class CudaOutlet:
         return
 
     def close(self) -> None:
+        for index in self._known:
+            self._forget_event(index)
         self._known.clear()
         own, self._own = self._own, {}
         for allocation in own.values():
             allocation.free()
 
 
-class CudaInlet:
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A bucket's pieces, as its sink has them open. Hundreds of tensors have a handle each or share a few.
+
+    Attributes:
+        ready: the source's event after which they may be read; None: at once.
+        sums: where it leaves their checksums then.
+    """
+
+    serial: int
+    handles: frozenset[bytes]
+    pieces: Sequence[Any]
+    ready: Any = None
+    sums: Any = None
+
+
+class CudaInlet(Inlet):
     """See `channels.base.Inlet`."""
 
     keeps = False
 
-    def __init__(self, sink: str) -> None:
+    def __init__(
+        self, sink: str, *, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], object] = time.sleep
+    ) -> None:
         import torch
 
-        self._sink = sink
+        self._sink, self._clock, self._wait = sink, clock, wait
         self._opened = Opened(torch.cuda.current_device())
-        self._used: set[bytes] = set()
-        # By the bucket: serial, handles, pieces. Hundreds of tensors have a handle each or share a few.
-        self._known: dict[int, tuple[int, frozenset[bytes], Sequence[Any]]] = {}
+        self._used: set[int] = set()
+        self._known: dict[int, _Taken] = {}
+        self._all_used = False
+        self._taken: _Taken | None = None
+        self._until = 0.0
 
     def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
         serial, *rest = payload
+        self._until = self._clock() + SOONER * timeout_s
         known = self._known.get(bucket.index)
-        if known is not None and known[0] == serial:
-            self._used.update(known[1])
-            return known[2]
-        if not rest:
-            raise ChannelBroken(f"{self._sink} was not told where bucket {bucket.index} is", self._sink)
-        uuid, process, handles, places = rest
-        self._used.update(handles)
-        from rlmesh.memory.cuda import bytes_at
+        if known is None or known.serial != serial:
+            if not rest:
+                raise ChannelBroken(f"{self._sink} was not told where bucket {bucket.index} is", self._sink)
+            known = self._known[bucket.index] = self._open(bucket, serial, *rest)
+            self._all_used = False
+        self._used.add(bucket.index)
+        self._taken = known
+        return known.pieces
+
+    def _open(
+        self, bucket: Bucket, serial: int, uuid: str, process: bytes, handles: Sequence[bytes],
+        places: Sequence[tuple[int, int, int]], event: Any,
+    ) -> _Taken:  # fmt: skip
+        """See `CudaOutlet.payload`."""
+        from rlmesh.memory.cuda import bytes_at, open_event
 
         try:
             device = f"cuda:{index_of(uuid)}"
-            if process == this_process():
-                addresses = [address for _, _, address in places]
-            else:
-                bases = [self._opened.address(handle) if handle else 0 for handle in handles]
-                addresses = [bases[number] + offset for number, offset, _ in places]
-        except (LookupError, Unshareable) as error:
+            here = process == this_process()
+            bases = [0 if here or not handle else self._opened.address(handle) for handle in handles]
+
+            def address_of(place: tuple[int, int, int]) -> int:
+                number, offset, address = place
+                return address if here else bases[number] + offset
+
+            addresses = [address_of(place) for place in places]
+            ready, sums = None, None
+            if event is not None:
+                handle, place, count = event
+                ready = _events[handle] if here else open_event(device, handle)
+                sums = bytes_at(address_of(place), 8 * count, device, self)
+        except (LookupError, Unshareable, DeviceUnreachable) as error:
             raise ChannelBroken(f"{self._sink} cannot open the source's memory: {error}", self._sink) from error
         pieces = Placed(
             (bytes_at(address, size, device, self) for address, size in zip(addresses, bucket.sizes, strict=True)),
             addresses,
         )
-        self._known[bucket.index] = serial, frozenset(handle for handle in handles if handle), pieces
-        return pieces
+        return _Taken(serial, frozenset(handle for handle in handles if handle), pieces, ready, sums)
+
+    def ready(self) -> None:
+        event = self._taken.ready if self._taken is not None else None
+        while event is not None and not event.query():
+            if self._clock() > self._until:
+                raise ChannelBroken(
+                    "the source has not made its snapshot in time: is its GPU busy, or the source gone?"
+                )
+            self._wait(LOOK_EVERY_S)
+
+    def checksums(self, sent: Sequence[int]) -> Sequence[int]:
+        import torch
+
+        sums = self._taken.sums if self._taken is not None else None
+        return sent if sent or sums is None else [value & MASK for value in sums.view(torch.int64).tolist()]
 
     def done(self) -> None:
         return
 
     def settle(self) -> None:
         """Close what the last push did not use: the source may have freed it."""
-        for index in [i for i, (_, handles, _) in self._known.items() if not self._used.issuperset(handles)]:
-            del self._known[index]
-        self._opened.keep_only(self._used)
-        self._used = set()
+        if not self._all_used or self._used != self._known.keys():
+            self._known = {index: known for index, known in self._known.items() if index in self._used}
+            self._opened.keep_only(handle for known in self._known.values() for handle in known.handles)
+        self._all_used, self._used, self._taken = True, set(), None
 
     def close(self) -> None:
         self._known.clear()
+        self._taken = None
         self._opened.close()
 
 

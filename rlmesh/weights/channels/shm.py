@@ -24,7 +24,7 @@ from rlmesh.memory.attach import Attachments, writable
 from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.weights.buckets import Bucket
-from rlmesh.weights.channels.base import ChannelBroken, Parcel, RouteSettings
+from rlmesh.weights.channels.base import ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
 from rlmesh.weights.checksum import Sums, share_of
 from rlmesh.weights.crew import Crew
 from rlmesh.weights.pieces import host_bytes
@@ -68,10 +68,11 @@ class _BucketFiller:
             self.checksums.append(whole.weighted)
 
 
-class ShmOutlet:
+class ShmOutlet(Outlet):
     """See `channels.base.Outlet`."""
 
     joins_bytes = 0, 0
+    tells_only = True
 
     def __init__(
         self, settings: RouteSettings, *, directory: str = DIRECTORY, clock: Callable[[], float] = time.monotonic,
@@ -133,7 +134,7 @@ class ShmOutlet:
         self._crew.close()
 
 
-class ShmInlet:
+class ShmInlet(Inlet):
     """See `channels.base.Inlet`."""
 
     keeps = True

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlmesh.weights.buckets import Bucket
-from rlmesh.weights.channels.base import SOONER, ChannelBroken, Parcel, RouteSettings
+from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
 from rlmesh.weights.channels.pipes import CurveListener, CurvePipe, Pipe, PlainListener, PlainPipe
 from rlmesh.weights.checksum import checksum
 from rlmesh.weights.pieces import host_bytes
@@ -21,7 +21,7 @@ from rlmesh.weights.pieces import host_bytes
 LOOPBACK = ("127.", "::1", "localhost")
 
 
-class StreamOutlet:
+class StreamOutlet(Outlet):
     """See `channels.base.Outlet`."""
 
     joins_bytes = 0, 0
@@ -89,7 +89,7 @@ class StreamOutlet:
         self._threads.shutdown(wait=True)
 
 
-class StreamInlet:
+class StreamInlet(Inlet):
     """See `channels.base.Inlet`. One buffer, which every bucket is read into."""
 
     keeps = False
