@@ -58,7 +58,7 @@ def copy_to_process(shapes: Shapes, device: int, times: int) -> float:
 
 
 def _sum_beside(nbytes: int, barrier: Any, answers: Any, copies: bool, times: int) -> None:
-    from rlmesh.weights.checksum import checksum, copy_with_checksum
+    from rlmesh.weights.checksum import checksums, copy_with_checksums
 
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes if copies else 1, np.uint8)
     taken = []
@@ -66,9 +66,9 @@ def _sum_beside(nbytes: int, barrier: Any, answers: Any, copies: bool, times: in
         barrier.wait(60)
         began = time.perf_counter()
         if copies:
-            copy_with_checksum(source, target)
+            copy_with_checksums(source, target)
         else:
-            checksum(source)
+            checksums(source)
         taken.append(time.perf_counter() - began)
     answers.put(taken[1:])
 

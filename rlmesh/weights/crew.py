@@ -1,7 +1,7 @@
 """`Crew`: several threads that copy and sum much memory side by side.
 
 One core alone does not fill the memory of a machine (5 to 7 of 12 GB/s on two cores); NumPy works without the
-interpreter's lock. Work is cut into units of a few MiB, which whoever is free takes next.
+interpreter's lock, and so does xxhash. Work is cut into turns of a few MiB, which whoever is free takes next.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from rlmesh.weights.checksum import Sums
+from rlmesh.weights.checksum import UNIT_BYTES, copy_with_checksums
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-UNIT_BYTES = 8 << 20
-"""A multiple of 8."""
+TURN_BYTES = 16 * UNIT_BYTES
 MOST = 4
 """More threads than that fill no memory faster, and there are others on the machine."""
 
@@ -37,25 +36,22 @@ class Crew:
         self._others = (hands or min(MOST, len(os.sched_getaffinity(0)))) - 1
         self._pool = ThreadPoolExecutor(self._others, "rlmesh-weights-copy") if self._others else None
 
-    def copy(self, work: Sequence[tuple[Bytes, Bytes]], *, summed: bool) -> list[Sums]:
-        """Copy (from, to), bytes ``[n]`` each; gives the sums of what was copied, of each pair, if ``summed``."""
-        units: list[tuple[int, Bytes, Bytes]] = []
+    def copy(self, work: Sequence[tuple[Bytes, Bytes]], *, summed: bool) -> list[list[int]]:
+        """Copy (from, to), bytes ``[n]`` each; gives the checksums of what was copied, of each pair, if ``summed``."""
+        turns: list[tuple[int, Bytes, Bytes]] = []
         for which, (source, target) in enumerate(work):
-            starts = range(0, source.nbytes, UNIT_BYTES)
-            units += [(which, source[at : at + UNIT_BYTES], target[at : at + UNIT_BYTES]) for at in starts]
-        found = self._do(units, summed)
-        sums = [Sums(0, 0)] * len(work)
-        words = [0] * len(work)
-        for (which, source, _), one in zip(units, found, strict=True):
-            sums[which] = sums[which].then(one, words[which])
-            words[which] += source.nbytes // 8
+            starts = range(0, max(1, source.nbytes), TURN_BYTES)
+            turns += [(which, source[at : at + TURN_BYTES], target[at : at + TURN_BYTES]) for at in starts]
+        sums: list[list[int]] = [[] for _ in work]
+        for (which, _, _), found in zip(turns, self._do(turns, summed), strict=True):
+            sums[which] += found
         return sums
 
-    def _do(self, units: Sequence[tuple[int, Bytes, Bytes]], summed: bool) -> list[Sums]:
+    def _do(self, turns: Sequence[tuple[int, Bytes, Bytes]], summed: bool) -> list[list[int]]:
         import numpy as np
 
-        found = [Sums(0, 0)] * len(units)
-        left = deque(range(len(units)))
+        found: list[list[int]] = [[] for _ in turns]
+        left = deque(range(len(turns)))
 
         def take_turns() -> None:
             while left:
@@ -63,13 +59,13 @@ class Crew:
                     turn = left.popleft()
                 except IndexError:
                     return  # another one was faster
-                _, source, target = units[turn]
+                _, source, target = turns[turn]
                 if summed:
-                    found[turn] = Sums.of(source, target)
+                    found[turn] = copy_with_checksums(source, target)
                 else:
                     np.copyto(target, source)
 
-        count = min(self._others, len(units) - 1)
+        count = min(self._others, len(turns) - 1)
         others = [self._pool.submit(take_turns) for _ in range(count)] if self._pool is not None else []
         try:
             take_turns()

@@ -1,8 +1,14 @@
 """GPUs: who they are, and what sums there.
 
-The checksum is that of `rlmesh.weights.checksum`, to the bit. With Triton (which torch for CUDA brings along) a kernel
-makes it while it copies (`cuda_copies`); without it, torch sums rows and columns, which reads the bytes twice more.
-Triton's kernels are tried on known data once per process before anybody relies on them.
+The checksum of a tensor is a sum of its bytes as 64-bit integers, weighted by their position, modulo 2**64::
+
+    checksum = Σ (2·i + 1) · w_i      over the little-endian 64-bit words w_i, the last one padded with zeros
+
+The weights are odd, so that no single flipped bit is lost, and differ, so that words which change places are seen.
+Being a sum of integers it is the same in whatever order it is taken, as thousands of threads do. With Triton (which
+torch for CUDA brings along) a kernel makes it while it copies (`cuda_copies`); without it, torch sums rows and columns,
+which reads the bytes twice more. Triton's kernels are tried on known data once per process before anybody relies on
+them.
 """
 
 from __future__ import annotations
@@ -11,8 +17,6 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.weights.checksum import MASK
-
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MASK = (1 << 64) - 1
 COLUMNS = 4096
 
 
@@ -61,6 +66,13 @@ def index_of(uuid: str) -> int:
             return index
     seen = ", ".join(uuid_of(i) for i in range(torch.cuda.device_count()))
     raise LookupError(f"this process does not see the GPU {uuid}; it sees {seen}")
+
+
+def reference(data: bytes) -> int:
+    """The checksum as it is defined, word by word: slow, for tests and for readers."""
+    padded = data + bytes(-len(data) % 8)
+    words = (int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8))
+    return sum((2 * i + 1) * word for i, word in enumerate(words)) & MASK
 
 
 def sum_by_torch(piece: Tensor) -> int:

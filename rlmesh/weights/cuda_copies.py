@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.weights.checksum import MASK
-from rlmesh.weights.cuda import kernels, sum_by_torch
+from rlmesh.weights.cuda import MASK, kernels, sum_by_torch
 from rlmesh.weights.pieces import Placed
 
 if TYPE_CHECKING:
@@ -47,11 +46,6 @@ def copy(
     if not sources:
         meanwhile()
         return []
-    if not (targets or sources)[0].is_cuda:
-        before()
-        sums = _plainly(sources, targets, at, summed)
-        meanwhile()
-        return sums
     device = targets[0].device if targets else torch.device("cuda", torch.cuda.current_device())
     with torch.cuda.device(device):
         work = _work(sources, targets, sizes, at, device)
@@ -205,7 +199,7 @@ def _only(
 def _plainly(
     sources: Sequence[Tensor], targets: Sequence[Tensor] | None, at: Sequence[int] | None, summed: bool
 ) -> list[int]:
-    """By torch, one after the other; on any device."""
+    """By torch, one after the other."""
     import torch
 
     sums = []

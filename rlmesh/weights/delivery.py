@@ -165,7 +165,7 @@ class Delivery:
             for sink in self._sinks:
                 answers[sink] = self._command(
                     sink, "weights_stage", header.session, header.push, header.version, self._source,
-                    self._turn, (index, parcel.bucket.count), self._outlet.payload(parcel, sink), parcel.sums_for(sink),
+                    self._turn, (index, parcel.bucket.count), self._outlet.payload(parcel, sink), parcel.checksums,
                     header.flip_s, timeout_s=header.bucket_s, incarnation=self._sinks[sink],
                 )  # fmt: skip
             self._outlet.transmit(parcel, lambda: any(_has_failed(answer) for answer in answers.values()))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.checksum import checksum
+from rlmesh.weights.checksum import checksums, units
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,10 +80,21 @@ def tensor_of(piece: Any, dtype: str, shape: Sequence[int], framework: str) -> A
     return piece.view(dtype).reshape(tuple(shape))
 
 
-def checksums_of(pieces: Sequence[Any]) -> list[int]:
+def in_memory(piece: Any) -> Bytes:
+    """A piece of this machine's memory as an array; no copy."""
+    array: Bytes = piece.numpy() if is_torch(piece) else piece
+    return array
+
+
+def how_many_checksums(piece: Any) -> int:
+    """On a GPU one, else one for each unit."""
+    return 1 if is_torch(piece) and piece.is_cuda else units(piece.nbytes)
+
+
+def checksums_of(pieces: Sequence[Any]) -> list[list[int]]:
     """Of each piece, wherever it lies."""
     if any(is_torch(piece) and piece.is_cuda for piece in pieces):
         from rlmesh.weights.cuda_copies import copy
 
-        return copy(pieces, None, [piece.nbytes for piece in pieces], summed=True)
-    return [checksum(piece.numpy() if is_torch(piece) else piece) for piece in pieces]
+        return [[one] for one in copy(pieces, None, [piece.nbytes for piece in pieces], summed=True)]
+    return [checksums(in_memory(piece)) for piece in pieces]

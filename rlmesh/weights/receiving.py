@@ -17,6 +17,7 @@ from rlmesh.errors import WeightSyncError
 from rlmesh.weights.buckets import Bucket, join_all
 from rlmesh.weights.channels.base import Inlet, RouteSettings
 from rlmesh.weights.channels.registry import open_inlet
+from rlmesh.weights.checking import Check
 from rlmesh.weights.gate import VersionGate
 from rlmesh.weights.places import place_of
 from rlmesh.weights.plan import Channel
@@ -193,7 +194,7 @@ class Receiver:
         Args:
             turn: the how-manieth command of the push and of this rank it is, from 0 on.
             buckets: number of the first, and how many.
-            checksums: of its entries; after these, where the sinks verify together, of this sink's shares of them.
+            checksums: of its entries; see `Parcel`.
         """
         with self._commands:
             found = self._find(session)
@@ -229,23 +230,12 @@ class Receiver:
             self.tap("staged", number)
 
     def _take(self, route: _Route, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
-        size = len(bucket.entries)
-        whole, of_share = checksums[:size], checksums[size:]
-
-        def compare(which: Sequence[int], here: Sequence[int], shared: bool) -> None:
-            sent = of_share if shared and of_share else route.inlet.checksums(whole)
-            wrong = [bucket.entries[i].name for i, one in zip(which, here, strict=True) if one != sent[i]]
-            if wrong:
-                raise WeightSyncError(
-                    f"bucket {bucket.index} arrived altered: the checksums of {', '.join(wrong[:5])} "
-                    f"({len(wrong)} of {size} tensors) are not the source's"
-                )
-
-        pieces = route.inlet.take(bucket, payload, route.settings.timeout_s)
-        stage_pieces(
-            self.sink, bucket, pieces, keep=route.inlet.keeps, share=route.share if of_share else (0, 1),
-            compare=compare if route.settings.verify else None, ready=route.inlet.ready,
-        )  # fmt: skip
+        inlet = route.inlet
+        pieces = inlet.take(bucket, payload, route.settings.timeout_s)
+        check = None
+        if route.settings.verify:
+            check = Check(bucket, pieces, lambda: inlet.checksums(checksums), route.share)
+        stage_pieces(self.sink, bucket, pieces, keep=inlet.keeps, check=check, ready=inlet.ready)
 
     def _begin(self, session: _Session, push: int, version: int, flip_s: float) -> None:
         self.abort(self.state.push)

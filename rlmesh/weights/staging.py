@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlmesh.weights.buckets import Bucket
-from rlmesh.weights.checksum import checksum, copy_with_checksum, share_of
-from rlmesh.weights.pieces import checksums_of, is_torch, tensor_of
+from rlmesh.weights.checking import Check
+from rlmesh.weights.checksum import checksums, copy_with_checksums
+from rlmesh.weights.pieces import in_memory, is_torch, tensor_of
 from rlmesh.weights.protocols import OpenSink, WeightSink
-
-Compare = Callable[[Sequence[int], Sequence[int], bool], None]
-"""Which entries of the bucket, the checksums found, and whether these are of this sink's share of them only. Raises if
-they are wrong."""
 
 
 def stage_pieces(
@@ -25,17 +22,13 @@ def stage_pieces(
     pieces: Sequence[Any],
     *,
     keep: bool,
-    share: tuple[int, int],
-    compare: Compare | None,
+    check: Check | None,
     ready: Callable[[], object],
 ) -> None:
-    """Stage one bucket; with ``compare``, verified.
+    """Stage one bucket; with ``check``, verified.
 
     Args:
         keep: the pieces stay valid for as long as somebody refers to them.
-        share: (which, of how many): the sinks that look at the same memory as this one verify it together; see
-            `channels.shm`.
-        compare: None: no checksums are made.
         ready: waits until the pieces may be read; called as late as can be.
     """
     entries = bucket.entries
@@ -44,10 +37,10 @@ def stage_pieces(
         rooms = sink.rooms(entries, keep=keep and not any(entry.is_part for entry in entries))
     filled = [i for i, room in enumerate(rooms) if room is not None]
     if filled:
-        sums = _fill(pieces, rooms, bucket, filled, summed=compare is not None, before=ready,
+        sums = _fill(pieces, rooms, bucket, filled, summed=check is not None, before=ready,
                      meanwhile=getattr(sink, "prepare_flip", None))  # fmt: skip
-        if compare is not None:
-            compare(filled, sums, False)
+        if check is not None:
+            check.copied(filled, sums)
     if len(filled) == len(entries):
         return
     ready()
@@ -56,10 +49,8 @@ def stage_pieces(
         pieces = list(pieces)
         for i, piece in zip(left, _here([pieces[i] for i in left]), strict=True):
             pieces[i] = piece
-    if compare is not None:
-        # Memory that all sinks of a node look at, and that none of them copies, is verified by all of them together.
-        looked_at = [pieces[i][share_of(pieces[i].nbytes, *share)] if keep else pieces[i] for i in left]
-        compare(left, checksums_of(looked_at), keep)
+    if check is not None:
+        check.looked_at(left, [pieces[i] for i in left], shared=keep)
     tensors: dict[str, Any] = {}
     for i in left:
         tensor = tensor_of(pieces[i], entries[i].dtype, entries[i].shape, sink.framework)
@@ -85,7 +76,7 @@ def _here(pieces: Sequence[Any]) -> Sequence[Any]:
 def _fill(
     pieces: Sequence[Any], rooms: Sequence[Any], bucket: Bucket, filled: Sequence[int], *,
     summed: bool, before: Callable[[], object], meanwhile: Callable[[], object] | None,
-) -> list[int]:  # fmt: skip
+) -> list[list[int]]:  # fmt: skip
     """Copy pieces to their places, and wait for the end; the checksums of what was copied, if they are wanted.
 
     Args:
@@ -100,21 +91,22 @@ def _fill(
         starts = tuple(starts[i] for i in filled) if starts is not None else None
     from rlmesh.weights.cuda_copies import bytes_of, copy
 
-    if is_torch(pieces[0]):
-        return copy(pieces, rooms, sizes, starts, summed=summed, before=before, meanwhile=meanwhile)
+    if is_torch(pieces[0]) and pieces[0].is_cuda:
+        found = copy(pieces, rooms, sizes, starts, summed=summed, before=before, meanwhile=meanwhile)
+        return [[one] for one in found]
     import torch
 
     before()
     sums = []
-    for i, (piece, room, size) in enumerate(zip(pieces, rooms, sizes, strict=True)):
+    for i, (piece, room, size) in enumerate(zip(map(in_memory, pieces), rooms, sizes, strict=True)):
         start = starts[i] if starts is not None else 0
         place = bytes_of(room)[start : start + size]
         if place.is_cuda:
             if summed:
-                sums.append(checksum(piece))
+                sums.append(checksums(piece))
             place.copy_(torch.from_numpy(piece))
         elif summed:
-            sums.append(copy_with_checksum(piece, place.numpy()))
+            sums.append(copy_with_checksums(piece, place.numpy()))
         else:
             place.copy_(torch.from_numpy(piece))
     return sums

@@ -21,8 +21,7 @@ from rlmesh.errors import WeightSyncError
 from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.weights.checksum import reference
-from rlmesh.weights.cuda import sum_by_torch
+from rlmesh.weights.cuda import reference, sum_by_torch
 from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.modules import ModuleSource
 from rlmesh.weights.sync import WeightSync

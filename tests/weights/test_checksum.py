@@ -1,65 +1,94 @@
-"""The checksum: what it is, and what it sees."""
+"""Checksums of memory: what they are, what they see, and who compares which."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import xxhash
 
-from rlmesh.weights.checksum import (
-    BLOCK_BYTES,
-    TURN_BYTES,
-    Sums,
-    checksum,
-    copy_with_checksum,
-    reference,
-    share_of,
-)
+from rlmesh.errors import WeightSyncError
+from rlmesh.weights.buckets import Bucket, Entry
+from rlmesh.weights.checking import Check
+from rlmesh.weights.checksum import UNIT_BYTES, checksums, copy_with_checksums, units
 
-SIZES = [0, 1, 7, 8, 9, 63, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 13, 2 * BLOCK_BYTES + 77,
-         TURN_BYTES, TURN_BYTES + BLOCK_BYTES + 9]  # fmt: skip
+SIZES = [0, 1, 8, 4096, UNIT_BYTES - 1, UNIT_BYTES, UNIT_BYTES + 1, 3 * UNIT_BYTES + 77]
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-def some_bytes(size: int, misaligned: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def some_bytes(size: int, misaligned: int = 0) -> Bytes:
     return np.random.default_rng(size).integers(0, 256, size + misaligned, dtype=np.uint8)[misaligned:]
 
 
 @pytest.mark.parametrize("misaligned", [0, 3])
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_the_sum_that_it_says(size: int, misaligned: int) -> None:
+def test_they_are_of_each_unit(size: int, misaligned: int) -> None:
     data = some_bytes(size, misaligned)
     target = np.zeros(size + 5, np.uint8)[5:]
-    assert checksum(data) == copy_with_checksum(data, target) == reference(data.tobytes())
+    plain = data.tobytes()
+    cut = [plain[at : at + UNIT_BYTES] for at in range(0, max(1, size), UNIT_BYTES)]
+    assert checksums(data) == copy_with_checksums(data, target) == [xxhash.xxh3_64_intdigest(unit) for unit in cut]
+    assert len(cut) == units(size)
     np.testing.assert_array_equal(data, target)
 
 
-@settings(max_examples=60)
-@given(st.binary(min_size=1, max_size=200), st.data())
-def test_every_flipped_bit_is_seen(data: bytes, draw: st.DataObject) -> None:
-    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
-    altered = bytearray(data)
-    altered[bit // 8] ^= 1 << bit % 8
-    assert reference(bytes(altered)) != reference(data)
+def test_they_are_xxh3_of_64_bits() -> None:
+    """The value that its specification gives for no bytes at all."""
+    assert checksums(np.empty(0, np.uint8)) == [0x2D06800538D394C2]
 
 
-def test_words_and_blocks_that_change_places_are_seen() -> None:
-    data = some_bytes(3 * BLOCK_BYTES)
-    blocks = data.reshape(3, -1)
-    for swapped in (blocks[[1, 0, 2]], blocks[[0, 2, 1]], np.roll(data, 8), np.roll(data, 1), data[::-1]):
-        assert checksum(np.ascontiguousarray(swapped).reshape(-1)) != checksum(data)
-    assert checksum(np.concatenate([data[:-8], np.zeros(8, np.uint8)])) != checksum(data)
+def test_bits_words_and_units_that_change_are_seen() -> None:
+    data = some_bytes(3 * UNIT_BYTES)
+    whole = checksums(data)
+    rows = data.reshape(3, -1)
+    for swapped in (rows[[1, 0, 2]], rows[[0, 2, 1]], np.roll(data, 8), np.roll(data, 1), data[::-1]):
+        assert checksums(np.ascontiguousarray(swapped).reshape(-1)) != whole
+    for bit in (0, 8 * UNIT_BYTES - 1, 8 * UNIT_BYTES, 8 * data.size - 1):
+        altered = data.copy()
+        altered[bit // 8] ^= 1 << bit % 8
+        assert [i for i, one in enumerate(checksums(altered)) if one != whole[i]] == [bit // 8 // UNIT_BYTES]
+
+
+def bucket_of(sizes: list[int]) -> Bucket:
+    entries = [Entry(f"t{i}", (size,), "uint8", 0, size) for i, size in enumerate(sizes)]
+    return Bucket(4, tuple(entries), sum(sizes))
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", SIZES)
-def test_readers_share_every_byte_and_their_sums_add_up(size: int, readers: int) -> None:
-    data = some_bytes(size)
-    whole, end = Sums(0, 0), 0
-    for reader in range(readers):
-        share = share_of(size, reader, readers)
-        assert share.start == min(end, share.start) or not size
-        found = Sums.of(data[share])
-        assert found.weighted == checksum(data[share]) == reference(data[share].tobytes())
-        whole, end = whole.then(found, share.start // 8), share.stop
-    assert end == size and whole.weighted == reference(data.tobytes())
+def test_readers_of_one_memory_share_every_unit(readers: int) -> None:
+    pieces = [some_bytes(size) for size in SIZES]
+    which = range(len(pieces))
+    sent = [one for piece in pieces for one in checksums(piece)]
+    bucket = bucket_of(SIZES)
+    checks = [Check(bucket, pieces, lambda: sent, (reader, readers)) for reader in range(readers)]
+    for check in checks:
+        check.looked_at(which, pieces, shared=True)
+    for i, size in enumerate(SIZES):
+        for unit in range(units(size) if size else 0):
+            pieces[i][unit * UNIT_BYTES] ^= 1
+            complained = []
+            for reader, check in enumerate(checks):
+                try:
+                    check.looked_at(which, pieces, shared=True)
+                except WeightSyncError as error:
+                    assert f"bucket 4 arrived altered: the checksums of t{i} (1 of {len(SIZES)} tensors)" in str(error)
+                    complained.append(reader)
+            assert len(complained) == 1, "it is in one reader's share"
+            pieces[i][unit * UNIT_BYTES] ^= 1
+
+
+def test_who_copies_compares_everything() -> None:
+    pieces = [some_bytes(size) for size in SIZES]
+    which = range(len(pieces))
+    sent = [one for piece in pieces for one in checksums(piece)]
+    check = Check(bucket_of(SIZES), pieces, lambda: sent, (1, 3))
+    found = [checksums(piece) for piece in pieces]
+    check.copied(which, found)
+    check.looked_at(which, pieces, shared=False)
+    found[-1][2] ^= 1
+    found[3][0] ^= 1
+    with pytest.raises(WeightSyncError, match=r"checksums of t3, t7 \(2 of 8 tensors\)"):
+        check.copied(which, found)
+    check.copied([0, 7], [checksums(pieces[0]), checksums(pieces[7])])
+    pieces[5][-1] ^= 1
+    with pytest.raises(WeightSyncError, match=r"checksums of t5 \(1 of 8 tensors\)"):
+        check.looked_at(which, pieces, shared=False)

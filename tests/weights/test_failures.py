@@ -11,6 +11,7 @@ import pytest
 
 from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.weights.arrays import ArraySink, ArraySource
+from rlmesh.weights.checksum import UNIT_BYTES
 from rlmesh.weights.plan import Mode
 from tests.stalls import HANG_S, Stalls
 from tests.weights.mesh import WeightMesh, arrays, segments
@@ -138,14 +139,15 @@ def test_bytes_that_change_on_the_way_are_found_out(mesh: WeightMesh, monkeypatc
     assert member.weights.version is None
 
 
-@pytest.mark.parametrize("word", [0, 65535])
+@pytest.mark.parametrize("unit", [0, 1, 2])
 def test_sinks_that_look_at_one_memory_verify_it_together(
-    mesh: WeightMesh, monkeypatch: pytest.MonkeyPatch, word: int
+    mesh: WeightMesh, monkeypatch: pytest.MonkeyPatch, unit: int
 ) -> None:
-    """The first word of a tensor is in the first sink's share, the last one in the second's: each is seen."""
-    sinks = [ArraySink(arrays(0)) for _ in range(2)]
+    """Behind three small tensors, every other unit of a tensor is in the first sink's share: each is seen."""
+    sizes = (7, 1000, 0, 3 * UNIT_BYTES // 4, 3)
+    sinks = [ArraySink(arrays(0, sizes)) for _ in range(2)]
     members = [mesh.add_sink(sink, rank) for rank, sink in enumerate(sinks)]
-    weights = arrays(1)
+    weights = arrays(1, sizes)
     sync = mesh.sync(ArraySource(weights))
     sync.push(1).result(HANG_S)
     from rlmesh.weights.channels import shm
@@ -155,11 +157,11 @@ def test_sinks_that_look_at_one_memory_verify_it_together(
     def altered(self: Any, into: memoryview) -> None:
         fill(self, into)
         place = next(entry.offset for entry in self._bucket.entries if entry.name == "layer.3")
-        into.cast("B")[place + 4 * word] ^= 1
+        into.cast("B")[place + (unit + 1) * UNIT_BYTES - 1] ^= 1
 
     with monkeypatch.context() as patched:
         patched.setattr(shm._BucketFiller, "fill", altered)
-        seen = f"receiver ROLLOUT:{int(word > 0)} failed in bucket 0 .*altered: the checksums of layer.3"
+        seen = f"receiver ROLLOUT:{(3 + unit) % 2} failed in bucket 0 .*altered: the checksums of layer.3"
         with pytest.raises(WeightSyncError, match=seen):
             sync.push(2).result(HANG_S)
     for sink, member in zip(sinks, members, strict=True):

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.weights.checksum import reference
-from rlmesh.weights.cuda import sum_by_torch
-from rlmesh.weights.cuda_copies import copy
+from rlmesh.weights.cuda import reference, sum_by_torch
+from rlmesh.weights.cuda_copies import _plainly
 from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.modules import ModuleSource, whole_name
 from rlmesh.weights.plan import Mode
@@ -152,6 +151,6 @@ def test_torch_sums_as_the_definition_says(size: int) -> None:
     piece = torch.randint(0, 256, (size + 3,), dtype=torch.uint8)[3:]
     target = torch.zeros(size + 5, dtype=torch.uint8)
     assert sum_by_torch(piece) == reference(bytes(piece.tolist()))
-    assert copy([piece], [target], [size], [5], summed=True) == [sum_by_torch(piece)] and torch.equal(piece, target[5:])
-    assert copy([piece], None, [size], summed=True) == [sum_by_torch(piece)]
-    assert copy([piece], None, [size], summed=False) == []
+    assert _plainly([piece], [target], [5], True) == [sum_by_torch(piece)] and torch.equal(piece, target[5:])
+    assert _plainly([piece], None, None, True) == [sum_by_torch(piece)]
+    assert _plainly([piece], None, None, False) == []

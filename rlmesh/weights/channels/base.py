@@ -32,20 +32,13 @@ SOONER = 0.9
 
 @dataclass(eq=False)
 class Parcel:
-    """One bucket on its way. ``checksums`` are those of its entries, in their order.
-
-    Where the sinks of a route look at one memory they need not all look at all of it: ``shared`` are checksums of parts
-    of each entry, one list for each sink (`ShmOutlet` says how).
+    """One bucket on its way. ``checksums`` are those of its entries, in their order: of each unit where they are in
+    this machine's memory (`rlmesh.weights.checksum`), of each entry where they are on a GPU.
     """
 
     bucket: Bucket
     checksums: list[int]
     data: Any = field(default=None, repr=False)
-    shared: Mapping[str, list[int]] | None = None
-
-    def sums_for(self, sink: str) -> list[int]:
-        """What a sink compares with: the checksums, and after them those of its shares, if there are any."""
-        return self.checksums if self.shared is None else [*self.checksums, *self.shared[sink]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,7 @@ from typing import Any
 from rlmesh.errors import DeviceUnreachable
 from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
-from rlmesh.weights.checksum import MASK
-from rlmesh.weights.cuda import index_of, uuid_of
+from rlmesh.weights.cuda import MASK, index_of, uuid_of
 from rlmesh.weights.cuda_copies import copy, start
 from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, export, this_process
 from rlmesh.weights.pieces import Placed

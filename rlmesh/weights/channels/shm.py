@@ -1,9 +1,7 @@
 """Shared memory: a bucket is written once for all sinks of a node, and read in place.
 
-Where a route has several sinks, they verify together. Whoever keeps the memory as it is looks at the same pages as the
-others, so each sums its own share of every tensor: a word that is wrong is in somebody's share, and the commit is of
-all or of none; a sink that looked at other memory by mistake would find its own share wrong. Whoever copies sums all
-that it copied.
+Where a route has several sinks, they verify together (`rlmesh.weights.checking`): whoever keeps the memory as it is
+looks at the same pages as the others, and sums its own share of them. Whoever copies sums all that it copied.
 
 The outlet puts each bucket into a slot of a pool of reused segments (`rlmesh.memory`). The sinks map the slot and hold
 its lock; a `double_buffer` sink on a CPU may use that memory as its weights until the next flip, so that nothing is
@@ -25,7 +23,6 @@ from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
-from rlmesh.weights.checksum import Sums, share_of
 from rlmesh.weights.crew import Crew
 from rlmesh.weights.pieces import host_bytes
 
@@ -33,39 +30,22 @@ _POLL_S = 0.002
 
 
 class _BucketFiller:
-    """Writes a bucket's tensors where the pool says, and sums them up on the way: by the readers' shares, and of all.
+    """Writes a bucket's tensors where the pool says; ``summed``: and makes their checksums on the way."""
 
-    Args:
-        readers: how many sinks verify together; 0: nothing is summed.
-    """
-
-    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], readers: int, crew: Crew) -> None:
-        self._bucket, self._tensors, self._readers, self._crew = bucket, tensors, readers, crew
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], summed: bool, crew: Crew) -> None:
+        self._bucket, self._tensors, self._summed, self._crew = bucket, tensors, summed, crew
         self.checksums: list[int] = []
-        self.shares: list[list[int]] = [[] for _ in range(readers)]
         self.nbytes = max(bucket.nbytes, 1)
 
     def fill(self, into: memoryview) -> None:
         import numpy as np
 
-        target, entries = np.frombuffer(into, np.uint8), self._bucket.entries
-        count = max(self._readers, 1)
-        shares = [share_of(entry.nbytes, reader, count) for entry in entries for reader in range(count)]
-        work = []
-        for at, entry in enumerate(entries):
-            source = host_bytes(self._tensors[entry.name], entry.dtype)
-            place = target[entry.offset : entry.offset + entry.nbytes]
-            work += [(source[share], place[share]) for share in shares[at * count : (at + 1) * count]]
-        found = self._crew.copy(work, summed=self._readers > 0)
-        if not self._readers:
-            return
-        for at in range(len(entries)):
-            whole = Sums(0, 0)
-            for reader, sums in enumerate(self.shares):
-                share = at * count + reader
-                sums.append(found[share].weighted)
-                whole = whole.then(found[share], shares[share].start // 8)
-            self.checksums.append(whole.weighted)
+        target = np.frombuffer(into, np.uint8)
+        work = [
+            (host_bytes(self._tensors[entry.name], entry.dtype), target[entry.offset : entry.offset + entry.nbytes])
+            for entry in self._bucket.entries
+        ]
+        self.checksums = [one for each in self._crew.copy(work, summed=self._summed) for one in each]
 
 
 class ShmOutlet(Outlet):
@@ -93,12 +73,10 @@ class ShmOutlet(Outlet):
 
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
         settings = self._settings
-        readers = len(settings.sinks) if settings.verify else 0
-        filler = _BucketFiller(bucket, tensors, readers, self._crew)
+        filler = _BucketFiller(bucket, tensors, settings.verify, self._crew)
         frame = self._written(filler, bucket.index, self._clock() + settings.timeout_s)
         lent = {sink: self.pool.lend(frame, sink) for sink in settings.sinks}
-        shares = dict(zip(settings.sinks, filler.shares, strict=True)) if readers > 1 else None
-        return Parcel(bucket, filler.checksums, lent, shares)
+        return Parcel(bucket, filler.checksums, lent)
 
     def _written(self, filler: _BucketFiller, bucket: int, deadline: float) -> memoryview:
         while True:

@@ -15,7 +15,7 @@ from typing import Any
 from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
 from rlmesh.weights.channels.pipes import CurveListener, CurvePipe, Pipe, PlainListener, PlainPipe
-from rlmesh.weights.checksum import checksum
+from rlmesh.weights.checksum import checksums
 from rlmesh.weights.pieces import host_bytes
 
 LOOPBACK = ("127.", "::1", "localhost")
@@ -53,7 +53,7 @@ class StreamOutlet(Outlet):
         for entry in bucket.entries:
             data = host_bytes(tensors[entry.name], entry.dtype)
             pieces.append(data.copy() if self._settings.keep else data)
-        sums = [checksum(piece) for piece in pieces] if self._settings.verify else []
+        sums = [one for piece in pieces for one in checksums(piece)] if self._settings.verify else []
         return Parcel(bucket, sums, pieces)
 
     def payload(self, parcel: Parcel, sink: str) -> Any:
