@@ -96,7 +96,7 @@ class Delivery:
     ) -> None:  # fmt: skip
         self._outlet, self._sinks, self._command, self._header = outlet, dict(sinks), command, header
         self._source, self._window = source, window
-        self._parcels: queue.Queue[Parcel | None] = queue.Queue()
+        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(window)
         self._took = took if took is not None else {}
         self._unanswered: deque[_Announced] = deque()
@@ -196,7 +196,8 @@ class Delivery:
         if self._failure is None:
             if len(answers) == 1:
                 wait_as_last(next(iter(answers.values())), self._took.get(index))
-            wait(answers.values(), return_when=FIRST_EXCEPTION)
+            if not all(answer.done() for answer in answers.values()):
+                wait(answers.values(), return_when=FIRST_EXCEPTION)
             self._took[index] = time.perf_counter() - oldest.began
             if any(_has_failed(answer) for answer in answers.values()):
                 self._failure = self._told(answers, index)

@@ -198,7 +198,8 @@ class Link:
         if len(answers) == 1:
             answer = next(iter(answers.values()))
             wait_as_last(answer, self._took.get(what))
-            wait([answer])
+            if not answer.done():
+                wait([answer])
             self._took[what] = time.perf_counter() - self._began[what]
 
     def conclude(self, push: int) -> None:

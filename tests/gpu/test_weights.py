@@ -322,6 +322,28 @@ def test_a_snapshot_that_is_not_made_in_time_fails_the_push() -> None:
         assert [served for served, _ in members.ask("SINK", "state")] == [3, 3]
 
 
+@pytest.mark.case("O16")
+@pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
+def test_a_source_that_is_killed_in_its_snapshot_does_not_hold_the_sink_up(mode: str) -> None:
+    with mesh() as members:
+        members.start([(role, 0, -1, "cuda:0", mode) for role in ("SOURCE", "SINK")])
+        with members.sync(snapshot=True) as sync:
+            for version in (1, 2):
+                sync.push(version).result(60)
+            members.ask("SOURCE", "hold_up", 30)
+            future = sync.push(3)
+            time.sleep(1)
+            assert not future.done()
+            members.processes["SOURCE:0"].kill()
+            began = time.monotonic()
+            with pytest.raises(WeightSyncError, match="version 3 was not committed: "):
+                future.result(60)
+            # This command has its turn after the one that waited for the snapshot.
+            described = RoleGroup[Any]("SINK", runtime=members.caller)[0].call("weights_sink_describe").result(60)
+            assert time.monotonic() - began < 10
+            assert described["version"] == (2 if mode == "double_buffer" else None)
+
+
 @pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_sink_in_the_process_of_its_source(snapshot: bool, mode: Any) -> None:

@@ -102,6 +102,12 @@ class Source(SendsWeights):
                 local.copy_(torch.randn(local.shape, device=local.device))
 
     @rpc
+    def hold_up(self, seconds: int) -> None:
+        """Whatever is launched next begins about so much later."""
+        for _ in range(seconds):
+            torch.cuda._sleep(1_700_000_000)  # cycles
+
+    @rpc
     def state(self) -> dict[str, list[float]]:
         return values(self.module)
 
@@ -118,13 +124,15 @@ def main() -> None:
         else:
             from torch.distributed.fsdp import fully_shard
 
-            torch.distributed.init_process_group(
-                mode, f"file://{sockets}/group", rank=int(rank), world_size=int(ranks),
-                device_id=torch.device(device) if mode == "nccl" else None,
-            )  # fmt: skip
-            hosts()
-            module = plain(7, device)
-            fully_shard(module)
+            if int(ranks) > 0:
+                torch.distributed.init_process_group(
+                    mode, f"file://{sockets}/group", rank=int(rank), world_size=int(ranks),
+                    device_id=torch.device(device) if mode == "nccl" else None,
+                )  # fmt: skip
+                hosts()
+            module = plain(7, device, 7 if int(ranks) > 0 else 8)
+            if int(ranks) > 0:
+                fully_shard(module)
             member = Source(module, name, runtime)
         runtime.serve(name, member)
         print(runtime.endpoint, os.getpid(), flush=True)

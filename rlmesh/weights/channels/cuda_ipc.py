@@ -7,7 +7,7 @@ it is put, and goes the same way.
 
 A snapshot on one GPU is announced when its copy has begun, not when it has ended: the sink prepares its own copy
 meanwhile, looks at an event until the source's has ended, and finds the checksums in the memory behind it. It does not
-let its GPU wait for the event, since nobody could end that if the source is killed.
+let its GPU wait for the event: if the source is killed, whose process it looks at too, nobody could end that.
 
 What takes no memory of the outlet's, or has memory of its own for every bucket, is put in one piece: one message, one
 launch. Only where a kernel of the source has work first (checksums, a snapshot) and a sink is on another GPU are there
@@ -21,12 +21,14 @@ anything (`Link.close` waits for that).
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.errors import DeviceUnreachable
+from rlmesh.runtime.waiting import lives
 from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
 from rlmesh.weights.cuda import MASK, index_of, uuid_of
@@ -40,6 +42,8 @@ TURNS = 2
 ALL = 1 << 62
 FIRST = 2 << 30
 LOOK_EVERY_S = 5e-5
+LOOKS_A_ROUND = 100
+"""After so many looks at the event comes one at the source's process."""
 
 _events: dict[bytes, Any] = {}
 """Those of this process, by their handles: it cannot open these itself."""
@@ -137,12 +141,14 @@ class CudaOutlet(Outlet):
 
     def _places(self, bucket: Bucket, whole: Placed) -> _Known | None:
         """Handle and offset of each tensor where it is; None if they must be copied."""
+        import torch
+
         from rlmesh.weights.pieces import dtype_name
 
         addresses = whole.addresses
         known, freed = self._known.get(bucket.index), _freed(whole[0].device)
         same = known is not None and known.addresses == addresses and known.freed == freed
-        if known is not None and same and all(tensor.is_contiguous() for tensor in whole):
+        if known is not None and same and all(map(torch.Tensor.is_contiguous, whole)):
             return known
         for entry, tensor in zip(bucket.entries, whole, strict=True):
             if not tensor.is_cuda or not tensor.is_contiguous() or dtype_name(tensor) != entry.dtype:
@@ -226,7 +232,7 @@ class CudaOutlet(Outlet):
         event = None
         if known.ready is not None:
             offset = known.sums.data_ptr() - known.own.address
-            event = known.ready.ipc_handle(), (0, offset, known.sums.data_ptr()), len(known.addresses)
+            event = known.ready.ipc_handle(), os.getpid(), (0, offset, known.sums.data_ptr()), len(known.addresses)
         return [known.serial, uuid, this_process(), handles, places, event]
 
     def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
@@ -253,6 +259,7 @@ class _Taken:
 
     Attributes:
         ready: the source's event after which they may be read; None: at once.
+        source: the process that records it; 0: it cannot be seen from here.
         sums: where it leaves their checksums then.
     """
 
@@ -260,6 +267,7 @@ class _Taken:
     handles: frozenset[bytes]
     pieces: Sequence[Any]
     ready: Any = None
+    source: int = 0
     sums: Any = None
 
 
@@ -311,9 +319,10 @@ class CudaInlet(Inlet):
                 return address if here else bases[number] + offset
 
             addresses = [address_of(place) for place in places]
-            ready, sums = None, None
+            ready, source, sums = None, 0, None
             if event is not None:
-                handle, place, count = event
+                handle, pid, place, count = event
+                source = pid if lives(pid) else 0
                 ready = _events[handle] if here else open_event(device, handle)
                 sums = bytes_at(address_of(place), 8 * count, device, self)
         except (LookupError, Unshareable, DeviceUnreachable) as error:
@@ -322,16 +331,25 @@ class CudaInlet(Inlet):
             (bytes_at(address, size, device, self) for address, size in zip(addresses, bucket.sizes, strict=True)),
             addresses,
         )
-        return _Taken(serial, frozenset(handle for handle in handles if handle), pieces, ready, sums)
+        return _Taken(serial, frozenset(handle for handle in handles if handle), pieces, ready, source, sums)
 
     def ready(self) -> None:
-        event = self._taken.ready if self._taken is not None else None
-        while event is not None and not event.query():
+        taken = self._taken
+        if taken is None or taken.ready is None:
+            return
+        looks = 0
+        while not taken.ready.query():
+            looks += 1
+            if looks % LOOKS_A_ROUND == 0:
+                self._check_source(taken)
             if self._clock() > self._until:
-                raise ChannelBroken(
-                    "the source has not made its snapshot in time: is its GPU busy, or the source gone?"
-                )
+                raise ChannelBroken("the source has not made its snapshot in time: what else does its GPU do?")
             self._wait(LOOK_EVERY_S)
+        self._check_source(taken)  # whatever its event says then
+
+    def _check_source(self, taken: _Taken) -> None:
+        if taken.source and not lives(taken.source):
+            raise ChannelBroken(f"the source (pid {taken.source}) ended before it had made its snapshot")
 
     def checksums(self, sent: Sequence[int]) -> Sequence[int]:
         import torch
