@@ -1,10 +1,10 @@
 """`Delivery`: one route of one push. Announces buckets to the route's sinks and waits for their answers.
 
-It runs on a thread of its own, so that the next bucket is gathered while the sinks verify the last, and so that a
-snapshotted source trains on meanwhile; where there is no next bucket, on the thread that waits for it, and where the
-command says all (`Outlet.tells_only`) that leaves at once. At most
-``window`` buckets are unanswered at a time. The first failure ends it: what comes afterwards is dropped, and `result`
-tells who failed, and in which bucket.
+Where the command says all (`Outlet.tells_only`) it runs on the thread that gathers, which sends one command after the
+other and waits for answers when there is no room, or at the end. A channel that moves bytes runs on a thread of its
+own, so that the next bucket is gathered meanwhile and a snapshotted source trains on; where there is no next bucket, on
+the thread that waits for it. At most ``window`` buckets of a fenced source are unanswered at a time. The first failure
+ends it: what comes afterwards is dropped, and `result` tells who failed, and in which bucket.
 """
 
 from __future__ import annotations
@@ -85,14 +85,13 @@ class Delivery:
         header: of the push.
         source: the member that sends, for errors of its own.
         window: how many buckets may be unanswered.
-        beside: on a thread of its own; otherwise in `result`.
+        beside: what moves bytes does so on a thread of its own; otherwise in `result`.
         took: seconds until the sinks had a bucket in the last push, by its number; brought up to date.
     """
 
     def __init__(
         self, outlet: Outlet, sinks: Mapping[str, int], command: Command, header: Header, source: str, *,
-        window: int = WINDOW, beside: bool = True,
-        took: dict[int, float] | None = None,
+        window: int = WINDOW, beside: bool = True, took: dict[int, float] | None = None,
     ) -> None:  # fmt: skip
         self._outlet, self._sinks, self._command, self._header = outlet, dict(sinks), command, header
         self._source, self._window = source, window
@@ -104,7 +103,8 @@ class Delivery:
         self._turn = -1
         self._thread: threading.Thread | None = None
         self._done = False
-        if beside:
+        self._at_once = outlet.tells_only
+        if beside and not self._at_once:
             self._thread = threading.Thread(target=self._run, name=f"rlmesh-weights-{source}", daemon=True)
             self._thread.start()
 
@@ -114,17 +114,23 @@ class Delivery:
 
     def wait_for_room(self) -> None:
         """Before the next bucket is put, so that at most so many are in memory. Bounded by the buckets' deadlines."""
-        self._room.acquire()
+        if not self._at_once:
+            self._room.acquire()
+            return
+        while self._unanswered and (len(self._unanswered) >= self._window or self._failure is not None):
+            self._settle()
 
     def skip(self) -> None:
         """The bucket that there was room for does not come."""
         self._room.release()
 
     def send(self, parcel: Parcel) -> None:
-        if self._thread is None and self._outlet.tells_only:
-            self._announce(parcel)
-        else:
+        if not self._at_once:
             self._parcels.put(parcel)
+            return
+        self._announce(parcel)
+        while self._unanswered and all(answer.done() for answer in self._unanswered[0].answers.values()):
+            self._settle()
 
     def put_failed(self, bucket: int, error: BaseException) -> None:
         """The source itself could not make a bucket."""

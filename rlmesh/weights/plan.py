@@ -21,7 +21,7 @@ SourceMode = Literal["fenced", "snapshot"]
 Channel = Literal["shm", "cuda_ipc", "collective", "stream"]
 
 CHANNELS: tuple[Channel, ...] = ("cuda_ipc", "shm", "collective", "stream")
-DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_BUCKET_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,12 +154,11 @@ class Sender:
         found = self._find(session)
         header = Header(session, push, version, flip_s, bucket_s)
         buckets = found.to_put()
-        several = len(buckets) > 1 or len(found.routes) > 1
+        beside = found.keep or len(buckets) > 1 or len(found.routes) > 1
         deliveries = [
-            Delivery(route.outlet, route.sinks, self._command, header, self.who, took=route.took,
-                     beside=several or (found.keep and not route.outlet.tells_only))
+            Delivery(route.outlet, route.sinks, self._command, header, self.who, beside=beside, took=route.took)
             for route in found.routes
-        ]  # fmt: skip
+        ]
         before = None if found.keep else self.source.stamp()
         try:
             for bucket in buckets:
