@@ -40,23 +40,25 @@ class Check:
     def looked_at(self, which: Sequence[int], pieces: Sequence[Any], *, shared: bool) -> None:
         """Sum the pieces of some entries where they are, and compare. If that memory is ``shared`` by all sinks of a
         node, this one's share of it: a word that is wrong is in somebody's share, and the commit is of all or of none.
-        One that looked at other memory by mistake would find its own share wrong.
+        One that looked at other memory by mistake would find its own share wrong; one that has no share in a small
+        bucket looks at all of it.
 
         Raises:
             WeightSyncError: some are wrong; names their tensors.
         """
         part, of = self._share
-        if not shared or of == 1:
+        mine = [
+            (i, piece, at)
+            for i, piece in zip(which, pieces, strict=True)
+            for at in range(self._first[i], self._first[i + 1])
+            if shared and at % of == part and piece.nbytes
+        ]
+        if not mine:
             self.copied(which, checksums_of(pieces))
             return
-        sent = self._sent()
-        wrong = []
-        for i, piece in zip(which, pieces, strict=True):
-            data, first = in_memory(piece), self._first[i]
-            mine = (at for at in range(first, self._first[i + 1]) if at % of == part)
-            if any(checksum_of_unit(data, at - first) != sent[at] for at in mine):
-                wrong.append(i)
-        self._refuse(wrong)
+        sent, first = self._sent(), self._first
+        wrong = [i for i, piece, at in mine if checksum_of_unit(in_memory(piece), at - first[i]) != sent[at]]
+        self._refuse(sorted(set(wrong)))
 
     def _refuse(self, wrong: Sequence[int]) -> None:
         if wrong:

@@ -76,6 +76,19 @@ def test_readers_of_one_memory_share_every_unit(readers: int) -> None:
             pieces[i][unit * UNIT_BYTES] ^= 1
 
 
+@pytest.mark.parametrize("sizes", [[7], [0, 7], [7, 0], [0, 5, 0, 0]], ids=str)
+def test_who_looks_at_other_memory_sees_that_however_small_it_is(sizes: list[int]) -> None:
+    """With eight readers most have no share in so few units."""
+    pieces, others = [some_bytes(size) for size in sizes], [some_bytes(size) ^ 1 for size in sizes]
+    which = range(len(sizes))
+    sent = [one for piece in pieces for one in checksums(piece)]
+    for reader in range(8):
+        check = Check(bucket_of(sizes), pieces, lambda: sent, (reader, 8))
+        check.looked_at(which, pieces, shared=True)
+        with pytest.raises(WeightSyncError, match="arrived altered"):
+            check.looked_at(which, others, shared=True)
+
+
 def test_who_copies_compares_everything() -> None:
     pieces = [some_bytes(size) for size in SIZES]
     which = range(len(pieces))
