@@ -153,7 +153,8 @@ class ModuleSource:
 
         with torch.no_grad():
             if self.lasting:
-                yield self._tensors
+                every = len(names) == len(self._tensors)
+                yield self._tensors if every else {name: self._tensors[name] for name in names}
                 return
             whole = {}
             for name in names:

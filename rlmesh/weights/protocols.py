@@ -46,8 +46,8 @@ class WeightSource(Protocol):
         ...
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Any]]:
-        """These tensors, and perhaps others, whole, for as long as the block lasts. Where they are sharded this is a
-        collective step: all ranks enter with the same names in the same order."""
+        """These tensors, whole, for as long as the block lasts. Where they are sharded this is a collective step: all
+        ranks enter with the same names in the same order."""
         ...
 
     def stamp(self) -> object:

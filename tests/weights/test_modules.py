@@ -146,6 +146,16 @@ def test_names_of_wrappers_are_taken_off() -> None:
         ModuleSource(nn.Linear(2, 2))
 
 
+def test_a_source_gives_what_was_asked_for_and_nothing_else() -> None:
+    module = Model(1)
+    source = ModuleSource(module)
+    names = [spec.name for spec in source.manifest()]
+    for some in (names, names[:2], names[1:], names[:1], []):
+        with source.gather(some) as tensors:
+            assert list(tensors) == some
+            assert all(tensor is module.get_parameter(name) for name, tensor in tensors.items() if "mean" not in name)
+
+
 @pytest.mark.parametrize("size", [0, 1, 8, 8 * 4096 - 1, 8 * 4096, 3 * 8 * 4096 + 13])
 def test_torch_sums_as_the_definition_says(size: int) -> None:
     piece = torch.randint(0, 256, (size + 3,), dtype=torch.uint8)[3:]
