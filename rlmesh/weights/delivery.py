@@ -129,8 +129,14 @@ class Delivery:
             self._parcels.put(parcel)
             return
         self._announce(parcel)
-        while self._unanswered and all(answer.done() for answer in self._unanswered[0].answers.values()):
+        self.settle_answered()
+
+    def settle_answered(self) -> bool:
+        """Give back the buckets to which all answers have come, as a thread of its own does at any time; whether one of
+        them was a failure."""
+        while self._at_once and self._unanswered and _all_done(self._unanswered[0].answers):
             self._settle()
+        return self.failed
 
     def put_failed(self, bucket: int, error: BaseException) -> None:
         """The source itself could not make a bucket."""
@@ -202,7 +208,7 @@ class Delivery:
         if self._failure is None:
             if len(answers) == 1:
                 wait_as_last(next(iter(answers.values())), self._took.get(index))
-            if not all(answer.done() for answer in answers.values()):
+            if not _all_done(answers):
                 wait(answers.values(), return_when=FIRST_EXCEPTION)
             self._took[index] = time.perf_counter() - oldest.began
             if any(_has_failed(answer) for answer in answers.values()):
@@ -222,6 +228,10 @@ def wait_as_last(answer: PlainFuture[Any], took_s: float | None) -> None:
     What takes long is not regular to a fraction of a millisecond, and does not miss one."""
     if took_s is not None and took_s < REGULAR_S:
         wait_about(answer, took_s)
+
+
+def _all_done(answers: Mapping[str, PlainFuture[Any]]) -> bool:
+    return all(answer.done() for answer in answers.values())
 
 
 def _has_failed(answer: PlainFuture[Any]) -> bool:

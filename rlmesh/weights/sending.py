@@ -159,6 +159,8 @@ class Sender:
             Delivery(route.outlet, route.sinks, self._command, header, self.who, beside=beside, took=route.took)
             for route in found.routes
         ]
+        for route, delivery in zip(found.routes, deliveries, strict=True):
+            route.outlet.while_full = delivery.settle_answered
         before = None if found.keep else self.source.stamp()
         try:
             for bucket in buckets:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import WeightsNotReady, WeightSyncError
+from rlmesh.memory.layout import TABLE_BYTES
 from rlmesh.weights.arrays import ArraySink, ArraySource
 from rlmesh.weights.checksum import UNIT_BYTES
 from rlmesh.weights.plan import Mode
@@ -166,6 +167,31 @@ def test_sinks_that_look_at_one_memory_verify_it_together(
             sync.push(2).result(HANG_S)
     for sink, member in zip(sinks, members, strict=True):
         check_serves(sink, member, 1, weights)
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_memory_for_one_bucket_is_enough_where_sinks_copy(
+    mesh: WeightMesh, monkeypatch: pytest.MonkeyPatch, snapshot: bool
+) -> None:
+    """Each bucket waits until the one before was given back."""
+    from rlmesh.memory.pool import SegmentPool
+    from rlmesh.weights.channels import shm
+
+    one = 1 << 20
+
+    def small(*args: Any, **options: Any) -> SegmentPool:
+        return SegmentPool(*args, **options, limit_bytes=one + TABLE_BYTES)
+
+    monkeypatch.setattr(shm, "SegmentPool", small)
+    sizes = [one // 4] * 6
+    weights = arrays(1, sizes)
+    sinks = [ArraySink(arrays(0, sizes), "in_place") for _ in range(2)]
+    members = [mesh.add_sink(sink, rank) for rank, sink in enumerate(sinks)]
+    sync = mesh.sync(ArraySource(weights), bucket_bytes=one, snapshot=snapshot, bucket_timeout_s=5.0)
+    for version in (1, 2):
+        sync.push(version).result(HANG_S)
+        for sink, member in zip(sinks, members, strict=True):
+            check_serves(sink, member, version, weights)
 
 
 def test_a_sink_that_concluded_too_late_goes_back() -> None:

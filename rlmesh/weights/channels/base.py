@@ -85,9 +85,12 @@ class Outlet(Protocol):
         joins_bytes: neighbouring buckets may be put as one, up to so many bytes: (the first of a push, the others);
             0: each by itself.
         tells_only: ``transmit`` does nothing, since the command says all.
+        while_full: set by whoever uses it: called while ``put`` waits for memory, since answers may have come; says
+            whether a sink has failed, so that no memory is needed any more.
     """
 
     tells_only: bool = False
+    while_full: Callable[[], bool] | None = None
 
     @property
     def joins_bytes(self) -> tuple[int, int]: ...

@@ -89,6 +89,8 @@ class ShmOutlet(Outlet):
                         f"bucket {bucket} finds no room in shared memory: {error}. Smaller buckets with in_place "
                         "sinks, or sinks with keep_shared=False, need room for two buckets only"
                     ) from error
+                if self.while_full is not None and self.while_full():
+                    raise ChannelBroken(f"bucket {bucket} is not needed any more") from error
                 self._wait(_POLL_S)
 
     def payload(self, parcel: Parcel, sink: str) -> Any:
