@@ -58,7 +58,8 @@ def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path, stalls: Sta
 
 
 def test_a_node_that_is_lost_while_there_is_no_master_is_lost_to_the_next_one(tmp_path: Path) -> None:
-    with moving(tmp_path, 3) as nodes:
+    # The next master is there before the leases of the other nodes end.
+    with moving(tmp_path, 3, "--lease", "6") as nodes:
         head, other, _ = nodes
         before = first_two(other, 1)
         agent = other.pid_of("-m rlmesh.agent")
