@@ -153,7 +153,7 @@ class ModuleSource:
 
         with torch.no_grad():
             if self.lasting:
-                every = len(names) == len(self._tensors)
+                every = len(names) == len(self._tensors)  # as between GPUs in every push: nothing is made for it
                 yield self._tensors if every else {name: self._tensors[name] for name in names}
                 return
             whole = {}
