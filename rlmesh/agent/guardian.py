@@ -43,11 +43,15 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
+    from rlmesh import private_files
     from rlmesh.agent import control_groups, ownership
 else:  # a script without sys.path: neither site-packages nor the package itself
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import control_groups
     import ownership
+
+    sys.path.append(os.path.dirname(sys.path[0]))
+    import private_files
 
 CONFIG_LIMIT_BYTES = 1 << 20
 CONFIG_WAIT_S = 30.0
@@ -152,9 +156,8 @@ class Guardian:
     def _start_agent(self) -> None:
         """Fork and exec; single-threaded, so a plain fork is safe here."""
         run_dir = str(self.config["run_dir"])
-        os.makedirs(os.path.join(run_dir, "logs"), exist_ok=True)
         log_path = os.path.join(run_dir, "logs", f"agent-{self.config['node_rank']}.log")
-        log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        log = private_files.append_to(log_path)
         config_out, self._agent_input = os.pipe2(os.O_CLOEXEC)
         self._agent_output, report_in = os.pipe2(os.O_CLOEXEC)
         fcntl.fcntl(self._agent_input, fcntl.F_SETPIPE_SZ, max(len(self.line) + 4096, 65536))
@@ -328,8 +331,7 @@ class Guardian:
         if "run_dir" in self.config:
             path = os.path.join(str(self.config["run_dir"]), f"exit-node{self.config.get('node_rank')}.json")
             try:
-                with open(path, "wb") as file:
-                    file.write(line)
+                private_files.write_whole(path, line)
             except OSError:
                 pass
         try:

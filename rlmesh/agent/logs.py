@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from rlmesh import private_files
+
 __all__ = ["LogLine", "LogTail", "Written", "last_lines", "logs_folder", "member_log", "written_before"]
 
 LAST_LINES = 20
@@ -47,7 +49,7 @@ def last_lines(path: str | Path, count: int = LAST_LINES) -> tuple[str, ...]:
     lines.
     """
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(private_files.open_file(path, os.O_RDONLY, neighbours=True), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - LAST_BYTES))
             data = file.read(LAST_BYTES)
@@ -90,7 +92,7 @@ class _Follower:
 
     def read(self) -> list[bytes]:
         try:
-            with open(self.path, "rb") as file:
+            with os.fdopen(private_files.open_file(self.path, os.O_RDONLY, neighbours=True), "rb") as file:
                 status = os.fstat(file.fileno())
                 if self._identity != (status.st_dev, status.st_ino) or status.st_size < self._offset:
                     self._offset, self._half = 0, b""  # another file under this name, or it was emptied

@@ -17,7 +17,7 @@ from typing import Protocol
 from rlmesh.agent.boot import MasterStart, start_master
 from rlmesh.agent.logs import last_lines
 from rlmesh.agent.process import Ended
-from rlmesh.agent.protocol import AgentConfig
+from rlmesh.agent.protocol import STATE_REFUSED, AgentConfig
 from rlmesh.agent.start import encode_config
 
 __all__ = ["GiveUp", "MasterBudget", "MasterKeeper", "Verdict"]
@@ -93,6 +93,8 @@ class MasterKeeper:
         self.let_go()
         lines = last_lines(f"{self._config.run_dir}/logs/master.log")
         tail = "".join(f"\n    {line}" for line in lines)
+        if ended.exit_code == STATE_REFUSED:
+            return GiveUp(f"the master refused the job's state{': ' if lines else ''}{lines[-1] if lines else ''}")
         self._deaths.append((self._clock(), f"{ended.describe()} (pid {ended.pid}); its last lines:{tail}"))
         return self._budget.judge(tuple(self._deaths), self._clock())
 

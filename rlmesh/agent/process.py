@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmesh import private_files
 from rlmesh.agent import ownership
 from rlmesh.errors import LaunchError
 from rlmesh.observe.append import ends_torn
@@ -90,9 +91,8 @@ def held_input(line: bytes) -> tuple[int, int]:
 def open_log(path: str) -> int:
     """A log file to append to; several writers and a reader may have it open. Makes the folder. A half line of whoever
     wrote it before is ended."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     torn = ends_torn(Path(path))
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = private_files.append_to(path)
     if torn:
         os.write(fd, b"\n")
     return fd

@@ -22,6 +22,9 @@ AGENT = "@agent"
 CONTROL = "@control"
 """Name under which a worker's endpoint serves its control object."""
 
+STATE_REFUSED = 76
+"""Exit code of a master that does not trust the job's state: starting it again would change nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:

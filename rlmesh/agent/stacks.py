@@ -16,6 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
+from rlmesh import private_files
 from rlmesh.agent import ownership
 
 __all__ = ["SIGNAL", "dump_stacks", "listen", "own_stacks", "stacks_file"]
@@ -36,7 +37,7 @@ def listen(socket_dir: str, role: str, rank: int) -> None:
     """In a member: write the stacks of all threads when `SIGNAL` comes. A folder that is full or gone only means that
     there will be none."""
     try:
-        fd = os.open(stacks_file(socket_dir, role, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fd = private_files.append_to(stacks_file(socket_dir, role, rank))
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     except OSError:
         pass
@@ -98,6 +99,6 @@ def _size(path: Path) -> int:
 
 
 def _read_from(path: Path, offset: int) -> str:
-    with open(path, "rb") as file:
+    with os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb") as file:
         file.seek(offset)
         return file.read().decode("utf-8", "replace").rstrip()

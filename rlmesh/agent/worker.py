@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlmesh.agent import control_groups, ownership
+from rlmesh.agent import control_groups, own_output, ownership
 from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, call_plainly, extend_path, load_entry, load_user_config
 from rlmesh.agent.fused import acting_for
@@ -49,6 +49,7 @@ from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError, UsageError
 from rlmesh.job.context import JobInfo, WorkerContext, acting_as, set_current_worker
+from rlmesh.job.status import Alarm
 from rlmesh.placement.affinity import bind
 from rlmesh.placement.environment import mask_disagrees
 from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
@@ -118,6 +119,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
         for failed in bind(spec.binding):  # before there are other threads, which inherit it
             print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")
     _flush_c_output_by_line()
+    own_output.protect()
     _link_logs(spec)
     extend_path(spec.import_roots)
     sys.argv = [spec.main_path or "rlmesh-worker"]
@@ -234,6 +236,7 @@ class Member:
             master = runtime.peer(MASTER, spec.master_endpoint)
             self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
             self._outbox = Outbox(runtime, master, f"{self.name}.{spec.incarnation}/{os.getpid()}")
+            own_output.tell_losses(lambda text: self._outbox.put(Alarm(time.time(), spec.role, spec.rank, None, text)))
             self._agent = runtime.peer(AGENT, spec.agent_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
             self._orders = Orders(runtime, spec.grace_s)
             runtime.exit_hook = self._orders.exit

@@ -6,19 +6,23 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlmesh import private_files
 from rlmesh.errors import RemoteError, RLMeshError, UsageError
+from rlmesh.job.masking import mask_text
 from rlmesh.master.discovery import RunningJob, find_job, running_jobs
 from rlmesh.master.records import EndedJob, ended_jobs, read_end
+from rlmesh.observe.shown import shown
 
 if TYPE_CHECKING:
     from rlmesh.runtime.handle import MemberHandle
 
 ASK_TIMEOUT_S = 10.0
+SHOWN_OTHERS = 3
 
 
 def age(seconds: float) -> str:
@@ -55,13 +59,29 @@ def find_any(what: str | None) -> RunningJob | EndedJob:
         return find_job(what, running)
     there = read_end(Path(folder))
     matching = [there] if there else [job for job in ended if what in (job.job_id, job.job_name)]
-    if len(matching) == 1:
-        return matching[0]
     if matching:
-        folders = ", ".join(job.run_dir for job in matching)
-        raise UsageError(f"{len(matching)} jobs that have ended are called {what!r}; name one by its folder: {folders}")
+        newest = max(matching, key=lambda job: (job.started_at, job.ended_at))
+        _tell_others([job for job in matching if job is not newest], what)
+        return newest
     known = ", ".join(job.job_id for job in running) or "none"
     raise UsageError(f"no job {what!r} runs here or is known to have ended (running: {known}); see `rlmesh ps --all`")
+
+
+def _tell_others(others: Sequence[EndedJob], what: str) -> None:
+    """Of several jobs of one name the newest is meant; the others are told of, beside the output."""
+    if others:
+        shown_ones = [job.run_dir for job in sorted(others, key=lambda job: -job.started_at)][:SHOWN_OTHERS]
+        more = ", …" if len(others) > len(shown_ones) else ""
+        say(
+            f"the newest job called {what!r} is shown; {len(others)} more ended before it, which you name by their "
+            f"folders: {', '.join(shown_ones)}{more}",
+            err=True,
+        )
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines of others' words: what a terminal would obey is shown, what has the form of a secret is masked."""
+    print(shown(mask_text(text), lines=True), file=sys.stderr if err else sys.stdout)
 
 
 def find_running(what: str | None) -> RunningJob:
@@ -99,6 +119,18 @@ def asking(job: RunningJob, timeout_s: float = ASK_TIMEOUT_S) -> Iterator[Member
 
     with Runtime.start(name="cli", key=job.key(), bind=False) as runtime:
         yield runtime.peer(MASTER, job.master_endpoint).options(timeout_s=timeout_s)
+
+
+def check_own(folder: Path) -> None:
+    """Raises:
+    UsageError: a folder of a run is somebody else's, or others may write to it.
+    """
+    try:
+        private_files.check_folder(folder)
+    except private_files.UnsafeFile as error:
+        raise UsageError(f"it is not read, since somebody else may have written there: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be read: {error.strerror}") from None
 
 
 def matches(name: str, who: str | None) -> bool:
@@ -139,7 +171,7 @@ def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[a
             wrong_use = isinstance(error, UsageError)
             # What the master says of wrong use is for people as it is, without how it came here.
             text = error.remote_message if wrong_use and isinstance(error, RemoteError) else str(error)
-            print(f"rlmesh {command}: {text}", file=sys.stderr)
+            say(f"rlmesh {command}: {text}", err=True)
             return 2 if wrong_use else 1
         except KeyboardInterrupt:
             return 130

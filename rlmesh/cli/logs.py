@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.agent.logs import LogLine, LogTail, last_lines, logs_folder
-from rlmesh.cli.jobs import add_job_argument, checked, find_any, told
+from rlmesh.cli.jobs import add_job_argument, check_own, checked, find_any, told
 from rlmesh.cli.quantities import count
 from rlmesh.errors import UsageError
 from rlmesh.master.discovery import RunningJob
+from rlmesh.observe.shown import shown
 
 POLL_S = 0.2
 OWN = ("master", "agent")
@@ -40,6 +41,7 @@ def show(options: argparse.Namespace) -> int:
     """Print them and return the exit code."""
     job = find_any(options.job)
     folder = logs_folder(job.run_dir)
+    check_own(folder)
     chosen = _choose(folder, options.who)
     tail = LogTail()
     for name, path in chosen.items():
@@ -96,5 +98,5 @@ def _follow(tail: LogTail, folder: Path, who: str | None, running: Path | None) 
 
 def _print(lines: Any) -> None:
     for line in lines:
-        sys.stdout.write(f"{line.name} | {line.text}\n")
+        sys.stdout.write(f"{shown(line.name)} | {shown(line.text)}\n")
     sys.stdout.flush()

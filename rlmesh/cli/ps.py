@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from rlmesh.cli.jobs import add_job_argument, asking, find_running, headline, told
+from rlmesh.cli.jobs import add_job_argument, asking, find_running, headline, say, told
 from rlmesh.job.status import JobStatus, MemberWaits
 from rlmesh.master.discovery import RunningJob, running_jobs
 from rlmesh.master.graph import CallGraph
@@ -41,13 +41,13 @@ def show(options: argparse.Namespace) -> int:
             print("no job of yours runs on this machine")
         ended = ended_jobs(job.run_dir for job in jobs) if options.all else []
         for line in [*map(headline, ended), *map(headline, jobs)]:
-            print(line)
+            say(line)
         return 0
     job = find_running(options.job)
-    print(headline(job))
-    print(f"  {job.master_endpoint}  key file {job.folder / KEY_FILE}")
+    say(headline(job))
+    say(f"  {job.master_endpoint}  key file {job.folder / KEY_FILE}")
     for line in ask(job, pending=options.pending, graph=options.graph):
-        print(line)
+        say(line)
     return 0
 
 

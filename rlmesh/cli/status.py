@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.jobs import add_job_argument, age, asking, find_any, headline, told
+from rlmesh.cli.jobs import add_job_argument, age, asking, find_any, headline, say, told
 from rlmesh.job.status import JobStatus, MemberStatus
 from rlmesh.master.discovery import RunningJob
 from rlmesh.master.graph import CallGraph
@@ -40,11 +40,11 @@ def show(options: argparse.Namespace) -> int:
     job = find_any(options.job)
     if options.graph is not None:
         return _show_graph(job, options.graph)
-    print(headline(job))
+    say(headline(job))
     if isinstance(job, EndedJob):
-        print("\n".join(end_lines(job)))
+        say("\n".join(end_lines(job)))
         return 0 if job.stage == "succeeded" else 1
-    print("\n".join(status_lines(_ask(job))))
+    say("\n".join(status_lines(_ask(job))))
     return 0
 
 
@@ -56,8 +56,8 @@ def _show_graph(job: RunningJob | EndedJob, how: Format) -> int:
     else:
         graph = last_graph(Path(job.run_dir))
     if how == "text":
-        print(headline(job))
-    print("\n".join(f"  {line}" if how == "text" else line for line in drawn(graph, how)))
+        say(headline(job))
+    say("\n".join(f"  {line}" if how == "text" else line for line in drawn(graph, how)))
     return 0
 
 
@@ -129,6 +129,8 @@ def end_lines(job: EndedJob) -> Iterator[str]:
     """How a job ended."""
     if job.stage == "lost":
         yield "  its driver died before it could say how the job ended; the logs and exit-node*.json tell more"
+    if job.trouble:
+        yield f"  its record cannot be read: {job.trouble}"
     if job.stopped_at is not None:
         yield f"  all ranks stopped after step {job.stopped_at}; to go on: rlmesh launch --run-dir {job.run_dir} …"
     yield from _restart_lines(job.restarts, time.time())

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.agent import ownership
-from rlmesh.cli.jobs import add_job_argument, asking, find_running, headline, told
+from rlmesh.cli.jobs import add_job_argument, asking, find_running, headline, say, told
 from rlmesh.cli.quantities import seconds
 from rlmesh.errors import CallError, LaunchError
 from rlmesh.master.discovery import RunningJob
@@ -44,7 +45,8 @@ def add_to(commands: Any) -> None:
 def stop(options: argparse.Namespace) -> int:
     """End it and return the exit code: 0 if nothing is left, 1 if something is."""
     job = find_running(options.job)
-    print(headline(job), flush=True)
+    say(headline(job))
+    sys.stdout.flush()
     with _watching(job.driver_pid) as ended:
         try:
             with asking(job) as master:
@@ -54,7 +56,7 @@ def stop(options: argparse.Namespace) -> int:
         _await(lambda: ended() and not job.folder.exists(), options.grace + END_S)
     left = leftovers(job)
     for line in [*reports(Path(job.run_dir)), *(f"  still there: {what}" for what in left)]:
-        print(line)
+        say(line)
     if left:
         raise LaunchError(
             f"{len(left)} things of job {job.job_id} are still there {options.grace + END_S:g} s after it was told to "
@@ -105,9 +107,9 @@ def leftovers(job: RunningJob) -> list[str]:
 def reports(run_dir: Path) -> list[str]:
     """What the guardians of the nodes said at their ends."""
     lines = []
-    for path in sorted(run_dir.glob("exit-node*.json")):
+    for path in private_files.files_in(run_dir, "exit-node*.json"):
         try:
-            report: dict[str, Any] = json.loads(path.read_text())
+            report: dict[str, Any] = json.loads(private_files.read(path))
             items = [*report["leftovers"], *(report["agent"] or {}).get("leftovers", [])]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.jobs import add_job_argument, find_any, told
+from rlmesh.cli.jobs import add_job_argument, check_own, find_any, told
 from rlmesh.errors import UsageError
 from rlmesh.observe.eventlog import EVENTS_FILE
 from rlmesh.observe.timeline import read_trace
@@ -33,10 +33,14 @@ def add_to(commands: Any) -> None:
 def write(options: argparse.Namespace) -> int:
     """Write the file and say what is in it; 0."""
     run_dir = _run_dir(options.job)
+    check_own(run_dir)
     trace = read_trace(run_dir)
     draft = options.output.with_name(f".{options.output.name}.{os.getpid()}")
     try:
-        draft.write_text(json.dumps(trace, separators=(",", ":")))
+        # In any folder, also one where others can put links: a new file or none.
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(trace, file, separators=(",", ":"))
         os.replace(draft, options.output)
     except OSError as error:
         draft.unlink(missing_ok=True)

@@ -13,9 +13,10 @@ Within a class the oldest comes first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import ClassVar
 
 from rlmesh.job.status import ExitInfo, FailureInfo
 
@@ -44,6 +45,8 @@ class Failure:
 class Failures:
     """The failures of one job that are not dealt with yet. ``settle_s``: how long one waits for a better
     explanation."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"_found": list[Failure], "_settle_at": float | None}
 
     def __init__(self, settle_s: float) -> None:
         self._settle_s = settle_s

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.errors import CallError
 from rlmesh.master import events as ev
@@ -173,6 +174,6 @@ def _ended_by(action: ev.Action) -> tuple[tuple[str, int], ...]:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except FileNotFoundError:
+        return [json.loads(line) for line in private_files.read(path).splitlines()]
+    except (OSError, ValueError):
         return []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, Literal
 
 from rlmesh.job.status import FailureInfo
 from rlmesh.master.causes import Weight
@@ -16,6 +16,10 @@ SHOWN_NAMES = 5
 
 class Deadlines:
     """The moments, in seconds since the epoch, at which something must have happened."""
+
+    KEPT: ClassVar[Mapping[str, object]] = dict.fromkeys(
+        ("agents_at", "runs_at", "teardown_at", "exits_at"), float | None
+    )
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits

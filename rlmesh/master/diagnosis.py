@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlmesh.job.status import FailureInfo, MemberProgress, MemberStack
 
@@ -92,6 +93,8 @@ def causes_of(quiet: Iterable[Quiet], moving: Collection[str]) -> Hang | None:
 @dataclass(slots=True)
 class DiagnosisManager:
     """Watches one job. ``limit_s``: how long a member may be without progress."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"_seen": dict[Key, _Seen], "_asked_at": float}
 
     limit_s: float
     _seen: dict[Key, _Seen] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import glob
 import json
 import os
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.agent import ownership
 from rlmesh.errors import UsageError
 from rlmesh.master.workspace import ABOUT_FILE, KEY_FILE, socket_bases
@@ -48,22 +48,39 @@ def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
     """This user's jobs, oldest first. What those left that were killed at one stroke is removed."""
     found: dict[str, RunningJob] = {}
     for base in socket_bases() if bases is None else bases:
-        # Not by Path.glob, which fails where a job ends meanwhile and its folder with it.
-        for path in glob.iglob(f"{glob.escape(base)}/rlm-*/n*/{ABOUT_FILE}"):
-            job = _read(Path(path))
-            if job is not None and not _swept(job):
-                found[job.job_id] = job
+        for folder in _own_folders(base, "rlm-"):
+            for node in _own_folders(folder, "n"):
+                job = _read(Path(node) / ABOUT_FILE)
+                if job is not None and not _swept(job):
+                    found[job.job_id] = job
     return sorted(found.values(), key=lambda job: job.started_at)
+
+
+def _own_folders(base: str, prefix: str) -> list[str]:
+    """The folders in another one that are this user's, and closed to everybody else; links are none. What others have
+    put beside them, in a folder that all may write to, is not looked at."""
+    found = []
+    try:
+        with os.scandir(base) as entries:
+            for entry in entries:
+                if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
+                    about = entry.stat(follow_symlinks=False)
+                    if about.st_uid == os.geteuid() and not about.st_mode & 0o077:
+                        found.append(entry.path)
+    except OSError:
+        pass  # there is none, or a job ended just now, and its folder with it
+    return found
 
 
 def _read(path: Path) -> RunningJob | None:
     try:
-        if path.stat().st_uid != os.getuid():
-            return None
-        about: dict[str, Any] = json.loads(path.read_text())
-        return RunningJob(folder=path.parent, **about)
+        about: dict[str, Any] = json.loads(private_files.read(path))
+        job = RunningJob(folder=path.parent, **about)
     except (OSError, ValueError, TypeError):
         return None  # It ended just now, or is of another version.
+    texts = (job.job_id, job.job_name, job.run_dir, job.master_endpoint)
+    numbers = isinstance(job.started_at, int | float) and isinstance(job.driver_pid, int)
+    return job if numbers and all(isinstance(text, str) for text in texts) else None
 
 
 def _swept(job: RunningJob) -> bool:

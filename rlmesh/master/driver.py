@@ -18,10 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from rlmesh import private_files
 from rlmesh.agent.checks import gather, judge
 from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
+from rlmesh.job.masking import masked
 from rlmesh.job.status import JobStatus
 from rlmesh.master.discovery import running_jobs
 from rlmesh.master.interrupt import Interrupt
@@ -34,8 +36,10 @@ from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Session
 from rlmesh.master.standard_streams import fill_standard_streams
 from rlmesh.master.starts import await_guardians, hold, note_start
+from rlmesh.master.store import STORE_FILE, StoreRefused, check_store
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
+from rlmesh.observe.shown import json_text
 from rlmesh.placement.planner import make_plan
 
 if TYPE_CHECKING:
@@ -159,6 +163,7 @@ class Driver:
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
+            check_store(space.run_dir / STORE_FILE)
             self._held = hold(space.run_dir)
             await_guardians(space.run_dir)
             forget_end(space.run_dir)
@@ -175,10 +180,12 @@ class Driver:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
                 spec = replace(spec, observe=options.observe)
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
-            (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
+            private_files.write_whole(space.run_dir / "job.json", described(config) + "\n")
             remember(space.run_dir)
         except BaseException as error:
             space.remove_sockets()
+            if isinstance(error, StoreRefused):
+                raise LaunchError(str(error)) from None
             if isinstance(error, OSError):
                 raise LaunchError(f"the job's files cannot be written: {error}") from error
             raise
@@ -250,6 +257,11 @@ class Driver:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def described(config: DLConfig) -> str:
+    """A job's description for people, without its secrets: those go to the job by private ways."""
+    return json_text(masked(config.model_dump(mode="json")), indent=2)
 
 
 def _check_this_machine() -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
 from rlmesh.errors import CallError, PeerLost, ShuttingDown
@@ -184,7 +185,7 @@ class Executor:
         path = Path(context.spec.run_dir) / f"stacks-{time.strftime('%H%M%S')}.txt"
         text = "\n".join(f"=== {stack_text(stack)}" for stack in stacks)
         try:
-            await asyncio.to_thread(path.write_text, text)
+            await asyncio.to_thread(private_files.write_whole, path, text)
         except OSError as error:
             logger.warning("the members' stacks were not written: %s", error)
         self._post(ev.StacksTaken(stacks, str(path)))

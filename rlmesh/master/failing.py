@@ -7,7 +7,9 @@ may have a better explanation waits for it (causes.py).
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from rlmesh.job.status import ExitInfo, FailureInfo, MemberState
 from rlmesh.master import events as ev
@@ -46,6 +48,8 @@ CAUSE_MEMORY_S = 60.0
 
 class Failing:
     """The failures of one job; true as long as there are some that are not dealt with."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"_failures": Failures}
 
     def __init__(
         self, state: JobState, failover: FailoverCoordinator, moves: Moves, recoveries: Recoveries, ending: Ending,

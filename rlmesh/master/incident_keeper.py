@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.agent.logs import last_lines
 from rlmesh.job.status import ExitInfo, FailureInfo
 from rlmesh.master.context import JobContext, Member
@@ -183,7 +184,7 @@ class IncidentKeeper:
 
     def _config(self) -> Any:
         try:
-            return json.loads((self._run_dir / "job.json").read_text())
+            return json.loads(private_files.read(self._run_dir / "job.json"))
         except (OSError, ValueError):
             return None
 

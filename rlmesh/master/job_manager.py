@@ -14,7 +14,8 @@ running → stopping → succeeded, failed or stopped::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from rlmesh.agent.protocol import MemberProcess
 from rlmesh.errors import PlacementError
@@ -48,6 +49,12 @@ class JobManager:
         last_lines: reads the end of a member's log, for messages about members that cannot be asked.
     """
 
+    KEPT: ClassVar[Mapping[str, object]] = {
+        "_state": JobState, "_together": StopTogether, "_recoveries": Recoveries, "_moves": Moves,
+        "_losses": NodeLosses, "_failing": Failing, "_watch": Watch,
+    }  # fmt: skip
+    """What decisions depend on besides ``context``: all that a restarted master needs (`rlmesh.master.schema`)."""
+
     def __init__(
         self, spec: JobSpec, scheduler: Scheduler, now: float, last_lines: LastLines = lambda path: ()
     ) -> None:
@@ -68,20 +75,6 @@ class JobManager:
         self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
         """Is told of each event that was handled, and of what came of it."""
         self._watch = Watch(self._state, self._failing.died)
-
-    def collaborators(self) -> dict[str, object]:
-        """What is no state of the job, by name: what was given to the manager, and the list that it fills."""
-        state = self._state
-        return {"scheduler": self._scheduler, "last_lines": state.last_lines, "actions": state.actions}
-
-    def remembered(self) -> dict[str, object]:
-        """What decisions depend on besides ``context``: all that a restarted master needs. Picklable; it may point to
-        the manager, its collaborators, the context and its members."""
-        return {name: value for name, value in vars(self).items() if name not in ("context", "watcher")}
-
-    def recall(self, remembered: dict[str, object]) -> None:
-        """Go on with what another process's ``remembered`` gave; ``context`` is restored already."""
-        vars(self).update(remembered)
 
     @property
     def ended(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlmesh.job.status import MemberState
 from rlmesh.master import events as ev
@@ -20,6 +21,8 @@ SERVING: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
 @dataclass(slots=True)
 class JobState:
     """One job. ``actions`` are those of the event at hand; ``ports`` those of the elastic roles' process groups."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"deadlines": Deadlines, "ports": dict[str, int]}
 
     context: JobContext
     deadlines: Deadlines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 from rlmesh.errors import PlacementError
 from rlmesh.job.status import FailureInfo
@@ -21,6 +22,8 @@ NODE_WINDOW_S = 3600.0
 
 class Moves:
     """What one job must not use any more. Members stay where they are until they are restarted."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"bad_devices": set[str]}
 
     def __init__(self, state: JobState, scheduler: Scheduler) -> None:
         self._state = state

@@ -11,7 +11,9 @@ A node that belongs to a group takes the others of its group along: they are lef
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from rlmesh.job.status import NODE_LOST, ExitInfo, FailureInfo
 from rlmesh.master import events as ev
@@ -27,6 +29,8 @@ __all__ = ["NodeLosses"]
 
 class NodeLosses:
     """The lost nodes of one job. Each method gives the failure with which the job ends, or None."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"_short": FailureInfo | None, "_wait_until": float}
 
     def __init__(
         self, state: JobState, failover: FailoverCoordinator, moves: Moves, recoveries: Recoveries

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlmesh import private_files
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.agent.usage import NodeUse
 from rlmesh.errors import CallError, UsageError
@@ -122,7 +123,10 @@ class Observer:
             return
         self._server = server
         logger.info("metrics: %s", where)
-        (Path(spec.run_dir) / METRICS_ADDRESS).write_text(where + "\n")
+        try:
+            private_files.write_whole(Path(spec.run_dir) / METRICS_ADDRESS, where + "\n", durable=False)
+        except OSError as error:
+            logger.warning("%s is not written: %s", METRICS_ADDRESS, error)
 
     async def _metrics(self) -> str:
         context = self._manager.context

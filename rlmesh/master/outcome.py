@@ -17,8 +17,10 @@ from rlmesh.errors import (
     RemoteError,
     RestartBudgetExhausted,
 )
+from rlmesh.job.masking import mask_text
 from rlmesh.job.status import NODE_LOST, FailureInfo, JobStatus
 from rlmesh.observe.incidents import newest_incident
+from rlmesh.observe.shown import shown
 
 SHOWN_LOG_LINES = 20
 SHOWN_MEMBERS = 8
@@ -93,12 +95,12 @@ def describe_failure(failure: FailureInfo) -> str:
     if failure.exit is not None and failure.exit.last_log_lines:
         parts.append(f"last lines of {failure.exit.log_path}:")
         parts.append(_indented("\n".join(failure.exit.last_log_lines[-SHOWN_LOG_LINES:])))
-    return "\n".join(parts)
+    return shown(mask_text("\n".join(parts)), lines=True)
 
 
 def job_failed(job_name: str, failures: Sequence[FailureInfo], run_dir: Path) -> JobFailed:
     """The error for a job that failed; its first exception is the first cause."""
-    first = failures[0].message.splitlines()[0] if failures else "no cause was recorded"
+    first = shown(mask_text(failures[0].message.partition("\n")[0])) if failures else "no cause was recorded"
     incident = newest_incident(run_dir)
     files = f"what happened: {incident}; logs and metrics: {run_dir}" if incident else f"logs and metrics: {run_dir}"
     text = f"job {job_name} failed: {first} ({files})"

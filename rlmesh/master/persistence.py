@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rlmesh.master.store import Changes, Key, Row, Store, Stored, StoreError
+from rlmesh.master.store import Changes, Key, Row, Store, Stored, StoreError, StoreRefused
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,15 @@ class Persistence:
         self._thread.start()
 
     async def load(self) -> Stored:
-        """What a master before this one has left; nothing if the store cannot be used."""
+        """What a master before this one has left; nothing if the store cannot be used.
+
+        Raises:
+            StoreRefused: there is a store that may be somebody else's, or of another version.
+        """
         try:
             return await asyncio.shield(self._opened)
+        except StoreRefused:
+            raise
         except StoreError:
             return Stored({})
 
@@ -99,6 +105,8 @@ class Persistence:
             self._post(self._set_opened, store.read(), None)
         except StoreError as error:
             self._post(self._set_opened, None, error)
+        except Exception as error:  # a fault of ours must not leave the master waiting for an answer
+            self._post(self._set_opened, None, StoreError(f"{self._path} cannot be opened: {error!r}"))
         while (work := self._work.get()) is not None:
             batch = [work]
             last = False
@@ -119,6 +127,9 @@ class Persistence:
                 if store is not None:
                     store.close()  # it is opened anew, and set aside if it is torn
                     store = None
+            except Exception as error:  # one value that cannot be stored does not end the saving of all others
+                logger.exception("a part of the job's state cannot be stored")
+                failed = StoreError(f"the job's state cannot be written to {self._path}: {error!r}")
             self._post(self._finished, changes, [done for _, done in batch], failed)
             if last:
                 break

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.agent.logs import last_lines, logs_folder
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.observe.eventlog import KEPT, read_events
@@ -30,7 +31,7 @@ def write_post_mortem(status: JobStatus, run_dir: Path, failure: FailureInfo) ->
     incident.closed_at = failure.at
     incident.steps = {f"{member.role}:{member.rank}": member.step for member in status.members}
     incident.events = sorted(list(read_events(run_dir))[-KEPT:], key=lambda entry: float(entry["at"]))
-    for path in sorted(logs_folder(run_dir).glob("*.log"))[:MOST_LOGS]:
+    for path in private_files.files_in(logs_folder(run_dir), "*.log")[:MOST_LOGS]:
         if lines := last_lines(path, LINES):
             incident.last_lines[path.stem] = list(lines)
     try:
@@ -42,6 +43,6 @@ def write_post_mortem(status: JobStatus, run_dir: Path, failure: FailureInfo) ->
 
 def _config(run_dir: Path) -> Any:
     try:
-        return json.loads((run_dir / "job.json").read_text())
+        return json.loads(private_files.read(run_dir / "job.json"))
     except (OSError, ValueError):
         return None

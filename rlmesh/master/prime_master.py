@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.agent.logs import last_lines
 from rlmesh.agent.node import machine_id
-from rlmesh.agent.protocol import MASTER, AgentConfig, Grant, MemberHello, MemberProcess
+from rlmesh.agent.protocol import MASTER, STATE_REFUSED, AgentConfig, Grant, MemberHello, MemberProcess
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
 from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
@@ -33,8 +34,9 @@ from rlmesh.master.observer import Observer
 from rlmesh.master.persistence import Persistence
 from rlmesh.master.pump import Pump
 from rlmesh.master.scheduler import Scheduler, Site
+from rlmesh.master.schema import SchemaError
 from rlmesh.master.snapshot import stored_fact
-from rlmesh.master.store import STORE_FILE, Stored
+from rlmesh.master.store import STORE_FILE, Stored, StoreRefused
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.joining import JobView
@@ -315,8 +317,13 @@ def main() -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = decode_config(sys.stdin.buffer.readline())
-    spec: JobSpec = pickle.loads(Path(config.job_path).read_bytes())
-    uvloop.run(run_master(config, spec))
+    # A pickle, which the driver wrote into the private folder of the job's sockets.
+    spec: JobSpec = pickle.loads(private_files.read(config.job_path))
+    try:
+        uvloop.run(run_master(config, spec))
+    except (StoreRefused, SchemaError) as error:
+        logger.error("the job cannot go on: %s", error)
+        return STATE_REFUSED
     return 0
 
 

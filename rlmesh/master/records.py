@@ -7,19 +7,27 @@ run directory per line, newest last. Nobody needs either to run a job, so whatev
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rlmesh import private_files
 from rlmesh.job.status import JobStatus
 from rlmesh.observe.summary import alarm_lines
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["EndedJob", "ended_jobs", "forget_end", "read_end", "remember", "write_end"]
 
 END_FILE = "end.json"
+UNREADABLE = "unreadable"
+"""Stage of a job whose record is somebody else's, torn or malformed."""
+LATEST_S = 1e12
+T = TypeVar("T")
 KEPT = 200
 """Run directories in the list; older ones are forgotten."""
 
@@ -44,6 +52,8 @@ class EndedJob:
     """What was restarted, when and why, oldest first."""
     stopped_at: int | None = None
     """The step after which all ranks stopped, after notice."""
+    trouble: str = ""
+    """Why the record of an ``unreadable`` job cannot be read."""
 
 
 def write_end(status: JobStatus, now: float | None = None) -> None:
@@ -61,9 +71,9 @@ def write_end(status: JobStatus, now: float | None = None) -> None:
         "stopped_at": status.stopped_at,
     }
     try:
-        (Path(status.run_dir) / END_FILE).write_text(json.dumps(end, indent=1) + "\n")
-    except OSError:
-        pass
+        private_files.write_whole(Path(status.run_dir) / END_FILE, json.dumps(end, indent=1) + "\n")
+    except OSError as error:
+        logger.warning("how the job ended could not be noted in %s: %s", Path(status.run_dir) / END_FILE, error)
 
 
 def forget_end(run_dir: Path) -> None:
@@ -81,10 +91,9 @@ def list_file() -> Path:
 def remember(run_dir: str | Path) -> None:
     """Add a run directory to the list. Several jobs may do so at the same moment."""
     path = list_file()
-    line = f"{os.path.abspath(run_dir)}\n".encode()
+    line = os.fsencode(f"{os.path.abspath(run_dir)}\n")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = private_files.append_to(path)
         try:
             os.write(fd, line)  # One write of a short line: appended as a whole.
         finally:
@@ -96,22 +105,20 @@ def remember(run_dir: str | Path) -> None:
 
 
 def _shorten(path: Path) -> None:
-    kept = path.read_bytes().splitlines(keepends=True)[-KEPT:]
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_bytes(b"".join(kept))
-    os.replace(new, path)
+    kept = private_files.read(path).splitlines(keepends=True)[-KEPT:]
+    private_files.write_whole(path, b"".join(kept))
 
 
 def ended_jobs(running: Iterable[str] = (), path: Path | None = None) -> list[EndedJob]:
-    """This user's jobs that have ended, oldest first.
+    """This user's jobs that have ended, oldest first; one whose record makes no sense is ``unreadable``.
 
     Args:
         running: run directories of those that run.
         path: of the list, if it is not the usual one.
     """
     try:
-        lines = (path or list_file()).read_text().splitlines()[-KEPT:]
-    except (OSError, UnicodeDecodeError, RuntimeError):
+        lines = os.fsdecode(private_files.read(path or list_file())).splitlines()[-KEPT:]
+    except (OSError, RuntimeError):
         return []
     still = set(running)
     found = [read_end(Path(line)) for line in dict.fromkeys(lines) if line and line not in still]
@@ -120,22 +127,76 @@ def ended_jobs(running: Iterable[str] = (), path: Path | None = None) -> list[En
 
 def read_end(run_dir: Path) -> EndedJob | None:
     """How the job of a run directory ended; None if there was none."""
+    if not os.path.isdir(run_dir):
+        return None
     try:
-        end: dict[str, Any] = json.loads((run_dir / END_FILE).read_text())
-        return EndedJob(
-            run_dir=str(run_dir),
-            failures=tuple(end.pop("failures")),
-            members=tuple((name, state) for name, state in end.pop("members")),
-            alarms=tuple(end.pop("alarms", ())),
-            restarts=tuple((unit, at, cause) for unit, at, cause in end.pop("restarts", ())),
-            **end,
-        )
-    except (OSError, ValueError, TypeError, KeyError):
+        return _ended(run_dir, private_files.read(run_dir / END_FILE))
+    except FileNotFoundError:
         pass
+    except (OSError, ValueError, RecursionError) as error:  # somebody else's, torn, or not what write_end writes
+        return EndedJob("", run_dir.name, str(run_dir), UNREADABLE, _changed_at(run_dir), trouble=str(error))
     described = run_dir / "job.json"
     try:
         started_at = described.stat().st_mtime
-        name = str(json.loads(described.read_text()).get("job_name") or run_dir.name)
-    except (OSError, ValueError, AttributeError):
+        name = str(json.loads(private_files.read(described)).get("job_name") or run_dir.name)
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return EndedJob("", run_dir.name, str(run_dir), UNREADABLE, _changed_at(run_dir), trouble=str(error))
     return EndedJob("", name, str(run_dir), "lost", started_at)
+
+
+def _changed_at(run_dir: Path) -> float:
+    try:
+        return run_dir.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _ended(run_dir: Path, data: bytes) -> EndedJob:
+    """Raises:
+    ValueError: the record is not what `write_end` writes; says where.
+    """
+    end = json.loads(data)
+    if not isinstance(end, dict):
+        raise ValueError(f"{END_FILE} is no object")
+    return EndedJob(
+        job_id=_of(end, "job_id", str),
+        job_name=_of(end, "job_name", str),
+        run_dir=str(run_dir),
+        stage=_of(end, "stage", str),
+        started_at=_seconds(end, "started_at"),
+        ended_at=_seconds(end, "ended_at"),
+        failures=_rows(end, "failures", str),
+        members=_rows(end, "members", str, str),
+        alarms=_rows(end, "alarms", str),
+        restarts=_rows(end, "restarts", str, float, str),
+        stopped_at=None if end.get("stopped_at") is None else _of(end, "stopped_at", int),
+    )
+
+
+def _of(values: dict[str, Any], name: str, kind: type[T]) -> T:
+    value = values.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"{name} in {END_FILE} is {value!r:.80}, not {kind.__name__}")
+    return value
+
+
+def _seconds(values: dict[str, Any], name: str) -> float:
+    value = values.get(name)
+    if type(value) not in (int, float) or not 0 <= value < LATEST_S:
+        raise ValueError(f"{name} in {END_FILE} is {value!r:.80}, not a moment")
+    return float(value)
+
+
+def _rows(values: dict[str, Any], name: str, *kinds: type) -> tuple[Any, ...]:
+    rows = values.get(name, [])
+    found = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        items = [row] if len(kinds) == 1 else row if isinstance(row, list) else []
+        items = [float(item) if type(item) is int and kind is float else item
+                 for item, kind in zip(items, kinds, strict=False)]  # fmt: skip
+        if not isinstance(rows, list) or [type(item) for item in items] != list(kinds):
+            raise ValueError(f"{name} in {END_FILE} has {row!r:.80}")
+        found.append(items[0] if len(kinds) == 1 else tuple(items))
+    return tuple(found)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from rlmesh.job.restarts import Phase, RestartEvent
 from rlmesh.job.status import ExitInfo, FailureInfo
@@ -40,6 +41,8 @@ class Recovery:
 
 class Recoveries:
     """All restarts of one job that are under way. A member is in at most one of them."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"_active": list[Recovery], "_ports_asked": dict[str, list[int]]}
 
     def __init__(self, state: JobState) -> None:
         self._state = state

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from rlmesh import private_files
+
 __all__ = ["RELAUNCH_LOG", "Relaunch"]
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Relaunch:
     def _ask(self, node_rank: int, name: str) -> None:
         env = {**os.environ, **self._env, "RLMESH_NODE_RANK": str(node_rank), "RLMESH_LOST_NODE": name}
         try:
-            with self._log.open("ab") as log:
+            with os.fdopen(private_files.append_to(self._log), "ab") as log:
                 self._running[node_rank] = subprocess.Popen(
                     self._words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
                 )

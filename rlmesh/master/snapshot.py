@@ -1,29 +1,31 @@
 """The state of a job as rows of its store, and back. Pure.
 
-What is written is ``JobContext``, field by field and member by member, and what ``JobManager`` decides by besides
-(``JobManager.remembered``). The values are pickled; what belongs to the process and not to the state is left out by
-reference: the manager, the context, its members and the collaborators of the manager stand for themselves.
+What is written is ``JobContext``, field by field and member by member, and what ``JobManager`` and its parts decide by
+besides (their ``KEPT``). Values are JSON with a schema (:mod:`rlmesh.master.schema`): what is read back becomes a
+record of the kind that belongs there, or is refused.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from rlmesh.job.status import FailureInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.job_manager import JobManager
+from rlmesh.master.schema import SchemaError, decode, encode, restore_part, state_of
 from rlmesh.master.store import Key, Row, Stored
 from rlmesh.placement.inventory import NodeInfo
 
 _APART = frozenset({"spec", "members", "nodes", "failures", "records", "records_dropped"})
 """Fields of the context that are rows of their own, or in a file of their own."""
+_KINDS: Mapping[str, Any] = get_type_hints(JobContext)
+_ORDERS: Mapping[str, type] = {kind.__name__: kind for kind in get_args(ev.Action)}
 _MEMBER_MARK = attrgetter(*(field.name for field in fields(Member)))
 _PLAIN = (str, int, float, bool, type(None))
 DECISIONS = "decisions"
@@ -41,14 +43,14 @@ def rows_of(
     """
     context = manager.context
     rows: Rows = {}
-    for name in (field.name for field in fields(JobContext) if field.name not in _APART):
+    for name in _stored_fields():
         value = getattr(context, name)
         if _is_fixed(value):
             rows["job", (name,)] = (value, partial(_fact_row, name, value))
         else:
-            data = pickle.dumps(value)
+            data = encode(value, _KINDS[name])
             rows["job", (name,)] = (data, partial(_row, (name, "", data)))
-    decisions = _dump(manager)
+    decisions = json.dumps(state_of(manager), separators=(",", ":"))
     rows["job", (DECISIONS,)] = (decisions, partial(_row, (DECISIONS, "", decisions)))
     for node in context.nodes.values():
         rows["nodes", (node.node_rank,)] = (node, partial(_node_row, node))
@@ -67,27 +69,62 @@ def rows_of(
 
 def restore(manager: JobManager, stored: Stored) -> tuple[dict[str, int], dict[int, ev.Action], list[Row]]:
     """Put a new manager into the stored state; gives what was heard, the orders that are open, and the masters that
-    there were. The manager stays as it is if nothing is stored."""
+    there were. The manager stays as it is if nothing is stored.
+
+    Raises:
+        SchemaError: what is stored is no state of a job; the manager must not be used.
+    """
     context = manager.context
-    facts = {str(name): data for name, _, data in stored.rows("job")}
-    masters = list(stored.rows("masters"))
+    facts = {_text_of(name): data for name, _, data in stored.rows("job")}
+    masters = [decode_row(row, int, int, float) for row in stored.rows("masters")]
     if DECISIONS not in facts:
         return {}, {}, masters
-    for field in fields(JobContext):
-        if field.name not in _APART and field.name in facts:
-            setattr(context, field.name, pickle.loads(_bytes(facts[field.name])))
-    context.nodes = {node.node_rank: node for node in _values(stored, "nodes")}
-    context.members = {member.id: member for member in _values(stored, "members")}
-    context.failures = _values(stored, "failures")
-    manager.recall(_Loader(manager, _bytes(facts[DECISIONS])).load())
-    heard = {str(sender): int(str(number)) for sender, number in stored.rows("heard")}
-    orders = {int(str(row[0])): pickle.loads(_bytes(row[-1])) for row in stored.rows("orders")}
+    for name in _stored_fields():
+        if name in facts:
+            setattr(context, name, decode(facts.pop(name), _KINDS[name]))
+    try:
+        decisions = json.loads(_text_of(facts.pop(DECISIONS)))
+    except ValueError as error:
+        raise SchemaError(f"what the master decides by cannot be read: {error}") from error
+    if facts:
+        raise SchemaError(f"there are unknown facts about the job: {', '.join(sorted(facts))}")
+    context.nodes = {node.node_rank: node for node in _values(stored, "nodes", NodeInfo)}
+    context.members = {member.id: member for member in _values(stored, "members", Member)}
+    context.failures = _values(stored, "failures", FailureInfo)
+    restore_part(manager, decisions)
+    heard = dict(decode_row(row, str, int) for row in stored.rows("heard"))
+    orders = {number: _order_of(kind, data) for number, kind, data in stored.rows("orders")}
     return heard, dict(sorted(orders.items())), masters
 
 
 def stored_fact(stored: Stored, name: str) -> Any:
-    """A field of the stored context; None if nothing is stored."""
-    return next((pickle.loads(_bytes(data)) for fact, _, data in stored.rows("job") if fact == name), None)
+    """A field of the stored context; None if nothing is stored.
+
+    Raises:
+        SchemaError: something else is stored there.
+    """
+    return next((decode(data, _KINDS[name]) for fact, _, data in stored.rows("job") if fact == name), None)
+
+
+def decode_row(row: Row, *kinds: type) -> Any:
+    """The values of a row, each of which is of its kind.
+
+    Raises:
+        SchemaError: one of them is not.
+    """
+    if len(row) != len(kinds) or any(type(value) is not kind for value, kind in zip(row, kinds, strict=True)):
+        raise SchemaError(f"a row of {', '.join(kind.__name__ for kind in kinds)} was expected, not {row!r:.80}")
+    return row
+
+
+def _order_of(kind: object, data: object) -> Any:
+    if not isinstance(kind, str) or kind not in _ORDERS:
+        raise SchemaError(f"there is an order of an unknown kind: {kind!r:.80}")
+    return decode(data, _ORDERS[kind])
+
+
+def _stored_fields() -> list[str]:
+    return [field.name for field in fields(JobContext) if field.name not in _APART]
 
 
 def _row(row: Row) -> Row:
@@ -95,26 +132,26 @@ def _row(row: Row) -> Row:
 
 
 def _fact_row(name: str, value: object) -> Row:
-    return (name, _text(value), pickle.dumps(value))
+    return (name, _text(value), encode(value, _KINDS[name]))
 
 
 def _node_row(node: NodeInfo) -> Row:
-    return (node.node_rank, node.name, node.hostname, node.agent_pid, pickle.dumps(node))
+    return (node.node_rank, node.name, node.hostname, node.agent_pid, encode(node, NodeInfo))
 
 
 def _failure_row(number: int, failure: FailureInfo) -> Row:
-    return (number, failure.at, failure.role, failure.rank, failure.message, pickle.dumps(failure))
+    return (number, failure.at, failure.role, failure.rank, failure.message, encode(failure, FailureInfo))
 
 
 def _order_row(number: int, order: ev.Action) -> Row:
-    return (number, type(order).__name__, pickle.dumps(order))
+    return (number, type(order).__name__, encode(order, type(order)))
 
 
 def _member_row(member: Member) -> Row:
     place = member.placement
     return (
         place.role, place.rank, member.incarnation, place.node_rank, member.pid, member.state, member.step,
-        member.since, pickle.dumps(member),
+        member.since, encode(member, Member),
     )  # fmt: skip
 
 
@@ -128,47 +165,11 @@ def _text(value: object) -> str:
     return f"{value}" if isinstance(value, _PLAIN) else ""
 
 
-def _values(stored: Stored, table: str) -> list[Any]:
-    return [pickle.loads(_bytes(row[-1])) for row in stored.rows(table)]
+def _values(stored: Stored, table: str, kind: Any) -> list[Any]:
+    return [decode(row[-1], kind) for row in stored.rows(table)]
 
 
-def _bytes(value: object) -> bytes:
-    assert isinstance(value, bytes)
+def _text_of(value: object) -> str:
+    if not isinstance(value, str):
+        raise SchemaError(f"a text was expected, not {type(value).__name__}")
     return value
-
-
-# What decisions depend on may point to the context and to the manager itself.
-
-
-class _Dumper(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, manager: JobManager) -> None:
-        super().__init__(file)
-        self._names = {id(value): name for name, value in _collaborators(manager).items()}
-
-    def persistent_id(self, value: Any) -> Any:
-        if type(value) is Member:
-            return ("member", value.id)
-        name = self._names.get(id(value))
-        return None if name is None else (name,)
-
-
-class _Loader(pickle.Unpickler):
-    def __init__(self, manager: JobManager, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._manager = manager
-        self._things = _collaborators(manager)
-
-    def persistent_load(self, reference: Any) -> Any:
-        if reference[0] == "member":
-            return self._manager.context.members[reference[1]]
-        return self._things[reference[0]]
-
-
-def _collaborators(manager: JobManager) -> dict[str, object]:
-    return {"manager": manager, "context": manager.context, "spec": manager.context.spec, **manager.collaborators()}
-
-
-def _dump(manager: JobManager) -> bytes:
-    file = io.BytesIO()
-    _Dumper(file, manager).dump(manager.remembered())
-    return file.getvalue()

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.errors import LaunchError
 from rlmesh.job.context import Resume
 from rlmesh.master.filesystems import network_file_system
@@ -41,7 +42,7 @@ def hold(run_dir: Path) -> int | None:
     """
     if network_file_system(run_dir):
         return None
-    held = os.open(run_dir / HOLD_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held = private_files.hold(run_dir / HOLD_FILE)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -128,14 +129,11 @@ def _samples_trained(run_dir: Path, before: dict[str, Any]) -> int:
 
 def _read(run_dir: Path) -> dict[str, Any]:
     try:
-        found = json.loads((run_dir / STARTS_FILE).read_text())
+        found = json.loads(private_files.read(run_dir / STARTS_FILE))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _write(run_dir: Path, values: dict[str, Any]) -> None:
-    path = run_dir / STARTS_FILE
-    new = path.with_suffix(f".{os.getpid()}")
-    new.write_text(json.dumps(values) + "\n")
-    new.replace(path)
+    private_files.write_whole(run_dir / STARTS_FILE, json.dumps(values) + "\n")

@@ -12,8 +12,9 @@ the step that was set.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlmesh.job.context import StopRequest
 from rlmesh.master import events as ev
@@ -33,6 +34,12 @@ class StopTogether:
         request: what the drivers were told.
         reached: at which step each of them stopped.
     """
+
+    KEPT: ClassVar[Mapping[str, object]] = {
+        "grace_s": float, "reason": str, "ends_at": float | None, "request": StopRequest | None,
+        "reached": dict[MemberId, int], "_within_s": float, "_begun": bool, "_asked": set[MemberId],
+        "_steps": dict[MemberId, int | None],
+    }  # fmt: skip
 
     grace_s: float
     reason: str = ""

@@ -3,8 +3,9 @@
 ``<run_dir>/state.db`` has the job as ``JobContext`` knows it, one row for each thing that changes by itself: nodes,
 members, failures, single facts about the job; besides, what decisions depend on, the orders that are not carried out
 yet, and how much of each sender's news was taken in. Columns are for people and tools (``sqlite3 state.db``); what the
-master reads back is the pickled value in ``data``. Like the run directory's other files it belongs to the user who
-runs the job; it is made with mode 0600, since a pickle may not come from anybody else.
+master reads back is the JSON in ``data``, whose schema :mod:`rlmesh.master.schema` checks. Nothing in it is code. The
+file has mode 0600; it, its journals and its folder must belong to this user and be closed to others' writing, which
+whoever opens it checks first.
 
 No commit waits for a disk. On a local file system the journal is a write-ahead log with ``synchronous=NORMAL``: a
 commit appends to the page cache, which outlives any process, and only the log's checkpoints wait for the disk. A power
@@ -21,11 +22,12 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmesh import private_files
 from rlmesh.errors import RLMeshError
 from rlmesh.master.filesystems import network_file_system
 
@@ -33,9 +35,12 @@ logger = logging.getLogger(__name__)
 
 STORE_FILE = "state.db"
 """Name of the file in the run directory."""
-SCHEMA = 1
+SCHEMA = 2
+OF_PICKLES = 1
+"""The schema of version 0.1, which kept pickles; those can run code, so they are not read any more."""
 BUSY_S = 2.0
 """How long a commit waits for a reader that locks the file."""
+JOURNALS = ("-wal", "-shm", "-journal")
 
 _TABLES: Mapping[str, tuple[str, ...]] = {
     # Key columns first, and how many of them there are in KEYS.
@@ -58,20 +63,85 @@ Changes = Mapping[Key, Row | None]
 """What to write; None deletes."""
 
 
-def read_fact(path: Path, name: str) -> str:
-    """A fact about a job as the file has it for people; empty if there is none, or no file."""
-    if not path.exists():
-        return ""
+class StoreError(RLMeshError):
+    """The store cannot be used as it is; says which file, why, and what to do."""
+
+
+class StoreRefused(StoreError):
+    """The store may come from somebody else, or from another version: a job must not go on with it, nor without it."""
+
+
+def check_store(path: Path) -> None:
+    """Raise unless a store that is there can be used by this version; one that is not there, or is torn, can.
+
+    Raises:
+        StoreRefused: it cannot; says why and what to do.
+    """
     try:
-        with closing(sqlite3.connect(path, timeout=BUSY_S)) as file:
-            found = file.execute("SELECT text FROM job WHERE name = ?", (name,)).fetchone()
-    except sqlite3.Error:
+        with reading(path) as db:
+            _check_schema(path, db)
+    except (FileNotFoundError, sqlite3.Error):
+        pass
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """A store for reading only, once it is known that nobody else can have put it there.
+
+    Raises:
+        StoreRefused: it may come from somebody else.
+        FileNotFoundError: there is none.
+        sqlite3.Error: it cannot be opened.
+    """
+    _check_files(path, os.O_RDONLY)
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as db:
+        yield db
+
+
+def read_fact(path: Path, name: str) -> str:
+    """A fact about a job as the file has it for people; empty if there is none, or no file.
+
+    Raises:
+        StoreRefused: the file may come from somebody else.
+    """
+    try:
+        with reading(path) as db:
+            found = db.execute("SELECT text FROM job WHERE name = ?", (name,)).fetchone()
+    except (FileNotFoundError, sqlite3.Error):
         return ""
     return str(found[0]) if found else ""
 
 
-class StoreError(RLMeshError):
-    """The store cannot be used as it is; says which file, why, and what to do."""
+def _check_files(path: Path, flags: int) -> None:
+    """Raise if the file or one of its journals, which SQLite replays into it, may be somebody else's."""
+    try:
+        os.close(private_files.open_file(path, flags, secret=True))
+        for suffix in JOURNALS:
+            try:
+                os.close(private_files.open_file(f"{path}{suffix}", flags & ~os.O_CREAT, secret=True))
+            except FileNotFoundError:
+                pass
+    except private_files.UnsafeFile as error:
+        raise StoreRefused(
+            f"the job's state in {path} is not used, since somebody else may have changed it: {error}"
+        ) from None
+
+
+def _check_schema(path: Path, db: sqlite3.Connection) -> int:
+    """The number of the schema; 0 of a new file."""
+    (schema,) = db.execute("PRAGMA user_version").fetchone()
+    if schema == OF_PICKLES:
+        raise StoreRefused(
+            f"the job's state in {path} was written by rlmesh 0.1 as pickles, which can run code and are not read any "
+            f"more. Remove it (rm {path}*), or name another folder by --run-dir. Checkpoints are kept: a job that is "
+            "started in this folder again resumes from them"
+        )
+    if schema > SCHEMA:
+        raise StoreRefused(
+            f"{path} has schema {schema} and this version of rlmesh knows {SCHEMA}: it was written by a newer "
+            "one. Use that version, or another run directory"
+        )
+    return int(schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +162,7 @@ class Store:
         job_id: whose state it is. The state of another job in the same run directory is dropped.
 
     Raises:
+        StoreRefused: it is there, and may be somebody else's, or is of another version.
         StoreError: it cannot be opened or made.
     """
 
@@ -140,10 +211,11 @@ class Store:
         columns = _TABLES[table]
         if row is None:
             where = " AND ".join(f"{column} IS ?" for column in columns[: len(key)])
-            self._db.execute(f"DELETE FROM {table} WHERE {where}", key)
+            self._db.execute(f"DELETE FROM {table} WHERE {where}", tuple(map(_storable, key)))
         else:
             marks = ", ".join("?" * len(columns))
-            self._db.execute(f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({marks})", row)
+            values = tuple(map(_storable, row))
+            self._db.execute(f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({marks})", values)
 
     def close(self) -> None:
         """Close it; the file stays."""
@@ -169,7 +241,7 @@ class Store:
 
     def _connect(self) -> sqlite3.Connection:
         try:
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            _check_files(self.path, os.O_RDWR | os.O_CREAT)
             network = network_file_system(self.path)
         except OSError as error:
             raise sqlite3.OperationalError(error.strerror or str(error)) from error
@@ -190,12 +262,7 @@ class Store:
         return db
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        (schema,) = db.execute("PRAGMA user_version").fetchone()
-        if schema > SCHEMA:
-            raise StoreError(
-                f"{self.path} has schema {schema} and this version of rlmesh knows {SCHEMA}: it was written by a newer "
-                "one. Use that version, or another run directory"
-            )
+        schema = _check_schema(self.path, db)
         if schema == SCHEMA and db.execute("SELECT 1 FROM about WHERE job_id = ?", (self._job_id,)).fetchone():
             return
         db.execute("BEGIN IMMEDIATE")
@@ -212,13 +279,20 @@ class Store:
     def _set_aside(self, why: str) -> None:
         aside = self.path.with_suffix(f".broken-{int(time.time())}")
         logger.error("%s is no usable store (%s); it is kept as %s and a new one is made", self.path, why, aside)
-        for suffix in ("", "-wal", "-shm", "-journal"):
+        for suffix in ("", *JOURNALS):
             try:
                 os.rename(f"{self.path}{suffix}", f"{aside}{suffix}")
             except FileNotFoundError:
                 pass
             except OSError as error:
                 raise StoreError(f"{self.path} is no usable store ({why}) and cannot be moved: {error}") from error
+
+
+def _storable(value: object) -> object:
+    """Text that UTF-8 cannot encode is escaped: the columns are for people, and ``data`` is ASCII."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value
 
 
 def _advice(error: sqlite3.Error) -> str:

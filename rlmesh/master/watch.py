@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from rlmesh.job.status import FailureInfo
 from rlmesh.master import events as ev
@@ -20,6 +21,12 @@ STACKS_WAIT_S = 10.0
 
 class Watch:
     """For one job. ``fail`` takes a failure of a member: it is restarted, or the job ends."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {
+        "_diagnosis": DiagnosisManager,
+        "_hang": Hang | None,
+        "_stacks_by": float,
+    }
 
     def __init__(self, state: JobState, fail: Callable[[FailureInfo, float], None]) -> None:
         self._state = state

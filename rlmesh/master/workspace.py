@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlmesh import private_files
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
@@ -44,7 +45,11 @@ class Workspace:
         folder = run_dir or (run_root or Path("runs")) / f"{job_name}-{stamp}"
         try:
             folder = Path(os.path.abspath(folder))  # fails where the working directory is gone
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            private_files.fits_run(folder)
+            private_files.make_folder(folder / "logs")
+        except private_files.UnsafeFile as error:
+            raise LaunchError(f"the run directory is not used, since others could change what the job writes: {error}, "
+                              "or name another one by --run-dir") from None  # fmt: skip
         except (OSError, ValueError) as error:  # ValueError: a zero byte
             raise LaunchError(f"the run directory {folder} cannot be made: {error}") from error
         job_id = f"{job_name[:40]}-{secrets.token_hex(4)}"
@@ -66,7 +71,7 @@ class Workspace:
         """Make the socket folders of this machine's nodes; write the job file for the master, and what others need
         to find the job."""
         for node_rank in range(nodes):
-            self.node_dir(node_rank).mkdir(mode=0o700)
+            private_files.make_folder(self.node_dir(node_rank), secret=True)
         write_key_file(self.node_dir(0) / KEY_FILE, self.key)
         about = {
             "job_id": self.job_id,
@@ -76,9 +81,8 @@ class Workspace:
             "started_at": spec.submitted_at or time.time(),
             "driver_pid": os.getpid(),
         }
-        (self.node_dir(0) / ABOUT_FILE).write_text(json.dumps(about))
-        with open(os.open(self.job_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            pickle.dump(spec, file)
+        private_files.write_whole(self.node_dir(0) / ABOUT_FILE, json.dumps(about), secret=True)
+        private_files.write_whole(self.job_path, pickle.dumps(spec), secret=True)
 
     def remove_sockets(self) -> None:
         """Remove the folder of the sockets, whatever is left in it."""
@@ -102,7 +106,7 @@ class NodeFolder:
         folder = _make_socket_dir()
         node = folder / f"n{config.node_rank}"
         try:
-            node.mkdir(mode=0o700)
+            private_files.make_folder(node, secret=True)
             write_key_file(node / KEY_FILE, bytes.fromhex(config.key_hex))
             about = {
                 "job_id": config.job_id,
@@ -112,8 +116,9 @@ class NodeFolder:
                 "started_at": config.submitted_at or time.time(),
                 "driver_pid": os.getpid(),
             }
-            (node / ABOUT_FILE).write_text(json.dumps(about))
-            (Path(config.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
+            private_files.write_whole(node / ABOUT_FILE, json.dumps(about), secret=True)
+            private_files.fits_run(config.run_dir)
+            private_files.make_folder(Path(config.run_dir) / "logs")
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise LaunchError(

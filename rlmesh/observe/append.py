@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rlmesh import private_files
+
 __all__ = ["AppendFile"]
 
 
@@ -30,8 +32,7 @@ class AppendFile:
             OSError: nothing of ``data`` is in the file.
         """
         if self._fd is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = private_files.append_to(self.path)
         written = os.write(self._fd, data)
         if written < len(data):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
@@ -47,7 +48,7 @@ class AppendFile:
 def ends_torn(path: Path) -> bool:
     """Does the file end inside a line? A writer that was killed may have left one."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb") as file:
             if file.seek(0, os.SEEK_END) == 0:
                 return False
             file.seek(-1, os.SEEK_END)

@@ -14,12 +14,15 @@ import dataclasses
 import json
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.observe.append import AppendFile, ends_torn
+from rlmesh.observe.shown import json_text
 
 __all__ = ["EVENTS_FILE", "EventLog", "entry_of", "read_events"]
 
@@ -42,7 +45,7 @@ class EventLog:
     def add(self, entry: dict[str, Any]) -> None:
         self.recent.append(entry)
         try:
-            line = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+            line = json_text(entry).encode() + b"\n"
             if not self._file.is_open and ends_torn(self._file.path):
                 line = b"\n" + line
             self._file.append(line)
@@ -56,10 +59,11 @@ class EventLog:
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a run, oldest first; torn lines are skipped, a missing file has none."""
+    """The entries of a run, oldest first; torn lines are skipped, a file that is missing or not safe to read has
+    none."""
     try:
-        file = (run_dir / EVENTS_FILE).open("rb")
-    except FileNotFoundError:
+        file = os.fdopen(private_files.open_file(run_dir / EVENTS_FILE, os.O_RDONLY), "rb")
+    except OSError:
         return
     with file:
         for line in file:

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.job.status import FailureInfo
 from rlmesh.observe.eventlog import plain
+from rlmesh.observe.shown import json_text, shown
 
 __all__ = ["INCIDENTS_FOLDER", "Incident", "incident_files", "newest_incident", "read_incident"]
 
@@ -89,20 +91,20 @@ class Incident:
             OSError: they cannot be written; older ones are whole.
         """
         folder = run_dir / INCIDENTS_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        private_files.make_folder(folder)
         if self.path is None:
             first = self.failures[0] if self.failures else None
             who = f"{first.role}-{first.rank}" if first and first.role is not None else "job"
             self.path = folder / f"{self.number:04d}-{re.sub(r'[^A-Za-z0-9_.-]', '-', who)}.json"
         content = self.plain()
-        _replace(self.path, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
-        _replace(self.path.with_suffix(".txt"), incident_text(content))
+        private_files.write_whole(self.path, json_text(content, indent=2) + "\n", durable=False)
+        private_files.write_whole(self.path.with_suffix(".txt"), incident_text(content), durable=False)
         return self.path
 
 
 def incident_files(run_dir: Path) -> list[Path]:
     """The incidents of a run, oldest first."""
-    return sorted((run_dir / INCIDENTS_FOLDER).glob("[0-9]*.json"))
+    return private_files.files_in(run_dir / INCIDENTS_FOLDER, "[0-9]*.json")
 
 
 def newest_incident(run_dir: Path) -> Path | None:
@@ -119,7 +121,7 @@ def next_number(run_dir: Path) -> int:
 
 def read_incident(path: Path) -> dict[str, Any]:
     """The content of an incident's JSON file."""
-    content: dict[str, Any] = json.loads(path.read_text())
+    content: dict[str, Any] = json.loads(private_files.read(path))
     return content
 
 
@@ -150,7 +152,7 @@ def incident_text(content: Mapping[str, Any]) -> str:
         for who, text in content[key].items():
             lines += [f"{title} OF {who}", *_indented(text), ""]
     lines += [f"configuration and all events: {Path(job.get('run_dir', '')) / 'job.json'}, events.jsonl"]
-    return "\n".join(lines) + "\n"
+    return shown("\n".join(lines), lines=True) + "\n"
 
 
 def _exit_lines(content: Mapping[str, Any]) -> Iterable[str]:
@@ -197,13 +199,3 @@ def _when(at: float) -> str:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:.0f} MiB"
-
-
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text)
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

@@ -20,6 +20,7 @@ from rlmesh.job.status import JobStatus, MemberState, MemberStatus
 from rlmesh.observe.outlet import can_write
 from rlmesh.observe.plain import PlainView
 from rlmesh.observe.progress import JobProgress, sparkline
+from rlmesh.observe.shown import shown
 from rlmesh.observe.summary import closing_lines, failure_line, format_value, headline_metrics
 
 __all__ = ["JobView", "LiveView", "NoView", "ViewMode", "make_view"]
@@ -117,10 +118,10 @@ class LiveView:
 
     def output(self, line: str) -> None:
         member, bar, text = line.partition(" | ")
-        shown = Text.from_ansi(text if bar else line)
+        written = Text.from_ansi(shown((text if bar else line).rpartition("\r")[2], styles=True))
         if bar:
-            shown = Text.assemble((f"{member} | ", "dim cyan"), shown)
-        self._console.print(shown, soft_wrap=True)
+            written = Text.assemble((f"{shown(member)} | ", "dim cyan"), written)
+        self._console.print(written, soft_wrap=True)
 
     def ready(self) -> bool:
         try:
@@ -132,7 +133,7 @@ class LiveView:
         self.update(status)
         self.close()
         for line in closing_lines(self._progress, status, report_png, self._clock()):
-            self._console.print(Text(line), soft_wrap=True)
+            self._console.print(Text(shown(line)), soft_wrap=True)
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -144,17 +145,17 @@ class LiveView:
         """What the terminal shows for a snapshot."""
         parts: list[RenderableType] = [self._head(status), self._members(status)]
         failures = [failure_line(failure) for failure in status.failures[:3]]
-        parts += [Text(f"failed: {line}", style="bold red") for line in failures]
+        parts += [Text(shown(f"failed: {line}"), style="bold red") for line in failures]
         if self._progress.curves:
             parts.append(self._curves())
         if status.note:
-            parts.append(Text(status.note, style="dim"))
+            parts.append(Text(shown(status.note), style="dim"))
         return Group(*parts)
 
     def _head(self, status: JobStatus) -> RenderableType:
         minutes, seconds = divmod(max(0.0, self._clock() - status.started_at), 60)
         age = f"{int(minutes):02d}:{seconds:04.1f}"
-        head = Text.assemble((status.job_name, "bold"), f"  {status.stage}  {age}")
+        head = Text.assemble((shown(status.job_name), "bold"), f"  {status.stage}  {age}")
         step, total = self._progress.step, self._progress.total_steps
         if step is None:
             return head
@@ -175,13 +176,13 @@ class LiveView:
         table.add_column("step", justify="right")
         table.add_column("last beat", justify="right")
         room = max(3, self._console.height - _LINES_AROUND_THE_MEMBERS)
-        shown = status.members
-        if len(shown) > room:  # what is wrong comes first
-            shown = tuple(sorted(shown, key=lambda member: member.state not in _FIRST)[: room - 1])
-        for member in shown:
+        rows = status.members
+        if len(rows) > room:  # what is wrong comes first
+            rows = tuple(sorted(rows, key=lambda member: member.state not in _FIRST)[: room - 1])
+        for member in rows:
             table.add_row(*self._row(member, nodes))
-        if len(shown) < len(status.members):
-            return Group(table, Text(f"and {len(status.members) - len(shown)} more members", style="dim"))
+        if len(rows) < len(status.members):
+            return Group(table, Text(f"and {len(status.members) - len(rows)} more members", style="dim"))
         return table
 
     def _row(self, member: MemberStatus, nodes: bool) -> list[RenderableType]:
@@ -204,5 +205,5 @@ class LiveView:
         table = Table.grid(padding=(0, 2, 0, 0))
         for name, value in headline_metrics(self._progress):
             line = sparkline(self._progress.values(name), _SPARK_WIDTH)
-            table.add_row(Text(name), Text(format_value(value), justify="right"), Text(line, style="cyan"))
+            table.add_row(Text(shown(name)), Text(format_value(value), justify="right"), Text(line, style="cyan"))
         return table

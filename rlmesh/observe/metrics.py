@@ -17,14 +17,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.job.status import CallStats, MetricRecord
 from rlmesh.observe.append import AppendFile, ends_torn
+from rlmesh.observe.shown import json_text
 from rlmesh.observe.tensorboard import EventFile
 
 __all__ = ["METRICS_FILE", "MetricsWriter", "read_records", "read_tail"]
@@ -79,8 +82,8 @@ class MetricsWriter:
 def read_records(path: Path) -> Iterator[MetricRecord]:
     """The reports in a ``metrics.jsonl``, oldest first; torn lines are skipped, a missing file has none."""
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        file = os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb")
+    except OSError:
         return
     with file:
         for line in file:
@@ -95,12 +98,12 @@ def read_tail(path: Path, most: int) -> tuple[int, list[MetricRecord]]:
     count = 0
     last: deque[bytes] = deque(maxlen=most)
     try:
-        with path.open("rb") as file:
+        with os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
                     count += 1
                     last.append(line)
-    except FileNotFoundError:
+    except OSError:
         pass
     records = []
     for line in last:
@@ -126,7 +129,7 @@ def _encode(record: MetricRecord) -> bytes:
             {key: _to_json(value) if isinstance(value, float) else value for key, value in asdict(c).items()}
             for c in record.calls
         ]
-    return json.dumps(entry, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return json_text(entry).encode() + b"\n"
 
 
 def _decode(entry: Mapping[str, Any]) -> MetricRecord:

@@ -7,6 +7,8 @@ import select
 import time
 from typing import TextIO
 
+from rlmesh.observe.shown import shown
+
 __all__ = ["Lines", "can_write"]
 
 PIECE_BYTES = 4096
@@ -28,7 +30,8 @@ class Lines:
             self._fd = -1
 
     def write(self, line: str) -> None:
-        """Write a line, or keep it. Never blocks and never raises."""
+        """Write a line, or keep it. Never blocks and never raises. What a terminal would obey is shown."""
+        line = shown(line)
         if self._stream is None:
             return
         if self._fd < 0:

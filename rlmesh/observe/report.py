@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.job.status import MetricRecord
 from rlmesh.observe.metrics import METRICS_FILE, read_records
 from rlmesh.observe.progress import Curve
@@ -74,7 +76,9 @@ def draw_report(run_dir: Path) -> Path | None:
     _draw(figure, run_dir.name, records)
     path = run_dir / REPORT_FILE
     try:
-        figure.savefig(path, dpi=_DPI)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=_DPI)
+        private_files.write_whole(path, picture.getvalue())
     except OSError as error:
         logger.warning("the report could not be written to %s: %s", path, error)
         return None

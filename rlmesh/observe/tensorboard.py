@@ -74,7 +74,7 @@ def _scalar(tag: str, value: float) -> bytes:
         packed = struct.pack("<f", value)
     except OverflowError:  # finite, but not as a 32-bit float
         packed = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
-    return _field(1, _BYTES, tag.encode()) + _field(2, _FIXED32, packed)
+    return _field(1, _BYTES, tag.encode("utf-8", "backslashreplace")) + _field(2, _FIXED32, packed)
 
 
 def _field(number: int, wire_type: int, payload: bytes) -> bytes:

@@ -12,11 +12,13 @@ between the way there and the way back. So it needs no clocks that agree, and is
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlmesh import private_files
 from rlmesh.job.status import MetricRecord
 from rlmesh.observe.eventlog import read_events
 from rlmesh.observe.metrics import METRICS_FILE, read_records
@@ -203,9 +205,9 @@ def _draw_calls(trace: _Trace, calls: Iterable[TracedCall]) -> None:
 
 
 def _read_calls(run_dir: Path) -> Iterator[TracedCall]:
-    for path in sorted((run_dir / TIMELINE_FOLDER).glob("*.jsonl")):
+    for path in private_files.files_in(run_dir / TIMELINE_FOLDER, "*.jsonl"):
         role, _, rank = path.name.removesuffix(".jsonl").removesuffix(".old").rpartition("-")
-        with path.open("rb") as file:
+        with os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb") as file:
             for line in file:
                 try:
                     flush = json.loads(line)

@@ -1,0 +1,96 @@
+"""Standard output and error of a member: what it prints never fails, and never ends it.
+
+Both are the member's log file. When the disk is full, or the file has reached the process's size limit, what is printed
+is lost: the member goes on, the job is told once, and the log says how much is missing as soon as it can be written
+again. What UTF-8 cannot encode is written as an escape.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+
+__all__ = ["OwnOutput", "protect", "tell_losses"]
+
+_LOSSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS})
+_replaced: list[object] = []
+"""The interpreter's own streams, which others may hold; kept, since their end would close nothing but warn."""
+
+
+class OwnOutput(io.RawIOBase):
+    """A descriptor to write to, which takes everything."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        super().__init__()
+        self._fd, self.name, self.mode = fd, name, "wb"
+        self._lost = 0
+        self._why = ""
+        self._pid = os.getpid()
+        self.on_loss: Callable[[str], None] | None = None
+        """Is told once that output is lost, and why."""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def write(self, data: object) -> int:
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        size = len(view)
+        try:
+            if self._lost:
+                note = f"\n[{self._lost} bytes that were printed here are lost: {self._why}]\n".encode()
+                if os.write(self._fd, note) == len(note):
+                    self._lost = 0
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            if error.errno not in _LOSSES:
+                raise
+            self._lost += len(view)
+            self._lose(error.strerror or str(error))
+        return size
+
+    def _lose(self, why: str) -> None:
+        first, self._why = not self._why, why
+        tell, self.on_loss = (self.on_loss, None) if os.getpid() == self._pid else (None, self.on_loss)
+        if first and tell is not None:
+            tell(f"what it prints is lost, since its log cannot be written: {why}. It goes on")
+
+
+def protect() -> None:
+    """Put such streams in place of this process's own."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        try:
+            old.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+        _replaced.append(old)
+        raw = OwnOutput(fd, f"<{name}>")
+        # The text layer hands each write on at once: a process that is killed loses nothing.
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def tell_losses(listener: Callable[[str], None]) -> None:
+    """Have the first loss of output told, of both streams together."""
+    told: list[str] = []
+
+    def tell_once(text: str) -> None:
+        if not told:
+            told.append(text)
+            listener(text)
+
+    for stream in (sys.stdout, sys.stderr):
+        raw = getattr(stream, "buffer", None)
+        if isinstance(raw, OwnOutput):
+            raw.on_loss = tell_once

@@ -1,0 +1,77 @@
+"""Secrets in what is meant for reading are masked: ``job.json``, incidents, ``status``, what the job says of itself.
+
+A value is masked where its name says that it is a secret (``WANDB_API_KEY``, ``db_password``, ``Authorization``), and
+the secret part of a text where its form does: ``https://user:password@host``, ``?token=…``, ``--api-key …``,
+``Bearer …``, and the tokens of well-known services. The job itself gets the real values, by private ways.
+
+This errs on the side of masking; numbers called ``max_tokens`` or ``pad_token_id`` stay readable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["MASK", "is_secret", "mask_text", "masked", "secrets_in"]
+
+MASK = "***"
+SHORTEST_KNOWN = 6
+"""A shorter value is not looked for in other texts: it would be found everywhere."""
+
+_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+_ANYWHERE = re.compile(r"secret|passw|passphrase|credential|authoriz|bearer|cookie|token(?!iz|is)", re.I)
+_WORDS = frozenset({"auth", "cred", "creds", "key", "keys", "pass", "pat", "pwd", "pw"})
+_ENDS_IN_KEY = re.compile(r"(?:access|api|auth|encryption|host|license|master|private|secret|shared|signing|ssh)_?keys?$")
+_ABOUT_TOKENS = re.compile(r"token|key", re.I)
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
+
+_NAMED = r"[\w.-]*(?:token(?!iz|is)|secret|passw\w*|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]*"
+_TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@'\"]*:)[^\s/@'\"]+(?=@)", re.I), rf"\g<1>{MASK}"),
+    (re.compile(rf"([?&](?:{_NAMED}|key|sig|signature|auth)=)[^&\s'\"#]+", re.I), rf"\g<1>{MASK}"),
+    (re.compile(rf"(--?(?:{_NAMED})(?:=|\s+))(?!-)[^\s,'\"]+", re.I), rf"\g<1>{MASK}"),
+    (re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:basic|bearer|token)\s+)?)[^\s'\",;}]+", re.I), rf"\g<1>{MASK}"),
+    (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.I), rf"\g<1>{MASK}"),
+    (re.compile(rf"(\b(?:{_NAMED})['\"]?\s*[:=]\s*['\"]?)(?![\d.]+\b)[^\s'\",;}}&]+", re.I), rf"\g<1>{MASK}"),
+    (re.compile(r"\b(?:sk|hf|ghp|gho|ghs|glpat|xoxb|xoxp|github_pat)[-_][A-Za-z0-9_-]{16,}"), MASK),
+    (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), MASK),
+)  # fmt: skip
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable, a key or a field of this name holds a secret."""
+    if _ANYWHERE.search(name):
+        return True
+    if name == "PWD":  # the working directory
+        return False
+    words = [word.lower() for word in _WORD.findall(name)]
+    return not _WORDS.isdisjoint(words) or bool(_ENDS_IN_KEY.search(name.lower()))
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Plain data (as from JSON) in which secrets are masked; ``name``: what it is called."""
+    if isinstance(value, Mapping):
+        secret = bool(name) and is_secret(name)
+        return {key: masked(item, name if secret and not is_secret(str(key)) else str(key))
+                for key, item in value.items()}  # fmt: skip
+    if isinstance(value, list | tuple):
+        return [masked(item, name) for item in value]
+    if name and value is not None and not isinstance(value, bool) and is_secret(name):
+        plain = isinstance(value, int | float) or bool(_NUMBER.fullmatch(str(value)))
+        return value if value == "" or (plain and _ABOUT_TOKENS.search(name)) else MASK
+    return mask_text(value) if isinstance(value, str) else value
+
+
+def mask_text(text: str, known: Iterable[str] = ()) -> str:
+    """A text in which what has the form of a secret is masked, and each of the ``known`` secrets."""
+    for secret in known:
+        text = text.replace(secret, MASK)
+    for pattern, instead in _TEXTS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def secrets_in(env: Mapping[str, str]) -> set[str]:
+    """The values of variables that are secrets, where they are long enough to be found in other texts."""
+    return {value for name, value in env.items() if len(value) >= SHORTEST_KNOWN and masked(value, name) == MASK}
