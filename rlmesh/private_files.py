@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     StrPath = str | os.PathLike[str]
 
 __all__ = [
-    "SHARE_WITH_GROUP", "UnsafeFile", "append_to", "belongs_to_me", "check_folder", "fits_run", "hold", "make_folder",
+    "SHARE_WITH_GROUP", "UnsafeFile", "append_to", "belongs_to_me", "check_folder", "fits_run", "hold", "make_folder", "make_private",
     "open_file", "read", "read_text", "share_with", "files_in", "tighten", "write_whole",
 ]  # fmt: skip
 
@@ -85,6 +85,8 @@ def make_folder(path: StrPath, *, secret: bool = False) -> None:
         above = os.path.dirname(path)
         if above == path:
             break
+        if os.path.lexists(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         path = above
     if not missing:
         check_folder(path)
@@ -102,9 +104,10 @@ def make_folder(path: StrPath, *, secret: bool = False) -> None:
 def _open_folder_to(folder: str, *, secret: bool) -> None:
     """Give a new folder its mode, which ``mkdir`` leaves to the umask, and its group."""
     mode, _ = modes(secret=secret)
+    group = group_number(share_with()) if mode == SHARED_FOLDER else -1
     try:
-        if mode == SHARED_FOLDER:
-            os.chown(folder, -1, group_number(share_with()), follow_symlinks=False)
+        if group >= 0:
+            os.chown(folder, -1, group, follow_symlinks=False)
         os.chmod(folder, mode)
     except OSError:
         if stat.S_IMODE(os.stat(folder).st_mode) & OTHERS_WRITE:
@@ -142,7 +145,9 @@ def _folder(path: StrPath) -> int:
     try:
         found = os.fstat(folder)
         if not belongs_to_me(found):
-            raise UnsafeFile(path, f"belongs to uid {found.st_uid}, not to you (uid {os.geteuid()}): name another folder")
+            raise UnsafeFile(
+                path, f"belongs to uid {found.st_uid}, not to you (uid {os.geteuid()}): name another folder"
+            )
         if found.st_mode & OTHERS_WRITE:
             raise UnsafeFile(
                 path, f"has mode {stat.S_IMODE(found.st_mode):04o}, so others can put files there: chmod go-w {path}"
@@ -153,6 +158,17 @@ def _folder(path: StrPath) -> int:
     return folder
 
 
+def make_private(path: StrPath) -> None:
+    """Close a folder that is all ours, and that an earlier version or a generous umask left open to others' writing.
+    One that is somebody else's stays as it is."""
+    try:
+        found = os.lstat(path)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
+            os.chmod(path, FOLDER)
+    except OSError:
+        pass  # not there
+
+
 def fits_run(path: StrPath) -> None:
     """Make the folder of a run, or check one that is there: an empty one that others may write to is made private.
 
@@ -160,6 +176,8 @@ def fits_run(path: StrPath) -> None:
         UnsafeFile: it has files, and others may write to it, or it belongs to somebody else.
         OSError: it cannot be made.
     """
+    if share_with():
+        group_number(share_with())  # it exists, before a part of the folders does
     if os.path.isdir(path):
         found = os.stat(path)
         if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE and not os.listdir(path):
@@ -167,6 +185,45 @@ def fits_run(path: StrPath) -> None:
     elif os.path.lexists(path) and not os.path.exists(path):
         raise UnsafeFile(path, "is a link to nothing: name the folder itself")
     make_folder(path)
+    _refuse_planted(os.fspath(path))
+
+
+RUN_FOLDERS = ("logs", "incidents", "timeline", "tensorboard")
+RUN_FILES = (
+    "state.*", "metrics.*", "events.jsonl", "chaos.jsonl", "job.json", "starts.json", "end.json", "held-by.json",
+    "exit-node*.json", "stacks-*.txt", "report.png", "relaunch.log",
+)  # fmt: skip
+"""Names of files and folders that rlmesh makes in a run directory; others there are their owner's business."""
+
+
+def _refuse_planted(run_dir: str) -> None:
+    """Raise if a name that a run uses stands for a link or a special file, or for a file of somebody else."""
+    from fnmatch import fnmatch
+
+    for folder in ("", *RUN_FOLDERS):
+        where = os.path.join(run_dir, folder) if folder else run_dir
+        if folder and not os.path.lexists(where):
+            continue
+        if folder and os.path.islink(where):
+            raise UnsafeFile(where, "is a link, which is not followed: remove it")
+        handle = _folder(where)
+        try:
+            for name in os.listdir(where):
+                if folder or any(fnmatch(name, pattern) for pattern in RUN_FILES):
+                    _refuse_odd(os.path.join(where, name), name, handle)
+        finally:
+            os.close(handle)
+
+
+def _refuse_odd(path: str, name: str, folder: int) -> None:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if stat.S_ISLNK(found.st_mode) and _neighbour(name, folder) != name:
+        return
+    if stat.S_ISLNK(found.st_mode):
+        raise UnsafeFile(path, "is a link, which is not followed: remove it")
+    if not stat.S_ISREG(found.st_mode):
+        raise UnsafeFile(path, "is no regular file: remove it")
+    _refuse_others(path, found, writes=True)
 
 
 # Files
@@ -234,6 +291,10 @@ def _check_file(path: str, fd: int, writes: bool) -> None:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise UnsafeFile(path, "is no regular file: remove it")
+    _refuse_others(path, found, writes)
+
+
+def _refuse_others(path: str, found: os.stat_result, writes: bool) -> None:
     if not belongs_to_me(found):
         raise UnsafeFile(path, f"belongs to uid {found.st_uid}, not to you (uid {os.geteuid()}): remove it")
     if writes and found.st_nlink > 1:

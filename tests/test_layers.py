@@ -191,7 +191,12 @@ def test_the_guardian_needs_the_standard_library_only() -> None:
     )  # fmt: skip
     top = [each for each in IMPORTS if each.module in its_own and each.at_top and not each.typing_only]
     assert top
-    allowed = {*sys.stdlib_module_names, "ownership", "control_groups", "private_files"}  # so a script finds its neighbours
+    allowed = {
+        *sys.stdlib_module_names,
+        "ownership",
+        "control_groups",
+        "private_files",
+    }  # so a script finds its neighbours
     wrong = [e for e in top if e.imports not in its_own and e.imports.partition(".")[0] not in allowed]
     assert [str(each) for each in wrong] == []
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlmesh import private_files
 from rlmesh.errors import LaunchError, UsageError
 from rlmesh.runtime.inet import join_host_port, split_host_port
 from rlmesh.runtime.security import KEY_TEXT_VARIABLE, make_key
@@ -138,16 +139,11 @@ class Meeting:
             pass  # they wait for as long as they may, then
 
     def _write(self, content: bytes) -> None:
-        new = self.path.with_suffix(f".{os.getpid()}")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            private_files.make_private(self._folder)
+            private_files.make_folder(self._folder, secret=True)
             self._prune()
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self.path)
+            private_files.write_whole(self.path, content + b"\n", secret=True)
         except OSError as error:
             raise LaunchError(
                 f"the head cannot say where it listens: {error}. All nodes must be able to use {self._folder}; name "
@@ -182,7 +178,7 @@ class Meeting:
     def _read(self) -> bytes | None:
         try:
             os.listdir(self._folder)  # a network file system looks again then
-            return self.path.read_bytes().strip()
+            return private_files.read(self.path).strip()
         except FileNotFoundError:
             return None
         except OSError as error:

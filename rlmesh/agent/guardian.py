@@ -331,7 +331,7 @@ class Guardian:
         if "run_dir" in self.config:
             path = os.path.join(str(self.config["run_dir"]), f"exit-node{self.config.get('node_rank')}.json")
             try:
-                private_files.write_whole(path, line)
+                private_files.write_whole(path, line, durable=False)
             except OSError:
                 pass
         try:

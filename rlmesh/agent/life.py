@@ -8,6 +8,7 @@ import os
 from rlmesh.agent import control_groups, ownership
 from rlmesh.agent.agent import Agent
 from rlmesh.agent.boot import Boot
+from rlmesh.agent.own_logs import log_to_standard_error
 from rlmesh.agent.protocol import AGENT, AgentConfig
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.inet import join_host_port
@@ -22,7 +23,7 @@ def run_agent(config: AgentConfig, started: Boot) -> int:
     """Be the agent; returns the exit code. Whatever happens, nothing is left below this process."""
     import uvloop
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_standard_error()
     guardian = os.getppid()
     try:
         code = uvloop.run(_main(config, started))

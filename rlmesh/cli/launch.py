@@ -28,6 +28,7 @@ from rlmesh.errors import JobFailed, JobStopped, RLMeshError, UsageError
 from rlmesh.job.restarts import SCOPES
 from rlmesh.master.options import Cluster, LaunchOptions, ambient
 from rlmesh.master.outcome import StoppedBySignal
+from rlmesh.observe.shown import shown
 from rlmesh.runtime.security import KEY_TEXT_VARIABLE, KEY_VARIABLE, find_key, parse_key
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def run_script(
         print(f"rlmesh: {error}", file=sys.stderr)
         return RESUMABLE
     except JobFailed as error:
-        print(tell_failure(error), file=sys.stderr)
+        print(shown(tell_failure(error), lines=True), file=sys.stderr)
         return node_lost if error.node_lost else 1
     except RLMeshError as error:
         print(f"rlmesh: {type(error).__name__} ({error.code}): {error}", file=sys.stderr)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["MASK", "is_secret", "mask_text", "masked", "secrets_in"]
+__all__ = ["MASK", "is_secret", "know", "mask_text", "mask_texts", "masked", "secrets_in"]
 
 MASK = "***"
 SHORTEST_KNOWN = 6
@@ -22,11 +22,15 @@ SHORTEST_KNOWN = 6
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 _ANYWHERE = re.compile(r"secret|passw|passphrase|credential|authoriz|bearer|cookie|token(?!iz|is)", re.I)
 _WORDS = frozenset({"auth", "cred", "creds", "key", "keys", "pass", "pat", "pwd", "pw"})
-_ENDS_IN_KEY = re.compile(r"(?:access|api|auth|encryption|host|license|master|private|secret|shared|signing|ssh)_?keys?$")
+_ENDS_IN_KEY = re.compile(
+    r"(?:access|api|auth|encryption|host|license|master|private|secret|shared|signing|ssh)_?keys?$"
+)
 _ABOUT_TOKENS = re.compile(r"token|key", re.I)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
-_NAMED = r"[\w.-]*(?:token(?!iz|is)|secret|passw\w*|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]*"
+_NAMED = (
+    r"[\w.-]*(?:token(?!iz|is)|secret|passw\w*|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]*"
+)
 _TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@'\"]*:)[^\s/@'\"]+(?=@)", re.I), rf"\g<1>{MASK}"),
     (re.compile(rf"([?&](?:{_NAMED}|key|sig|signature|auth)=)[^&\s'\"#]+", re.I), rf"\g<1>{MASK}"),
@@ -37,6 +41,13 @@ _TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b(?:sk|hf|ghp|gho|ghs|glpat|xoxb|xoxp|github_pat)[-_][A-Za-z0-9_-]{16,}"), MASK),
     (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), MASK),
 )  # fmt: skip
+
+
+_HINT = re.compile(
+    r"://|token|secret|pass|key|auth|bearer|credential|sig|AKIA|\b(?:sk|hf|gh[pos]|glpat|xox[bp])[-_]", re.I
+)
+"""A text without any of these has nothing to mask."""
+_known: set[str] = set()
 
 
 def is_secret(name: str) -> bool:
@@ -63,13 +74,28 @@ def masked(value: Any, name: str = "") -> Any:
     return mask_text(value) if isinstance(value, str) else value
 
 
-def mask_text(text: str, known: Iterable[str] = ()) -> str:
-    """A text in which what has the form of a secret is masked, and each of the ``known`` secrets."""
-    for secret in known:
+def mask_text(text: str) -> str:
+    """A text in which what has the form of a secret is masked, and each secret that this process knows of."""
+    for secret in _known:
         text = text.replace(secret, MASK)
-    for pattern, instead in _TEXTS:
-        text = pattern.sub(instead, text)
+    if _HINT.search(text):
+        for pattern, instead in _TEXTS:
+            text = pattern.sub(instead, text)
     return text
+
+
+def mask_texts(value: Any) -> Any:
+    """Plain data in which each text is masked, whatever it is called."""
+    if isinstance(value, str):
+        return mask_text(value)
+    if isinstance(value, Mapping):
+        return {key: mask_texts(item) for key, item in value.items()}
+    return [mask_texts(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def know(secrets: Iterable[str]) -> None:
+    """Have these masked wherever this process tells something, also where nothing else shows that they are secrets."""
+    _known.update(secrets)
 
 
 def secrets_in(env: Mapping[str, str]) -> set[str]:

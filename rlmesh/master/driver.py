@@ -23,7 +23,7 @@ from rlmesh.agent.checks import gather, judge
 from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
-from rlmesh.job.masking import masked
+from rlmesh.job.masking import know, masked, secrets_in
 from rlmesh.job.status import JobStatus
 from rlmesh.master.discovery import running_jobs
 from rlmesh.master.interrupt import Interrupt
@@ -179,6 +179,7 @@ class Driver:
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
                 spec = replace(spec, observe=options.observe)
+            know(secret for role in spec.roles for secret in secrets_in(role.env))
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
             private_files.write_whole(space.run_dir / "job.json", described(config) + "\n")
             remember(space.run_dir)

@@ -20,9 +20,11 @@ from typing import Any
 from rlmesh import private_files
 from rlmesh.agent.logs import last_lines
 from rlmesh.agent.node import machine_id
+from rlmesh.agent.own_logs import log_to_standard_error
 from rlmesh.agent.protocol import MASTER, STATE_REFUSED, AgentConfig, Grant, MemberHello, MemberProcess
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
+from rlmesh.job.masking import know, secrets_in
 from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.agent_watch import AgentWatch
@@ -315,10 +317,11 @@ def main() -> int:
     """Read the configuration, serve the job, exit 0. Ends at once when its agent, its parent, is gone."""
     import uvloop
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_standard_error()
     config = decode_config(sys.stdin.buffer.readline())
     # A pickle, which the driver wrote into the private folder of the job's sockets.
     spec: JobSpec = pickle.loads(private_files.read(config.job_path))
+    know(secret for role in spec.roles for secret in secrets_in(role.env))
     try:
         uvloop.run(run_master(config, spec))
     except (StoreRefused, SchemaError) as error:

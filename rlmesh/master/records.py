@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlmesh import private_files
+from rlmesh.job.masking import mask_texts
 from rlmesh.job.status import JobStatus
 from rlmesh.observe.summary import alarm_lines
 
@@ -71,7 +72,7 @@ def write_end(status: JobStatus, now: float | None = None) -> None:
         "stopped_at": status.stopped_at,
     }
     try:
-        private_files.write_whole(Path(status.run_dir) / END_FILE, json.dumps(end, indent=1) + "\n")
+        private_files.write_whole(Path(status.run_dir) / END_FILE, json.dumps(mask_texts(end), indent=1) + "\n")
     except OSError as error:
         logger.warning("how the job ended could not be noted in %s: %s", Path(status.run_dir) / END_FILE, error)
 
@@ -93,6 +94,7 @@ def remember(run_dir: str | Path) -> None:
     path = list_file()
     line = os.fsencode(f"{os.path.abspath(run_dir)}\n")
     try:
+        private_files.make_private(path.parent)
         fd = private_files.append_to(path)
         try:
             os.write(fd, line)  # One write of a short line: appended as a whole.
@@ -117,7 +119,9 @@ def ended_jobs(running: Iterable[str] = (), path: Path | None = None) -> list[En
         path: of the list, if it is not the usual one.
     """
     try:
-        lines = os.fsdecode(private_files.read(path or list_file())).splitlines()[-KEPT:]
+        path = path or list_file()
+        private_files.make_private(path.parent)
+        lines = os.fsdecode(private_files.read(path)).splitlines()[-KEPT:]
     except (OSError, RuntimeError):
         return []
     still = set(running)

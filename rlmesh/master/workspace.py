@@ -81,8 +81,8 @@ class Workspace:
             "started_at": spec.submitted_at or time.time(),
             "driver_pid": os.getpid(),
         }
-        private_files.write_whole(self.node_dir(0) / ABOUT_FILE, json.dumps(about), secret=True)
-        private_files.write_whole(self.job_path, pickle.dumps(spec), secret=True)
+        private_files.write_whole(self.node_dir(0) / ABOUT_FILE, json.dumps(about), secret=True, durable=False)
+        private_files.write_whole(self.job_path, pickle.dumps(spec), secret=True, durable=False)
 
     def remove_sockets(self) -> None:
         """Remove the folder of the sockets, whatever is left in it."""
@@ -116,7 +116,7 @@ class NodeFolder:
                 "started_at": config.submitted_at or time.time(),
                 "driver_pid": os.getpid(),
             }
-            private_files.write_whole(node / ABOUT_FILE, json.dumps(about), secret=True)
+            private_files.write_whole(node / ABOUT_FILE, json.dumps(about), secret=True, durable=False)
             private_files.fits_run(config.run_dir)
             private_files.make_folder(Path(config.run_dir) / "logs")
         except OSError as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh import private_files
+from rlmesh.job.masking import mask_text
 from rlmesh.observe.append import AppendFile, ends_torn
 from rlmesh.observe.shown import json_text
 
@@ -98,6 +99,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else str(value)
     if isinstance(value, str):
+        value = mask_text(value)
         return value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]}… ({len(value)} characters)"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh import private_files
+from rlmesh.job.masking import mask_texts
 from rlmesh.job.status import FailureInfo
 from rlmesh.observe.eventlog import plain
 from rlmesh.observe.shown import json_text, shown
@@ -96,7 +97,7 @@ class Incident:
             first = self.failures[0] if self.failures else None
             who = f"{first.role}-{first.rank}" if first and first.role is not None else "job"
             self.path = folder / f"{self.number:04d}-{re.sub(r'[^A-Za-z0-9_.-]', '-', who)}.json"
-        content = self.plain()
+        content = mask_texts(self.plain())
         private_files.write_whole(self.path, json_text(content, indent=2) + "\n", durable=False)
         private_files.write_whole(self.path.with_suffix(".txt"), incident_text(content), durable=False)
         return self.path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlmesh.job.masking import mask_text
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.observe.progress import JobProgress
 from rlmesh.observe.timeuse import format_time_use
@@ -35,7 +36,7 @@ def format_value(value: float) -> str:
 def failure_line(failure: FailureInfo) -> str:
     """The first line of a failure; the error that the job raises has all of it."""
     who = "" if failure.role is None else f"{failure.role}:{failure.rank}: "
-    text = failure.message.strip().splitlines() or ["failed"]
+    text = mask_text(failure.message).strip().splitlines() or ["failed"]
     return text[0] if text[0].startswith(who) else who + text[0]
 
 

@@ -110,10 +110,13 @@ def test_a_job_whose_driver_died_is_known_as_lost(tmp_path: Path) -> None:
     end = read_end(tmp_path)
     assert end is not None and (end.stage, end.job_name) == ("lost", "j")
     (tmp_path / "job.json").write_text("half a fi")
-    assert read_end(tmp_path) is None
+    torn = read_end(tmp_path)
+    assert torn is not None and torn.stage == "unreadable"
+    assert read_end(tmp_path / "gone") is None
 
 
-def test_the_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.case("n12")
+def test_the_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for number in range(3):
         folder = tmp_path / f"run{number}"
@@ -125,8 +128,14 @@ def test_the_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = find_any("id-2")
     assert isinstance(found, EndedJob) and found.job_id == "id-2"
     assert find_any(str(tmp_path / "run0")) == read_end(tmp_path / "run0")
-    with pytest.raises(UsageError, match="3 jobs that have ended are called 'j'"):
-        find_any("j")
+    # Of several of one name the newest is meant.
+    newest = find_any("j")
+    assert isinstance(newest, EndedJob) and newest.job_id == "id-2"
+    told = capsys.readouterr().err
+    assert "the newest job called 'j' is shown; 2 more ended before it" in told
+    assert f"{tmp_path}/run1, {tmp_path}/run0" in told
+    code, out = said(capsys, "status", "j")
+    assert code == 0 and out.startswith("id-2  j  succeeded")
     with pytest.raises(UsageError, match=r"id-2 has ended: succeeded after 0:08\. `rlmesh status id-2`"):
         find_running("id-2")
     with pytest.raises(UsageError, match="no job of yours runs"):

@@ -116,7 +116,8 @@ def test_a_job_whose_processes_were_all_killed_at_one_stroke_is_forgotten(
 
 def test_the_next_job_removes_what_a_launch_left_that_was_killed_before_its_guardian_began(tmp_path: Path) -> None:
     left = Path(os.environ["XDG_RUNTIME_DIR"], "rlm-left")
-    (left / "n0").mkdir(parents=True)
+    left.mkdir(0o700)
+    (left / "n0").mkdir(0o700)
     about = RunningJob("left-1", "left", str(tmp_path), "unix:///x", time.time() - 60.0, 1 << 22, left / "n0")
     values = {key: value for key, value in asdict(about).items() if key != "folder"}
     (left / "n0" / "about.json").write_text(json.dumps(values))

@@ -57,13 +57,23 @@ class CheckpointFolder:
         Raises:
             UsageError: there is none, or a later version of this library wrote it.
         """
+        path = self.folder / CURRENT
         try:
-            fields = json.loads((self.folder / CURRENT).read_bytes())
+            fields = json.loads(path.read_bytes())
         except FileNotFoundError:
             raise UsageError(f"{self.folder} holds no complete checkpoint: there is no {CURRENT}") from None
-        if fields["format"] != FORMAT:
-            raise UsageError(f"{self.folder / CURRENT} has format {fields['format']}; this version reads {FORMAT}")
-        return Saved(**fields)
+        except ValueError as error:
+            raise UsageError(f"{path} is no JSON: {error}") from None
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+            raise UsageError(f"{path} has format {found!r}; this version reads {FORMAT}")
+        try:
+            saved = Saved(**fields)
+        except TypeError as error:
+            raise UsageError(f"{path} does not say what it should: {error}") from None
+        if not isinstance(saved.data, str) or Path(saved.data).name != saved.data or type(saved.steps) is not int:
+            raise UsageError(f"{path} names a checkpoint outside of its folder, or no steps: {fields!r:.200}")
+        return saved
 
     def data_of(self, saved: Saved) -> Path:
         return self.folder / saved.data
@@ -71,7 +81,11 @@ class CheckpointFolder:
     def begin(self, steps: int) -> str:
         """Make a folder for new data; gives its name."""
         name = f"step-{steps:08d}-{secrets.token_hex(4)}"
-        (self.folder / name).mkdir(parents=True)
+        # Private, whatever the umask: what others may read is for their owner to say.
+        for folder in (self.folder, self.folder / name):
+            if not folder.exists():
+                folder.mkdir(mode=0o700, parents=True)
+                folder.chmod(0o700)
         return name
 
     def commit(self, saved: Saved) -> None:
@@ -87,7 +101,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """So that ``path`` is, at any moment and after any crash, absent, the old one or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as file:
+        with open(aside, "wb", opener=_private) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -95,6 +109,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     finally:
         aside.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _sync(folder: Path) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training import ranks
+from rlmesh.rl.engines.training.checked_reading import CheckedReader, TensorsOnly
 from rlmesh.rl.engines.training.checkpoints import CheckpointFolder, Saved
 
 KIND = "torch"
@@ -63,8 +64,9 @@ def read_state(place: CheckpointFolder, saved: Saved, state: dict[str, Any], sid
     """Fill the tensors of ``state``, in place, from a checkpoint. A collective step; only what ``state`` has is read.
 
     Raises:
-        UsageError: it is of another kind.
+        UsageError: it is of another kind, or its index is none.
     """
     if saved.kind != KIND:
         raise UsageError(f"{place.folder} holds a checkpoint of kind {saved.kind!r}; this engine reads {KIND!r}")
-    load(state, checkpoint_id=place.data_of(saved), process_group=side, no_dist=side is None)
+    reader = CheckedReader(place.data_of(saved))
+    load(state, storage_reader=reader, planner=TensorsOnly(), process_group=side, no_dist=side is None)

@@ -70,7 +70,7 @@ def _write_file(aside: Path, index: int, count: int, tensors: Any) -> None:
 
     if index == 0:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside.mkdir(mode=0o700, parents=True)  # its owner opens it to others
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, aside / _file_name(index, count), metadata={"format": "pt"})
 

@@ -111,9 +111,11 @@ def _on_host(bytes_: Tensor) -> Tensor:
 
 def _write(file: Path, storages: Iterable[torch.UntypedStorage]) -> None:
     """All or nothing: whoever finds the disk full still has the memory."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        with file.open("wb") as stream:
+        # A new file of this user's alone: a link or a file that others have put there is not written to.
+        file.unlink(missing_ok=True)
+        with open(file, "xb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as stream:
             for storage in storages:
                 # A copy, since torch can no longer free memory that NumPy has seen.
                 _on_host(_bytes_of(storage)).numpy().tofile(stream)

@@ -1,0 +1,88 @@
+"""Reads torch's distributed checkpoints as data: nothing in them can run code.
+
+torch keeps a checkpoint's index (``.metadata``) as a pickle, and loads what is no tensor with ``torch.load`` as code.
+Here the index may only be made of the few classes that describe tensors and where they are, files are looked for in
+the checkpoint's own folder alone, and everything else is loaded with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from rlmesh.errors import UsageError
+
+__all__ = ["CheckedReader", "TensorsOnly"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    (_METADATA, "Metadata"), (_METADATA, "MetadataIndex"), (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorStorageMetadata"), (_METADATA, "TensorProperties"), (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"), (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+}  # fmt: skip
+
+
+class _Index(pickle.Unpickler):
+    """Unpickles what describes tensors, and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's index")
+
+
+class CheckedReader(FileSystemReader):
+    """A checkpoint in a folder, written by torch's own writer."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index.
+
+        Raises:
+            UsageError: it holds something else than an index.
+        """
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        try:
+            metadata = _Index(io.BytesIO(path.read_bytes())).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+            for place in (metadata.storage_data or {}).values():
+                if not isinstance(place, filesystem._StorageInfo) or Path(place.relative_path).name != (
+                    place.relative_path
+                ):
+                    raise pickle.UnpicklingError(f"it names a file outside of its folder: {place!r:.80}")
+        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
+            raise UsageError(
+                f"the checkpoint in {self._folder} is not loaded: its index {path.name} is torn, or made by somebody "
+                f"else: {error}"
+            ) from None
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class TensorsOnly(DefaultLoadPlanner):
+    """Loads what is no tensor as data, too."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # Checked here; torch reads it once more, and gets what cannot have changed in between.
+        checked = torch.load(value, weights_only=True)
+        plain = io.BytesIO()
+        torch.save(checked, plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
