@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     StrPath = str | os.PathLike[str]
 
 __all__ = [
-    "SHARE_WITH_GROUP", "UnsafeFile", "append_to", "belongs_to_me", "check_folder", "fits_run", "hold", "make_folder", "make_private",
-    "open_file", "read", "read_text", "share_with", "files_in", "tighten", "write_whole",
+    "SHARE_WITH_GROUP", "UnsafeFile", "append_to", "check_folder", "files_in", "group_number", "hold",
+    "make_folder", "make_private", "open_file", "read", "refuse_odd", "share_with", "write_whole",
 ]  # fmt: skip
 
 SHARE_WITH_GROUP = "RLMESH_SHARE_WITH_GROUP"
@@ -169,63 +169,6 @@ def make_private(path: StrPath) -> None:
         pass  # not there
 
 
-def fits_run(path: StrPath) -> None:
-    """Make the folder of a run, or check one that is there: an empty one that others may write to is made private.
-
-    Raises:
-        UnsafeFile: it has files, and others may write to it, or it belongs to somebody else.
-        OSError: it cannot be made.
-    """
-    if share_with():
-        group_number(share_with())  # it exists, before a part of the folders does
-    if os.path.isdir(path):
-        found = os.stat(path)
-        if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE and not os.listdir(path):
-            os.chmod(path, FOLDER)
-    elif os.path.lexists(path) and not os.path.exists(path):
-        raise UnsafeFile(path, "is a link to nothing: name the folder itself")
-    make_folder(path)
-    _refuse_planted(os.fspath(path))
-
-
-RUN_FOLDERS = ("logs", "incidents", "timeline", "tensorboard")
-RUN_FILES = (
-    "state.*", "metrics.*", "events.jsonl", "chaos.jsonl", "job.json", "starts.json", "end.json", "held-by.json",
-    "exit-node*.json", "stacks-*.txt", "report.png", "relaunch.log",
-)  # fmt: skip
-"""Names of files and folders that rlmesh makes in a run directory; others there are their owner's business."""
-
-
-def _refuse_planted(run_dir: str) -> None:
-    """Raise if a name that a run uses stands for a link or a special file, or for a file of somebody else."""
-    from fnmatch import fnmatch
-
-    for folder in ("", *RUN_FOLDERS):
-        where = os.path.join(run_dir, folder) if folder else run_dir
-        if folder and not os.path.lexists(where):
-            continue
-        if folder and os.path.islink(where):
-            raise UnsafeFile(where, "is a link, which is not followed: remove it")
-        handle = _folder(where)
-        try:
-            for name in os.listdir(where):
-                if folder or any(fnmatch(name, pattern) for pattern in RUN_FILES):
-                    _refuse_odd(os.path.join(where, name), name, handle)
-        finally:
-            os.close(handle)
-
-
-def _refuse_odd(path: str, name: str, folder: int) -> None:
-    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    if stat.S_ISLNK(found.st_mode) and _neighbour(name, folder) != name:
-        return
-    if stat.S_ISLNK(found.st_mode):
-        raise UnsafeFile(path, "is a link, which is not followed: remove it")
-    if not stat.S_ISREG(found.st_mode):
-        raise UnsafeFile(path, "is no regular file: remove it")
-    _refuse_others(path, found, writes=True)
-
-
 # Files
 
 
@@ -276,6 +219,27 @@ def open_file(path: StrPath, flags: int, *, secret: bool = False, neighbours: bo
     return fd
 
 
+def refuse_odd(path: StrPath) -> None:
+    """Raise unless a name stands for a regular file of this user with one name, or for a link to such a neighbour.
+
+    Raises:
+        UnsafeFile: it stands for something else, or its folder is open to others.
+        OSError: it is not there.
+    """
+    path = os.fspath(path)
+    where, name = os.path.split(path)
+    folder = _folder(where)
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISLNK(found.st_mode) and _neighbour(name, folder) != name:
+            return
+    finally:
+        os.close(folder)
+    if stat.S_ISLNK(found.st_mode):
+        raise UnsafeFile(path, "is a link, which is not followed: remove it")
+    _refuse_others(path, found, writes=True)
+
+
 def _neighbour(name: str, folder: int) -> str:
     """The file of the same folder that a name is a link to, or the name itself."""
     try:
@@ -288,13 +252,12 @@ def _neighbour(name: str, folder: int) -> str:
 
 
 def _check_file(path: str, fd: int, writes: bool) -> None:
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise UnsafeFile(path, "is no regular file: remove it")
-    _refuse_others(path, found, writes)
+    _refuse_others(path, os.fstat(fd), writes)
 
 
 def _refuse_others(path: str, found: os.stat_result, writes: bool) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise UnsafeFile(path, "is no regular file: remove it")
     if not belongs_to_me(found):
         raise UnsafeFile(path, f"belongs to uid {found.st_uid}, not to you (uid {os.geteuid()}): remove it")
     if writes and found.st_nlink > 1:
@@ -329,15 +292,6 @@ def read(path: StrPath, most: int = -1) -> bytes:
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read(most)
-
-
-def read_text(path: StrPath) -> str:
-    """The content of a file; bytes that are no UTF-8 become U+FFFD.
-
-    Raises:
-        UnsafeFile, OSError: as `open_file`.
-    """
-    return read(path).decode("utf-8", "replace")
 
 
 def write_whole(path: StrPath, data: bytes | str, *, secret: bool = False, durable: bool = True) -> None:

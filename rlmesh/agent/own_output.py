@@ -76,7 +76,7 @@ def protect() -> None:
         _replaced.append(old)
         raw = OwnOutput(fd, f"<{name}>")
         # The text layer hands each write on at once: a process that is killed loses nothing.
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -35,7 +35,7 @@ _TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@'\"]*:)[^\s/@'\"]+(?=@)", re.I), rf"\g<1>{MASK}"),
     (re.compile(rf"([?&](?:{_NAMED}|key|sig|signature|auth)=)[^&\s'\"#]+", re.I), rf"\g<1>{MASK}"),
     (re.compile(rf"(--?(?:{_NAMED})(?:=|\s+))(?!-)[^\s,'\"]+", re.I), rf"\g<1>{MASK}"),
-    (re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:basic|bearer|token)\s+)?)[^\s'\",;}]+", re.I), rf"\g<1>{MASK}"),
+    (re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?)[^\s'\",;}]+", re.I), rf"\g<1>{MASK}"),
     (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.I), rf"\g<1>{MASK}"),
     (re.compile(rf"(\b(?:{_NAMED})['\"]?\s*[:=]\s*['\"]?)(?![\d.]+\b)[^\s'\",;}}&]+", re.I), rf"\g<1>{MASK}"),
     (re.compile(r"\b(?:sk|hf|ghp|gho|ghs|glpat|xoxb|xoxp|github_pat)[-_][A-Za-z0-9_-]{16,}"), MASK),

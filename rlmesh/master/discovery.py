@@ -16,6 +16,10 @@ from rlmesh.errors import UsageError
 from rlmesh.master.workspace import ABOUT_FILE, KEY_FILE, socket_bases
 from rlmesh.runtime.security import load_key_file
 
+_KINDS: dict[str, Any] = {
+    "job_id": str, "job_name": str, "run_dir": str, "master_endpoint": str, "started_at": int | float,
+    "driver_pid": int,
+}  # fmt: skip
 BEGINS_S = 10.0
 """A job that is younger may be about to start its guardian."""
 
@@ -78,9 +82,7 @@ def _read(path: Path) -> RunningJob | None:
         job = RunningJob(folder=path.parent, **about)
     except (OSError, ValueError, TypeError):
         return None  # It ended just now, or is of another version.
-    texts = (job.job_id, job.job_name, job.run_dir, job.master_endpoint)
-    numbers = isinstance(job.started_at, int | float) and isinstance(job.driver_pid, int)
-    return job if numbers and all(isinstance(text, str) for text in texts) else None
+    return job if all(isinstance(about[name], kind) for name, kind in _KINDS.items()) else None
 
 
 def _swept(job: RunningJob) -> bool:

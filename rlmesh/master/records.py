@@ -188,7 +188,7 @@ def _of(values: dict[str, Any], name: str, kind: type[T]) -> T:
 
 def _seconds(values: dict[str, Any], name: str) -> float:
     value = values.get(name)
-    if type(value) not in (int, float) or not 0 <= value < LATEST_S:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LATEST_S:
         raise ValueError(f"{name} in {END_FILE} is {value!r:.80}, not a moment")
     return float(value)
 

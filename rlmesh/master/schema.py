@@ -226,7 +226,7 @@ def _order(item: Any) -> str:
 
 
 def _mapping(key: Any, kind: Any) -> tuple[Encode, Decode]:
-    (key_encode, key_decode), (one_encode, one_decode) = _codec(key), _codec(kind)
+    (key_encode, _), (one_encode, one_decode) = _codec(key), _codec(kind)
     if key is str:
 
         def decode_object(value: Any) -> Any:

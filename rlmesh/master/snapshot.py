@@ -93,7 +93,8 @@ def restore(manager: JobManager, stored: Stored) -> tuple[dict[str, int], dict[i
     context.failures = _values(stored, "failures", FailureInfo)
     restore_part(manager, decisions)
     heard = dict(decode_row(row, str, int) for row in stored.rows("heard"))
-    orders = {number: _order_of(kind, data) for number, kind, data in stored.rows("orders")}
+    rows = (decode_row(row, int, str, str) for row in stored.rows("orders"))
+    orders: dict[int, ev.Action] = {number: _order_of(kind, data) for number, kind, data in rows}
     return heard, dict(sorted(orders.items())), masters
 
 
@@ -117,8 +118,8 @@ def decode_row(row: Row, *kinds: type) -> Any:
     return row
 
 
-def _order_of(kind: object, data: object) -> Any:
-    if not isinstance(kind, str) or kind not in _ORDERS:
+def _order_of(kind: str, data: str) -> Any:
+    if kind not in _ORDERS:
         raise SchemaError(f"there is an order of an unknown kind: {kind!r:.80}")
     return decode(data, _ORDERS[kind])
 

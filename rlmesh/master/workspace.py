@@ -16,6 +16,7 @@ from rlmesh import private_files
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.master.run_folder import make_run_folder
 from rlmesh.runtime.security import make_key, write_key_file
 from rlmesh.runtime.transport import local_address
 
@@ -45,8 +46,7 @@ class Workspace:
         folder = run_dir or (run_root or Path("runs")) / f"{job_name}-{stamp}"
         try:
             folder = Path(os.path.abspath(folder))  # fails where the working directory is gone
-            private_files.fits_run(folder)
-            private_files.make_folder(folder / "logs")
+            make_run_folder(folder)
         except private_files.UnsafeFile as error:
             raise LaunchError(f"the run directory is not used, since others could change what the job writes: {error}, "
                               "or name another one by --run-dir") from None  # fmt: skip
@@ -117,8 +117,7 @@ class NodeFolder:
                 "driver_pid": os.getpid(),
             }
             private_files.write_whole(node / ABOUT_FILE, json.dumps(about), secret=True, durable=False)
-            private_files.fits_run(config.run_dir)
-            private_files.make_folder(Path(config.run_dir) / "logs")
+            make_run_folder(Path(config.run_dir))
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise LaunchError(

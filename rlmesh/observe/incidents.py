@@ -9,7 +9,6 @@ when the failure is noticed, again when more is known, and at last when it is kn
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -55,15 +55,14 @@ def table() -> list[tuple[str, int]]:
 
 def files_below(folder: Path) -> Iterator[Path]:
     yield folder
-    for path in sorted(folder.rglob("*")):
-        yield path
+    yield from sorted(folder.rglob("*"))
 
 
 def row_of(name: str, is_folder: bool) -> int | None:
     for pattern, mode in table():
-        if pattern.endswith("/") == is_folder and fnmatch(name, pattern.rstrip("/")):
-            if pattern.count("/") - pattern.endswith("/") == name.count("/"):
-                return mode
+        fits = pattern.endswith("/") == is_folder and fnmatch(name, pattern.rstrip("/"))
+        if fits and pattern.count("/") - pattern.endswith("/") == name.count("/"):
+            return mode
     return None
 
 
@@ -282,10 +281,6 @@ def test_a_job_is_not_resumed_over_a_state_of_pickles(ended_run: Path, tmp_path:
     assert "was written by rlmesh 0.1 as pickles, which can run code" in job.output
     assert f"rm {run}/state.db*" in job.output and "--run-dir" in job.output
     assert "step 0" not in job.output
-
-
-def link_to(victim: Path) -> Callable[[Path], None]:
-    return lambda path: path.symlink_to(victim)
 
 
 PLANTS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {

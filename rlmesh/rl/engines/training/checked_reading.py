@@ -70,9 +70,9 @@ class CheckedReader(FileSystemReader):
                 f"the checkpoint in {self._folder} is not loaded: its index {path.name} is torn, or made by somebody "
                 f"else: {error}"
             ) from None
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        meta: StorageMeta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        meta.load_id = self.load_id
+        metadata.storage_meta = meta
         return metadata
 
 
