@@ -145,8 +145,10 @@ def test_the_error_travels(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         private_files.read(tmp_path / "x")
     assert caught.value.errno == errno.EPERM
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value) == (
-        f"{tmp_path}/x is a link, which is not followed: remove it"
+    assert (
+        str(pickle.loads(pickle.dumps(caught.value)))
+        == str(caught.value)
+        == (f"{tmp_path}/x is a link, which is not followed: remove it")
     )
 
 

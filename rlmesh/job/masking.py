@@ -28,16 +28,20 @@ _ENDS_IN_KEY = re.compile(
 _ABOUT_TOKENS = re.compile(r"token|key", re.I)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
+# Repetitions are bounded: the time that a text takes grows with its length, and no faster.
 _NAMED = (
-    r"[\w.-]*(?:token(?!iz|is)|secret|passw\w*|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]*"
+    r"[\w.-]{0,40}(?:token(?!iz|is)|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)"
+    r"[\w.-]{0,40}"
 )
+_GAP = r"['\"]?\s{0,8}[:=]\s{0,8}['\"]?"
+_VALUE = r"[^\s'\",;}&]+"
 _TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@'\"]*:)[^\s/@'\"]+(?=@)", re.I), rf"\g<1>{MASK}"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"]{0,200}:)[^\s/@'\"]{1,500}(?=@)", re.I), rf"\g<1>{MASK}"),
     (re.compile(rf"([?&](?:{_NAMED}|key|sig|signature|auth)=)[^&\s'\"#]+", re.I), rf"\g<1>{MASK}"),
-    (re.compile(rf"(--?(?:{_NAMED})(?:=|\s+))(?!-)[^\s,'\"]+", re.I), rf"\g<1>{MASK}"),
-    (re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?)[^\s'\",;}]+", re.I), rf"\g<1>{MASK}"),
-    (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.I), rf"\g<1>{MASK}"),
-    (re.compile(rf"(\b(?:{_NAMED})['\"]?\s*[:=]\s*['\"]?)(?![\d.]+\b)[^\s'\",;}}&]+", re.I), rf"\g<1>{MASK}"),
+    (re.compile(rf"(--?(?:{_NAMED})(?:=|\s{{1,8}}))(?!-)[^\s,'\"]+", re.I), rf"\g<1>{MASK}"),
+    (re.compile(rf"(authorization{_GAP}(?:\w{{1,20}} {{1,8}})?){_VALUE}", re.I), rf"\g<1>{MASK}"),
+    (re.compile(r"\b(bearer\s{1,8})[A-Za-z0-9._~+/=-]{8,}", re.I), rf"\g<1>{MASK}"),
+    (re.compile(rf"(\b(?:{_NAMED}){_GAP})(?![\d.]+\b){_VALUE}", re.I), rf"\g<1>{MASK}"),
     (re.compile(r"\b(?:sk|hf|ghp|gho|ghs|glpat|xoxb|xoxp|github_pat)[-_][A-Za-z0-9_-]{16,}"), MASK),
     (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), MASK),
 )  # fmt: skip
