@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.cli.jobs import add_job_argument, asking, find_running, told
+from rlmesh.cli.jobs import add_job_argument, asking, find_running, say, told
 from rlmesh.cli.quantities import count, seconds
 from rlmesh.errors import CallError
 from rlmesh.master.discovery import RunningJob
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     text = kill_text(options)
     job = find_running(options.job)
     try:
-        return rehearse(job, text, print)
+        return rehearse(job, text, say)
     except KeyboardInterrupt:
         print("rlmesh chaos: what has not happened yet may still happen", file=sys.stderr)
         raise

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from rlmesh.errors import UsageError
+from rlmesh.job.masking import mask_text
 from rlmesh.runtime.security import make_key
 
 PASSED_ON = (
@@ -52,7 +53,7 @@ def launch_on_hosts(options: argparse.Namespace, arguments: list[str], key: byte
         hosts, ssh.reached_by(hosts[0]), passed_on(options), [options.job, *(["--", *arguments] if arguments else [])]
     )
     if options.dry_run:
-        print("\n".join(map(str, commands)))
+        print(mask_text("\n".join(map(str, commands))))
         return 0
     if len(hosts) == 1:
         raise UsageError(f"{options.hosts} names one host: run `rlmesh launch` there, or name a second one")

@@ -128,10 +128,10 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             follow_input(lifeline)
         return _run_node(flags, key, lifeline, launch, lambda: _script_code(options, flags, arguments))
     except UsageError as error:
-        print(f"rlmesh launch: {error}", file=sys.stderr)
+        print(shown(f"rlmesh launch: {error}", lines=True), file=sys.stderr)
         return 2
     except RLMeshError as error:
-        print(f"rlmesh launch: {type(error).__name__} ({error.code}): {error}", file=sys.stderr)
+        print(shown(f"rlmesh launch: {type(error).__name__} ({error.code}): {error}", lines=True), file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
         print(f"rlmesh launch: {str(error) or 'stopped'}", file=sys.stderr)
@@ -262,13 +262,13 @@ def run_script(
         print(f"rlmesh: {str(error) or 'stopped'}", file=sys.stderr)
         return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
     except JobStopped as error:
-        print(f"rlmesh: {error}", file=sys.stderr)
+        print(shown(f"rlmesh: {error}", lines=True), file=sys.stderr)
         return RESUMABLE
     except JobFailed as error:
         print(shown(tell_failure(error), lines=True), file=sys.stderr)
         return node_lost if error.node_lost else 1
     except RLMeshError as error:
-        print(f"rlmesh: {type(error).__name__} ({error.code}): {error}", file=sys.stderr)
+        print(shown(f"rlmesh: {type(error).__name__} ({error.code}): {error}", lines=True), file=sys.stderr)
         return 1
     except Exception as error:
         _tell_script_error(error, script)

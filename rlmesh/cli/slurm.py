@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.agent.ownership import SHARED_SIGNALS
 from rlmesh.errors import LaunchError, RLMeshError, UsageError
+from rlmesh.job.masking import mask_text
 from rlmesh.master.options import LaunchOptions
 from rlmesh.runtime.inet import local_route_to
 
@@ -63,7 +64,7 @@ def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
         _check_script(split.job, "--module" in options or "-m" in options, split.sbatch.get("chdir") or "")
         batch = Batch(split.sbatch, split.job, options, _own_command())
         if "--dry-run" in split.launch:
-            print(batch.script(), end="")
+            print(mask_text(batch.script()), end="")
             return 0
         job = submit(batch.script())
     except UsageError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rlmesh.cli.jobs import add_job_argument, asking, checked, find_running, told
+from rlmesh.cli.jobs import add_job_argument, asking, checked, find_running, say, told
 
 TIMEOUT_S = 30.0
 
@@ -29,5 +29,5 @@ def show(options: argparse.Namespace) -> int:
     with asking(job, TIMEOUT_S) as master:
         found: dict[str, str] = master.call("stacks").result()
     for name in checked(list(found), options.who):
-        print(f"=== {found[name]}")
+        say(f"=== {found[name]}")
     return 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training.checked_reading import TensorsOnly
 from rlmesh.rl.engines.training.checkpoints import CURRENT, CheckpointFolder, Saved, SavingThread
 from rlmesh.testing import LocalCluster
 from tests.engines import checkpoint_writer, training_job
@@ -178,3 +182,75 @@ def test_other_engines_of_other_sizes_go_on_from_it(
     for name, tensor in left["next"].items():
         assert (tensor - left["saved"][name]).abs().max() > 1e-4
         torch.testing.assert_close(taken["next"][name], tensor, rtol=0, atol=2e-4)
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.case("a02")
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "checkpoints", tmp_path / "owned"
+    engine = checkpoint_writer.make()
+    data = engine.save(folder).result(HANG_S)
+    engine.load(folder)
+    index = data / ".metadata"
+    good = index.read_bytes()
+
+    for forged in (pickle.dumps(Payload(mark)), pickle.dumps({"state": Payload(mark)}), b"no pickle", good[:40]):
+        index.write_bytes(forged)
+        with pytest.raises(UsageError, match=r"is not loaded: its index \.metadata is torn, or made by somebody else"):
+            engine.load(folder)
+    metadata = pickle.loads(good)
+    # What is no tensor is loaded as data, too.
+    name = next(iter(metadata.state_dict_metadata))
+    written = io.BytesIO()
+    torch.save(Payload(mark), written)
+    planner = TensorsOnly()
+    item = ReadItem(LoadItemType.BYTE_IO, *[None] * 5)  # type: ignore[arg-type]
+    with pytest.raises(pickle.UnpicklingError, match=r"(?i)weights.only"):
+        planner.load_bytes(item, io.BytesIO(written.getvalue()))
+    for place in metadata.storage_data.values():
+        place.relative_path = "../../elsewhere"
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UsageError, match="it names a file outside of its folder"):
+        engine.load(folder)
+    index.write_bytes(good)
+    engine.load(folder)
+    assert name and not mark.exists()
+    engine.close()
+
+
+@pytest.mark.case("a02")
+def test_what_counts_is_named_by_data_of_the_folder(tmp_path: Path) -> None:
+    place = CheckpointFolder(tmp_path)
+    whole = {"data": "step-1", "steps": 1, "kind": "torch", "ranks": 1, "format": 1}
+    for content, says in (
+        ("[]", "has format 'list'"), ("{", "is no JSON"), ('{"format": 1}', "does not say what it should"),
+        (json.dumps(whole | {"more": 1}), "does not say what it should"),
+        (json.dumps(whole | {"data": "../other"}), "names data outside of its folder"),
+        (json.dumps(whole | {"data": 3}), "names data outside of its folder"),
+    ):  # fmt: skip
+        (tmp_path / CURRENT).write_text(content)
+        with pytest.raises(UsageError, match=says):
+            place.current()
+
+
+@pytest.mark.case("a01")
+def test_checkpoints_are_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        engine = checkpoint_writer.make()
+        folder = tmp_path / "checkpoints"
+        data = engine.save(folder).result(HANG_S)
+        engine.close()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (folder, data)} == {0o700}
+    assert (folder / CURRENT).stat().st_mode & 0o777 == 0o600

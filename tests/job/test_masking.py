@@ -11,8 +11,8 @@ from rlmesh.job.masking import is_secret, know, mask_text, mask_texts, masked, s
 
 SECRET = (
     "HF_TOKEN", "api_key", "APIKEY", "apiKey", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "password", "DB_PASSWD",
-    "PGPASSWORD", "MY_PWD", "client-secret", "Authorization", "credentials", "authToken", "ssh_key", "auth", "passphrase",
-    "GITHUB_PAT", "session_cookie", "bearer",
+    "PGPASSWORD", "MY_PWD", "client-secret", "Authorization", "credentials", "authToken", "ssh_key", "auth",
+    "passphrase", "GITHUB_PAT", "session_cookie", "bearer",
 )  # fmt: skip
 OPEN = (
     "tokenizer", "TOKENIZERS_PARALLELISM", "monkey", "keyboard", "author", "PWD", "compass", "lr", "passes", "path",
@@ -40,7 +40,7 @@ def test_values_are_masked_by_their_names() -> None:
             "api_key": "",
             "token": None,
             "url": "redis://:pw@host:1/0",
-        }  # fmt: skip
+        }
     )
     assert found == {
         "env": {"HF_TOKEN": "***", "LEVEL": "3"},

@@ -30,6 +30,7 @@ _ALLOWED = {
     (_METADATA, "BytesStorageMetadata"), (_METADATA, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
 
 

@@ -69,4 +69,5 @@ def read_state(place: CheckpointFolder, saved: Saved, state: dict[str, Any], sid
     if saved.kind != KIND:
         raise UsageError(f"{place.folder} holds a checkpoint of kind {saved.kind!r}; this engine reads {KIND!r}")
     reader = CheckedReader(place.data_of(saved))
+    reader.read_metadata()  # on every rank before the collective step, which would wrap what is wrong with it
     load(state, storage_reader=reader, planner=TensorsOnly(), process_group=side, no_dist=side is None)
