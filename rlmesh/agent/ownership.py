@@ -237,8 +237,11 @@ def remove_shared_memory(job_id: str, node_rank: int, folder: str = "/dev/shm") 
         node = re.match(r"-n(\d+)-", name[len(prefix) :])
         if not name.startswith(prefix) or (node is not None and int(node[1]) != node_rank):
             continue
+        path = os.path.join(folder, name)
         try:
-            os.unlink(os.path.join(folder, name))
+            if os.lstat(path).st_uid != os.geteuid():
+                continue  # planted by another user, who may write there too: not the job's
+            os.unlink(path)
             removed.append((name, True))
         except FileNotFoundError:
             continue

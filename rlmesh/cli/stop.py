@@ -100,7 +100,7 @@ def leftovers(job: RunningJob) -> list[str]:
             process = ownership.read_process(int(entry))
             if process is not None and process.running:
                 found.append(f"process {process!r}")
-    found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(f"rlmesh-{job.job_id}-")]
+    found += [str(path) for path in private_files.files_in(Path("/dev/shm"), f"rlmesh-{job.job_id}-*", anybodys=True)]
     return [*found, *([str(job.folder)] if job.folder.exists() else [])]
 
 

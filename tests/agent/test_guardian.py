@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlmesh.private_files import files_in
 from tests.agent.processes import GUARDIAN, guardian_run, start_guardian, wait_gone
 from tests.stalls import HANG_S, Stalls
 
@@ -163,6 +164,21 @@ def test_segments_and_sockets_of_another_node_on_this_machine_stay(tmp_path: Pat
         assert not tmp_path.exists()
     finally:
         other.unlink()
+
+
+@pytest.mark.case("a11")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_segments_that_another_user_planted_are_nobodys_leavings(job_id: str) -> None:
+    from rlmesh.agent import ownership
+
+    planted = Path(f"/dev/shm/rlmesh-{job_id}-n0-x")
+    planted.touch()
+    try:
+        os.chown(planted, 65534, 65534)
+        assert ownership.remove_shared_memory(job_id, 0) == []
+        assert files_in(Path("/dev/shm"), f"rlmesh-{job_id}-*", anybodys=True) == []
+    finally:
+        planted.unlink()
 
 
 @pytest.mark.parametrize("line", [b"", b"not json\n", b'{"half'])

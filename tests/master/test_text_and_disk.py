@@ -37,6 +37,7 @@ def run_of(folder: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.case("b03")
 def test_text_that_cannot_be_encoded_is_escaped_everywhere(tmp_path: Path, what: pytest.MonkeyPatch) -> None:
     with Launched([str(SCRIPT)], tmp_path) as job:
@@ -66,6 +67,7 @@ def test_text_that_cannot_be_encoded_is_escaped_everywhere(tmp_path: Path, what:
     assert json.loads((run / "end.json").read_text())["stage"] == "succeeded"
 
 
+@pytest.mark.slow
 @pytest.mark.case("a17")
 @pytest.mark.parametrize("limit", [65536, 4096])
 def test_a_limit_on_the_size_of_files(limit: int, tmp_path: Path, what: pytest.MonkeyPatch) -> None:
@@ -114,6 +116,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.case("a17")
 def test_a_full_disk(tiny_disk: list[str], tmp_path: Path, what: pytest.MonkeyPatch) -> None:
     what.setenv("WHAT", "disk")
