@@ -20,7 +20,6 @@ from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.split import shared as shared
 from rlmesh.runtime.streams import Stream
-from rlmesh.wire.envelope import ANY_INCARNATION
 
 
 class RoleGroup(Generic[A]):
@@ -267,8 +266,7 @@ class RoleGroup(Generic[A]):
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Stream[Any]: ...
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> Stream[Any]:
         """Call a generator method of every member; items come as they arrive, with ``for`` or ``async for``."""
-        targets = [(member_name(self.role, rank), None, ANY_INCARNATION) for rank in self.ranks]
-        return self._caller().stream(targets, method_name(method), args, kwargs, self._options)
+        return self._caller().stream_group(self.role, self.ranks, method_name(method), args, kwargs, self._options)
 
     @overload
     def notify(self, method: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
@@ -278,8 +276,7 @@ class RoleGroup(Generic[A]):
     def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
     def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
         """Call every member without waiting for ends or errors (the members log them)."""
-        for member in self:
-            member.notify(method, *args, **kwargs)
+        self._caller().notify_group(self.role, self.ranks, method_name(method), args, kwargs, self._options)
 
     def _submit(
         self, method: Any, ranks: tuple[int, ...], calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -289,10 +286,7 @@ class RoleGroup(Generic[A]):
         caller, remote = self._caller(), method_name(method)
         group = CallGroup(len(ranks)) if len(ranks) > 1 else None
         frames = caller.encode_calls(remote, calls)
-        return [
-            caller.submit_encoded(member_name(self.role, rank), remote, encoded, self._options, group=group)
-            for rank, encoded in zip(ranks, frames, strict=True)
-        ]
+        return caller.submit_group(self.role, ranks, remote, frames, self._options, group=group)
 
     def _view(self, ranks: tuple[int, ...] | None, options: CallOptions | None = None) -> RoleGroup[A]:
         return RoleGroup(
