@@ -51,8 +51,9 @@ LOSS_GRACE_S = 1.0
 """How long a member's lost connection waits for its agent's word on why, before the calls fail without it."""
 CONNECT_TIMEOUT_S = 30.0
 WINDOW = 1024
-"""Calls to one peer that are on their way at once. As many again wait at the caller before a plain thread that
-calls is blocked; a loop is never blocked, its calls wait."""
+"""Calls to one peer that are on their way at once; more where a method of the peer declares that it runs many at once
+(`Room`). As many again wait at the caller before a plain thread that calls is blocked; a loop is never blocked, its
+calls wait."""
 
 
 class Calls(CohortCalls):

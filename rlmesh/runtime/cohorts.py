@@ -34,7 +34,9 @@ from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import turn_loops
 from rlmesh.runtime.knowledge import Knowledge
 from rlmesh.runtime.pending import Peer, PendingCall
-from rlmesh.wire.envelope import Cancel
+from rlmesh.runtime.rpc import MAX_CONCURRENT
+from rlmesh.runtime.transport import Link
+from rlmesh.wire.envelope import Cancel, Room
 
 if TYPE_CHECKING:
     from rlmesh.runtime.deadlines import Deadlines
@@ -93,6 +95,7 @@ class CohortCalls(Knowledge):
     _held: HeldCalls
     _post: Callable[..., None]
     _loop: asyncio.AbstractEventLoop
+    _by_link: dict[Link, Peer]
 
     if TYPE_CHECKING:
 
@@ -290,6 +293,13 @@ class CohortCalls(Knowledge):
         gate.acquire()
         peer.blocked.append(gate)
         return gate
+
+    def on_room(self, link: Link, room: Room) -> None:
+        """A method there runs many calls at once: so many more may be on their way."""
+        peer = self._by_link.get(link)
+        if peer is not None:
+            peer.window = max(peer.window, peer.normal_window + min(room.calls, MAX_CONCURRENT))
+            self._refill_all([peer])
 
     def _refill(self, peer: Peer) -> None:
         """Under the lock: calls that waited for room go out, then threads that waited in line go on."""

@@ -303,6 +303,14 @@ class RoleGroup(Generic[A]):
     def _caller(self) -> Runtime:
         return self._runtime or default_runtime()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As an argument or a result: where it arrives, it calls by that process's own runtime.
+        return _arrived, (self.role, self.group, self._ranks, self._options)
+
     def __repr__(self) -> str:
         ranks = "" if self._ranks is None else f" ranks {list(self._ranks)}"
         return f"<RoleGroup {self._name}{ranks}>"
+
+
+def _arrived(role: str, group: str, ranks: tuple[int, ...] | None, options: CallOptions) -> RoleGroup[Any]:
+    return RoleGroup(role, group=group, ranks=ranks, options=options)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
+from rlmesh.runtime.address import split_name
 from rlmesh.runtime.arguments import require, require_number, require_seconds
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import method_name
@@ -98,6 +99,20 @@ class MemberHandle(Generic[A]):
         self._caller = caller
         self._options = options or CallOptions()
 
+    @property
+    def role(self) -> str:
+        """The member's role; the whole name of an object that is no member."""
+        return split_name(self.name)[0]
+
+    @property
+    def rank(self) -> int | None:
+        """The member's rank; None for an object that is no member."""
+        return split_name(self.name)[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As an argument or a result: where it arrives, it calls by that process's own runtime.
+        return _arrived, (self.name, self.endpoint, self.incarnation, self._options)
+
     @overload
     def call(
         self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
@@ -163,3 +178,23 @@ class MemberHandle(Generic[A]):
 
     def __repr__(self) -> str:
         return f"<MemberHandle {self.name}{' at ' + self.endpoint if self.endpoint else ''}>"
+
+
+class _DefaultRuntime:
+    """Calls by the runtime that this process has when it calls."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._runtime().submit(*args, **kwargs)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Stream[Any]:
+        return self._runtime().stream(*args, **kwargs)
+
+    @staticmethod
+    def _runtime() -> Caller:
+        from rlmesh.runtime.runtime import default_runtime
+
+        return default_runtime()
+
+
+def _arrived(name: str, endpoint: str | None, incarnation: int, options: CallOptions) -> MemberHandle[Any]:
+    return MemberHandle(_DefaultRuntime(), name, endpoint=endpoint, incarnation=incarnation, options=options)

@@ -172,7 +172,9 @@ class Peer:
     """A connection to one endpoint and the calls that wait for it."""
 
     def __init__(self, endpoint: str, channel: Channel, window: int) -> None:
-        self.endpoint, self.channel, self.window = endpoint, channel, window
+        self.endpoint, self.channel = endpoint, channel
+        self.window = self.normal_window = window
+        """How many calls may be on their way at once; more where the peer said so (`Room`)."""
         self.pending: dict[int, PendingCall] = {}
         self.waiting: deque[PendingCall] = deque()
         self.blocked: deque[Any] = deque()
