@@ -442,6 +442,8 @@ class Calls(CohortCalls):
         """Fail what is pending; queued packets still go out."""
         self._closing = True
         for call in list(self.pending()):
+            if call.cohort is not None and call.cohort.over:
+                continue  # It went with another part.
             text = f"this process is ending; {call.describe()} got no answer"
             self._fail(call, call.error(ShuttingDown, text, "maybe"))
         for peer in self._peers.values():
