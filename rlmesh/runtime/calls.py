@@ -143,6 +143,8 @@ class Calls(CohortCalls):
             return True
         if member.endpoint in self._lost or (call.wanted != ANY_INCARNATION and call.wanted != member.incarnation):
             return True
+        if call.round is not None and self.left_behind(call, member.incarnation) is not None:
+            return True
         call.endpoint, call.incarnation = member.endpoint, member.incarnation
         return False
 
@@ -218,6 +220,7 @@ class Calls(CohortCalls):
                 return None
             text = f"{call.name}.{call.method}() was meant for incarnation {call.wanted}; it was restarted since"
             raise call.error(StaleIncarnation, text, "no")
+        self.check_round(call, member.incarnation)
         exit_info = self._dead.get((call.name, member.incarnation))
         if exit_info is not None:
             raise call.lost(how_it_ended(exit_info), "no")

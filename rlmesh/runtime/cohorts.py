@@ -115,6 +115,27 @@ class CohortCalls(Knowledge):
         found = self._book.role(role) if self._book is not None and role in self._book.roles() else ()
         return max((member.incarnation for member in found), default=-1)
 
+    def left_behind(self, call: PendingCall, generation: int) -> PendingCall | None:
+        """A call that a program made in one loop with this one and that an older generation got."""
+        if call.round is None or self._book is None or not self._book.is_elastic(split_name(call.name)[0]):
+            return None
+        return call.round.left_behind(call, generation)
+
+    def check_round(self, call: PendingCall, generation: int) -> None:
+        """Refuse a call that would run alone in its generation.
+
+        Raises:
+            StaleIncarnation: another one of its loop went to an older one.
+        """
+        other = self.left_behind(call, generation)
+        if other is not None:
+            text = (
+                f"{call.name}.{call.method}() was not sent: its group restarted (incarnation {generation}) since "
+                f"{other.name}.{other.method}() was called (incarnation {other.incarnation}). Ranks that are called one "
+                "by one would not run the same calls: call the group as a whole, or all ranks again"
+            )
+            raise call.error(StaleIncarnation, text, "no")
+
     # Starting: any thread.
 
     def start_cohort(self, cohort: Cohort) -> None:

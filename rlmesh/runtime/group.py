@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Concatenate, Generic, Literal, overload
 
@@ -14,6 +15,7 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import GroupOutcomes, gather
 from rlmesh.runtime.handle import A, CallOptions, Items, P, R, X
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
+from rlmesh.runtime.rounds import Round
 from rlmesh.runtime.rpc import method_name
 from rlmesh.runtime.runtime import Runtime, default_runtime
 from rlmesh.runtime.sequence import FutureSequence
@@ -51,6 +53,7 @@ class RoleGroup(Generic[A]):
         self._runtime = runtime
         self._ranks = ranks
         self._options = options or CallOptions()
+        self._round = Round()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -289,12 +292,18 @@ class RoleGroup(Generic[A]):
         return caller.submit_group(self.role, ranks, remote, frames, self._options, group=group)
 
     def _view(self, ranks: tuple[int, ...] | None, options: CallOptions | None = None) -> RoleGroup[A]:
-        return RoleGroup(
+        view: RoleGroup[A] = RoleGroup(
             self.role, group=self.group, runtime=self._runtime, ranks=ranks, options=options or self._options
         )
+        view._round = self._round
+        return view
 
     def _member(self, rank: int) -> MemberHandle[A]:
-        return MemberHandle(self._caller(), member_name(self.role, rank), options=self._options)
+        caller = self._caller()
+        if not caller.go_together(self.role):
+            return MemberHandle(caller, member_name(self.role, rank), options=self._options)
+        options = replace(self._options, round=self._round)
+        return MemberHandle(caller, member_name(self.role, rank), options=options)
 
     @property
     def _name(self) -> str:

@@ -41,6 +41,10 @@ class GroupSubmission:
             group: CallGroup | None = None, inbox: Inbox | None = None,
         ) -> Future[Any]: ...  # fmt: skip
 
+    def go_together(self, role: str) -> bool:
+        """Whether the members of a role are ranks of one group, as far as is known."""
+        return self._calls.go_together(role)
+
     def submit_group(
         self, role: str, ranks: Sequence[int], method: str, frames: Sequence[Frames | PassedArguments],
         options: CallOptions, *, reply: bool = True, group: CallGroup | None = None, inbox: Inbox | None = None,

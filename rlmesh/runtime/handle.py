@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
 from rlmesh.runtime.address import split_name
@@ -15,6 +15,8 @@ from rlmesh.wire.envelope import ANY_INCARNATION
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
+
+    from rlmesh.runtime.rounds import Round
 
     A = TypeVar("A", default=Any)
 else:
@@ -49,12 +51,14 @@ class CallOptions:
             or the member was lost is made again within its deadline.
         queue: wait for room when a member's window is full; otherwise the call fails with `MailboxFull`.
         window: how many items of a stream a member may be ahead of its consumer.
+        round: the calls that a program makes to the ranks of the same group one by one; set by `RoleGroup`.
     """
 
     timeout_s: float | None = None
     idempotent: bool = False
     queue: bool = True
     window: int = 16
+    round: Round | None = field(default=None, repr=False, compare=False)
 
     def changed(self, **changes: Any) -> CallOptions:
         """These options with others in place of those that are named and not None.
@@ -111,7 +115,7 @@ class MemberHandle(Generic[A]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As an argument or a result: where it arrives, it calls by that process's own runtime.
-        return _arrived, (self.name, self.endpoint, self.incarnation, self._options)
+        return _arrived, (self.name, self.endpoint, self.incarnation, replace(self._options, round=None))
 
     @overload
     def call(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlmesh.runtime.calls import Calls
     from rlmesh.runtime.cohorts import Cohort
     from rlmesh.runtime.passing import KeptResult, PassedArguments
+    from rlmesh.runtime.rounds import Round
     from rlmesh.runtime.streams import Source
 
 
@@ -45,6 +46,8 @@ class PendingCall:
     """Results that producers must keep until this call is over."""
     cohort: Cohort | None = None
     """The call to several ranks of an elastic role that it is part of."""
+    round: Round | None = None
+    """The calls to single ranks that it may be one of a loop with."""
     wanted = ANY_INCARNATION
     """The incarnation that it is meant for, whatever the address book says."""
     look_until_ns = 0

@@ -100,6 +100,9 @@ class Submission(GroupSubmission):
         call = PendingCall(
             self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, options.queue, group
         )
+        if options.round is not None:
+            call.round = options.round
+            call.round.add(call)
         future: Future[Any] = Future(call)
         if reply:
             call.future = future

@@ -401,3 +401,48 @@ def test_a_handle_to_an_incarnation_meets_no_other(role: Role) -> None:
         handles[0].call("update", 3).result(HANG_S)
     assert caught.value.executed == "no"
     assert isinstance(handles[2].options(timeout_s=0.1).call("update", 4).exception(HANG_S), CallTimeout)
+
+
+def test_ranks_that_are_called_one_by_one_are_not_torn_either(role: Role, until: Callable[..., None]) -> None:
+    role.serves(0)
+    group = role.group.options(timeout_s=HANG_S)
+    assert [rank.call("update", 0).result() for rank in group] == [0, 0]
+    role.start(1)
+    sent = group[0].call("hold", 1)
+    until(lambda: role.of[0, 0].began == [0, 1])
+    role.publish((1, None), (1, None))
+    alone = group[1].call("hold", 1)
+    with pytest.raises(StaleIncarnation, match=r"A:1.hold\(\) was not sent: its group restarted") as caught:
+        alone.result()
+    assert caught.value.executed == "no"
+    role.died(0, 0)
+    assert isinstance(sent.exception(HANG_S), PeerLost)
+    again = [rank.call("update", 3) for rank in group]
+    role.serves(1)
+    assert [future.result() for future in again] == [3, 3], "all of them once more begin a new round"
+    assert role.began(1) == [[3], [3]]
+    role.of[0, 0].release.set()
+
+
+def test_a_loop_that_meets_a_restart_after_its_first_call_failed_is_not_torn(
+    role: Role, until: Callable[..., None]
+) -> None:
+    role.serves(0)
+    group = role.group[:2].options(timeout_s=HANG_S)
+    sent = group[0].call("hold", 1)
+    until(lambda: role.of[0, 0].began == [1])
+    role.start(1)
+    role.publish((1, None), (1, None))
+    role.died(0, 0)
+    assert isinstance(sent.exception(HANG_S), PeerLost)
+    assert isinstance(group[1].call("hold", 1).exception(HANG_S), StaleIncarnation)
+    role.of[0, 0].release.set()
+
+
+def test_a_rank_that_answered_does_not_hold_the_others_back(role: Role) -> None:
+    role.serves(0)
+    assert role.group[0].call("update", 1).result(HANG_S) == 1
+    role.start(1)
+    role.serves(1)
+    assert role.group[1].call("update", 2).result(HANG_S) == 2
+    assert role.group.call_rank0("update", 3).result(HANG_S) == 3
