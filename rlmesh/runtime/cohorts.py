@@ -131,8 +131,8 @@ class CohortCalls(Knowledge):
         if other is not None:
             text = (
                 f"{call.name}.{call.method}() was not sent: its group restarted (incarnation {generation}) since "
-                f"{other.name}.{other.method}() was called (incarnation {other.incarnation}). Ranks that are called one "
-                "by one would not run the same calls: call the group as a whole, or all ranks again"
+                f"{other.name}.{other.method}() was called (incarnation {other.incarnation}). Ranks that are called "
+                "one by one would not run the same calls: call the group as a whole, or all ranks again"
             )
             raise call.error(StaleIncarnation, text, "no")
 

@@ -48,7 +48,8 @@ class CallOptions:
     Attributes:
         timeout_s: seconds until a call fails; None is the job's default, at most what the caller has left.
         idempotent: the method may run twice: a call that did not run, or may not have run, because the connection
-            or the member was lost is made again within its deadline.
+            or the member was lost is made again within its deadline. A call to several ranks of an elastic role is made
+            again by all of them, in the next incarnation of the group.
         queue: wait for room when a member's window is full; otherwise the call fails with `MailboxFull`.
         window: how many items of a stream a member may be ahead of its consumer.
         round: the calls that a program makes to the ranks of the same group one by one; set by `RoleGroup`.

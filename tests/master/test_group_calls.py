@@ -30,6 +30,7 @@ def test_ranks_that_die_before_a_call_never_tear_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @pytest.mark.slow
 @pytest.mark.case("n01")
 def test_two_thousand_deaths_before_a_call_never_tear_it(tmp_path: Path) -> None:
