@@ -236,7 +236,8 @@ class MailboxFull(CallRejected):
 
 
 class StaleIncarnation(CallRejected):
-    """The message was meant for an earlier incarnation of the member."""
+    """The message was meant for another incarnation of the member; or the group that the member belongs to restarted in
+    the middle of a call to several of its ranks."""
 
     code = "RM212"
 

@@ -246,7 +246,7 @@ class Member:
             self._tripwires = Tripwires(runtime, self._master)
             reporter = CallReporter(runtime, self._master, self.name, Path(spec.run_dir))
             control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
-            runtime.serve(CONTROL, control, inline=True)
+            runtime.serve(CONTROL, control, incarnation=spec.incarnation, inline=True)
             reporter.start()
             set_default_runtime(runtime)
             code = self._guarded(self._work)

@@ -118,7 +118,7 @@ class Chaos:
                 self._do(self._tell(kill, member))
 
     async def _tell(self, kill: Kill, member: Member) -> None:
-        control = self._runtime.peer(CONTROL, member.endpoint).options(timeout_s=ASK_S)
+        control = self._runtime.peer(CONTROL, member.endpoint, incarnation=member.incarnation).options(timeout_s=ASK_S)
         await control.call("arm", kill.method, str(kill), member.name)
 
     def _begin(self, kill: Kill) -> None:

@@ -186,6 +186,7 @@ class JobContext:
             ),
             tuple((role.name, Axes.of(role.mesh)) for role in self.spec.roles if role.mesh),
             tuple(node_groups(self.nodes.values())),
+            tuple(role.name for role in self.spec.roles if role.backend == "elastic"),
         )
 
     def status(self, records_from: int = 0) -> JobStatus:

@@ -88,7 +88,8 @@ class Executor:
                     task.cancel()
                 return None
             case ev.Spawn(node_rank, members):
-                return self._spawn_task(node_rank, self._start_members(node_rank, members))
+                keys = tuple(self._manager.context.members[member].key for member in members)
+                return self._spawn_task(node_rank, self._start_members(node_rank, keys))
             case ev.StopMembers(node_rank, members, grace_s):
                 return self._spawn_task(node_rank, self._stop_members(node_rank, members, grace_s))
             case ev.CheckMembers(node_rank, processes):
@@ -100,7 +101,8 @@ class Executor:
                 return self._add(self._hold_steps(found, reason))
             case ev.BeginRun(member):
                 self._flush_book()
-                return self._add(self._begin_run(self._manager.context.members[member]))
+                begins = self._manager.context.members[member]
+                return self._add(self._begin_run(begins, begins.incarnation))
             case ev.TakeStacks(keys):
                 return self._add(self._take_stacks(keys))
             case ev.AskProgress(keys, wait_s):
@@ -237,8 +239,16 @@ class Executor:
                     raise
                 await asyncio.sleep(AGENT_RETRY_S)
 
-    async def _start_members(self, node_rank: int, members: tuple[MemberId, ...]) -> None:
+    async def _start_members(self, node_rank: int, keys: tuple[ev.ProcessKey, ...]) -> None:
         context = self._manager.context
+        # The order may have waited for its turn until another incarnation took the place of the one it was for.
+        for role, rank, incarnation in keys:
+            if context.members[role, rank].incarnation != incarnation:
+                never = ExitInfo(role, rank, incarnation, 0, None, None, time.time(), node_rank)
+                self._post(ev.MemberExited(node_rank, never))
+        members = tuple(key[:2] for key in keys if context.members[key[:2]].key == key)
+        if not members:
+            return
         node = context.nodes[node_rank]
         leaders = self._scheduler.group_leaders(context.plan) if context.plan is not None else {}
         hosts = {role: context.nodes[leader].host for role, leader in leaders.items()}
@@ -317,9 +327,10 @@ class Executor:
                 self._has_book[member.key] = book.version
                 self._notify(member.id, "update_book", book)
 
-    async def _begin_run(self, member: Member) -> None:
+    async def _begin_run(self, member: Member, incarnation: int) -> None:
         role, rank = member.id
-        incarnation = member.incarnation
+        if not _is_there(member, incarnation):
+            return
         try:
             has_run = await self._control(member).options(timeout_s=BEGIN_TIMEOUT_S).call("begin_run", member.name)
         except Exception as error:
@@ -355,7 +366,7 @@ class Executor:
         return list({member.endpoint: member for member in self._bound()}.values())
 
     def _control(self, member: Member) -> MemberHandle:
-        return self._runtime.peer(CONTROL, member.endpoint)
+        return self._runtime.peer(CONTROL, member.endpoint, incarnation=member.incarnation)
 
     def _notify(self, member: MemberId, method: str, *args: object) -> None:
         found = self._manager.context.members[member]

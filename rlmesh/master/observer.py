@@ -104,7 +104,7 @@ class Observer:
             self._stage = context.stage
         draw(context)
         if isinstance(event, ev.MemberBound) and context.spec.observe.timeline:
-            self._runtime.peer(CONTROL, event.endpoint).notify("note_calls")
+            self._runtime.peer(CONTROL, event.endpoint, incarnation=event.incarnation).notify("note_calls")
         if isinstance(event, ev.MemberExited):
             self._incidents.exited(event.exit, now)
         self._incidents.look(now)

@@ -32,12 +32,14 @@ class MemberAddress:
 @dataclass(frozen=True)
 class AddressBook:
     """All members of a job; a higher ``version`` replaces a lower one. ``meshes`` are the axes of the roles that
-    declared some. ``groups`` are the ranks of nodes that are one machine."""
+    declared some. ``groups`` are the ranks of nodes that are one machine. ``elastic`` are the roles whose members
+    restart together: their incarnation is the generation of the group."""
 
     version: int
     members: tuple[MemberAddress, ...]
     meshes: tuple[tuple[str, Axes], ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
+    elastic: tuple[str, ...] = ()
     _by_role: dict[str, tuple[MemberAddress, ...]] = field(init=False, repr=False, compare=False, hash=False)
 
     _by_name: dict[str, MemberAddress] = field(init=False, repr=False, compare=False, hash=False)
@@ -61,10 +63,14 @@ class AddressBook:
             else member
             for member in self.members
         )
-        return AddressBook(self.version, members, self.meshes, self.groups)
+        return AddressBook(self.version, members, self.meshes, self.groups, self.elastic)
 
     def roles(self) -> tuple[str, ...]:
         return tuple(self._by_role)
+
+    def is_elastic(self, role: str) -> bool:
+        """Whether the members of a role are one group, which restarts as a whole."""
+        return role in self.elastic
 
     def role(self, name: str) -> tuple[MemberAddress, ...]:
         """The members of a role, by rank.

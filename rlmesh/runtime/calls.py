@@ -10,30 +10,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
-from _thread import allocate_lock
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import (
+    CallCancelled,
     CallError,
     Executed,
     MailboxFull,
     Restarting,
     RoleNotFound,
     ShuttingDown,
+    StaleIncarnation,
     UsageError,
     WireError,
 )
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook, member_name, split_name
 from rlmesh.runtime.busy_poll import BusyPoll
-from rlmesh.runtime.channel import Channel, turn_loops
+from rlmesh.runtime.channel import Channel
+from rlmesh.runtime.cohorts import CohortCalls, first_parts
 from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.ended import EndedCalls, message_bytes
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.held import HeldCalls
-from rlmesh.runtime.knowledge import Knowledge
 from rlmesh.runtime.passing import KeptResult
 from rlmesh.runtime.pending import Peer, PendingCall, how_it_ended
 from rlmesh.runtime.timing import RunQueueMeter
@@ -51,11 +51,12 @@ LOSS_GRACE_S = 1.0
 """How long a member's lost connection waits for its agent's word on why, before the calls fail without it."""
 CONNECT_TIMEOUT_S = 30.0
 WINDOW = 1024
-"""Calls to one peer that are on their way at once. As many again wait at the caller before a plain thread that
-calls is blocked; a loop is never blocked, its calls wait."""
+"""Calls to one peer that are on their way at once; more where a method of the peer declares that it runs many at once
+(`Room`). As many again wait at the caller before a plain thread that calls is blocked; a loop is never blocked, its
+calls wait."""
 
 
-class Calls(Knowledge):
+class Calls(CohortCalls):
     """The pending calls of one runtime."""
 
     def __init__(
@@ -69,7 +70,7 @@ class Calls(Knowledge):
         self._by_link: dict[Link, Peer] = {}
         self._parked: dict[int, PendingCall] = {}
         self._detours = 0
-        self._held = HeldCalls(post, self._arguments_are_there)
+        self._held = HeldCalls(post, self._arguments_are_there, self._arguments_of_all_are_there)
         self.busy_poll: BusyPoll | None = None
         self.fetch: Callable[[Elsewhere, float | None], Future[Any]]
         """Set by the runtime: gets a result from its producer."""
@@ -97,7 +98,7 @@ class Calls(Knowledge):
                 self._post(self._start_on_loop, call)
                 return
             full = False
-            if call.future is None or not (peer.waiting or len(peer.pending) >= WINDOW):
+            if call.future is None or not (peer.waiting or len(peer.pending) >= peer.window):
                 self._send(peer, call)
             elif call.queue:
                 gate = self._wait_in_line(peer, call)
@@ -105,7 +106,7 @@ class Calls(Knowledge):
                 full = True
         peer.channel.kick()
         if full:
-            text = f"{WINDOW} calls to {call.name} are on their way and options(queue=False) was asked for"
+            text = f"{peer.window} calls to {call.name} are on their way and options(queue=False) was asked for"
             self._fail(call, call.error(MailboxFull, text, "no"))
         elif gate is not None:
             # The caller is a plain thread and its line is long: it waits, at most until the call's deadline.
@@ -135,25 +136,17 @@ class Calls(Knowledge):
 
     def _book_changes(self, call: PendingCall) -> bool:
         """Fill in the endpoint of a member from the address book; True if that needs a closer look."""
-        if call.endpoint is not None:
+        if call.pinned:
             return call.endpoint in self._lost
         member = self._book.find_name(call.name) if self._book is not None else None
         if member is None or member.endpoint is None or (call.name, member.incarnation) in self._dead:
             return True
-        if member.endpoint in self._lost:
+        if member.endpoint in self._lost or (call.wanted != ANY_INCARNATION and call.wanted != member.incarnation):
+            return True
+        if call.round is not None and self.left_behind(call, member.incarnation) is not None:
             return True
         call.endpoint, call.incarnation = member.endpoint, member.incarnation
         return False
-
-    def _wait_in_line(self, peer: Peer, call: PendingCall) -> Any:
-        call.peer = peer
-        peer.waiting.append(call)
-        if len(peer.waiting) <= WINDOW or threading.get_ident() in turn_loops or asyncio._get_running_loop():
-            return None
-        gate = allocate_lock()
-        gate.acquire()
-        peer.blocked.append(gate)
-        return gate
 
     def _send(self, peer: Peer, call: PendingCall) -> None:
         if call.future is not None:
@@ -176,6 +169,9 @@ class Calls(Knowledge):
             self._route(call)
 
     def _route(self, call: PendingCall) -> None:
+        if call.cohort is not None:
+            self._route_cohort(call.cohort)
+            return
         if self._closing:
             self._fail(call, call.error(ShuttingDown, f"this process is ending; {call.describe()} was not sent", "no"))
             return
@@ -202,7 +198,7 @@ class Calls(Knowledge):
             return
         call.timeout_s = max(0.0, call.deadline - clock.now())
         with self._lock:
-            if call.future is not None and (peer.waiting or len(peer.pending) >= WINDOW):
+            if call.future is not None and (peer.waiting or len(peer.pending) >= peer.window):
                 call.peer = peer
                 peer.waiting.append(call)
             else:
@@ -210,7 +206,7 @@ class Calls(Knowledge):
         peer.channel.kick()
 
     def _endpoint_of(self, call: PendingCall) -> str | None:
-        if call.endpoint is not None:
+        if call.pinned:
             return call.endpoint
         role, rank = split_name(call.name)
         if self._book is None or rank is None:
@@ -219,6 +215,12 @@ class Calls(Knowledge):
         if member is None:
             group = self._book.role(role)
             raise RoleNotFound(f"{role} has {len(group)} members; there is no {call.name}")
+        if call.wanted not in (ANY_INCARNATION, member.incarnation):
+            if member.incarnation < call.wanted:
+                return None
+            text = f"{call.name}.{call.method}() was meant for incarnation {call.wanted}; it was restarted since"
+            raise call.error(StaleIncarnation, text, "no")
+        self.check_round(call, member.incarnation)
         exit_info = self._dead.get((call.name, member.incarnation))
         if exit_info is not None:
             raise call.lost(how_it_ended(exit_info), "no")
@@ -230,7 +232,7 @@ class Calls(Knowledge):
 
     def _connect(self, endpoint: str) -> Peer:
         channel = Channel(self._connect_link(endpoint), self._post)
-        peer = Peer(endpoint, channel)
+        peer = Peer(endpoint, channel, WINDOW)
         self._by_link[channel.link] = peer
         self._knock(channel, endpoint)
         peer.opening = self._loop.call_later(CONNECT_TIMEOUT_S, self._not_opened, peer)
@@ -284,7 +286,11 @@ class Calls(Knowledge):
             if error is None:
                 resolve(future, value)
             else:
+                if call.cohort is not None:
+                    call.cohort.qualify(error)
                 reject(future, error)
+                if call.cohort is not None:
+                    self.one_failed(call, error)
 
     def keep(self, call: PendingCall) -> None:
         """Ask the callee to keep the result. From any thread."""
@@ -331,15 +337,6 @@ class Calls(Knowledge):
         if call is not None and call.source is not None:
             call.source.on_item(item.number, frames)
 
-    def _refill(self, peer: Peer) -> None:
-        """Under the lock: calls that waited for room go out, then threads that waited in line go on."""
-        while peer.waiting and len(peer.pending) < WINDOW:
-            call = peer.waiting.popleft()
-            call.timeout_s = max(0.0, call.deadline - clock.now())
-            self._send(peer, call)
-        while peer.blocked and len(peer.waiting) < WINDOW:
-            peer.blocked.popleft().release()
-
     # What goes wrong: the runtime's loop.
 
     def cancel(self, call: PendingCall) -> None:
@@ -358,12 +355,16 @@ class Calls(Knowledge):
         if peer is not None:
             peer.channel.kick()
         call.done(None)
+        if call.cohort is not None and not call.cohort.sent:
+            self._post(self.one_failed, call, call.error(CallCancelled, f"it was cancelled: {call.describe()}", "no"))
 
     def _expired(self, entry: Entry) -> None:
         call: PendingCall = entry  # type: ignore[assignment]
         peer = call.peer
         executed: Executed = "no"
         state = "its member has not published an endpoint yet"
+        if call.cohort is not None:
+            state = "not every rank that the call goes to has published an endpoint, all in one incarnation"
         if call.passed is not None:
             state = f"an argument was not there: {call.passed.describe()}"
         if peer is not None:
@@ -372,7 +373,7 @@ class Calls(Knowledge):
                 state = "the member has not answered" if peer.channel.authenticated else "it is not connected"
                 peer.channel.send(Cancel(call.call_id), [])
             else:
-                state = f"{WINDOW} calls to it were on their way"
+                state = f"{peer.window} calls to it were on their way"
         self._fail(call, call.late(state, executed))
 
     def on_lost(self, link: Link, reason: str) -> None:
@@ -412,24 +413,16 @@ class Calls(Knowledge):
                 if call.name == name and call.incarnation in (info.incarnation, ANY_INCARNATION):
                     sent = call.call_id in peer.pending
                     if replaced and not sent and not call.pinned:
-                        self._move(peer, call)
+                        self._move(call)
                     else:
                         self._fail(call, call.lost(reason, "maybe" if sent and info.served else "no"))
-
-    def _move(self, peer: Peer, call: PendingCall) -> None:
-        """A call that waited in line for a process that is gone goes to the one that takes its place."""
-        with self._lock:
-            peer.waiting.remove(call)
-            call.peer = call.endpoint = None
-            while peer.blocked and len(peer.waiting) < WINDOW:
-                peer.blocked.popleft().release()
-        self._route(call)
 
     def _route_again(self, calls: list[PendingCall]) -> None:
         with self._lock:
             for call in calls:
-                self._parked.pop(call.call_id, None)
-        for call in calls:
+                for part in call.cohort.parts if call.cohort is not None else (call,):
+                    self._parked.pop(part.call_id, None)
+        for call in first_parts(calls):
             self._route(call)
 
     def set_book(self, book: AddressBook) -> None:
@@ -452,6 +445,8 @@ class Calls(Knowledge):
         """Fail what is pending; queued packets still go out."""
         self._closing = True
         for call in list(self.pending()):
+            if call.cohort is not None and call.cohort.over:
+                continue  # It went with another part.
             text = f"this process is ending; {call.describe()} got no answer"
             self._fail(call, call.error(ShuttingDown, text, "maybe"))
         for peer in self._peers.values():
@@ -488,12 +483,15 @@ class Calls(Knowledge):
                 peer.pending.pop(call.call_id, None)
                 if call in peer.waiting:
                     peer.waiting.remove(call)
-                while peer.blocked and len(peer.waiting) < WINDOW:
-                    peer.blocked.popleft().release()
+                self._let_on(peer)
             self._parked.pop(call.call_id, None)
             Deadlines.remove(call)
         call.done(None)
+        if call.cohort is not None:
+            call.cohort.qualify(error)
         if call.future is not None:
             reject(call.future, error)
         else:
             logger.warning("notification %s was not delivered: %s", call.describe(), error)
+        if call.cohort is not None:
+            self.one_failed(call, error)

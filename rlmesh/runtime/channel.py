@@ -21,6 +21,9 @@ _PACKET_MESSAGES = 1024
 _FULL_TURN_MESSAGES = 64
 """A turn that has made so many sends them, so that the peer begins while the turn makes more."""
 
+NORMAL_ROOM = 512
+"""A method that runs more calls at once than this says so, and gets a wider window for it."""
+
 turn_loops: dict[int, asyncio.AbstractEventLoop] = {}
 """Threads that run a loop of rlmesh: what they send in one turn leaves together at the turn's end."""
 
@@ -34,7 +37,7 @@ class Channel:
 
     __slots__ = (
         "_lock", "_outbox", "_post", "_scheduled", "authenticated", "divert", "greeting", "incoming", "lend", "link",
-        "peer_name",
+        "peer_name", "room",
     )  # fmt: skip
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
@@ -48,6 +51,8 @@ class Channel:
         self.incoming: Incoming | None = None
         """What of the peer's messages waits for its payload."""
         self.peer_name = link.peer
+        self.room = NORMAL_ROOM
+        """So many calls of one method may be on their way here, as far as the peer was told."""
         self._post = post
         self._outbox: deque[Message] = deque()
         self._scheduled: set[int] = set()

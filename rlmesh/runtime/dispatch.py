@@ -38,7 +38,7 @@ from rlmesh.runtime.served import Method, Served
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
 from rlmesh.runtime.waiting import Serving
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Kept, Reply
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Kept, Reply, Room
 from rlmesh.wire.passed import Elsewhere, Part, unpack_passed
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Dispatcher:
         try:
             method = self._find(call)
         except Exception as error:
-            if call.method == FETCH:
+            if call.method == FETCH and not isinstance(error, StaleIncarnation):
                 self._answer_fetch(channel, call, frames)
             else:
                 self._refuse(channel, call, error)
@@ -331,7 +331,10 @@ class Dispatcher:
                 method.queue.append(incoming)
                 return False
             method.running += 1
-            return True
+        if method.concurrent > incoming.channel.room:
+            incoming.channel.room = method.concurrent
+            incoming.channel.send(Room(method.concurrent), [])
+        return True
 
     # Any thread: a reply leaves from the thread that made it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Concatenate, Generic, Literal, overload
 
@@ -14,13 +15,13 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import GroupOutcomes, gather
 from rlmesh.runtime.handle import A, CallOptions, Items, P, R, X
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
+from rlmesh.runtime.rounds import Round
 from rlmesh.runtime.rpc import method_name
 from rlmesh.runtime.runtime import Runtime, default_runtime
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.split import shared as shared
 from rlmesh.runtime.streams import Stream
-from rlmesh.wire.envelope import ANY_INCARNATION
 
 
 class RoleGroup(Generic[A]):
@@ -52,6 +53,7 @@ class RoleGroup(Generic[A]):
         self._runtime = runtime
         self._ranks = ranks
         self._options = options or CallOptions()
+        self._round = Round()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -267,8 +269,7 @@ class RoleGroup(Generic[A]):
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Stream[Any]: ...
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> Stream[Any]:
         """Call a generator method of every member; items come as they arrive, with ``for`` or ``async for``."""
-        targets = [(member_name(self.role, rank), None, ANY_INCARNATION) for rank in self.ranks]
-        return self._caller().stream(targets, method_name(method), args, kwargs, self._options)
+        return self._caller().stream_group(self.role, self.ranks, method_name(method), args, kwargs, self._options)
 
     @overload
     def notify(self, method: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
@@ -278,8 +279,7 @@ class RoleGroup(Generic[A]):
     def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
     def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
         """Call every member without waiting for ends or errors (the members log them)."""
-        for member in self:
-            member.notify(method, *args, **kwargs)
+        self._caller().notify_group(self.role, self.ranks, method_name(method), args, kwargs, self._options)
 
     def _submit(
         self, method: Any, ranks: tuple[int, ...], calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -289,18 +289,21 @@ class RoleGroup(Generic[A]):
         caller, remote = self._caller(), method_name(method)
         group = CallGroup(len(ranks)) if len(ranks) > 1 else None
         frames = caller.encode_calls(remote, calls)
-        return [
-            caller.submit_encoded(member_name(self.role, rank), remote, encoded, self._options, group=group)
-            for rank, encoded in zip(ranks, frames, strict=True)
-        ]
+        return caller.submit_group(self.role, ranks, remote, frames, self._options, group=group)
 
     def _view(self, ranks: tuple[int, ...] | None, options: CallOptions | None = None) -> RoleGroup[A]:
-        return RoleGroup(
+        view: RoleGroup[A] = RoleGroup(
             self.role, group=self.group, runtime=self._runtime, ranks=ranks, options=options or self._options
         )
+        view._round = self._round
+        return view
 
     def _member(self, rank: int) -> MemberHandle[A]:
-        return MemberHandle(self._caller(), member_name(self.role, rank), options=self._options)
+        caller = self._caller()
+        if not caller.go_together(self.role):
+            return MemberHandle(caller, member_name(self.role, rank), options=self._options)
+        options = replace(self._options, round=self._round)
+        return MemberHandle(caller, member_name(self.role, rank), options=options)
 
     @property
     def _name(self) -> str:
@@ -309,6 +312,14 @@ class RoleGroup(Generic[A]):
     def _caller(self) -> Runtime:
         return self._runtime or default_runtime()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As an argument or a result: where it arrives, it calls by that process's own runtime.
+        return _arrived, (self.role, self.group, self._ranks, self._options)
+
     def __repr__(self) -> str:
         ranks = "" if self._ranks is None else f" ranks {list(self._ranks)}"
         return f"<RoleGroup {self._name}{ranks}>"
+
+
+def _arrived(role: str, group: str, ranks: tuple[int, ...] | None, options: CallOptions) -> RoleGroup[Any]:
+    return RoleGroup(role, group=group, ranks=ranks, options=options)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
+from rlmesh.runtime.address import split_name
 from rlmesh.runtime.arguments import require, require_number, require_seconds
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import method_name
@@ -14,6 +15,8 @@ from rlmesh.wire.envelope import ANY_INCARNATION
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
+
+    from rlmesh.runtime.rounds import Round
 
     A = TypeVar("A", default=Any)
 else:
@@ -45,15 +48,18 @@ class CallOptions:
     Attributes:
         timeout_s: seconds until a call fails; None is the job's default, at most what the caller has left.
         idempotent: the method may run twice: a call that did not run, or may not have run, because the connection
-            or the member was lost is made again within its deadline.
+            or the member was lost is made again within its deadline. A call to several ranks of an elastic role is made
+            again by all of them, in the next incarnation of the group.
         queue: wait for room when a member's window is full; otherwise the call fails with `MailboxFull`.
         window: how many items of a stream a member may be ahead of its consumer.
+        round: the calls that a program makes to the ranks of the same group one by one; set by `RoleGroup`.
     """
 
     timeout_s: float | None = None
     idempotent: bool = False
     queue: bool = True
     window: int = 16
+    round: Round | None = field(default=None, repr=False, compare=False)
 
     def changed(self, **changes: Any) -> CallOptions:
         """These options with others in place of those that are named and not None.
@@ -97,6 +103,20 @@ class MemberHandle(Generic[A]):
         self.name, self.endpoint, self.incarnation = name, endpoint, incarnation
         self._caller = caller
         self._options = options or CallOptions()
+
+    @property
+    def role(self) -> str:
+        """The member's role; the whole name of an object that is no member."""
+        return split_name(self.name)[0]
+
+    @property
+    def rank(self) -> int | None:
+        """The member's rank; None for an object that is no member."""
+        return split_name(self.name)[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As an argument or a result: where it arrives, it calls by that process's own runtime.
+        return _arrived, (self.name, self.endpoint, self.incarnation, replace(self._options, round=None))
 
     @overload
     def call(
@@ -163,3 +183,23 @@ class MemberHandle(Generic[A]):
 
     def __repr__(self) -> str:
         return f"<MemberHandle {self.name}{' at ' + self.endpoint if self.endpoint else ''}>"
+
+
+class _DefaultRuntime:
+    """Calls by the runtime that this process has when it calls."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._runtime().submit(*args, **kwargs)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Stream[Any]:
+        return self._runtime().stream(*args, **kwargs)
+
+    @staticmethod
+    def _runtime() -> Caller:
+        from rlmesh.runtime.runtime import default_runtime
+
+        return default_runtime()
+
+
+def _arrived(name: str, endpoint: str | None, incarnation: int, options: CallOptions) -> MemberHandle[Any]:
+    return MemberHandle(_DefaultRuntime(), name, endpoint=endpoint, incarnation=incarnation, options=options)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from rlmesh.runtime.cohorts import Cohort
 from rlmesh.runtime.pending import PendingCall
 
 
@@ -15,10 +16,13 @@ class HeldCalls:
     Args:
         post: runs a function on the loop, from any thread.
         go: takes a call whose turn has come; those with ``passed`` have all their arguments, or have ended.
+        go_together: the same for the parts of a call to several ranks of an elastic role.
     """
 
-    def __init__(self, post: Callable[..., None], go: Callable[[PendingCall], None]) -> None:
-        self._post, self._go = post, go
+    def __init__(
+        self, post: Callable[..., None], go: Callable[[PendingCall], None], go_together: Callable[[Cohort], None]
+    ) -> None:
+        self._post, self._go, self._go_together = post, go, go_together
         self._queues: dict[str, deque[PendingCall]] = {}
 
     def add(self, call: PendingCall) -> None:
@@ -38,6 +42,24 @@ class HeldCalls:
         queue.append(call)
         return True
 
+    def add_cohort(self, cohort: Cohort) -> None:
+        """A call to several ranks, some of whose parts have passed arguments: the parts go together, too."""
+        for part in cohort.parts:
+            self._queues.setdefault(part.name, deque()).append(part)
+        for part in cohort.parts:
+            advance = partial(self._post, self._advance, part.name)
+            if part.passed is not None:
+                part.passed.when_ready(advance)
+            if part.future is not None:
+                part.future.on_settled(partial(_ignoring, advance))
+
+    def takes_cohort(self, cohort: Cohort) -> bool:
+        """As `takes`: one part that has to wait lets all of them wait."""
+        if not any(part.name in self._queues for part in cohort.parts):
+            return False
+        self.add_cohort(cohort)
+        return True
+
     def __bool__(self) -> bool:
         return bool(self._queues)
 
@@ -49,6 +71,12 @@ class HeldCalls:
         queue = self._queues.get(name)
         while queue:
             call = queue[0]
+            if call.cohort is not None:
+                if not self._may_go(call.cohort):
+                    return
+                self._let_go(call.cohort, name)
+                queue = self._queues.get(name)
+                continue
             ended = call.future is not None and call.future.done()
             if call.passed is not None and not call.passed.ready and not ended:
                 return
@@ -57,3 +85,26 @@ class HeldCalls:
                 # Before the call goes: what it leads to may call the same member again.
                 del self._queues[name]
             self._go(call)
+
+    def _may_go(self, cohort: Cohort) -> bool:
+        """Whether each part is the first of its queue and has its arguments. If one has failed, none waits any more."""
+        if cohort.ended() or any(p.passed is not None and p.passed.ready and p.passed.error() for p in cohort.parts):
+            return True
+        return all(
+            self._queues[part.name][0] is part and (part.passed is None or part.passed.ready) for part in cohort.parts
+        )
+
+    def _let_go(self, cohort: Cohort, name: str) -> None:
+        for part in cohort.parts:
+            queue = self._queues.get(part.name)
+            if queue is not None and part in queue:
+                queue.remove(part)
+                if not queue:
+                    del self._queues[part.name]
+            if part.name != name:
+                self._post(self._advance, part.name)
+        self._go_together(cohort)
+
+
+def _ignoring(fn: Callable[[], None], _: object) -> None:
+    fn()

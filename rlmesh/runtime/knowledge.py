@@ -103,6 +103,8 @@ class Knowledge:
         if member is not None and (exit_info := self._dead.get((call.name, member.incarnation))) is not None:
             return how_it_ended(exit_info).partition(";")[0]
         peer = call.peer
+        if peer is None and call.cohort is not None:
+            return "not every rank that the call goes to has an address in the same incarnation"
         if peer is None:
             return "its address is not known yet" if call.endpoint is None else "not sent yet"
         if peer.endpoint in self._lost or peer.endpoint in self._orphans:

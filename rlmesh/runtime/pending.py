@@ -17,12 +17,14 @@ from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.deadlines import Entry
 from rlmesh.runtime.ended import CallGroup
 from rlmesh.runtime.future import Future
-from rlmesh.wire.envelope import Flag, Frames
+from rlmesh.wire.envelope import ANY_INCARNATION, Flag, Frames
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
     from rlmesh.runtime.calls import Calls
+    from rlmesh.runtime.cohorts import Cohort
     from rlmesh.runtime.passing import KeptResult, PassedArguments
+    from rlmesh.runtime.rounds import Round
     from rlmesh.runtime.streams import Source
 
 
@@ -42,6 +44,12 @@ class PendingCall:
     """Futures among the arguments, until they are there."""
     kept: Sequence[KeptResult] = ()
     """Results that producers must keep until this call is over."""
+    cohort: Cohort | None = None
+    """The call to several ranks of an elastic role that it is part of."""
+    round: Round | None = None
+    """The calls to single ranks that it may be one of a loop with."""
+    wanted = ANY_INCARNATION
+    """The incarnation that it is meant for, whatever the address book says."""
     look_until_ns = 0
     """Until when whoever waits for it may look for the answer itself."""
 
@@ -54,6 +62,8 @@ class PendingCall:
         self.group = group
         self.pinned = endpoint is not None
         """Meant for the process at one address, whoever takes its place."""
+        if endpoint is None and incarnation != ANY_INCARNATION:
+            self.wanted = incarnation
         self.started_ns = now_ns = time.perf_counter_ns()
         self.deadline = clock.now() + timeout_s
         self.run_queue_ns = table.meter.recent_ns(now_ns)
@@ -164,8 +174,10 @@ def wait_about(answer: PlainFuture[Any], seconds: float) -> None:
 class Peer:
     """A connection to one endpoint and the calls that wait for it."""
 
-    def __init__(self, endpoint: str, channel: Channel) -> None:
+    def __init__(self, endpoint: str, channel: Channel, window: int) -> None:
         self.endpoint, self.channel = endpoint, channel
+        self.window = self.normal_window = window
+        """How many calls may be on their way at once; more where the peer said so (`Room`)."""
         self.pending: dict[int, PendingCall] = {}
         self.waiting: deque[PendingCall] = deque()
         self.blocked: deque[Any] = deque()

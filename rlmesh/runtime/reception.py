@@ -27,6 +27,7 @@ from rlmesh.wire.envelope import (
     Kept,
     Release,
     Reply,
+    Room,
     Shares,
     unpack,
 )
@@ -106,6 +107,8 @@ class Reception:
             self._calls.on_kept(link, header)
         elif kind is Release:
             self._dispatcher.kept.release(link, header.token)
+        elif kind is Room:
+            self._calls.on_room(link, header)
         else:
             self._lanes.on_message(channel, header, payload)
 

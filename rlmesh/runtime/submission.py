@@ -11,6 +11,7 @@ from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.context import CallContext, served_call
 from rlmesh.runtime.ended import CallGroup, CallStats, EdgeStats, EndedCall
 from rlmesh.runtime.future import Future
+from rlmesh.runtime.group_submission import GroupSubmission
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.kept import FETCH
 from rlmesh.runtime.network import NetworkOptions
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from rlmesh.runtime.lending import Lending
 
 
-class Submission:
+class Submission(GroupSubmission):
     """The caller's half of a `Runtime`."""
 
     name: str
@@ -99,6 +100,9 @@ class Submission:
         call = PendingCall(
             self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, options.queue, group
         )
+        if options.round is not None:
+            call.round = options.round
+            call.round.add(call)
         future: Future[Any] = Future(call)
         if reply:
             call.future = future

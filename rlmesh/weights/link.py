@@ -18,7 +18,7 @@ from typing import Any
 from rlmesh.errors import WeightSyncError
 from rlmesh.weights.delivery import Failure, wait_as_last
 from rlmesh.weights.plan import Party, WeightPlan, Wishes, make_plan
-from rlmesh.weights.remote import End, Incarnations, party_of
+from rlmesh.weights.remote import Bound, End, Incarnations, party_of
 from rlmesh.weights.sending import RouteStart
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ class Link:
         self._verify = verify
         self.session, self.plan, self.failed = session, plan, False
         self._closed = False
-        self._source, self._sinks, self._timeouts, self._members = source, sinks, timeouts, members
+        self._source, self._sinks = Bound(source, members), Bound(sinks, members)
+        self._timeouts, self._members = timeouts, members
         self._source_names = [party.name for party in plan.sources]
         self._sink_names = [party.name for party in plan.sinks]
         self._alone = len(self._sink_names) == 1
@@ -68,8 +69,9 @@ class Link:
         """
         members = {**source.incarnations(), **sinks.incarnations()}
         wanted = [name for name in sinks.incarnations() if only is None or name in only]
-        sources = _ask(source, list(source.incarnations()), "weights_source_describe", timeouts.connect_s)
-        targets = _ask(sinks, wanted, "weights_sink_describe", timeouts.connect_s)
+        bound = Bound(source, members), Bound(sinks, members)
+        sources = _ask(bound[0], list(source.incarnations()), "weights_source_describe", timeouts.connect_s)
+        targets = _ask(bound[1], wanted, "weights_sink_describe", timeouts.connect_s)
         plan = make_plan(sources, targets, wishes)
         link = cls(secrets.token_hex(8), plan, source, sinks, timeouts, members, wishes.verify)
         try:
@@ -257,7 +259,7 @@ def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def _ask(end: End, names: list[str], method: str, timeout_s: float) -> list[Party]:
+def _ask(end: Bound, names: list[str], method: str, timeout_s: float) -> list[Party]:
     asked = {name: end.call(name, method, timeout_s=timeout_s) for name in names}
     return [party_of(_result(answer, name, "say what weights it has")) for name, answer in asked.items()]
 

@@ -17,6 +17,7 @@ from rlmesh.weights.members import commander, origin_of
 from rlmesh.weights.plan import Party, Place
 from rlmesh.weights.protocols import WeightSource
 from rlmesh.weights.sending import Sender
+from rlmesh.wire.envelope import ANY_INCARNATION
 
 Incarnations = Mapping[str, int]
 
@@ -49,9 +50,24 @@ class End(Protocol):
         """Who belongs to it now, and how often each was restarted."""
         ...
 
-    def call(self, member: str, method: str, *args: Any, timeout_s: float) -> PlainFuture[Any]: ...
+    def call(
+        self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
+    ) -> PlainFuture[Any]:
+        """Call a method of a member: of this incarnation of it, and of no other, if one is given."""
+        ...
 
     def close(self) -> None: ...
+
+
+class Bound:
+    """An end as it was when a link was made: what it is told is meant for those incarnations of its members."""
+
+    def __init__(self, end: End, incarnations: Incarnations) -> None:
+        self._end, self._incarnations = end, incarnations
+
+    def call(self, member: str, method: str, *args: Any, timeout_s: float) -> PlainFuture[Any]:
+        incarnation = self._incarnations.get(member, ANY_INCARNATION)
+        return self._end.call(member, method, *args, timeout_s=timeout_s, incarnation=incarnation)
 
 
 class Members:
@@ -72,8 +88,10 @@ class Members:
                 found[member_name(group.role, rank)] = member.incarnation if member is not None else -1
         return found
 
-    def call(self, member: str, method: str, *args: Any, timeout_s: float) -> PlainFuture[Any]:
-        return self._command(member, method, *args, timeout_s=timeout_s)
+    def call(
+        self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
+    ) -> PlainFuture[Any]:
+        return self._command(member, method, *args, timeout_s=timeout_s, incarnation=incarnation)
 
     def behind(self, version: int, timeout_s: float) -> frozenset[str]:
         """Sinks that serve another version, or none."""
@@ -127,7 +145,9 @@ class LocalSource:
     def incarnations(self) -> Incarnations:
         return {self.name: self._sender.incarnation}
 
-    def call(self, member: str, method: str, *args: Any, timeout_s: float) -> PlainFuture[Any]:
+    def call(
+        self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
+    ) -> PlainFuture[Any]:
         future: PlainFuture[Any] = PlainFuture()
         try:
             result = self._methods[method](*args)

@@ -36,6 +36,7 @@ class Kind(IntEnum):
     KEEP = 11
     KEPT = 12
     RELEASE = 13
+    ROOM = 14
     LANE_OFFER = 20
     OPEN_LANE = 21
     DETACHED = 22
@@ -122,6 +123,12 @@ class Release(NamedTuple):
     token: int
 
 
+class Room(NamedTuple):
+    """A method of the sender runs so many calls at once: as many more may be on their way to it."""
+
+    calls: int
+
+
 class Shares(NamedTuple):
     """Where the sender's shared memory lies: a peer with the same ``place`` can open it."""
 
@@ -177,7 +184,9 @@ class Part(NamedTuple):
 
 
 LaneHeader: TypeAlias = LaneOffer | OpenLane | Detached | Bulk | Part
-Header: TypeAlias = Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Shares | GiveBacks | LaneHeader
+Header: TypeAlias = (
+    Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Room | Shares | GiveBacks | LaneHeader
+)
 Message: TypeAlias = tuple[Header, Frames]
 Lend: TypeAlias = Callable[[memoryview], Loan | None]
 Borrow: TypeAlias = Callable[[list[Buffer | Loan]], Frames]
@@ -191,6 +200,7 @@ _KIND_OF: dict[type[Any], int] = {
     Keep: int(Kind.KEEP),
     Kept: int(Kind.KEPT),
     Release: int(Kind.RELEASE),
+    Room: int(Kind.ROOM),
     Shares: int(Kind.SHARES),
     GiveBacks: int(Kind.GIVE_BACKS),
     LaneOffer: int(Kind.LANE_OFFER),
@@ -208,6 +218,7 @@ _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.KEEP: (Keep, (int,)),
     Kind.KEPT: (Kept, (int, int, int, int, int, int)),
     Kind.RELEASE: (Release, (int,)),
+    Kind.ROOM: (Room, (int,)),
     Kind.SHARES: (Shares, (str,)),
     Kind.GIVE_BACKS: (GiveBacks, (tuple,)),
     Kind.LANE_OFFER: (LaneOffer, (str, int)),
