@@ -112,7 +112,7 @@ class Incoming:
                 f"the arguments of {call.target}.{call.method}() cannot be read by {call.target}: {error}",
                 role=role, rank=rank, method=call.method, executed="no",
             ) from error  # fmt: skip
-        except Exception as error:
+        except BaseException as error:  # Of an argument's own code; none of it ends this process.
             role, rank = split_name(call.target)
             raise CallError(
                 f"the arguments of {call.target}.{call.method}() cannot be decoded by {call.target}: "
@@ -473,10 +473,12 @@ class Dispatcher:
         if isinstance(error, asyncio.CancelledError):
             if self.ending:
                 incoming.cancelled = True  # No answer: how the process ended tells the caller more.
-            role, rank = split_name(call.target)
-            by = "" if incoming.cancelled else " by its own code"
-            text = f"{call.target}.{call.method}() was cancelled{by}"
-            error = CallCancelled(text, role=role, rank=rank, method=call.method, executed="yes")
+            text = f"{call.target}.{call.method}() was cancelled"
+            if incoming.cancelled:
+                role, rank = split_name(call.target)
+                error = CallCancelled(text, role=role, rank=rank, method=call.method, executed="yes")
+            elif not error.args:
+                error.args = (f"{text} by its own code",)
         record = failure.record(error, executed="no" if incoming.refused else "yes")
         if call.flags & _NO_REPLY:
             logger.error("notification %s.%s() failed:\n%s", call.target, call.method, record.traceback)

@@ -75,6 +75,10 @@ class FutureSequence(Sequence[T_co]):
         for shard in range(len(self._shards)):
             yield from self._shard(shard)
 
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        # The base class takes an IndexError of a member for the end of the sequence.
+        return list(self).index(value, start, len(self) if stop is None else stop)
+
     def _shard(self, number: int) -> Any:
         return self._checked(number, self._shards[number].result())
 

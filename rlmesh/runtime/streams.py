@@ -213,7 +213,7 @@ class Stream(Generic[T_co]):
         source.took_one()
         try:
             item: T_co = codec.decode(what)
-        except Exception as broken:
+        except Exception as broken:  # Also a StopIteration of the item's own code, which would end the loop.
             self.close()
             call = source.call
             text = f"an item of {call.name}.{call.method}() cannot be decoded here: {type(broken).__name__}: {broken}"
