@@ -116,6 +116,8 @@ class Future(concurrent.futures.Future[T]):
     _wanted = False
     kept: KeptResult | None = None
     """Where the result is, if it stayed at its producer since the future was passed on as an argument."""
+    what = "a call"
+    """Whose result it is, for the messages of a batch."""
     resolved_ns = 0
 
     def __init__(self, origin: Origin | None = None) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 from rlmesh.errors import CallError
+from rlmesh.runtime.batch_results import what_is_wrong
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import gather
 from rlmesh.runtime.passing import reduce_future
@@ -51,6 +52,8 @@ class FutureSequence(Sequence[T_co]):
         self._sizes = list(sizes)
         self._starts = [0, *accumulate(self._sizes)]
         self._method = method
+        for shard in shards:
+            shard.what = f"{method}()"
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -84,15 +87,10 @@ class FutureSequence(Sequence[T_co]):
 
     def _checked(self, number: int, items: Any) -> Any:
         wanted = self._sizes[number]
-        try:
-            got = len(items)
-        except TypeError:  # of arrays and tensors without an axis too, although these have a __len__
-            got = None
-        if got != wanted:
-            what = f"{got} results" if got is not None else f"a {type(items).__name__}, which has no length,"
+        if wrong := what_is_wrong(items, wanted):
             raise CallError(
-                f"rank {number} returned {what} for {wanted} items of the batch call {self._method}(): "
-                "a batch method returns one result per item",
+                f"rank {number} returned {wrong} for {wanted} items of the batch call {self._method}(): "
+                "a batch method returns a list, an array or a tensor with one result per item",
                 rank=number, method=self._method, executed="yes",
             )  # fmt: skip
         return items
