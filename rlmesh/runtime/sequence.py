@@ -13,6 +13,7 @@ from rlmesh.runtime.batch_results import what_is_wrong
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import gather
 from rlmesh.runtime.passing import reduce_future
+from rlmesh.runtime.unheard import Told
 from rlmesh.wire.passed import Part
 
 T_co = TypeVar("T_co", covariant=True)
@@ -52,8 +53,9 @@ class FutureSequence(Sequence[T_co]):
         self._sizes = list(sizes)
         self._starts = [0, *accumulate(self._sizes)]
         self._method = method
+        self._together = Told()
         for shard in shards:
-            shard.what = f"{method}()"
+            shard.what, shard.together = f"{method}()", self._together
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -83,7 +85,11 @@ class FutureSequence(Sequence[T_co]):
         return list(self).index(value, start, len(self) if stop is None else stop)
 
     def _shard(self, number: int) -> Any:
-        return self._checked(number, self._shards[number].result())
+        try:
+            return self._checked(number, self._shards[number].result())
+        except BaseException:
+            self._together.told = True
+            raise
 
     def _checked(self, number: int, items: Any) -> Any:
         wanted = self._sizes[number]
@@ -143,7 +149,12 @@ class FutureSequence(Sequence[T_co]):
 
     async def __aiter__(self) -> AsyncIterator[T_co]:
         for number, shard in enumerate(self._shards):
-            for item in self._checked(number, await shard):
+            try:
+                items = self._checked(number, await shard)
+            except BaseException:
+                self._together.told = True
+                raise
+            for item in items:
                 yield item
 
     async def as_completed(self) -> AsyncIterator[tuple[int, T_co]]:
@@ -151,6 +162,7 @@ class FutureSequence(Sequence[T_co]):
         import asyncio
 
         async def one(number: int) -> int:
+            self._shards[number].heard()  # The first error is raised.
             await self._shards[number]
             return number
 
