@@ -17,7 +17,7 @@ from rlmesh.errors import (
     RemoteError,
     RestartBudgetExhausted,
 )
-from rlmesh.job.status import NODE_LOST, FailureInfo, JobStatus
+from rlmesh.job.status import NODE_LOST, FailureInfo, JobStatus, first_cause
 from rlmesh.observe.incidents import newest_incident
 
 SHOWN_LOG_LINES = 20
@@ -98,10 +98,9 @@ def describe_failure(failure: FailureInfo) -> str:
 
 def job_failed(job_name: str, failures: Sequence[FailureInfo], run_dir: Path) -> JobFailed:
     """The error for a job that failed; its first exception is the first cause."""
-    first = failures[0].message.splitlines()[0] if failures else "no cause was recorded"
     incident = newest_incident(run_dir)
     files = f"what happened: {incident}; logs and metrics: {run_dir}" if incident else f"logs and metrics: {run_dir}"
-    text = f"job {job_name} failed: {first} ({files})"
+    text = f"{first_cause(job_name, failures)} ({files})"
     error = JobFailed(text, [_as_exception(failure) for failure in failures] or [LaunchError(text)])
     error.run_dir = str(run_dir)
     error.incident = str(incident or "")
