@@ -96,7 +96,7 @@ class Runtime(Submission, Reception):
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._calls.fetch = self.fetch
         self._dispatcher = Dispatcher(self, loop)
-        self._lanes = Lanes(self, loop, self.network)
+        self._lanes = Lanes(self, loop, self.network, self._key)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
         self._opening = threading.Lock()
