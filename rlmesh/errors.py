@@ -44,11 +44,12 @@ with what, since when, and what to do next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 __all__ = [
     "AuthenticationFailed",
     "CallCancelled",
+    "CallDetails",
     "CallError",
     "CallRejected",
     "CallTimeout",
@@ -136,6 +137,23 @@ class WouldDeadlock(UsageError):
     code = "RM104"
 
 
+class CallDetails(NamedTuple):
+    """What is known of a failed call: the attributes of a `CallError` and, where the method raised, of a `RemoteError`.
+    `CallError.details` gives it."""
+
+    role: str | None = None
+    rank: int | None = None
+    method: str | None = None
+    call_id: int | None = None
+    executed: Executed = "maybe"
+    remote_type: str = ""
+    remote_message: str = ""
+    remote_traceback: str = ""
+    remote_causes: tuple[str, ...] = ()
+    host: str = ""
+    pid: int = 0
+
+
 class CallError(RLMeshError):
     """A remote call failed.
 
@@ -165,8 +183,30 @@ class CallError(RLMeshError):
         self.call_id = call_id
         self.executed: Executed = executed
 
+    @staticmethod
+    def details(error: BaseException) -> CallDetails:
+        """The details of a failed call: ``CallError.details(error).rank``.
+
+        An exception that a method raises keeps its own attributes. If one of them has a name that rlmesh uses too
+        (``rank``, ``host``, ``code``), ``error.rank`` is the exception's own, and this function gives that of the call.
+
+        Raises:
+            UsageError: ``error`` is not of a call.
+        """
+        if not isinstance(error, CallError):
+            raise UsageError(f"CallError.details(error): it is a CallError, not {type(error).__name__}")
+        kept = object.__getattribute__(error, "__dict__").get(DETAILS)
+        if isinstance(kept, CallDetails):
+            return kept
+        known = {name: getattr(error, name) for name in CallDetails._fields if hasattr(error, name)}
+        return CallDetails(**known)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild_call_error, (type(self), self.args, self.__dict__.copy()))
+
+
+DETAILS = "_rlmesh_details"
+"""Where an error that a remote method raised keeps its `CallDetails`."""
 
 
 def _rebuild_call_error(cls: type[CallError], args: tuple[Any, ...], state: dict[str, Any]) -> CallError:
@@ -180,7 +220,11 @@ class RemoteError(CallError):
     """The remote method raised.
 
     The object that is raised also derives from the original exception type if that type can be imported
-    here and their memory layouts agree, so ``except ValueError`` works; ``remote_type`` is always its name.
+    here and their memory layouts agree, so ``except ValueError`` works; ``remote_type`` is always its name. Exceptions
+    that steer the interpreter (StopIteration, StopAsyncIteration, GeneratorExit, CancelledError, SystemExit,
+    KeyboardInterrupt) are a plain `RemoteError`: raised at the caller they would end its loops, not tell it of a fault.
+
+    The original's attributes win over those below where they share a name; `CallError.details` gives all of the latter.
 
     Attributes:
         remote_type: qualified name of the original exception type.

@@ -63,6 +63,20 @@ def acting_for(context: WorkerContext, function: Callable[..., Any]) -> Callable
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with acting_as(context):
-            return function(*args, **kwargs)
+            made = function(*args, **kwargs)
+        if inspect.isawaitable(made) or inspect.isasyncgen(made):  # An async one, under a decorator that is not.
+            return acting_for(context, _gives_back(made))()
+        return made
 
     return run
+
+
+def _gives_back(made: Any) -> Callable[..., Any]:
+    async def awaited() -> Any:
+        return await made
+
+    async def iterated() -> Any:
+        async for item in made:
+            yield item
+
+    return iterated if inspect.isasyncgen(made) else awaited

@@ -75,6 +75,8 @@ MASTER_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 5.0
 NEWS_WAIT_S = 2.0
 """How long the end of a member waits for a master that takes its last reports."""
+LAST_ANSWERS_S = 1.0
+"""So long may answers take, once ``run()`` is over, that it did not wait for."""
 BOOK_WAIT_S = 30.0
 
 
@@ -406,6 +408,7 @@ class Member:
         with self._runtime.main_busy():
             self._attempt(role, "run() failed", call)
         self._orders.run_began_at = None
+        self._runtime.await_answers(LAST_ANSWERS_S)  # a failure that nobody asked for is told while there is a log
         self._outbox.drain(MASTER_TIMEOUT_S)  # the job may end with the news that run() did
         self._tell("run_finished", *role.spec.key)
 

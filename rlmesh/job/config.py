@@ -305,10 +305,17 @@ class DLConfig(Spec):
     def start(
         self, job_name: str | None = None, *, view: View | None = None, run_dir: str | Path | None = None
     ) -> JobHandle:
-        """Start the job and return at once; for event loops, which are never blocked by it::
+        """Start the job and return at once; for event loops, which are never blocked by it, and for programs that call
+        its roles themselves::
 
             async with job.start("demo") as handle:
                 result = await handle
+
+            with job.start("serving") as handle, handle.join() as runtime:
+                RoleGroup("ECHO", runtime=runtime).call("say", "hello").result()
+
+        A job in which no role has a ``run()`` is driven by the caller: it lives until ``handle.stop()``, or until the
+        block is left.
 
         Raises as ``submit`` does, except that ``JobFailed`` comes from the handle.
         """
@@ -318,7 +325,7 @@ class DLConfig(Spec):
 
         if problems := [*self.problems(), *_job_name_problems(job_name)]:
             raise JobSpecError(problems)
-        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at)))
+        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at), serves=True))
 
     def _launch_options(self, view: View | None, run_dir: str | Path | None, called_at: float) -> LaunchOptions:
         from pathlib import Path

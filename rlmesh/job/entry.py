@@ -219,8 +219,10 @@ def _argument_problem(callee: Callee, path: Path) -> tuple[str, ...]:
     what = f"{callee.name}.__init__" if callee.kind == "class" else f"{callee.name}()"
     return (
         f"{what} ({path}:{callee.line}) requires arguments ({needs}), but entry points are called without "
-        "any: read current_worker().job_info.user_config instead",
-    )
+        "any: read current_worker().job_info.user_config instead"
+        + (f". If other roles are to call it, make it a method: a class with '@rpc def {callee.name}(self, …)'"
+           if callee.kind == "function" else ""),
+    )  # fmt: skip
 
 
 def _find(facts: ModuleFacts, module: str, name: str, depth: int = 8) -> tuple[Callee | None, ModuleFacts, str]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Generator
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+import time
+import weakref
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import JobFailed, RLMeshError, UsageError
-from rlmesh.job.status import JobStatus
+from rlmesh.errors import JobFailed, PeerLost, RLMeshError, UsageError
+from rlmesh.job.status import JobStatus, first_cause
+from rlmesh.runtime.arguments import refuse_inside_loop
 
 if TYPE_CHECKING:
     from rlmesh.master.driver import Driver, JobResult
+    from rlmesh.runtime.joining import Joining
+    from rlmesh.runtime.knowledge import JobEnd
     from rlmesh.runtime.runtime import Runtime
 
-__all__ = ["JobHandle"]
+__all__ = ["JobHandle", "JoinedJob"]
 
 JOIN_POLL_S = 0.05
 END_S = 15.0
@@ -27,12 +31,13 @@ END_S = 15.0
 class JobHandle:
     """A submitted job, from ``submit(blocking=False)`` or ``start()``. Made by them only.
 
-    Usable from threads (``result()``) and from event loops (``await handle``, ``async with job.start() as
-    handle``). The job is driven by a thread of its own, and lives no longer than this process.
+    Usable from threads (``result()``, ``with job.start() as handle``) and from event loops (``await handle``, ``async
+    with job.start() as handle``). The job is driven by a thread of its own, and lives no longer than this process.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._asked = False
         self._future: Future[JobResult] = Future()
         self._future.set_running_or_notify_cancel()
         self._thread = threading.Thread(target=self._run, name=f"rlmesh-driver-{driver.job_name}")
@@ -83,6 +88,7 @@ class JobHandle:
     def stop(self, reason: str = "stop() was called") -> None:
         """Ask the job to end: with grace, or at once if called again. Returns immediately."""
         if not self.done():
+            self._asked = True
             self._driver.stop(reason)
 
     def notice(self, reason: str = "notice() was called") -> None:
@@ -90,33 +96,64 @@ class JobHandle:
         if not self.done():
             self._driver.notice(reason)
 
-    @asynccontextmanager
-    async def join(self, *, name: str = "service", timeout_s: float = 120.0) -> AsyncIterator[Runtime]:
-        """Call the job's roles from this process, on the running loop, as `Runtime.join` does::
+    def join(self, *, name: str = "service", timeout_s: float = 120.0) -> JoinedJob:
+        """Call the job's roles from this process: on the running loop, or, in a program without one, from plain
+        threads, as `Runtime.join` does::
 
             async with job.start("demo") as handle, handle.join() as runtime:
                 text = await RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt)
+
+            with job.start("demo") as handle, handle.join() as runtime:
+                text = RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt).result()
+
+        If the job fails while the block runs, its pending calls and later ones raise `PeerLost` that names the first
+        cause, and the block raises the job's own error in its place.
 
         Args:
             name: what members and logs call this process.
             timeout_s: how long to wait until the job has members.
 
-        Raises:
+        Raises, when the block is entered:
             JobFailed, LaunchError, …: the job ended before; what ``result()`` raises.
             TimeoutError: it had no members in time.
         """
-        from rlmesh.runtime.runtime import Runtime
+        return JoinedJob(self, name, timeout_s)
 
-        async with asyncio.timeout(timeout_s):
-            # The way in outlives the job for a moment.
-            while self.done() or (way_in := self._driver.way_in) is None:
-                if self.done():
-                    await self
-                    raise UsageError(f"job {self.job_name} has ended, and cannot be joined")
-                await asyncio.sleep(JOIN_POLL_S)
-        address, key = way_in
-        async with Runtime.join(address, key=key, name=name) as runtime:
-            yield runtime
+    def way_in(self) -> tuple[str, bytes] | None:
+        """Address of the job's master and the job's key, once it has members.
+
+        Raises:
+            JobFailed, …: it has ended.
+        """
+        way_in = self._driver.way_in
+        if self.done():  # The way in outlives the job for a moment.
+            self._future.result()
+            raise UsageError(f"job {self.job_name} has ended, and cannot be joined")
+        return way_in
+
+    def why_ends(self) -> JobEnd | None:
+        """Why the job is ending, or has ended; None as long as it goes on."""
+        from rlmesh.runtime.knowledge import JobEnd
+
+        if self._future.done():
+            error = self._future.exception()
+            return JobEnd(f"job {self.job_name} has ended" if error is None else str(error).splitlines()[0], error)
+        status = self.status
+        if status.failures and status.stage in ("stopping", "failed"):
+            return JobEnd(first_cause(self.job_name, status.failures))
+        return None
+
+    def when_done(self, fn: Callable[[], object]) -> None:
+        """Call ``fn`` once the job has ended, on any thread."""
+        self._future.add_done_callback(lambda _: fn())
+
+    def failure(self, timeout_s: float) -> BaseException | None:
+        """The job's error, if it ends with one that ``stop()`` did not ask for, after at most ``timeout_s``; blocks."""
+        if self._asked:
+            return None
+        if self.why_ends() is not None:
+            wait([self._future], timeout_s)
+        return self._future.exception() if self._future.done() and not self._asked else None
 
     def __await__(self) -> Generator[Any, None, JobResult]:
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
@@ -135,3 +172,92 @@ class JobHandle:
         failure = end.exception() if end.done() else None
         if failure is not None and error is None and not stopped:
             raise failure
+
+    def __enter__(self) -> JobHandle:
+        refuse_inside_loop("job.start()", "async with job.start()")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As ``async with`` does."""
+        self.stop("the block of start() was left")
+        stopped = self._asked
+        wait([self._future], END_S)
+        failure = self._future.exception() if self._future.done() else None
+        if failure is not None and error is None and not stopped:
+            raise failure
+
+
+class JoinedJob:
+    """This process as a caller of a job's roles, as long as a block lasts. Made by `JobHandle.join`."""
+
+    def __init__(self, handle: JobHandle, name: str, timeout_s: float) -> None:
+        self._handle, self._name, self._timeout_s = handle, name, timeout_s
+        self._joining: Joining | None = None
+
+    def _begin(self, way_in: tuple[str, bytes]) -> Joining:
+        from rlmesh.runtime.runtime import Runtime
+
+        address, key = way_in
+        self._joining = Runtime.join(address, key=key, name=self._name)
+        return self._joining
+
+    def _watch(self, runtime: Runtime) -> Runtime:
+        """Let its calls end with the job, and say why."""
+        handle = self._handle
+        known = runtime.job_ends
+        runtime.job_ends = lambda: handle.why_ends() or known()
+        ref = weakref.ref(runtime)
+
+        def over() -> None:
+            found, end = ref(), handle.why_ends()
+            if found is not None and end is not None:
+                found.end_calls(end.why)
+
+        handle.when_done(over)
+        return runtime
+
+    def _raise_instead(self, error: BaseException | None, failure: BaseException | None) -> None:
+        """Of a lost member the cause: the job's own failure."""
+        if failure is not None and isinstance(error, PeerLost):
+            raise failure from error
+
+    async def __aenter__(self) -> Runtime:
+        async with asyncio.timeout(self._timeout_s):
+            while (way_in := self._handle.way_in()) is None:  # noqa: ASYNC110 (the driver is a plain thread)
+                await asyncio.sleep(JOIN_POLL_S)
+        try:
+            return self._watch(await self._begin(way_in).__aenter__())
+        except PeerLost as error:
+            self._raise_instead(error, await asyncio.to_thread(self._handle.failure, END_S))
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._joining is not None
+        await self._joining.__aexit__(kind, error, trace)
+        if isinstance(error, PeerLost):
+            self._raise_instead(error, await asyncio.to_thread(self._handle.failure, END_S))
+
+    def __enter__(self) -> Runtime:
+        refuse_inside_loop("handle.join()", "async with handle.join()")
+        deadline = time.monotonic() + self._timeout_s
+        while (way_in := self._handle.way_in()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {self._handle.job_name} had no members after {self._timeout_s:g} s")
+            time.sleep(JOIN_POLL_S)
+        try:
+            return self._watch(self._begin(way_in).__enter__())
+        except PeerLost as error:
+            self._raise_instead(error, self._handle.failure(END_S))
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._joining is not None
+        self._joining.__exit__(kind, error, trace)
+        if isinstance(error, PeerLost):
+            self._raise_instead(error, self._handle.failure(END_S))

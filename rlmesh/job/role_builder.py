@@ -51,6 +51,12 @@ class UnknownMethod(UsageError, AttributeError):
                 f"role {builder.role_name}: {name}() is for elastic roles, which .train(...) defines: use "
                 "total(n) and per_node(n) here"
             )
+        kinds = (RoleBuilder, ElasticRoleBuilder)
+        if not isinstance(builder, RoleBuilder) and any(hasattr(kind, name) for kind in kinds):
+            return cls(
+                f"{type(builder).__name__} has no method {name!r}: {name}() describes a role that is defined already. "
+                f'Say first what runs: .role("NAME").run(Class).{name}(…), or .train(…) or .custom(…) for .run(…)'
+            )
         methods = [method for method in dir(type(builder)) if not method.startswith("_")]
         return cls(f"{type(builder).__name__} has no method {name!r}.{did_you_mean(name, methods)}")
 

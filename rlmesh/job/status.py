@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -290,3 +290,9 @@ class GraphEdge:
         values = dict(plain)
         caller, at = values.pop("caller"), values.pop("at")
         return cls(caller, EdgeStats(**values), at)
+
+
+def first_cause(job_name: str, failures: Sequence[FailureInfo]) -> str:
+    """That a job failed, and by what, in one line."""
+    first = failures[0].message.splitlines()[:1] if failures else []
+    return f"job {job_name} failed: {first[0] if first else 'no cause was recorded'}"

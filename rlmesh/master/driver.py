@@ -81,15 +81,20 @@ def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOption
 
 
 class Driver:
-    """One start of a job. ``run`` works on the thread that calls it; the rest is for any thread.
+    """One start of a job. ``run`` works on the thread that calls it; the rest is for any thread. ``serves``: a job
+    without a role that drives it lives until it is stopped.
 
     Raises:
         UsageError: made inside a worker, by a script that submits when it is imported.
         JobSpecError, PlacementError: before anything was started.
     """
 
-    def __init__(self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> None:
+    def __init__(
+        self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None, *,
+        serves: bool = False,
+    ) -> None:  # fmt: skip
         _refuse_inside_worker()
+        self._serves = serves
         fill_standard_streams()
         self._config = config
         self._options = effective(options)
@@ -174,7 +179,7 @@ class Driver:
             spec = job_spec(
                 config, self.job_name, self._demand, self._cluster, space, limits=limits,
                 restart=options.restart, max_restarts=options.max_restarts, submitted_at=self._submitted_at,
-                grace_s=grace_s, resume=resume,
+                grace_s=grace_s, resume=resume, serves=self._serves,
             )  # fmt: skip
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})

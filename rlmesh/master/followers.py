@@ -5,13 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from rlmesh.job.status import ExitInfo
+from rlmesh.job.status import ExitInfo, first_cause
 from rlmesh.master import events as ev
+from rlmesh.master.context import JobContext
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.joining import JobView
 
 LONGEST_WAIT_S = 60.0
+
+
+def why_ends(context: JobContext) -> str:
+    """Why a job is ending, in one line; empty as long as it goes on."""
+    name = context.spec.job_name
+    if context.stage in ("starting", "running"):
+        return ""
+    if context.failures:
+        return first_cause(name, context.failures)
+    if context.ends_as == "stopped":
+        return f"job {name} was stopped: {context.note.removeprefix('stopped: ')}"
+    return f"job {name} has ended: the roles that drive it are done"
 
 
 class Followers:
@@ -22,10 +35,12 @@ class Followers:
         self._book = AddressBook(0, ())
         self._exits: list[ExitInfo] = []
         self._changed = asyncio.Event()
+        self._ends = ""
 
-    def note(self, actions: Iterable[ev.Action]) -> None:
-        """Take in what members are told too."""
-        changed = False
+    def note(self, actions: Iterable[ev.Action], ends: str = "") -> None:
+        """Take in what members are told too. ``ends``: why the job is ending; empty if it is not."""
+        changed = ends != self._ends
+        self._ends = ends
         for action in actions:
             if isinstance(action, ev.PublishBook):
                 self._book, changed = action.book, True
@@ -38,12 +53,13 @@ class Followers:
 
     async def changes(self, version: int, exits_seen: int, wait_s: float) -> JobView:
         """What is newer than version ``version`` of the address book and the first ``exits_seen`` exits; the same
-        again if nothing came within ``wait_s`` seconds."""
+        again if nothing came within ``wait_s`` seconds. At once if the job is ending."""
         try:
             async with asyncio.timeout(min(wait_s, LONGEST_WAIT_S)):
-                while self._book.version <= version and len(self._exits) <= exits_seen:
+                while not self._ends and self._book.version <= version and len(self._exits) <= exits_seen:
                     await self._changed.wait()
         except TimeoutError:
             pass
         spec, exits = self._spec, tuple(self._exits[max(0, exits_seen) :])
-        return JobView(spec.job_id, spec.job_name, spec.call_timeout_s, self._book, exits, len(self._exits))
+        seen = len(self._exits)
+        return JobView(spec.job_id, spec.job_name, spec.call_timeout_s, self._book, exits, seen, self._ends)

@@ -269,6 +269,8 @@ class JobManager:
             self._state.do(*(ev.BeginRun(member.id) for member in members))
         if context.stage == "running" and self._together.wanted and all(m.has_run is not None for m in members):
             self._state.do(*self._together.begin(m.id for m in self._ending.drivers() if m.in_run))
+            if context.spec.serves and not self._ending.drivers():
+                self._stop(self._together.reason, self._together.grace_s, now)  # Nobody has a step to stop at.
         if context.stage == "running" and not self._failing:
             self._end_if_driven(now)
         if context.stage == "stopping":
@@ -283,7 +285,12 @@ class JobManager:
             message = f"{', '.join(idle)} should drive the job but has no run() method: define run(self)"
             self._failing.fail(Weight.OWN, FailureInfo(message, at=now), now)
         elif not drivers:
-            message = "no role drives the job: none has a run() method; define run(self) in one of them"
+            if self.context.spec.serves:
+                return
+            message = (
+                "no role drives the job: none has a run() method; define run(self) in one of them, or start a job that "
+                "only serves calls by start(), which lets the caller drive it"
+            )
             self._failing.fail(Weight.OWN, FailureInfo(message, at=now), now)
         elif all(member.state == "finished" for member in drivers):
             self.context.stage = "stopping"

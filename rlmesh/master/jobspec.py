@@ -97,6 +97,8 @@ class JobSpec:
     submitted_at: float = 0.0
     resume: Resume | None = None
     observe: ObserveOptions = ObserveOptions()
+    serves: bool = False
+    """Whoever started it drives it: without a role that has ``run()`` it lives until it is stopped."""
 
     def role(self, name: str) -> RoleSpec:
         return next(role for role in self.roles if role.name == name)

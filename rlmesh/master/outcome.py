@@ -18,7 +18,7 @@ from rlmesh.errors import (
     RestartBudgetExhausted,
 )
 from rlmesh.job.masking import mask_text
-from rlmesh.job.status import NODE_LOST, FailureInfo, JobStatus
+from rlmesh.job.status import NODE_LOST, FailureInfo, JobStatus, first_cause
 from rlmesh.observe.incidents import newest_incident
 from rlmesh.observe.shown import shown
 
@@ -100,10 +100,9 @@ def describe_failure(failure: FailureInfo) -> str:
 
 def job_failed(job_name: str, failures: Sequence[FailureInfo], run_dir: Path) -> JobFailed:
     """The error for a job that failed; its first exception is the first cause."""
-    first = shown(mask_text(failures[0].message.partition("\n")[0])) if failures else "no cause was recorded"
     incident = newest_incident(run_dir)
     files = f"what happened: {incident}; logs and metrics: {run_dir}" if incident else f"logs and metrics: {run_dir}"
-    text = f"job {job_name} failed: {first} ({files})"
+    text = f"{shown(mask_text(first_cause(job_name, failures)))} ({files})"
     error = JobFailed(text, [_as_exception(failure) for failure in failures] or [LaunchError(text)])
     error.run_dir = str(run_dir)
     error.incident = str(incident or "")

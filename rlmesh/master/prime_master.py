@@ -29,7 +29,7 @@ from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.agent_watch import AgentWatch
 from rlmesh.master.executor import Executor
-from rlmesh.master.followers import Followers
+from rlmesh.master.followers import Followers, why_ends
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, MASTERS, STORE_TROUBLE, WANTED_NODES, JobSpec
 from rlmesh.master.observer import Observer
@@ -129,7 +129,7 @@ class PrimeMaster:
     def _perform(self, orders: Iterable[tuple[int, ev.Action]]) -> None:
         orders = list(orders)
         self._executor.perform(orders)
-        self._followers.note(action for _, action in orders)
+        self._followers.note((action for _, action in orders), why_ends(self.manager.context))
 
     def _log_stage(self) -> None:
         before, self._stage = self._stage, self.manager.context.stage

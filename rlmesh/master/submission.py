@@ -58,9 +58,10 @@ def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
 def job_spec(
     config: DLConfig, job_name: str, demand: JobDemand, cluster: Cluster, space: Workspace, *,
     limits: Limits, restart: str | None, submitted_at: float, grace_s: float, resume: Resume | None = None,
-    max_restarts: int | None = None,
+    max_restarts: int | None = None, serves: bool = False,
 ) -> JobSpec:  # fmt: skip
-    """The job as the master needs it. ``restart`` and ``max_restarts`` are what was said at the launch.
+    """The job as the master needs it. ``restart`` and ``max_restarts`` are what was said at the launch; ``serves``: the
+    caller drives it.
 
     Raises:
         JobSpecError: the user's configuration cannot be pickled.
@@ -93,6 +94,7 @@ def job_spec(
         limits=limits,
         submitted_at=submitted_at,
         resume=resume,
+        serves=serves,
     )
 
 

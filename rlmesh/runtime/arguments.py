@@ -45,3 +45,14 @@ def require_seconds(where: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_S:
         raise UsageError(f"{where}: it is a number of seconds above 0, not {value!r:.80}")
+
+
+def refuse_inside_loop(what: str, instead: str) -> None:
+    """Raises UsageError where a plain ``with`` would block a running loop."""
+    import asyncio  # Slow to import, and not needed for the rest.
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise UsageError(f"'with {what}' was used inside a running event loop, which it would block: use '{instead}'")

@@ -276,7 +276,7 @@ class Calls(CohortCalls):
             if not reply.ok:
                 role, rank = split_name(call.name)
                 error = failure.rebuild(value, role=role, rank=rank, method=call.method, call_id=call.call_id)
-        except Exception as broken:
+        except BaseException as broken:  # Of a value's own code; none of it ends this loop.
             what = f"{type(broken).__name__}: {broken}"
             text = f"the answer of {call.name}.{call.method}() cannot be decoded here: {what}"
             error = call.error(CallError, text, "yes")

@@ -37,7 +37,7 @@ class Channel:
 
     __slots__ = (
         "_lock", "_outbox", "_post", "_scheduled", "authenticated", "divert", "greeting", "incoming", "lend", "link",
-        "peer_name", "room",
+        "peer_name", "room", "unseal",
     )  # fmt: skip
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
@@ -50,6 +50,8 @@ class Channel:
         """Set once the peer takes large payloads another way: takes such a payload, gives what is sent instead."""
         self.incoming: Incoming | None = None
         """What of the peer's messages waits for its payload."""
+        self.unseal: Callable[[Frames], Frames] | None = None
+        """Set for a connection that carries payloads only: gives the frames of a packet that the peer sent."""
         self.peer_name = link.peer
         self.room = NORMAL_ROOM
         """So many calls of one method may be on their way here, as far as the peer was told."""

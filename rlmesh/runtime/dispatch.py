@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from rlmesh.errors import (
 )
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
+from rlmesh.runtime.awaiting import await_elsewhere, cancel_task
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext, InContext, current_call
 from rlmesh.runtime.future import Future
@@ -112,7 +113,7 @@ class Incoming:
                 f"the arguments of {call.target}.{call.method}() cannot be read by {call.target}: {error}",
                 role=role, rank=rank, method=call.method, executed="no",
             ) from error  # fmt: skip
-        except Exception as error:
+        except BaseException as error:  # Of an argument's own code; none of it ends this process.
             role, rank = split_name(call.target)
             raise CallError(
                 f"the arguments of {call.target}.{call.method}() cannot be decoded by {call.target}: "
@@ -283,7 +284,7 @@ class Dispatcher:
         if incoming.passed is not None:
             incoming.passed.cancel()
         if incoming.task is not None:
-            incoming.task.get_loop().call_soon_threadsafe(_cancel_task, incoming)
+            incoming.task.get_loop().call_soon_threadsafe(cancel_task, incoming)
         else:
             with incoming.method.lock:
                 if incoming in incoming.method.queue:
@@ -428,7 +429,9 @@ class Dispatcher:
             if incoming.passed is not None:
                 await incoming.passed.there()
             args, kwargs = incoming.arguments()
-            value = await incoming.method.function(*args, **kwargs)
+            value = incoming.method.function(*args, **kwargs)
+            if hasattr(type(value), "__await__"):  # Not of a plain function under the decorators.
+                value = await value
             ok, frames = True, codec.encode(value, self._host.capture)
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
@@ -453,6 +456,8 @@ class Dispatcher:
             value = incoming.method.function(*args, **kwargs)
             if isinstance(value, Future | FutureSequence):
                 value = value.result()
+            elif hasattr(type(value), "__await__"):
+                value = self.awaited(incoming, value)
             ok, frames = True, codec.encode(value, self._host.capture)
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
@@ -463,6 +468,11 @@ class Dispatcher:
             served.executor.free_since_ns = ended_ns
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
+
+    def awaited(self, incoming: Incoming, value: Awaitable[Any], *, closing: bool = False) -> Any:
+        """As `awaiting.await_elsewhere`, on the loop where an ``async def`` method of this member would run."""
+        post = self._loop.call_soon_threadsafe if incoming.method.owner.inline else self._host.post_to_user
+        return await_elsewhere(incoming, value, post, lambda: self.ending, closing=closing)
 
     def finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
         incoming.context.over = True
@@ -476,20 +486,15 @@ class Dispatcher:
         if isinstance(error, asyncio.CancelledError):
             if self.ending:
                 incoming.cancelled = True  # No answer: how the process ended tells the caller more.
-            role, rank = split_name(call.target)
-            by = "" if incoming.cancelled else " by its own code"
-            text = f"{call.target}.{call.method}() was cancelled{by}"
-            error = CallCancelled(text, role=role, rank=rank, method=call.method, executed="yes")
+            text = f"{call.target}.{call.method}() was cancelled"
+            if incoming.cancelled:
+                role, rank = split_name(call.target)
+                error = CallCancelled(text, role=role, rank=rank, method=call.method, executed="yes")
+            elif not error.args:
+                error.args = (f"{text} by its own code",)
         record = failure.record(error, executed="no" if incoming.refused else "yes")
         if call.flags & _NO_REPLY:
             logger.error("notification %s.%s() failed:\n%s", call.target, call.method, record.traceback)
         if isinstance(error, SystemExit):
             incoming.exit = error
         return codec.encode(record)
-
-
-def _cancel_task(incoming: Incoming) -> None:
-    """On the task's loop. A task that was cancelled before its first step would never run the lines that give its
-    place back; it looks for itself whether it was cancelled."""
-    if incoming.started_ns and incoming.task is not None and not incoming.context.over:
-        incoming.task.cancel()

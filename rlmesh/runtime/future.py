@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from rlmesh.errors import CallCancelled, WouldDeadlock
 from rlmesh.runtime.passing import KeptResult, reduce_future
 from rlmesh.runtime.timing import own_run_queue_ns
+from rlmesh.runtime.unheard import Told, Unheard
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,13 @@ class Future(concurrent.futures.Future[T]):
     _wanted = False
     kept: KeptResult | None = None
     """Where the result is, if it stayed at its producer since the future was passed on as an argument."""
+    what = "a call"
+    """Whose result it is, for the messages of a batch."""
     resolved_ns = 0
+    _heard = False
+    _unheard: Unheard | None = None
+    together: Told | None = None
+    """Shared with futures whose errors are told as one."""
 
     def __init__(self, origin: Origin | None = None) -> None:
         self._origin = origin
@@ -166,6 +173,7 @@ class Future(concurrent.futures.Future[T]):
             self._block(timeout)
         error = self._exception
         if error is not None:
+            self.heard()
             try:
                 raise error
             finally:
@@ -176,7 +184,17 @@ class Future(concurrent.futures.Future[T]):
         """Block until the answer is there; its error, or None."""
         if self._state is PENDING:
             self._block(timeout)
-        return self._exception
+        error = self._exception
+        if error is not None:
+            self.heard()
+        return error
+
+    def heard(self) -> None:
+        """Somebody knows of its error, or will by other means: it is not logged when this future is collected."""
+        self._heard = True
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None:
+            unheard.heard()
 
     def _block(self, timeout: float | None) -> None:
         """Wait until it is done; note how long this thread took to wake once the answer was there."""
@@ -282,10 +300,15 @@ class Future(concurrent.futures.Future[T]):
         self._finish(FINISHED, value, error)
 
     def _finish(self, state: str, result: T | None, exception: BaseException | None) -> bool:
+        unheard = Unheard(exception, self.together) if exception is not None and state is FINISHED else None
         with transition:
             if self._state is not PENDING:
+                if unheard is not None:
+                    unheard.heard()
                 return False
             self._result, self._exception = result, exception
+            if unheard is not None:
+                self._unheard = unheard
             self.resolved_ns = time.perf_counter_ns()
             self._state = state
             blocked, callbacks, condition = self._blocked, self._done_callbacks, self._made_condition
@@ -293,6 +316,8 @@ class Future(concurrent.futures.Future[T]):
             # The call knows its future: without the way back the result is freed by its last user, not by the
             # garbage collector some time later, and so is the shared memory that it may lie in.
             self._origin = None
+        if unheard is not None and self._heard:
+            self.heard()
         for gate in blocked:
             gate.release()
         if condition is not None:

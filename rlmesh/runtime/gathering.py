@@ -95,6 +95,7 @@ def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -
     if not futures:
         whole.set_result([])
     for future in futures:
+        future.heard()  # What fails is the whole.
         future.on_value(one_done)
     return whole
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Concatenate, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, overload
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.address import member_name, role_name
@@ -13,7 +13,7 @@ from rlmesh.runtime.arguments import require
 from rlmesh.runtime.ended import CallGroup
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import GroupOutcomes, gather
-from rlmesh.runtime.handle import A, CallOptions, Items, P, R, X
+from rlmesh.runtime.handle import A, CallOptions, Items, NoSuchAttribute, P, R, X
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
 from rlmesh.runtime.rounds import Round
 from rlmesh.runtime.rpc import method_name
@@ -311,6 +311,11 @@ class RoleGroup(Generic[A]):
 
     def _caller(self) -> Runtime:
         return self._runtime or default_runtime()
+
+    if not TYPE_CHECKING:  # hidden, so that type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise NoSuchAttribute.of(type(self), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As an argument or a result: where it arrives, it calls by that process's own runtime.

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
+from rlmesh.errors import UsageError
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.arguments import require, require_number, require_seconds
 from rlmesh.runtime.future import Future
@@ -91,6 +92,18 @@ class Caller(Protocol):
         self, targets: Sequence[tuple[str, str | None, int]], method: str, args: tuple[Any, ...],
         kwargs: dict[str, Any], options: CallOptions,
     ) -> Stream[Any]: ...  # fmt: skip
+
+
+class NoSuchAttribute(UsageError, AttributeError):
+    """A handle or a group has no attribute of that name: methods of members are named in ``call``."""
+
+    @classmethod
+    def of(cls, owner: type[object], name: str) -> NoSuchAttribute:
+        plain = f"{owner.__name__!r} object has no attribute {name!r}"
+        if name.startswith("_"):
+            return cls(plain)  # Python itself asks for these.
+        named = '"method"' if name in ("remote", "rpc", "invoke") else f'"{name}"'
+        return cls(f"{plain}: a method of a role is called by call({named}, …), which gives a future")
 
 
 class MemberHandle(Generic[A]):
@@ -180,6 +193,11 @@ class MemberHandle(Generic[A]):
         return MemberHandle(
             self._caller, self.name, endpoint=self.endpoint, incarnation=self.incarnation, options=changed
         )
+
+    if not TYPE_CHECKING:  # hidden, so that type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise NoSuchAttribute.of(type(self), name)
 
     def __repr__(self) -> str:
         return f"<MemberHandle {self.name}{' at ' + self.endpoint if self.endpoint else ''}>"

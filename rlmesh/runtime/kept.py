@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlmesh.errors import CallError
 from rlmesh.runtime import clock
+from rlmesh.runtime.batch_results import what_is_wrong
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
 from rlmesh.wire.passed import WHOLE, Elsewhere, Part
@@ -124,11 +126,11 @@ def items_of(value: Any, part: Part, what: str) -> list[Any]:
     Raises:
         CallError: it has not one result per item.
     """
-    got = len(value) if hasattr(value, "__len__") else None
-    if got != part.size:
-        found = f"{got} results" if got is not None else f"a {type(value).__name__}, which has no length,"
+    if wrong := what_is_wrong(value, part.size):
         raise CallError(
-            f"{what} returned {found} for {part.size} items of a batch call: a batch method returns one result per "
-            "item", executed="yes",
+            f"{what} returned {wrong} for {part.size} items of a batch call: a batch method returns a list, an array "
+            "or a tensor with one result per item", executed="yes",
         )  # fmt: skip
+    if isinstance(value, deque):
+        return list(itertools.islice(value, part.start, part.stop))
     return list(value[part.start : part.stop])

@@ -6,7 +6,7 @@ import itertools
 import os
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook, split_name
@@ -16,6 +16,17 @@ from rlmesh.runtime.waiting import Waiting, lives, process_state
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
+
+
+class JobEnd(NamedTuple):
+    """Why a job ends: in one line, and as the error of the whole job where there is one."""
+
+    why: str
+    error: BaseException | None = None
+
+
+def _goes_on() -> JobEnd | None:
+    return None
 
 
 class Knowledge:
@@ -33,6 +44,8 @@ class Knowledge:
         self._turns = itertools.count()
         self.active_at = clock.now()
         """When this process last sent a call, got an answer, or gave another sign of life."""
+        self.job_end: Callable[[], JobEnd | None] = _goes_on
+        """Why the job is ending, or has ended: what a lost member is the effect of."""
         self.last_line_of: Callable[[str, int], str] | None = None
         """The last line of a member's log, by role and rank, where this process can read it."""
 

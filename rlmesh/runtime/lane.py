@@ -18,7 +18,7 @@ from rlmesh.errors import MalformedFrame, PayloadTooLarge
 from rlmesh.runtime import clock
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.room import room
-from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, Link
+from rlmesh.runtime.transport import PACKET_LIMIT_BYTES
 from rlmesh.wire.envelope import (
     Buffer,
     Bulk,
@@ -52,6 +52,17 @@ class LaneHost(Protocol):
         ...
 
 
+class LaneLink(Protocol):
+    """Where a lane's packets go: the connection, or what puts them in order before it."""
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """How large a part of a payload may be; None: as large as it is."""
+        ...
+
+    def send(self, frames: Frames) -> None: ...
+
+
 class Outgoing:
     """The sending half.
 
@@ -69,7 +80,7 @@ class Outgoing:
         self._threshold_bytes, self._loop, self._post, self._open_lane = threshold_bytes, loop, post, open_lane
         self._numbers = itertools.count(1)
         self._queue: deque[tuple[int, Frames]] = deque()
-        self._link: Link | None = None
+        self._link: LaneLink | None = None
         self._packets: Iterator[Frames] = iter(())
         self._asked = self._busy = False
 
@@ -88,7 +99,7 @@ class Outgoing:
             self._asked = True
             self._open_lane()
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: LaneLink) -> None:
         self._asked = True
         self._link = link
         self._push()
@@ -101,7 +112,7 @@ class Outgoing:
             self._busy = True
             self._send_some(self._link)
 
-    def _send_some(self, link: Link) -> None:
+    def _send_some(self, link: LaneLink) -> None:
         """A few packets; other work of the loop has its turn before the next."""
         left = _TURN_BYTES
         while left > 0:

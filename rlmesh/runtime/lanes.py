@@ -2,7 +2,8 @@
 
 The side that was called offers a lane after the greeting (`LaneOffer`); the side that called opens it when one of
 them has the first large payload, and names the offer's token in a greeting of its own. Where the network is
-encrypted the lane leads to the same address; where its operator calls it private, to a plain TCP port.
+encrypted the lane leads to the same address; where its operator calls it private, to a plain TCP port. What comes
+over a lane is payloads only, and over a plain port each packet of them is sealed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from typing import Any, Protocol
 from rlmesh.errors import MalformedFrame
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.inet import join_host_port, split_host_port
-from rlmesh.runtime.lane import Incoming, LaneHost, Outgoing
+from rlmesh.runtime.lane import Incoming, LaneHost, LaneLink, Outgoing
 from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.transport import Link
 from rlmesh.wire.envelope import Bulk, Detached, Frames, Header, LaneOffer, OpenLane, Part
+from rlmesh.wire.seal import Seal, Side
 
 _NAME = "~lane:"
+SEALED_BYTES = 1 << 20
+"""Payloads on an unencrypted connection are cut into parts of this size: each is hashed in one go, and the loop does
+other things in between."""
 
 
 class LanesHost(LaneHost, Protocol):
@@ -58,8 +63,8 @@ class _Lane:
 class Lanes:
     """All lanes of one runtime. On the loop."""
 
-    def __init__(self, host: LanesHost, loop: asyncio.AbstractEventLoop, options: NetworkOptions) -> None:
-        self._host, self._loop, self._options = host, loop, options
+    def __init__(self, host: LanesHost, loop: asyncio.AbstractEventLoop, options: NetworkOptions, key: bytes) -> None:
+        self._host, self._loop, self._options, self._key = host, loop, options, key
         self._lanes: dict[Channel, _Lane] = {}
         self._offers: dict[str, _Lane] = {}
         self._carriers: dict[Channel, _Lane] = {}
@@ -73,16 +78,18 @@ class Lanes:
             here: this side's own address.
         """
         if channel in self._carriers:
-            self._opened(self._carriers[channel])
+            lane = self._carriers[channel]
+            self._opened(lane, "caller", str(lane.offer))
             return True
         if channel.peer_name.startswith(_NAME):
-            lane = self._offers.pop(channel.peer_name.removeprefix(_NAME), None)
-            if lane is None:
+            token = channel.peer_name.removeprefix(_NAME)
+            offered = self._offers.pop(token, None)
+            if offered is None:
                 self._host.end(channel, "its lane was not offered, or is open already")
                 return True
-            lane.carrier = channel
-            self._carriers[channel] = lane
-            self._opened(lane)
+            offered.carrier = channel
+            self._carriers[channel] = offered
+            self._opened(offered, "listener", token)
             return True
         if self._host.is_plain(channel.link):
             self._host.end(channel, "an unencrypted connection may only carry large payloads")
@@ -105,6 +112,17 @@ class Lanes:
             if lane.carrier is not None:
                 self._carriers.pop(lane.carrier, None)
                 self._host.end(lane.carrier, "the connection that it belonged to was lost")
+
+    def on_carried(self, channel: Channel, header: Header, payload: Frames) -> None:
+        """What came over the second connection, which carries payloads and nothing else.
+
+        Raises:
+            WireError: it does not fit.
+        """
+        lane = self._carriers.get(channel)
+        if lane is None or type(header) not in (Bulk, Part):
+            raise MalformedFrame(f"a {type(header).__name__} came over a connection for large payloads")
+        self.on_message(channel, header, payload)
 
     def on_message(self, channel: Channel, header: Header, payload: Frames) -> None:
         """A message that lanes are made of.
@@ -171,7 +189,31 @@ class Lanes:
         lane.outgoing = Outgoing(self._options.bulk_bytes, self._loop, self._host.post, open_lane)
         lane.channel.divert = lane.outgoing.divert
 
-    def _opened(self, lane: _Lane) -> None:
-        if lane.carrier is not None and lane.outgoing is not None:
-            link: Link = lane.carrier.link
+    def _opened(self, lane: _Lane, side: Side, token: str) -> None:
+        carrier = lane.carrier
+        if carrier is None:
+            return
+        link: LaneLink = carrier.link
+        carrier.unseal = _as_it_is
+        if self._host.is_plain(carrier.link):
+            other: Side = "caller" if side == "listener" else "listener"
+            carrier.unseal = Seal(self._key, token, other).open
+            link = _SealedLink(carrier.link, Seal(self._key, token, side))
+        if lane.outgoing is not None:
             lane.outgoing.opened(link)
+
+
+def _as_it_is(frames: Frames) -> Frames:
+    return frames
+
+
+class _SealedLink:
+    """The sending half of an unencrypted carrier. On the loop, so that packets leave in the order of their seals."""
+
+    chunk_bytes = SEALED_BYTES
+
+    def __init__(self, link: Link, seal: Seal) -> None:
+        self._link, self._seal = link, seal
+
+    def send(self, frames: Frames) -> None:
+        self._link.send(self._seal.close(frames))

@@ -85,6 +85,10 @@ class Outflow:
                 return True
             args, kwargs = incoming.arguments()
             made = incoming.method.generator(*args, **kwargs)
+            if hasattr(type(made), "__await__"):
+                made = self._dispatcher.awaited(incoming, made)
+            if hasattr(made, "__anext__"):
+                made = _steps(made, partial(self._dispatcher.awaited, incoming))
             if not hasattr(made, "__next__"):
                 raise _no_generator(incoming, made)
             self._iterator = made
@@ -117,7 +121,7 @@ class Outflow:
                 await incoming.passed.there()
             args, kwargs = incoming.arguments()
             made = incoming.method.generator(*args, **kwargs)
-            if asyncio.iscoroutine(made):
+            if hasattr(type(made), "__await__"):
                 made = await made
             await self._make_items_async(made)
             ok, frames = True, codec.encode(self._sent)
@@ -166,6 +170,23 @@ class Outflow:
             incoming.channel.send(Item(incoming.call.call_id, self._sent), frames)
             self._dispatcher.active_at = clock.now()
         self._sent += 1
+
+
+def _steps(made: Any, awaited: Callable[..., Any]) -> Iterator[Any]:
+    """The items of an asynchronous generator, for a thread."""
+
+    async def step() -> tuple[Any, ...]:
+        try:
+            return (await anext(made),)
+        except StopAsyncIteration:
+            return ()
+
+    try:
+        while item := awaited(step()):
+            yield item[0]
+    finally:
+        if hasattr(made, "aclose"):
+            awaited(made.aclose(), closing=True)
 
 
 def _set_on(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:

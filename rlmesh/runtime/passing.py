@@ -104,7 +104,7 @@ def reduce_future(future: Future[Any], part: Part = _THE_WHOLE) -> tuple[Any, ..
         )
     if future.has_value and future.kept is None:
         value = future.result()
-        return _itself, (value if part.start == WHOLE else items_of(value, part, "a call"),)
+        return _itself, (value if part.start == WHOLE else items_of(value, part, future.what),)
     members = future.members()
     if members is not None:
         return _as_list, tuple(members)
@@ -228,7 +228,7 @@ class PassedArguments:
             else:
                 value = future.result()
                 if part.start != WHOLE:
-                    value = items_of(value, part, "a call")
+                    value = items_of(value, part, future.what)
                 values.append(codec.encode(value, self._capture))
         self._payload = pack_passed(self._frames, values), kept
         return self._payload

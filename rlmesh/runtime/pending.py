@@ -149,10 +149,13 @@ class PendingCall:
 
     def lost(self, reason: str, executed: Executed) -> PeerLost:
         """The error if whoever must answer is gone."""
+        end = self.table.job_end()
+        reason = end.why if end is not None else reason
         text = f"{self.name} cannot answer {self.method}(): {reason} [asked {self.describe()}]"
         error = self.error(PeerLost, text, executed)
         assert isinstance(error, PeerLost)
         error.reason = reason
+        error.__cause__ = end.error if end is not None else None
         return error
 
 

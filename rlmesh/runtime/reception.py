@@ -71,6 +71,10 @@ class Reception:
                 if self._door.greet(channel, frames):
                     self._on_admitted(channel, link)
                 return
+            if channel.unseal is not None:
+                for header, payload in unpack(channel.unseal(frames)):
+                    self._lanes.on_carried(channel, header, payload)
+                return
             self._dispatcher.hold()
             for header, payload in unpack(frames, partial(self._lending.borrow, channel=channel)):
                 if channel.incoming is not None and channel.incoming.holds(header, payload):

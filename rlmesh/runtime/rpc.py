@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.arguments import require, require_number
+from rlmesh.runtime.kinds import is_on_loop
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,6 +20,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 MAX_CONCURRENT = 1 << 16
 _MARK = "__rlmesh_rpc__"
+_DESCRIPTORS = (staticmethod, classmethod, functools.partialmethod)
 _exported: dict[str, Callable[..., Any]] = {}
 
 
@@ -91,9 +94,10 @@ def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1, mai
 
     def mark(function: F, name: str) -> F:
         plain = _underlying(function)
-        if main_thread and (inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain)):
+        if main_thread and is_on_loop(plain):
             raise UsageError(f"@rpc(main_thread=True) is for def methods; {name} is async def, which runs on a loop")
-        if not callable(plain) or isinstance(plain, type) or not hasattr(plain, "__dict__"):
+        known = callable(plain) or isinstance(plain, functools.partialmethod)
+        if not known or isinstance(plain, type) or not hasattr(plain, "__dict__"):
             raise UsageError(f"@rpc is for functions and methods, not for {function!r:.80}")
         setattr(plain, _MARK, RpcMark(name, concurrent, export, main_thread))
         if export and _is_plain_function(plain):
@@ -105,20 +109,25 @@ def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1, mai
             raise UsageError('@rpc(""): the name of a method is not empty')
         return lambda function: mark(function, target)
     if target is None:
-        return lambda function: mark(function, _underlying(function).__name__)
-    if not callable(target) and not isinstance(target, staticmethod | classmethod):
+        return lambda function: mark(function, _own_name(function))
+    if not callable(target) and not isinstance(target, _DESCRIPTORS):
         raise UsageError(f"@rpc({target!r}): pass a name, a stub function, or nothing")
-    name = getattr(_underlying(target), "__name__", None)
-    if not isinstance(name, str):
-        raise UsageError(f"@rpc({target!r:.80}): it has no name; pass a name, a stub function, or nothing")
+    name = _own_name(target)
     if _is_defined_already(target):
         return lambda function: mark(function, name)
     return mark(target, name)
 
 
+def _own_name(function: Any) -> str:
+    name = getattr(_underlying(function), "__name__", None)
+    if not isinstance(name, str):
+        raise UsageError(f'@rpc({function!r:.80}): it has no name; give it one: @rpc("name"), or rpc("name")(…)')
+    return name
+
+
 def _is_plain_function(function: Any) -> bool:
     """A function, top-level or local, and not a method, whose class body encloses it directly."""
-    enclosing = function.__qualname__.rpartition(".")[0]
+    enclosing = getattr(function, "__qualname__", ".").rpartition(".")[0]
     return not enclosing or enclosing.endswith("<locals>")
 
 
@@ -134,7 +143,7 @@ def _is_defined_already(function: Any) -> bool:
     """
     plain = _underlying(function)
     found: Any = sys.modules.get(plain.__module__)
-    for part in plain.__qualname__.split("."):
+    for part in getattr(plain, "__qualname__", "").split("."):
         found = getattr(found, part, None)
     if found is not None and _underlying(found) is plain:
         return True
@@ -162,7 +171,8 @@ def exported_functions() -> Mapping[str, Callable[..., Any]]:
 
 
 def mark_of(function: Any) -> RpcMark | None:
-    found = getattr(_underlying(function), _MARK, None)
+    made_by = getattr(function, "_partialmethod", None) or getattr(function, "__partialmethod__", None)
+    found = getattr(made_by or _underlying(function), _MARK, None)
     return found if isinstance(found, RpcMark) else None
 
 

@@ -8,11 +8,11 @@ import logging
 import re
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime.address import AddressBook
@@ -42,8 +42,12 @@ from rlmesh.runtime.transport import Link, Transport, local_address
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
+    from rlmesh.runtime.joining import Joining
+    from rlmesh.runtime.knowledge import JobEnd
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEFAULT_CALL_TIMEOUT_S = 1800.0
 _JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")
@@ -92,7 +96,7 @@ class Runtime(Submission, Reception):
         self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
         self._calls.fetch = self.fetch
         self._dispatcher = Dispatcher(self, loop)
-        self._lanes = Lanes(self, loop, self.network)
+        self._lanes = Lanes(self, loop, self.network, self._key)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
         self._opening = threading.Lock()
@@ -144,16 +148,19 @@ class Runtime(Submission, Reception):
             runtime.close()
 
     @classmethod
-    @asynccontextmanager
-    async def join(
+    def join(
         cls, address: str, key_file: str | Path | None = None, *, key: bytes | None = None, name: str = "service",
         socket_dir: str | Path | None = None, bind: bool | str = False, network: NetworkOptions | None = None,
         timeout_s: float = 10.0,
-    ) -> AsyncIterator[Runtime]:  # fmt: skip
-        """Join a running job from a service of your own, on the running loop, as `open` does::
+    ) -> Joining:  # fmt: skip
+        """Join a running job from a service of your own: on the running loop, as `open` does, or, in a program without
+        one, with a loop on a thread, as `start` does::
 
             async with Runtime.join(address, key_file) as runtime:
                 text = await RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt)
+
+            with Runtime.join(address, key_file) as runtime:
+                text = RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt).result()
 
         The job's roles can be called until the block is left; members that restart or end are followed. The job
         neither waits for the service nor notices its end.
@@ -166,25 +173,15 @@ class Runtime(Submission, Reception):
             socket_dir, bind, network: as for `open`; by default the service only calls.
             timeout_s: how long the job may take to answer.
 
-        Raises:
+        Raises, when the block is entered:
             UsageError: the key file cannot be used.
             AuthenticationFailed: it is another job's.
             PeerLost: no job answers.
         """
-        from rlmesh.runtime.joining import Follower, ask
+        from rlmesh.runtime.joining import Joining
 
-        secret = key or find_key(key_file)
-        async with cls.open(name=name, key=secret, bind=False, network=network) as scout:
-            view = await ask(scout, address, timeout_s)
-        # Through a socket of the first node it reaches that node's others; over the network, what all nodes offer.
-        node_rank = -1 if address.startswith("tcp:") else 0
-        async with cls.open(
-            name=name, key=secret, socket_dir=socket_dir, bind=bind, job_id=view.job_id, node_rank=node_rank,
-            network=network,
-        ) as runtime:  # fmt: skip
-            runtime.default_timeout_s = view.call_timeout_s
-            async with Follower(runtime, address, view):
-                yield runtime
+        make = {"name": name, "socket_dir": socket_dir, "bind": bind, "network": network}
+        return Joining(cls, address, lambda: key or find_key(key_file), timeout_s, make)
 
     @classmethod
     def _make(
@@ -376,6 +373,28 @@ class Runtime(Submission, Reception):
     def member_lost(self, info: ExitInfo) -> None:
         """Tell the caller's side that a member's process ended: its calls fail now, later ones at once."""
         self._on_loop(self._calls.member_lost, info)
+
+    @property
+    def job_ends(self) -> Callable[[], JobEnd | None]:
+        """Says why the job is ending, if it is and that is known here; for any thread. It can be replaced."""
+        return self._calls.job_end
+
+    @job_ends.setter
+    def job_ends(self, say: Callable[[], JobEnd | None]) -> None:
+        self._calls.job_end = say
+
+    def end_calls(self, why: str) -> None:
+        """End the calls that have no answer: nobody is left who could give one."""
+
+        def end() -> None:
+            for call in list(self._calls.pending()):
+                self._calls._fail(call, call.lost(why, "maybe" if call.peer is not None else "no"))
+
+        self._on_loop(end)
+
+    def on_thread(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on the loop that `start` made, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     # For the parts of the runtime.
 

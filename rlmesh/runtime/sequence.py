@@ -9,9 +9,11 @@ from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 from rlmesh.errors import CallError
+from rlmesh.runtime.batch_results import what_is_wrong
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import gather
 from rlmesh.runtime.passing import reduce_future
+from rlmesh.runtime.unheard import Told
 from rlmesh.wire.passed import Part
 
 T_co = TypeVar("T_co", covariant=True)
@@ -51,6 +53,9 @@ class FutureSequence(Sequence[T_co]):
         self._sizes = list(sizes)
         self._starts = [0, *accumulate(self._sizes)]
         self._method = method
+        self._together = Told()
+        for shard in shards:
+            shard.what, shard.together = f"{method}()", self._together
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -75,20 +80,23 @@ class FutureSequence(Sequence[T_co]):
         for shard in range(len(self._shards)):
             yield from self._shard(shard)
 
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        # The base class takes an IndexError of a member for the end of the sequence.
+        return list(self).index(value, start, len(self) if stop is None else stop)
+
     def _shard(self, number: int) -> Any:
-        return self._checked(number, self._shards[number].result())
+        try:
+            return self._checked(number, self._shards[number].result())
+        except BaseException:
+            self._together.told = True
+            raise
 
     def _checked(self, number: int, items: Any) -> Any:
         wanted = self._sizes[number]
-        try:
-            got = len(items)
-        except TypeError:  # of arrays and tensors without an axis too, although these have a __len__
-            got = None
-        if got != wanted:
-            what = f"{got} results" if got is not None else f"a {type(items).__name__}, which has no length,"
+        if wrong := what_is_wrong(items, wanted):
             raise CallError(
-                f"rank {number} returned {what} for {wanted} items of the batch call {self._method}(): "
-                "a batch method returns one result per item",
+                f"rank {number} returned {wrong} for {wanted} items of the batch call {self._method}(): "
+                "a batch method returns a list, an array or a tensor with one result per item",
                 rank=number, method=self._method, executed="yes",
             )  # fmt: skip
         return items
@@ -141,7 +149,12 @@ class FutureSequence(Sequence[T_co]):
 
     async def __aiter__(self) -> AsyncIterator[T_co]:
         for number, shard in enumerate(self._shards):
-            for item in self._checked(number, await shard):
+            try:
+                items = self._checked(number, await shard)
+            except BaseException:
+                self._together.told = True
+                raise
+            for item in items:
                 yield item
 
     async def as_completed(self) -> AsyncIterator[tuple[int, T_co]]:
@@ -149,6 +162,7 @@ class FutureSequence(Sequence[T_co]):
         import asyncio
 
         async def one(number: int) -> int:
+            self._shards[number].heard()  # The first error is raised.
             await self._shards[number]
             return number
 

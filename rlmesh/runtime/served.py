@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import MethodNotFound
 from rlmesh.runtime.executors import SerialExecutor
+from rlmesh.runtime.kinds import is_on_loop
 from rlmesh.runtime.outflow import refuse_call
 from rlmesh.runtime.rpc import exported_functions, mark_of
 
@@ -26,7 +27,7 @@ class Method:
         mark = mark_of(function)
         self.owner, self.name, self.function = owner, name, function
         self.concurrent = mark.concurrent if mark is not None else 1
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        self.is_async = is_on_loop(function)
         self.generator = function
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             self.function = refuse_call(owner.name, name, is_async=self.is_async)

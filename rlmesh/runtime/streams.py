@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from rlmesh.errors import CallError
 from rlmesh.runtime.future import Future, refuse_to_block, reject
+from rlmesh.runtime.unheard import tell
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Credit, Frames
 
@@ -118,6 +119,14 @@ class Inbox:
             self._wakers.append(wake)
             return None
 
+    def forget(self) -> None:
+        """Its stream was collected before its end: what nobody will take is told, if it is an error."""
+        with self._lock:
+            errors = [what for _, what in self._ready if isinstance(what, BaseException)]
+        if errors:
+            tell(errors[0])
+        self.close()
+
     def close(self) -> None:
         """End the work at the members; what arrived is dropped."""
         with self._lock:
@@ -213,7 +222,7 @@ class Stream(Generic[T_co]):
         source.took_one()
         try:
             item: T_co = codec.decode(what)
-        except Exception as broken:
+        except Exception as broken:  # Also a StopIteration of the item's own code, which would end the loop.
             self.close()
             call = source.call
             text = f"an item of {call.name}.{call.method}() cannot be decoded here: {type(broken).__name__}: {broken}"
@@ -235,7 +244,7 @@ class Stream(Generic[T_co]):
     def __del__(self) -> None:
         # The collector may run this on any thread, inside any lock: the work is left to the runtime's loop.
         if not self._ended:
-            self._post(self._inbox.close)
+            self._post(self._inbox.forget)
 
     def __repr__(self) -> str:
         return f"<Stream {self.waiting_for() or 'that has ended'}>"

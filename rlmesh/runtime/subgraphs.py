@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from enum import Enum
 from typing import Any, overload
 
@@ -29,9 +28,11 @@ from rlmesh.runtime.address import role_name
 from rlmesh.runtime.arguments import require
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.group import RoleGroup
+from rlmesh.runtime.kinds import is_on_loop
 from rlmesh.runtime.runtime import Runtime, default_runtime
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, split_call
+from rlmesh.wire.remote_type import CONTROL_FLOW
 
 __all__ = ["Mesh", "Subgraph", "Subgraphs"]
 
@@ -152,7 +153,7 @@ class Subgraphs(Sequence[Subgraph]):
             raise UsageError(f"run({function!r:.80}): it is a function of a sub-graph and its share of the batch")
         calls = split_call(size, len(self._parts), args, kwargs)
         sizes = balanced_sizes(size, len(self._parts))[: len(calls)]
-        begin = _begin_task if inspect.iscoroutinefunction(function) else _begin_thread
+        begin = _begin_task if is_on_loop(function) else _begin_thread
         futures = [begin(function, part, *call) for part, call in zip(self._parts, calls, strict=False)]
         return FutureSequence(futures, sizes, getattr(function, "__name__", "run"))
 
@@ -167,7 +168,7 @@ def _begin_thread(
         try:
             value = context.run(function, part, *args, **kwargs)
         except BaseException as error:
-            reject(future, error)
+            reject(future, _of_function(error))
         else:
             resolve(future, value)
 
@@ -179,13 +180,13 @@ def _begin_task(
     function: Callable[..., Coroutine[Any, Any, Any]], part: Subgraph, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Future[Any]:
     future: Future[Any] = Future()
-    task = asyncio.get_running_loop().create_task(function(part, *args, **kwargs))
+    task = asyncio.get_running_loop().create_task(_awaiting(function(part, *args, **kwargs)))
 
     def ended(done: asyncio.Task[Any]) -> None:
         if done.cancelled():
             future.cancel()
         elif (error := done.exception()) is not None:
-            reject(future, error)
+            reject(future, _of_function(error))
         else:
             resolve(future, done.result())
 
@@ -193,6 +194,19 @@ def _begin_task(
     _running.add(task)
     task.add_done_callback(_running.discard)
     return future
+
+
+async def _awaiting(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _of_function(error: BaseException) -> BaseException:
+    """What the sub-graph's items raise. An error that would end the loops of whoever takes them is told by another."""
+    if not isinstance(error, CONTROL_FLOW):
+        return error
+    told = RuntimeError(f"the function of a sub-graph raised {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
 
 
 _running: set[asyncio.Task[Any]] = set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import Unserializable, UsageError
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from rlmesh.runtime.calls import Calls
     from rlmesh.runtime.dispatch import Dispatcher
     from rlmesh.runtime.lending import Lending
+
+_ANSWERS_POLL_S = 0.005
 
 
 class Submission(GroupSubmission):
@@ -200,6 +204,15 @@ class Submission(GroupSubmission):
     def take_call_stats(self) -> tuple[CallStats, ...]:
         """Where the time of this process's calls went since this was called before."""
         return self._calls.ended.take_stats()
+
+    def await_answers(self, timeout_s: float) -> None:
+        """Wait until no call of this process to a member is on its way, but no longer than that."""
+        end = clock.now() + timeout_s
+        while clock.now() < end and any(c.future and not c.name.startswith("@") for c in self._calls.pending()):
+            time.sleep(_ANSWERS_POLL_S)
+        taken_in = Event()
+        self.post(taken_in.set)  # Behind the answer that the loop may just be reading.
+        taken_in.wait(max(0.0, end - clock.now()))
 
     def pending(self) -> list[str]:
         """Whom this process waits for: one line per call."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
 
-from rlmesh.errors import Unserializable
+from rlmesh.errors import CallError, Unserializable
 from rlmesh.memory import device
 from rlmesh.wire.envelope import Buffer, Frames
 
@@ -151,14 +151,14 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
     out = io.BytesIO()
     try:
         _Pickler(out, protocol=5, buffer_callback=keep).dump(value)
-    except Deferred:
+    except (Deferred, CallError):
         raise
     except Exception as first:
         # A local class or a closure deep inside an object that pickle reaches by name: cloudpickle takes those.
         large.clear()
         try:
             whole = cloudpickle.dumps(value, protocol=5, buffer_callback=keep)
-        except Deferred:
+        except (Deferred, CallError):
             raise
         except Exception:
             raise Unserializable(

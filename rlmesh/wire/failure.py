@@ -1,9 +1,10 @@
 """Exceptions as plain data, and back.
 
 The remote side always sends the type's name, the text, the traceback it formatted itself and the chain of
-causes; the exception object is a bonus. The caller raises a class that derives from `RemoteError` *and* from
-the original type, so ``except ValueError`` works; where the type cannot be imported, or the two memory layouts
-conflict, it is a plain `RemoteError` that knows the name.
+causes; the exception's own state is a bonus. The caller raises a class that derives from `RemoteError` *and* from
+the original type, so ``except ValueError`` works; where the type cannot be imported, the two memory layouts
+conflict, or the type steers the interpreter (`remote_type.CONTROL_FLOW`), it is a plain `RemoteError` that knows
+the name.
 """
 
 from __future__ import annotations
@@ -12,19 +13,30 @@ import os
 import pickle
 import socket
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
-from rlmesh.errors import CallError, Executed, RemoteError, RLMeshError
+from rlmesh.errors import DETAILS, CallDetails, CallError, Executed, RemoteError
+from rlmesh.wire import remote_type
+from rlmesh.wire.remote_type import State
 
 _HOST = socket.gethostname()
 _MAX_CAUSES = 8
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class FailureRecord:
-    """An exception as data. ``pickled`` is the exception object if it survived a round trip, else None."""
+    """An exception as data.
+
+    Attributes:
+        pickled: the error of a call that the method made itself, which travels as it is; else None.
+        state: what the exception holds.
+        members: the exceptions in it, of an exception group.
+    """
 
     module: str
     qualname: str
@@ -35,6 +47,8 @@ class FailureRecord:
     executed: Executed = "yes"
     pickled: bytes | None = None
     causes: tuple[str, ...] = field(default=())
+    state: State = field(default_factory=dict)
+    members: tuple[FailureRecord, ...] | None = None
 
     @property
     def type_name(self) -> str:
@@ -43,28 +57,56 @@ class FailureRecord:
 
 def record(error: BaseException, *, executed: Executed = "yes") -> FailureRecord:
     """Describe an exception. Never raises, whatever the exception's own methods do."""
-    cls = type(error)
-    try:
-        message = str(error)
-    except Exception as broken:
-        message = f"<its __str__ raised {type(broken).__name__}>"
+    module, qualname = _name(error)
+    group = isinstance(error, BaseExceptionGroup)
     return FailureRecord(
-        cls.__module__, cls.__qualname__, message, format_error(error), _HOST, os.getpid(), executed, _pickled(error),
-        tuple(_causes(error)),
+        module, qualname, _message(error), format_error(error), _HOST, os.getpid(), executed, _pickled(error),
+        tuple(_safely(lambda: _causes(error), [])), _safely(lambda: remote_type.state_of(error), {}),
+        _safely(lambda: _members(error), None) if group else None,
     )  # fmt: skip
+
+
+def _safely(read: Callable[[], T], otherwise: T) -> T:
+    try:
+        return read()
+    except BaseException:
+        return otherwise
+
+
+def _name(error: BaseException) -> tuple[str, str]:
+    """Module and name of its type; of an error that came here from elsewhere, those that it had there."""
+    cls = type(error)
+    module = _safely(lambda: "".join((cls.__module__,)), "?")
+    qualname: str = type.__dict__["__qualname__"].__get__(cls)
+    told = remote_type.own_dict(error).get(DETAILS)
+    own_names = ("", qualname, f"{module}.{qualname}")
+    if isinstance(told, CallDetails) and told.remote_type not in own_names:  # It could not be made here as what it was.
+        module, _, qualname = told.remote_type.rpartition(".")
+        module = module or "builtins"
+    return module, qualname
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return "".join((str(error),))  # Of a class of text its plain text.
+    except BaseException as broken:
+        args = ", ".join(map(remote_type.safe_repr, _safely(lambda: error.args, ())))
+        return f"<its __str__ raised {type(broken).__name__}; its arguments: {args or 'none'}>"
 
 
 def format_error(error: BaseException) -> str:
     """The traceback as text, beginning with the user's own frame. Never raises."""
     try:
         return "".join(traceback.format_exception(type(error), error, _user_traceback(error)))
-    except Exception:
-        return f"{type(error).__qualname__}, whose traceback cannot be formatted\n"
+    except BaseException as broken:
+        why = f"(its own {type(broken).__name__} keeps the rest from being told)"
+        frames = _safely(lambda: "".join(traceback.format_tb(_user_traceback(error))), "")
+        return f"Traceback (most recent call last):\n{frames}{'.'.join(_name(error))}: {_message(error)} {why}\n"
 
 
 def _user_traceback(error: BaseException) -> Any:
     """Drop the leading frames that belong to rlmesh itself: the user's own frame comes first."""
-    tb = error.__traceback__
+    tb = vars(BaseException)["__traceback__"].__get__(error)
     while tb is not None and tb.tb_next is not None and _is_own(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb
@@ -79,13 +121,25 @@ def _is_own(filename: str) -> bool:
     return os.path.abspath(filename).startswith(_MACHINERY)
 
 
+def _travels_as_it_is(error: BaseException) -> bool:
+    return isinstance(error, CallError) and not isinstance(error, RemoteError)
+
+
 def _pickled(error: BaseException) -> bytes | None:
+    if not _travels_as_it_is(error):
+        return None
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
     except Exception:
         return None
     return data
+
+
+def _members(error: BaseException) -> tuple[FailureRecord, ...]:
+    """The exceptions in a group. Errors of calls among them keep the member that they came from."""
+    assert isinstance(error, BaseExceptionGroup)
+    return tuple(map(record, vars(BaseExceptionGroup)["exceptions"].__get__(error)))
 
 
 def _causes(error: BaseException) -> list[str]:
@@ -99,7 +153,7 @@ def _causes(error: BaseException) -> list[str]:
         seen.add(id(following))
         try:
             found.append(f"{type(following).__qualname__}: {following}")
-        except Exception:
+        except BaseException:
             found.append(type(following).__qualname__)
         current = following
     return found
@@ -109,61 +163,64 @@ def rebuild(
     failure: FailureRecord, *, role: str | None, rank: int | None, method: str, call_id: int | None = None
 ) -> CallError:
     """The error that the caller raises for a remote failure."""
-    original = _original(failure)
-    if isinstance(original, CallError) and not isinstance(original, RemoteError):
-        # It may be of a call that the method itself had made: what counts here is whether this one ran.
-        original.executed = failure.executed
-        return original
-    error = _instance(original, failure)
     member = f"{role}:{rank}" if rank is not None else str(role)
-    error.text = f"{failure.type_name}: {failure.message} [raised by {member} in {method}()]"
-    error.role, error.rank, error.method, error.call_id = role, rank, method, call_id
-    error.executed = failure.executed
-    error.remote_type = failure.type_name
-    error.remote_message = failure.message
-    error.remote_traceback = failure.traceback
-    error.remote_causes = failure.causes
-    error.host, error.pid = failure.host, failure.pid
-    error.add_note(f"--- traceback of {member} (pid {failure.pid} on {failure.host}) ---\n{failure.traceback.rstrip()}")
+    note = f"--- traceback of {member} (pid {failure.pid} on {failure.host}) ---\n{failure.traceback.rstrip()}"
+    original = _original(failure)
+    if original is not None:
+        # It may be of a call that the method itself had made: what counts here is whether this one ran.
+        remote_type.own_dict(original)["executed"] = failure.executed
+        if not type(original).__module__.startswith("rlmesh."):
+            remote_type.annotate(original, note)
+        return original
+    details = CallDetails(
+        role, rank, method, call_id, failure.executed, failure.type_name, failure.message, failure.traceback,
+        failure.causes, failure.host, failure.pid,
+    )  # fmt: skip
+    said = f"{failure.type_name}: {failure.message}" if failure.message else failure.type_name
+    error = _instance(failure, details, f"{said} [raised by {member} in {method}()]")
+    remote_type.annotate(error, note)
     return error
 
 
-def _original(failure: FailureRecord) -> BaseException | None:
+def _original(failure: FailureRecord) -> CallError | None:
     if failure.pickled is None:
         return None
     try:
         value = pickle.loads(failure.pickled)
     except Exception:
         return None
-    return value if isinstance(value, BaseException) else None
+    return value if isinstance(value, CallError) else None
 
 
-def _instance(original: BaseException | None, failure: FailureRecord) -> RemoteError:
-    cls = type(original) if original is not None else _find_type(failure)
-    base = original_type(cls) if cls is not None else None
+def _instance(failure: FailureRecord, details: CallDetails, text: str) -> RemoteError:
+    values = remote_type.opened(failure.state)
+    cls = _find_type(failure)
+    base = remote_type.original_type(cls) if cls is not None else None
     if base is None:
-        return _plain(failure)
-    args = original.args if original is not None else (failure.message,)
+        return remote_type.plain(failure.message, values, details, text)
+    args = values.get("args", (failure.message,))
+    if failure.members is not None:
+        first = args[0] if args and isinstance(args[0], str) else failure.message
+        args = (first, [_member(member, details) for member in failure.members])
     try:
-        combined = combine(base)
-        error: RemoteError = combined.__new__(combined, *args)
-        error.args = args
-        try:
-            # Types such as OSError fill their slots in __init__; one with required arguments of its own may refuse.
-            base.__init__(error, *args)
-        except Exception:
-            error.args = args
-        if original is not None:
-            error.__dict__.update(original.__dict__)
-        return error
+        return remote_type.build(base, args, values, details, text)
     except Exception:
-        return _plain(failure)
+        return remote_type.plain(failure.message, values, details, text)
 
 
-def _plain(failure: FailureRecord) -> RemoteError:
-    error = RemoteError.__new__(RemoteError, failure.message)
-    error.args = (failure.message,)
-    return error
+def _member(failure: FailureRecord, whole: CallDetails) -> CallError:
+    """An exception in a group."""
+    original = _original(failure)
+    if original is not None:
+        return original
+    told = remote_type.opened(failure.state).get(DETAILS)
+    if isinstance(told, CallDetails):
+        return _instance(failure, told, failure.message)
+    details = whole._replace(
+        remote_type=failure.type_name, remote_message=failure.message, remote_traceback=failure.traceback,
+        remote_causes=failure.causes,
+    )  # fmt: skip
+    return _instance(failure, details, failure.message)
 
 
 def _find_type(failure: FailureRecord) -> type[BaseException] | None:
@@ -175,38 +232,3 @@ def _find_type(failure: FailureRecord) -> type[BaseException] | None:
     except Exception:
         return None
     return found if isinstance(found, type) and issubclass(found, BaseException) else None
-
-
-_combined: dict[type[Exception], type[RemoteError]] = {}
-
-
-def combine(original: type[Exception]) -> type[RemoteError]:
-    """A class that is a `RemoteError` and an ``original``. Raises TypeError if their layouts conflict."""
-    found = _combined.get(original)
-    if found is None:
-        namespace: dict[str, Any] = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-        namespace["__reduce__"] = _reduce_combined
-        found = type(original.__name__, (RemoteError, original), namespace)
-        _combined[original] = found
-    return found
-
-
-def original_type(cls: type[BaseException]) -> type[Exception] | None:
-    """The user's exception type in ``cls``, which may be a combined class that passed several processes."""
-    ours = (CallError, RLMeshError)
-    for base in cls.__mro__:
-        if issubclass(base, Exception) and not issubclass(base, CallError) and base not in (*ours, Exception):
-            return base
-    return Exception if cls is Exception else None
-
-
-def _reduce_combined(error: RemoteError) -> tuple[Any, ...]:
-    return _rebuild_combined, (original_type(type(error)), error.args, error.__dict__.copy())
-
-
-def _rebuild_combined(original: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> RemoteError:
-    cls = combine(original)
-    error: RemoteError = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 
@@ -35,3 +36,20 @@ class Echo:
 def function() -> None:
     """An entry point that is a function."""
     print("function of", os.getpid(), flush=True)
+
+
+class Fragile:
+    """Serves calls until it is told to die."""
+
+    @rpc
+    def echo(self, value: str) -> str:
+        return f"{current_worker().name} {value}"
+
+    @rpc
+    async def forever(self) -> None:
+        await asyncio.Event().wait()
+
+    @rpc
+    def die(self) -> None:
+        print("the last words", flush=True)
+        os._exit(7)

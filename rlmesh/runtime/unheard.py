@@ -1,0 +1,63 @@
+"""Failed calls whose results nobody asked for: told once, when the future is collected, as asyncio does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from rlmesh.errors import CallCancelled, CallError, RemoteError, ShuttingDown
+
+logger = logging.getLogger(__name__)
+
+_OWN = ("@", "weights_")
+"""Targets and methods of rlmesh's own calls begin so."""
+
+
+class Told:
+    """Shared by futures of which one error is enough: ``told`` once somebody knows of it."""
+
+    __slots__ = ("told",)
+
+    def __init__(self) -> None:
+        self.told = False
+
+
+class Unheard:
+    """A future's error until somebody asks for it. It is collected with the future."""
+
+    __slots__ = ("_error", "_together")
+
+    def __init__(self, error: BaseException, together: Told | None) -> None:
+        self._error: BaseException | None = error
+        self._together = together
+
+    def heard(self) -> None:
+        self._error = None
+
+    def __del__(self) -> None:
+        error, together = self._error, self._together
+        if error is None or (together is not None and together.told) or sys.is_finalizing():
+            return
+        if together is not None:
+            together.told = True
+        try:
+            tell(error)
+        except Exception:
+            pass  # The collector runs this anywhere; nobody could take an error of it.
+
+
+def tell(error: BaseException) -> None:
+    """Log an error that nobody will be given."""
+    if isinstance(error, CallCancelled | ShuttingDown):
+        return  # Whoever cancelled, or ends, knows.
+    if not isinstance(error, CallError):
+        logger.error("a call failed, and its result was never asked for: %s: %s", type(error).__name__, error)
+        return
+    details = CallError.details(error)
+    member = str(details.role) if details.rank is None else f"{details.role}:{details.rank}"
+    own = member.startswith(_OWN) or str(details.method).startswith(_OWN)
+    what = f"{member}.{details.method}()" if details.method else "a call"
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, RemoteError):
+        text = f"{error}\n{details.remote_traceback.rstrip()}"
+    logger.log(logging.DEBUG if own else logging.ERROR, "%s failed, and its result was never asked for: %s", what, text)
