@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlmesh.agent import control_groups, ownership
+from rlmesh.agent import control_groups, ownership, stacks
 from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
 from rlmesh.agent.entrypoint import Loaded, call_plainly, extend_path, load_entry, load_user_config
 from rlmesh.agent.fused import acting_for
@@ -44,7 +44,6 @@ from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
-from rlmesh.agent.stacks import listen
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError, UsageError
@@ -55,6 +54,7 @@ from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
 from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.placement.proof import prove, prove_by_torch
 from rlmesh.placement.system import Machine
+from rlmesh.runtime.forked import end_child, forget_in_children
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.rpc import exported, exported_functions
@@ -113,7 +113,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
         print_error(f"{spec.name}: it has no control group of its own: {why}")
     os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
-    listen(spec.socket_dir, spec.role, spec.rank)
+    stacks.listen(spec.socket_dir, spec.role, spec.rank)
     if spec.binding is not None:
         for failed in bind(spec.binding):  # before there are other threads, which inherit it
             print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")
@@ -214,7 +214,14 @@ class Member:
         self._roles = tuple(map(_Role, spec.members))
         self._objects: dict[str, object] = dict.fromkeys(role.spec.role for role in self._roles)
         self._user_config: Any = None
-        self._by_signal = False
+        self._by_signal = self._forked = False
+        forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: it is no member, and ends as any process does."""
+        self._forked = True
+        atexit.unregister(self.end_by_signal)
+        stacks.ignore()
 
     def live(self) -> int:
         """All of it; returns the exit code."""
@@ -425,8 +432,15 @@ class Member:
         name = role.spec.name
         try:
             with acting_as(role.context) if role.context is not None and len(self._roles) > 1 else nullcontext():
-                return work()
-        except Exception as error:
+                done = work()
+            if self._forked:
+                end_child(None)
+            return done
+        except BaseException as error:
+            if self._forked:
+                end_child(error)
+            if not isinstance(error, Exception):
+                raise
             text = format_error(error) + _memory_limits(error)
             print_error(f"{name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)

@@ -37,6 +37,7 @@ from rlmesh.master.starts import await_guardians, hold, note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
 from rlmesh.placement.planner import make_plan
+from rlmesh.runtime.forked import forget_in_children, handle
 
 if TYPE_CHECKING:
     from rlmesh.master.head import Head
@@ -105,6 +106,15 @@ class Driver:
         self._ended = threading.Event()
         self._held: int | None = None
         enlist(self)
+        forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: the job is the parent's, and waited for there."""
+        self._ended = threading.Event()
+        self._ended.set()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     @property
     def status(self) -> JobStatus:
@@ -244,7 +254,7 @@ class Driver:
             else:
                 self.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
-        before = {number: signal.signal(number, heed) for number in (signal.SIGINT, *HEEDED)}
+        before = {number: handle(number, heed) for number in (signal.SIGINT, *HEEDED)}
         try:
             yield
         finally:
