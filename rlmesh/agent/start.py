@@ -47,7 +47,7 @@ def decode_config(line: bytes) -> AgentConfig:
     """
     try:
         values: dict[str, Any] = json.loads(line)
-        for name in ("preload", "import_roots"):
+        for name in ("preload", "import_roots", "python_flags"):
             values[name] = tuple(values.get(name, ()))
         return AgentConfig(**values)
     except (ValueError, TypeError, AttributeError) as error:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.agent import control_groups, ownership, stacks
 from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
-from rlmesh.agent.entrypoint import Loaded, call_plainly, extend_path, load_entry, load_user_config
+from rlmesh.agent.entrypoint import Loaded, call_plainly, load_entry, load_user_config, take_over
 from rlmesh.agent.fused import acting_for
 from rlmesh.agent.lessor import AgentLink
 from rlmesh.agent.logs import last_lines, member_log
@@ -119,8 +119,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
             print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")
     _flush_c_output_by_line()
     _link_logs(spec)
-    extend_path(spec.import_roots)
-    sys.argv = [spec.main_path or "rlmesh-worker"]
+    take_over(spec.program, spec.import_roots, spec.main_path)
     reseed(spec)
     member = Member(spec)
     atexit.register(member.end_by_signal)  # first in, so that it runs after the handlers of the user's code
@@ -355,7 +354,7 @@ class Member:
             os.environ.update({name: self.spec.env[name] for name in (CUDA_MASK, CUDA_ORDER)})
 
     def _load(self, role: _Role) -> Loaded:
-        loaded = load_entry(role.spec.entry, role.spec.main_path)
+        loaded = load_entry(role.spec.entry, role.spec.main_path, role.spec.program)
         if role is self._roles[0]:
             self._user_config = load_user_config(role.spec)
         role.context = self._context(role, self._user_config)

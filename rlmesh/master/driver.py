@@ -38,6 +38,7 @@ from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expe
 from rlmesh.master.workspace import Workspace
 from rlmesh.placement.planner import make_plan
 from rlmesh.runtime.forked import forget_in_children, handle
+from rlmesh.wire.main_module import alias_main
 
 if TYPE_CHECKING:
     from rlmesh.master.head import Head
@@ -88,6 +89,7 @@ class Driver:
     def __init__(self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> None:
         _refuse_inside_worker()
         fill_standard_streams()
+        alias_main()
         self._config = config
         self._options = effective(options)
         self._submitted_at = self._options.submitted_at or time.time()

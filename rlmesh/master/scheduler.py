@@ -140,6 +140,7 @@ class Scheduler:
             backend=role.backend,
             user_config=spec.user_config,
             main_path=spec.main_path,
+            program=spec.program,
             import_roots=spec.import_roots,
             env=env,
             devices=devices,

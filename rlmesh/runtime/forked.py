@@ -117,7 +117,7 @@ def end_child(error: BaseException | None) -> NoReturn:
 class _Forking(threading.local):
     """What a thread that forks had blocked before."""
 
-    mask: set[signal.Signals] | None = None
+    mask: set[int | signal.Signals] | None = None
 
 
 _forking = _Forking()
