@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -251,12 +252,16 @@ def test_the_submitters_folders() -> None:
 
 
 @pytest.mark.case("n09")
-def test_beside_a_folder_named_as_the_package(tmp_path: Path) -> None:
-    """A clone that is named ``rlmesh`` is no package for a script in the folder that holds it."""
-    (tmp_path / "rlmesh").mkdir()
-    (tmp_path / "job.py").write_text("import rlmesh; from rlmesh import DLJobBuilder; print(rlmesh.__file__)")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_beside_a_clone_that_is_named_as_the_package(tmp_path: Path) -> None:
+    """An editable installation puts plain folders on ``sys.path``: an import hook would come after the search that takes
+    the clone, in the folder of the script, for a namespace package."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert "dev-mode-exact" not in build
+    (tmp_path / "rlmesh").symlink_to(ROOT)
+    (tmp_path / "job.py").write_text("import rlmesh_launcher; from rlmesh import DLJobBuilder; print('found')")
+    folders = [str(tmp_path / "rlmesh" / folder) for folder in build["dev-mode-dirs"]]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(
         [sys.executable, "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.returncode) == ("found\n", 0), done.stderr
