@@ -253,8 +253,8 @@ def test_the_submitters_folders() -> None:
 
 @pytest.mark.case("n09")
 def test_beside_a_clone_that_is_named_as_the_package(tmp_path: Path) -> None:
-    """An editable installation puts plain folders on ``sys.path``: an import hook would come after the search that takes
-    the clone, in the folder of the script, for a namespace package."""
+    """An editable installation puts plain folders on ``sys.path``: an import hook would come after the search that
+    takes the clone, in the folder of the script, for a namespace package."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert "dev-mode-exact" not in build
     (tmp_path / "rlmesh").symlink_to(ROOT)

@@ -186,3 +186,98 @@ def test_children_of_the_driver(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "both ran" in done.stdout
     assert "the process that started the job" in done.stderr
+
+
+@pytest.mark.case("b26")
+def test_a_child_keeps_the_shared_memory_that_its_parent_gives_back(tmp_path: Path) -> None:
+    done = run_script(
+        tmp_path,
+        """
+        import numpy as np
+        from rlmesh import RoleGroup, rpc
+        from rlmesh.testing import InProcessCluster
+
+        class Make:
+            @rpc
+            def make(self, n): return np.full(1 << 18, n, dtype=np.int64)
+
+        def give_backs_arrive(maker, used):
+            while (now := maker._lending.exchange.pool.stats().used_bytes) > used:
+                time.sleep(0.01)
+
+        with InProcessCluster("unix") as cluster:
+            cluster.serve("MAKE", Make())
+            maker = cluster.runtimes[-1]
+            make = lambda n: RoleGroup("MAKE").call_rank0("make", n).result()
+            array = make(1)
+            read, write = os.pipe()
+            if (pid := os.fork()) == 0:
+                os.read(read, 1)
+                os._exit(0 if (array == 1).all() else 9)
+            size = array.nbytes
+            del array
+            for n in range(2, 12):
+                assert (make(n) == n).all()
+                give_backs_arrive(maker, size)  # all but the one that the child holds
+            os.write(write, b"x")
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the memory was used again"
+            give_backs_arrive(maker, size)
+            maker._lending.exchange.pool.trim(60)  # which a timer does
+            assert maker._lending.exchange.pool.stats().used_bytes == 0
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.case("b26")
+def test_forks_at_any_moment_of_calls(tmp_path: Path) -> None:
+    """Other threads call all the time: whatever locks they hold, the child ends and the parent goes on."""
+    done = run_script(
+        tmp_path,
+        """
+        import threading
+        import numpy as np
+        from rlmesh import RoleGroup, rpc
+        from rlmesh.errors import UsageError
+        from rlmesh.testing import InProcessCluster
+
+        class Echo:
+            @rpc
+            def echo(self, data): return data
+
+        with InProcessCluster("unix") as cluster:
+            cluster.serve("ECHO", Echo())
+            going, counts = True, [0, 0]
+
+            def call(at, data):
+                while going:
+                    answer = RoleGroup("ECHO").call_rank0("echo", data).result()
+                    assert (answer == data) if at == 0 else (answer == data).all()
+                    counts[at] += 1
+                    time.sleep(0.0002)
+
+            threads = [threading.Thread(target=call, args=(at, data)) for at, data in
+                       enumerate([b"small", np.arange(1 << 16)])]
+            for thread in threads: thread.start()
+            for _ in range(40):
+                pending = RoleGroup("ECHO").call_rank0("echo", 1)
+                if (pid := os.fork()) == 0:
+                    refused = 0
+                    for ask in (lambda: RoleGroup("ECHO").call_rank0("echo", 1), cluster.caller.waiting,
+                                lambda: RoleGroup("ECHO").call_rank0("echo", np.zeros(1 << 16))):
+                        try: ask()
+                        except UsageError: refused += 1
+                    try:
+                        refused += pending.result() == 1  # it came before the fork
+                    except UsageError:
+                        refused += 1
+                    sys.exit(refused)
+                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+                assert pending.result() == 1
+            going = False
+            for thread in threads: thread.join()
+            assert min(counts) > 10, counts
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
