@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rlmesh.errors import UsageError
 
-__all__ = ["SBATCH_OPTIONS", "Words", "split_words"]
+__all__ = ["SBATCH_OPTIONS", "Words", "first_words", "split_words"]
 
 _FLAGS = (
     "contiguous hold no-requeue oom-kill-step overcommit oversubscribe reboot requeue spread-job stepmgr use-min-nodes "
@@ -94,6 +94,21 @@ def split_words(words: Sequence[str], launch: Mapping[str, bool]) -> Words:
         rest.pop(0)
     job = rest[:1] + (rest[2:] if rest[1:2] == ["--"] else rest[1:])
     return Words(sbatch, tuple(own), tuple(job))
+
+
+def first_words(words: Sequence[str], launch: Mapping[str, bool]) -> list[str]:
+    """The options before the script, without their values; all words from one on that is nobody's option."""
+    rest = list(words)
+    found: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        name, equals, _ = _name_of(rest[0]).partition("=")
+        option = rest[0].partition("=")[0]
+        if option not in launch and name not in SBATCH_OPTIONS:
+            return found + rest
+        found.append(rest.pop(0))
+        if not equals and launch.get(option, SBATCH_OPTIONS.get(name) == "value"):
+            del rest[:1]
+    return found
 
 
 def _name_of(word: str) -> str:

@@ -83,7 +83,8 @@ def start_zygotes(config: AgentConfig, env: Mapping[str, str]) -> ZygoteStart:
     if config.preload:
         preload, preload_theirs = socket.socketpair()
         inherit[PRELOAD_FD] = preload_theirs.fileno()
-    argv = [sys.executable, "-P", "-u", "-m", "rlmesh.agent.zygote", str(os.getpid()), json.dumps(config.preload)]
+    python = [sys.executable, *config.python_flags, "-P", "-u"]
+    argv = [*python, "-m", "rlmesh.agent.zygote", str(os.getpid()), json.dumps(config.preload)]
     try:
         pid = start_process(argv, env, inherit=inherit)
     finally:

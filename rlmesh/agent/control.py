@@ -21,6 +21,7 @@ from rlmesh.agent.watching import CallReporter
 from rlmesh.job.context import RestartEvent, StopRequest
 from rlmesh.job.status import Alarm, CallStats, ExitInfo, MemberProgress, MetricRecord
 from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.forked import handle
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
@@ -161,10 +162,11 @@ class Orders:
 
     def handle_signals(self) -> None:
         """Main thread only."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.signal(ownership.REMINDER, self._on_reminder)
         for number in NOTICES:  # ignored until now; programs that this process starts must not ignore them
-            signal.signal(number, _leave_to_launcher)
+            signal.signal(number, signal.SIG_DFL)
+            handle(number, _leave_to_launcher)
+        handle(signal.SIGTERM, self._on_sigterm)
+        handle(ownership.REMINDER, self._on_reminder)
 
     def end_after_run(self) -> None:
         """SIGTERM follows, or came already from elsewhere."""

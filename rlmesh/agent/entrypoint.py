@@ -9,20 +9,21 @@ import pickle
 import runpy
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import cloudpickle
 
 from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.errors import UsageError
 from rlmesh.job.entry import Entry
+from rlmesh.job.program import Program, with_submitters
 from rlmesh.runtime.rpc import exported
+from rlmesh.wire.main_module import MAIN_ALIAS
 
-__all__ = ["Loaded", "call_plainly", "extend_path", "load_entry", "load_user_config"]
-
-MAIN_ALIAS = "__mp_main__"
-"""The submitter's script is imported under this name, so that its ``if __name__ == "__main__"`` does not run;
-the same name as with multiprocessing."""
+__all__ = ["Loaded", "call_plainly", "load_entry", "load_user_config", "take_over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,28 @@ def call_plainly(what: str, function: Callable[..., object], *args: object) -> N
         )
 
 
-def extend_path(roots: tuple[str, ...]) -> None:
-    """Put the submitter's import roots first on ``sys.path``."""
-    rest = [path for path in sys.path if path not in roots]
-    sys.path[:] = [*roots, *rest]
+def take_over(program: Program, roots: Sequence[str], main_path: str) -> None:
+    """Make this process what the submitter was, as far as what it imports can see."""
+    sys.path[:] = with_submitters(sys.path, program, roots)
+    sys.argv = list(program.args) or [main_path or "rlmesh-worker"]
+    _go_to(program.works_in)
+
+
+def _go_to(folder: str) -> None:
+    if folder:
+        try:
+            os.chdir(folder)
+        except OSError:
+            pass  # another machine, which does not have it
+
+
+@contextmanager
+def _where_it_started(program: Program) -> Iterator[None]:
+    _go_to(program.started_in)
+    try:
+        yield
+    finally:
+        _go_to(program.works_in)
 
 
 def load_user_config(spec: WorkerSpec) -> Any:
@@ -66,8 +85,8 @@ def load_user_config(spec: WorkerSpec) -> Any:
     return pickle.loads(spec.user_config) if spec.user_config else None
 
 
-def load_entry(entry: Entry, main_path: str) -> Loaded:
-    """Import the entry point; nothing of it is called.
+def load_entry(entry: Entry, main_path: str, program: Program = Program()) -> Loaded:  # noqa: B008 (it is frozen)
+    """Import the entry point, in the folder in which the submitter was started; nothing of it is called.
 
     Raises:
         UsageError: the module has no such name, or it is neither a class nor a function.
@@ -75,7 +94,8 @@ def load_entry(entry: Entry, main_path: str) -> Loaded:
     """
     if entry.kind == "script":
         return Loaded(None, lambda: _run_script(entry), {})
-    module = _import_main(main_path) if entry.module == "__main__" else importlib.import_module(entry.module)
+    with _where_it_started(program):
+        module = _import(entry.module, main_path, program.module)
     found: Any = module
     for part in entry.name.split("."):
         try:
@@ -97,15 +117,27 @@ def load_entry(entry: Entry, main_path: str) -> Loaded:
     )
 
 
+def _import(name: str, main_path: str, main_name: str) -> types.ModuleType:
+    if name == "__main__":
+        return _import_main(main_path)
+    module = importlib.import_module(name)
+    if name == main_name:  # the submitter ran it by python -m
+        sys.modules[MAIN_ALIAS] = sys.modules["__main__"] = module
+    return module
+
+
 def _import_main(path: str) -> types.ModuleType:
     if not path:
         raise UsageError(
             "the role's class or function was defined in an interactive session, which workers cannot import: "
             "put it into a file"
         )
+    if (known := sys.modules.get(MAIN_ALIAS)) is not None and known.__file__ == path:
+        return known  # of another role of this process
     module = types.ModuleType(MAIN_ALIAS)
     module.__file__ = path
     sys.modules[MAIN_ALIAS] = sys.modules["__main__"] = module
+    cloudpickle.register_pickle_by_value(module)  # what has no other process of that name
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec")
     exec(code, module.__dict__)

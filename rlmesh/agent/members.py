@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rlmesh.agent.error_file import read_error_file
 from rlmesh.agent.examination import examine
 from rlmesh.agent.leavings import Leavings
 from rlmesh.agent.logs import LAST_LINES, last_lines
@@ -174,6 +175,7 @@ class Members:
     def process_ended(self, child: Child, ended: Ended) -> None:
         """Say of each member that lived in it how it ended, with its last words."""
         spec = self._specs.pop(child)
+        noted, traceback = read_error_file(spec.env)
         info = ExitInfo(
             *spec.key,
             pid=ended.pid,
@@ -186,6 +188,8 @@ class Members:
             last_log_lines=last_lines(spec.log_path, CRASH_LINES if ended.signal in CRASHES else LAST_LINES),
             peak_rss_bytes=ended.peak_rss_bytes,
             oom=self._oom.look(ended.peak_rss_bytes, spec.cgroup) if ended.signal == signal.SIGKILL else "",
+            noted=noted,
+            noted_traceback=traceback,
         )
         for member in spec.members:
             self._ended(replace(info, role=member.role, rank=member.rank, incarnation=member.incarnation))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rlmesh.job.context import Resume
 from rlmesh.job.entry import Entry as Entry
 from rlmesh.job.entry import EntryKind as EntryKind
+from rlmesh.job.program import Program as Program
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.placement.binding import Binding as Binding
 from rlmesh.placement.inventory import Device as Device
@@ -31,12 +32,12 @@ class AgentConfig:
     """All that an agent needs; written as JSON to its standard input, never on a command line.
 
     ``key_hex`` is the job's secret. ``socket_dir`` has mode 0700 and is removed by the guardian at the end.
-    ``job_path`` is the pickled job, only read where ``start_master`` is set. ``env`` is what all workers of
-    the job have in common: the processes that workers are forked from start with it. ``host`` is set where the job
-    has several machines: the numeric address at which this one's processes listen for the others'. ``nvml`` names
-    a library in place of pynvml (``module:attribute``), for machines without GPUs. Agents of the same ``group`` are on
-    one machine. ``lease_s`` is how long members may run without word from the master; 0: for ever, since they
-    cannot be started elsewhere.
+    ``job_path`` is the pickled job, only read where ``start_master`` is set. ``env`` is what all workers of the job
+    have in common: the processes that workers are forked from start with it, and with ``python_flags``. ``host`` is
+    set where the job has several machines: the numeric address at which this one's processes listen for the
+    others'. ``nvml`` names a library in place of pynvml (``module:attribute``), for machines without GPUs. Agents
+    of the same ``group`` are on one machine. ``lease_s`` is how long members may run without word from the master;
+    0: for ever, since they cannot be started elsewhere.
     """
 
     job_id: str
@@ -53,6 +54,7 @@ class AgentConfig:
     virtual_devices: int | None = None
     preload: tuple[str, ...] = ()
     import_roots: tuple[str, ...] = ()
+    python_flags: tuple[str, ...] = ()
     grace_s: float = 5.0
     submitted_at: float = 0.0
     lease_s: float = 0.0
@@ -89,6 +91,7 @@ class WorkerSpec:
     backend: str
     user_config: bytes = b""
     main_path: str = ""
+    program: Program = field(default_factory=Program)
     import_roots: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[Device, ...] = ()

@@ -244,7 +244,8 @@ class Spawner:
 
     def _exec(self, name: str, spec: WorkerSpec, payload: bytes) -> Child:
         data = memory_input(payload)
-        argv = [sys.executable, "-P", "-u", "-m", "rlmesh.agent.worker", str(os.getpid())]
+        python = [sys.executable, *self._config.python_flags, "-P", "-u"]
+        argv = [*python, "-m", "rlmesh.agent.worker", str(os.getpid())]
         try:
             return self._table.start(name, argv, {**self._env, **spec.env}, log_path=spec.log_path, inherit={0: data})
         finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rlmesh import private_files
 from rlmesh.agent import ownership
 
-__all__ = ["SIGNAL", "dump_stacks", "listen", "own_stacks", "stacks_file"]
+__all__ = ["SIGNAL", "dump_stacks", "ignore", "listen", "own_stacks", "stacks_file"]
 
 SIGNAL = signal.SIGRTMIN + 7
 """One that nobody else uses: SIGUSR1 and SIGUSR2 belong to users and to Slurm."""
@@ -41,6 +41,11 @@ def listen(socket_dir: str, role: str, rank: int) -> None:
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     except OSError:
         pass
+
+
+def ignore() -> None:
+    """In a forked child: the file is its parent's."""
+    faulthandler.unregister(SIGNAL)
 
 
 def own_stacks() -> str:

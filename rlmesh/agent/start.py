@@ -13,6 +13,7 @@ from typing import Any
 from rlmesh.agent import guardian
 from rlmesh.agent.protocol import AgentConfig, ExitReport, Leftover
 from rlmesh.errors import LaunchError
+from rlmesh.runtime.forked import forget_in_children
 
 __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_command", "read_exit_report"]
 
@@ -46,7 +47,7 @@ def decode_config(line: bytes) -> AgentConfig:
     """
     try:
         values: dict[str, Any] = json.loads(line)
-        for name in ("preload", "import_roots"):
+        for name in ("preload", "import_roots", "python_flags"):
             values[name] = tuple(values.get(name, ()))
         return AgentConfig(**values)
     except (ValueError, TypeError, AttributeError) as error:
@@ -106,6 +107,13 @@ class GuardianProcess:
         except OSError as error:
             raise LaunchError(f"the guardian of node {config.node_rank} could not be started: {error}") from error
         self._report: ExitReport | None = None
+        forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: the guardian must notice the end of the parent, whose pipe a child would keep open."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     @property
     def pid(self) -> int:

@@ -35,16 +35,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlmesh.agent import control_groups, own_output, ownership
+from rlmesh.agent import control_groups, own_output, ownership, stacks
 from rlmesh.agent.control import Control, MasterLink, Orders, Terminated
-from rlmesh.agent.entrypoint import Loaded, call_plainly, extend_path, load_entry, load_user_config
+from rlmesh.agent.entrypoint import Loaded, call_plainly, load_entry, load_user_config, take_over
 from rlmesh.agent.fused import acting_for
 from rlmesh.agent.lessor import AgentLink
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
-from rlmesh.agent.stacks import listen
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError, UsageError
@@ -56,6 +55,7 @@ from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
 from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.placement.proof import prove, prove_by_torch
 from rlmesh.placement.system import Machine
+from rlmesh.runtime.forked import end_child, forget_in_children
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.rpc import exported, exported_functions
@@ -116,15 +116,14 @@ def _become(spec: WorkerSpec, agent: int) -> int:
         print_error(f"{spec.name}: it has no control group of its own: {why}")
     os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
-    listen(spec.socket_dir, spec.role, spec.rank)
+    stacks.listen(spec.socket_dir, spec.role, spec.rank)
     if spec.binding is not None:
         for failed in bind(spec.binding):  # before there are other threads, which inherit it
             print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")
     _flush_c_output_by_line()
     own_output.protect()
     _link_logs(spec)
-    extend_path(spec.import_roots)
-    sys.argv = [spec.main_path or "rlmesh-worker"]
+    take_over(spec.program, spec.import_roots, spec.main_path)
     reseed(spec)
     member = Member(spec)
     atexit.register(member.end_by_signal)  # first in, so that it runs after the handlers of the user's code
@@ -218,7 +217,14 @@ class Member:
         self._roles = tuple(map(_Role, spec.members))
         self._objects: dict[str, object] = dict.fromkeys(role.spec.role for role in self._roles)
         self._user_config: Any = None
-        self._by_signal = False
+        self._by_signal = self._forked = False
+        forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: it is no member, and ends as any process does."""
+        self._forked = True
+        atexit.unregister(self.end_by_signal)
+        stacks.ignore()
 
     def live(self) -> int:
         """All of it; returns the exit code."""
@@ -353,7 +359,7 @@ class Member:
             os.environ.update({name: self.spec.env[name] for name in (CUDA_MASK, CUDA_ORDER)})
 
     def _load(self, role: _Role) -> Loaded:
-        loaded = load_entry(role.spec.entry, role.spec.main_path)
+        loaded = load_entry(role.spec.entry, role.spec.main_path, role.spec.program)
         if role is self._roles[0]:
             self._user_config = load_user_config(role.spec)
         role.context = self._context(role, self._user_config)
@@ -431,8 +437,15 @@ class Member:
         name = role.spec.name
         try:
             with acting_as(role.context) if role.context is not None and len(self._roles) > 1 else nullcontext():
-                return work()
-        except Exception as error:
+                done = work()
+            if self._forked:
+                end_child(None)
+            return done
+        except BaseException as error:
+            if self._forked:
+                end_child(error)
+            if not isinstance(error, Exception):
+                raise
             text = format_error(error) + _memory_limits(error)
             print_error(f"{name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)

@@ -25,6 +25,7 @@ from rlmesh.cli.signals import heeding_signals
 from rlmesh.cli.slurm import FOLDER_VARIABLE, StepPlace, add_slurm_flags, task_of_slurm
 from rlmesh.cli.torchrun_flags import NodeFlags, add_node_flags, read_node_flags
 from rlmesh.errors import JobFailed, JobStopped, RLMeshError, UsageError
+from rlmesh.job.program import started_as
 from rlmesh.job.restarts import SCOPES
 from rlmesh.master.options import Cluster, LaunchOptions, ambient
 from rlmesh.master.outcome import StoppedBySignal
@@ -51,6 +52,7 @@ def add_to(commands: Any) -> None:
         help="run a script that submits a job",
         description=DESCRIPTION,
         usage="rlmesh launch [options] JOB.py [script arguments]",
+        allow_abbrev=False,
     )
     add_options(parser)
     parser.set_defaults(run=run)
@@ -59,7 +61,6 @@ def add_to(commands: Any) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("job", metavar="JOB.py", nargs="?", default="", help="the script; it calls submit() on a job")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument(
         "--view",
         choices=VIEWS,
@@ -97,9 +98,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run the script, or take part in a job as one of its nodes, and return the exit code."""
-    arguments = [*options.arguments, *rest]
     try:
         flags = read_node_flags(options, os.environ)
         for note in flags.notes:
@@ -249,13 +249,15 @@ def run_script(
         jobs: those that the script submits; that it came to its end without any is told, if they are given.
     """
     argv, path = sys.argv, list(sys.path)
+    script = script if module else os.path.abspath(script)  # it may go elsewhere before it submits
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
     try:
-        if module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        with started_as(sys.argv):
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
         return _code_of(error)
     except KeyboardInterrupt as error:

@@ -7,12 +7,17 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from rlmesh.cli.script_words import split_at_script
+from rlmesh.errors import UsageError
 from rlmesh.master.standard_streams import fill_standard_streams
 
 COMMANDS = (
     "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "keygen", "version",
 )  # fmt: skip
 """Each has its module here. What one command needs is not loaded for another: a job starts sooner."""
+
+RUN_SCRIPTS = ("launch", "plan")
+"""What stands behind the script is the script's."""
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -45,17 +50,31 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["launch"]:
         from rlmesh.cli import launch, slurm
 
-        if slurm.asks_for_sbatch(words[1:]):
-            parser = argparse.ArgumentParser(prog="rlmesh launch --slurm")
+        if slurm.FLAG in words:
+            parser = argparse.ArgumentParser(prog="rlmesh launch --slurm", allow_abbrev=False)
             launch.add_options(parser)
-            return slurm.submit_words(words[1:], parser)
-    own, _, rest = split_at_dashes(words)
+            if slurm.asks_for_sbatch(words[1:], parser):
+                return slurm.submit_words(words[1:], parser)
     parser = build_parser(*(word for word in words[:1] if word in COMMANDS))
-    parsed, unknown = parser.parse_known_args(own)
-    if unknown and not getattr(parsed, "takes_script_arguments", False):
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    code: int = parsed.run(parsed, [*unknown, *rest])
+    if words and words[0] in RUN_SCRIPTS:
+        own, rest = _split(words, parser)
+    else:
+        own, _, rest = split_at_dashes(words)
+    parsed = parser.parse_args(own)
+    code: int = parsed.run(parsed, rest)
     return code
+
+
+def _split(words: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """The words for the command, the script's name among them, and those for the script."""
+    command, *rest = words
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    chosen: argparse.ArgumentParser = commands.choices[command]
+    try:
+        own, script, arguments = split_at_script(rest, chosen)
+    except UsageError as error:
+        chosen.error(str(error))
+    return [command, *own, *script], arguments
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], bool, list[str]]:

@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
         "--cluster", type=Path, metavar="FILE", help="TOML file that describes a cluster (default: this machine)"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run, takes_script_arguments=True)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:

@@ -12,6 +12,7 @@ from rlmesh.errors import JobStopped
 from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.options import Ambient
 from rlmesh.master.outcome import StoppedBySignal
+from rlmesh.runtime.forked import handle
 
 __all__ = ["heeding_signals"]
 
@@ -39,7 +40,7 @@ def heeding_signals(block: Ambient) -> Iterator[None]:
         stopped.number = number
         raise stopped
 
-    before = {number: signal.signal(number, heed) for number in HEEDED}
+    before = {number: handle(number, heed) for number in HEEDED}
     try:
         yield
     finally:

@@ -44,11 +44,18 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
 # Submitting.
 
 
-def asks_for_sbatch(words: Sequence[str]) -> bool:
+def asks_for_sbatch(words: Sequence[str], launch: argparse.ArgumentParser) -> bool:
     """Whether ``--slurm`` stands before the script."""
     if FLAG not in words:
         return False
-    return not any(word == "--" or word.endswith(".py") for word in words[: words.index(FLAG)])
+    from rlmesh_launcher.sbatch_options import first_words
+
+    return FLAG in first_words(words, _own_options(launch))
+
+
+def _own_options(launch: argparse.ArgumentParser) -> dict[str, bool]:
+    """Those of ``rlmesh launch``, and whether each takes a value."""
+    return {name: action.nargs != 0 for action in launch._actions for name in action.option_strings}
 
 
 def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
@@ -56,9 +63,8 @@ def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
     from rlmesh_launcher.sbatch import Batch, submit
     from rlmesh_launcher.sbatch_options import split_words
 
-    own = {name: action.nargs != 0 for action in launch._actions for name in action.option_strings}
     try:
-        split = split_words(words, own)
+        split = split_words(words, _own_options(launch))
         options = [word for word in split.launch if word not in (FLAG, "--dry-run")]
         _check_options(launch.parse_args([*options, *split.job[:1]]))
         _check_script(split.job, "--module" in options or "-m" in options, split.sbatch.get("chdir") or "")

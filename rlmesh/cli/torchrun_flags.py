@@ -128,6 +128,12 @@ def read_node_flags(options: argparse.Namespace, env: Mapping[str, str]) -> Node
         "max_restarts": _number("max-restarts", limit, 0) if (limit := reader.text("max-restarts")) else None,
     }
     least, most = _nodes(reader.text("nnodes") or "1")
+    backend = reader.text("rdzv-backend") or "static"
+    if backend not in ("static", "c10d") and not reader.flag("standalone"):
+        raise UsageError(
+            f"--rdzv-backend {backend}: nodes come together at node 0 itself, without etcd or the like; use c10d or "
+            "static, or leave it out"
+        )
     if reader.flag("standalone"):
         if most > 1 and reader.option("nnodes"):
             raise UsageError(f"--standalone is one node, but --nnodes says {reader.text('nnodes')}: leave one out")
@@ -136,12 +142,6 @@ def read_node_flags(options: argparse.Namespace, env: Mapping[str, str]) -> Node
         if reader.option("node-rank") and _number("node-rank", reader.text("node-rank"), 0) > 0:
             raise UsageError(f"--node-rank {reader.text('node-rank')} needs --nnodes N, the same on each node")
         return NodeFlags(**common, notes=notes)
-    backend = reader.text("rdzv-backend") or "static"
-    if backend not in ("static", "c10d"):
-        raise UsageError(
-            f"--rdzv-backend {backend}: nodes come together at node 0 itself, without etcd or the like; use c10d or "
-            "static, or leave it out"
-        )
     host, port = _endpoint(reader)
     join_s, last_call_s, rank, more = _conf(reader.text("rdzv-conf"))
     if reader.text("node-rank"):
@@ -179,9 +179,10 @@ class _Reader:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    low, colon, high = text.partition(":")
-    least = _number("nnodes", low, 1)
-    most = _number("nnodes", high, 1) if colon else least
+    parts = text.split(":")
+    if len(parts) > 2 or not all(_is_number(part, 1) for part in parts):
+        raise UsageError(f"--nnodes {text}: give a whole number of at least 1, or two of them as MIN:MAX")
+    least, most = int(parts[0]), int(parts[-1])
     if most < least:
         raise UsageError(f"--nnodes {text}: the second number is smaller than the first")
     return least, most
@@ -233,6 +234,10 @@ def _slots(text: str) -> int | None:
 
 
 def _number(name: str, text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
+    if not _is_number(text, least):
         raise UsageError(f"--{name} {text}: give a whole number of at least {least}")
     return int(text)
+
+
+def _is_number(text: str, least: int) -> bool:
+    return text.isascii() and text.isdigit() and int(text) >= least

@@ -142,7 +142,9 @@ class DLJobBuilder:
         """Describe the job of a torchrun command, such as ``torchrun --nproc_per_node=2 train.py --lr 1``.
 
         Its script becomes an elastic role (ELASTIC, unless ``role`` named another) with one accelerator per
-        process. Options about rendezvous, addresses and logs are dropped: rlmesh does these by itself.
+        process. Options about rendezvous, addresses and logs are dropped: rlmesh does these by itself. Of
+        ``dlrover-run``, ``--network-check``, ``--node-check`` and ``--precheck`` mean the check of the nodes that
+        `skip_node_check` leaves out.
         """
         try:
             command = parse_torchrun(cmd)
@@ -155,6 +157,8 @@ class DLJobBuilder:
                 "by_run_cmd: --nproc_per_node leaves the number to the machine: give a number, or "
                 "device_per_node(n) before by_run_cmd"
             )
+        if command.node_check is not None:
+            self._node_check = command.node_check
         self.node_num(command.nnodes)
         self._fields.setdefault("device_per_node", procs)
         role = self.train(command.entry).nnodes(command.nnodes).nproc_per_node(procs or 1)

@@ -36,11 +36,11 @@ from rlmesh.job.checks import (
     size_problems,
 )
 from rlmesh.job.descriptors import BaseWorkloadDesc, WorkloadDesc, env_texts
-from rlmesh.job.entry import main_path
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.limits import MAY_BE_0, Limits
 from rlmesh.job.nearest import did_you_mean
 from rlmesh.job.placing import SeparationDesc, placing_problems
+from rlmesh.job.program import main_path
 from rlmesh.job.resources import MOST
 from rlmesh.job.restart_policy import RestartPolicy, effective_policy, names_a_budget
 from rlmesh.job.spec import Spec

@@ -20,6 +20,7 @@ from rlmesh.errors import UsageError
 from rlmesh.job.lease import DeviceLease, Hook, LeaseDesk, LeaseLink
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
+from rlmesh.runtime.forked import refusal
 
 __all__ = [
     "COLLOCATION_ENV",
@@ -205,6 +206,7 @@ class WorkerContext:
         Raises:
             LeaseTimeout: another role kept them; says which member, and since when.
         """
+        self._refuse_child("device_lease()")
         if self._desk is None:
             if self.lessor is None:
                 raise UsageError(f"{self.name}: device_lease() needs an agent that grants it, and there is none here")
@@ -224,6 +226,7 @@ class WorkerContext:
         Raises:
             UsageError: a value is no number; the message names it.
         """
+        self._refuse_child("report()")
         self._step = int(step) if step is not None else (self._step or 0)
         values = {key: _as_number(self.name, key, value) for key, value in metrics.items()}
         self.link.report(
@@ -243,6 +246,7 @@ class WorkerContext:
         It goes to ``events.jsonl``, and ``rlmesh status`` shows it. Never waits. Whoever raises it says it once, not
         at every step: only the last ones are shown.
         """
+        self._refuse_child("alarm()")
         self.link.alarm(Alarm(self.clock(), self.role, self.rank, self._step, text))
 
     def events(self, wait_s: float = 0.0) -> tuple[RestartEvent, ...]:
@@ -251,6 +255,7 @@ class WorkerContext:
         A call that failed because of a restart may fail a few milliseconds before the news of the restart: then
         ``wait_s`` is how long to wait, in seconds, for news if there are none.
         """
+        self._refuse_child("events()")
         return self.link.take_events(wait_s)
 
     def on_event(self, listener: Callable[[RestartEvent], object]) -> Callable[[RestartEvent], object]:
@@ -259,6 +264,7 @@ class WorkerContext:
         It is called on this member's main thread: between two methods, or, while ``run()`` runs, at
         ``step_boundary()``.
         """
+        self._refuse_child("on_event()")
         self.link.listen(listener)
         return listener
 
@@ -272,6 +278,7 @@ class WorkerContext:
         Raises:
             UsageError: the member was to stop at an earlier step and went on.
         """
+        self._refuse_child("step_boundary()")
         self.link.tell_listeners()
         if step is None:
             step = 0 if self._step is None else self._step + 1
@@ -288,6 +295,10 @@ class WorkerContext:
             )
         self.link.stopping(self._step)
         return request
+
+    def _refuse_child(self, what: str) -> None:
+        if self.pid != os.getpid():
+            raise UsageError(f"{what} was called in a child of {self.name}: {refusal(self.name)}")
 
 
 def _as_number(member: str, key: str, value: Any) -> float:

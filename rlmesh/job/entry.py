@@ -17,7 +17,6 @@ from __future__ import annotations
 import keyword
 import os
 import shlex
-import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.program import main_name
 from rlmesh.job.source import (
     Callee,
     ModuleFacts,
@@ -35,7 +35,7 @@ from rlmesh.job.source import (
     siblings,
 )
 
-__all__ = ["Entry", "EntryKind", "EntryLike", "Resolved", "entry_text", "main_path", "resolve_entry"]
+__all__ = ["Entry", "EntryKind", "EntryLike", "Resolved", "entry_text", "resolve_entry"]
 
 EntryKind = Literal["class", "function", "script"]
 
@@ -78,12 +78,6 @@ class Resolved:
     root: Path | None = None
 
 
-def main_path() -> str:
-    """The absolute path of the script that this process runs, empty in an interactive session."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return str(Path(file).resolve()) if file else ""
-
-
 def entry_text(entry: object, class_name: str | None = None) -> str:
     """An entry point in any form as text: ``module.Class``, ``script.py args`` or ``-m module args``.
 
@@ -117,6 +111,8 @@ def _object_text(entry: object) -> str:
             f"{name!r} of module {module} is {where}, where workers cannot import it: move it to the top "
             "level of a module"
         )
+    if module == "__main__":
+        module = main_name() or module
     return f"{module}.{name}"
 
 
@@ -175,6 +171,8 @@ def _resolve_module(module: str, args: tuple[str, ...]) -> Resolved:
 
 def _resolve_name(module: str, name: str) -> Resolved:
     guess: EntryKind = "class" if name[:1].isupper() else "function"
+    if module == "__main__":
+        module = main_name() or module
     path = module_file(module)
     if path is None:
         return Resolved(Entry(guess, module, name), (_no_module(module),))

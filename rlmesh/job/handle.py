@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import JobFailed, PeerLost, RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, first_cause
 from rlmesh.runtime.arguments import refuse_inside_loop
+from rlmesh.runtime.forked import forget_in_children, refusal
 
 if TYPE_CHECKING:
     from rlmesh.master.driver import Driver, JobResult
@@ -42,6 +43,12 @@ class JobHandle:
         self._future.set_running_or_notify_cancel()
         self._thread = threading.Thread(target=self._run, name=f"rlmesh-driver-{driver.job_name}")
         self._thread.start()
+        forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: the job's end is told to the parent."""
+        self._future = Future()
+        self._future.set_exception(UsageError(refusal("the process that started the job")))
 
     def _run(self) -> None:
         try:

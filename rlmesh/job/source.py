@@ -15,6 +15,8 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from rlmesh.job.program import STARTED_IN
+
 __all__ = [
     "Callee",
     "ModuleFacts",
@@ -91,7 +93,7 @@ def module_file(module: str) -> Path | None:
     if file is None and module != "__main__":
         spec = find_spec(module)
         file = spec.origin if spec is not None and spec.has_location else None
-    return Path(file).resolve() if file and str(file).endswith(".py") else None
+    return Path(STARTED_IN, file).resolve() if file and str(file).endswith(".py") else None
 
 
 def import_root(module: str, path: Path) -> Path:

@@ -63,7 +63,8 @@ class Alarm:
 @dataclass(frozen=True, slots=True)
 class ExitInfo:
     """How a worker process ended, as its agent saw it. ``served``: calls may have begun there. ``oom``: the kernel
-    ended it for want of memory, and how much it had."""
+    ended it for want of memory, and how much it had. ``noted`` and ``noted_traceback``: the exception that it noted
+    before its end, by ``@record`` of ``torch.distributed.elastic``."""
 
     role: str
     rank: int
@@ -79,6 +80,8 @@ class ExitInfo:
     peak_rss_bytes: int = 0
     served: bool = True
     oom: str = ""
+    noted: str = ""
+    noted_traceback: str = ""
 
     @property
     def ok(self) -> bool:

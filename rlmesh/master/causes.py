@@ -104,4 +104,5 @@ def death_message(exit: ExitInfo, doing: str) -> str:
     verb = "was " if how.startswith("killed") else ""
     place = f"pid {exit.pid}" + (f" on {exit.hostname}" if exit.hostname else "")
     ok = " before the job had ended" if exit.ok else ""
-    return f"{exit.role}:{exit.rank} ({place}) {verb}{how}{ok} {doing}".rstrip()
+    noted = f": {exit.noted}" if exit.noted else ""
+    return f"{exit.role}:{exit.rank} ({place}) {verb}{how}{ok} {doing}".rstrip() + noted

@@ -41,6 +41,8 @@ from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expe
 from rlmesh.master.workspace import Workspace
 from rlmesh.observe.shown import json_text
 from rlmesh.placement.planner import make_plan
+from rlmesh.runtime.forked import forget_in_children, handle
+from rlmesh.wire.main_module import alias_main
 
 if TYPE_CHECKING:
     from rlmesh.master.head import Head
@@ -96,6 +98,7 @@ class Driver:
         _refuse_inside_worker()
         self._serves = serves
         fill_standard_streams()
+        alias_main()
         self._config = config
         self._options = effective(options)
         self._submitted_at = self._options.submitted_at or time.time()
@@ -114,6 +117,15 @@ class Driver:
         self._ended = threading.Event()
         self._held: int | None = None
         enlist(self)
+        forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: the job is the parent's, and waited for there."""
+        self._ended = threading.Event()
+        self._ended.set()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     @property
     def status(self) -> JobStatus:
@@ -257,7 +269,7 @@ class Driver:
             else:
                 self.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
-        before = {number: signal.signal(number, heed) for number in (signal.SIGINT, *HEEDED)}
+        before = {number: handle(number, heed) for number in (signal.SIGINT, *HEEDED)}
         try:
             yield
         finally:

@@ -101,7 +101,9 @@ class Failing:
             member.enter("exited" if expected else "failed", now)
         goes_on = self._context.stage in ("starting", "running")
         if not (expected or told):
-            self.died(FailureInfo(death_message(exit, doing), *member.id, at=exit.at, exit=exit), now)
+            said = death_message(exit, doing)
+            info = FailureInfo(said, *member.id, at=exit.at, exit=exit, remote_traceback=exit.noted_traceback)
+            self.died(info, now)
         if goes_on:
             self._state.do(ev.AnnounceLoss(replace(exit, served=served or told)))
 

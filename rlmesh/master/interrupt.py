@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
+from rlmesh.runtime.forked import forget_in_children
+
 
 class Interrupt:
     """Asks a session to stop: once with grace, twice at once. Safe to call from signal handlers and threads.
@@ -20,6 +22,12 @@ class Interrupt:
         # Reentrant: a signal handler may run while this thread is inside.
         self._lock = threading.RLock()
         self._closed = False
+        forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: nothing can be asked of the parent's session."""
+        self._lock = threading.RLock()
+        self.close()
 
     def fileno(self) -> int:
         return self._read
@@ -54,6 +62,8 @@ class Interrupt:
 
     def close(self) -> None:
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             os.close(self._read)
             os.close(self._write)

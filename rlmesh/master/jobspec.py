@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from rlmesh.job.context import Resume
 from rlmesh.job.entry import Entry
 from rlmesh.job.limits import Limits as Limits
+from rlmesh.job.program import Program
 from rlmesh.job.restarts import Scope
 from rlmesh.placement.demand import JobDemand
 
@@ -90,6 +91,7 @@ class JobSpec:
     nnodes: int = 1
     user_config: bytes = b""
     main_path: str = ""
+    program: Program = field(default_factory=Program)
     import_roots: tuple[str, ...] = ()
     call_timeout_s: float = 1800.0
     grace_s: float = 5.0

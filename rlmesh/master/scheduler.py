@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rlmesh.agent.error_file import ERROR_FILE
 from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.job.context import COLLOCATION_ENV
 from rlmesh.job.restarts import RestartEvent
@@ -120,6 +121,8 @@ class Scheduler:
         if role.backend == "elastic":
             host = (hosts or {}).get(role.name) or LOOPBACK
             env |= _torchrun_env(spec, placement, role.members, incarnation, host, ports[role.name])
+            env[ERROR_FILE] = f"{_socket_dir(node)}/error-{role.name}-{placement.rank}-{incarnation}.json"
+            env.setdefault(NCCL_ERRORS, os.environ.get(NCCL_ERRORS, "1"))
         return WorkerSpec(
             job_id=spec.job_id,
             job_name=spec.job_name,
@@ -140,6 +143,7 @@ class Scheduler:
             backend=role.backend,
             user_config=spec.user_config,
             main_path=spec.main_path,
+            program=spec.program,
             import_roots=spec.import_roots,
             env=env,
             devices=devices,
@@ -158,6 +162,10 @@ class Scheduler:
 def _socket_dir(node: NodeInfo) -> str:
     """The folder of a node's sockets, which its guardian removes: where its agent listens."""
     return os.path.dirname(node.agent_endpoint.partition("://")[2])
+
+
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""With 1, which torchrun sets too, an operation of NCCL that fails ends the process instead of blocking it."""
 
 
 def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:
@@ -189,5 +197,6 @@ def _torchrun_env(
         "TORCHELASTIC_RESTART_COUNT": incarnation,
         "TORCHELASTIC_MAX_RESTARTS": rule.max_restarts if rule.scope != "never" else 0,
         "TORCHELASTIC_RUN_ID": spec.job_id,
+        "TORCHELASTIC_USE_AGENT_STORE": False,
     }
     return {name: str(value) for name, value in values.items()}

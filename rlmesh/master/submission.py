@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import cloudpickle
-
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import JobSpecError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import Resume
+from rlmesh.job.program import this_program
 from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
 from rlmesh.master.options import Cluster
 from rlmesh.master.workspace import Workspace
@@ -20,6 +19,7 @@ from rlmesh.placement.inventory import Device, NodeInfo
 from rlmesh.placement.preview import demand_of as demand_of
 from rlmesh.placement.preview import slots_asked as slots_asked
 from rlmesh.placement.system import Machine
+from rlmesh.wire.main_module import by_value
 
 
 def cluster_for(config: DLConfig, demand: JobDemand, given: Cluster | None) -> Cluster:
@@ -88,6 +88,7 @@ def job_spec(
         nnodes=len(cluster.names),
         user_config=_pickled(config.user_config),
         main_path=config.main_path,
+        program=this_program(),
         import_roots=config.import_roots(),
         call_timeout_s=config.call_timeout_s,
         grace_s=grace_s,
@@ -108,13 +109,12 @@ def _restart_rule(config: DLConfig, role: str, scope: str | None, max_restarts: 
 
 def _pickled(user_config: object) -> bytes:
     try:
-        data: bytes = cloudpickle.dumps(user_config)
+        return by_value(user_config)
     except Exception as error:
         raise JobSpecError(
             f"config: the object given to .config(...) ({type(user_config).__name__}) cannot be sent to the "
             f"workers: {type(error).__name__}: {error}. Leave out open files, locks, connections and the like"
         ) from error
-    return data
 
 
 def agent_configs(
@@ -139,6 +139,7 @@ def agent_configs(
             nvml=cluster.nvml,
             preload=tuple(preload),
             import_roots=spec.import_roots,
+            python_flags=spec.program.flags,
             grace_s=spec.grace_s,
             submitted_at=spec.submitted_at,
             env=dict(env),

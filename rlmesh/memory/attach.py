@@ -13,13 +13,18 @@ that lend a value to and fro would wait for each other.
 
 A slot that arrives a second time while views of it live gets a mapping of its own, so that two receivers in one
 process do not see each other's changes either.
+
+A forked child has the views of its parent, and locks of its own on their slots: the parent gives back what it does not
+need any more, and the owner uses it again when the child has ended, too.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
+import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -28,10 +33,12 @@ from typing import Any
 from rlmesh.errors import MalformedFrame, SlotGone
 from rlmesh.memory.borrowed import Attached, Borrowed, Part, writable
 from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, segment_prefix
-from rlmesh.memory.native import PAGE_BYTES, Mapping, address_of, is_locked_by_others, owner_of, unlock
+from rlmesh.memory.native import PAGE_BYTES, Mapping, address_of, is_locked_by_others, owner_of, try_lock, unlock
 from rlmesh.memory.private_pages import PrivatePages
 
 __all__ = ["Attachments", "writable"]
+
+logger = logging.getLogger(__name__)
 
 
 class Attachments:
@@ -54,6 +61,7 @@ class Attachments:
         self._told = self._closed = False
         self._pid = os.getpid()
         self._pages = PrivatePages()
+        _attachments.add(self)
 
     # Borrowing.
 
@@ -129,6 +137,22 @@ class Attachments:
         for name, segment in list(self._segments.items()):
             if segment.is_removed and not segment.slots:
                 del self._segments[name]
+
+    def lock_for_child(self) -> list[tuple[Attached, int]]:
+        """Before a fork: each open segment, and another descriptor of it that locks the slots whose views live."""
+        made = []
+        with self._lock:
+            for segment in self._segments.values():
+                try:
+                    copy = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    logger.warning("a forked child may see %s change: %s", segment.path, error)
+                    continue
+                made.append((segment, copy))
+                for index, slot in segment.slots.items():
+                    if slot.parts:
+                        try_lock(copy, index, exclusive=False)
+        return made
 
     # The end of views.
 
@@ -306,3 +330,35 @@ class Attachments:
                 for segment in self._segments.values()
                 for slot in segment.slots.values()
             ]
+
+
+_attachments: weakref.WeakSet[Attachments] = weakref.WeakSet()
+
+
+class _Forking(threading.local):
+    """What a thread that forks has made for the child; the segments are kept, so that no descriptor is used again."""
+
+    made: tuple[tuple[Attached, int], ...] = ()
+
+
+_forking = _Forking()
+
+
+def _before_fork() -> None:
+    _forking.made = tuple(pair for each in list(_attachments) for pair in each.lock_for_child())
+
+
+def _after_fork_in_parent() -> None:
+    made, _forking.made = _forking.made, ()
+    for _, copy in made:
+        os.close(copy)  # the child's keeps the locks
+
+
+def _after_fork_in_child() -> None:
+    made, _forking.made = _forking.made, ()
+    for segment, copy in made:
+        os.dup2(copy, segment.fd, inheritable=False)
+        os.close(copy)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -22,6 +22,7 @@ from rlmesh.observe.plain import PlainView
 from rlmesh.observe.progress import JobProgress, sparkline
 from rlmesh.observe.shown import shown
 from rlmesh.observe.summary import closing_lines, failure_line, format_value, headline_metrics
+from rlmesh.runtime.forked import forget_in_children
 
 __all__ = ["JobView", "LiveView", "NoView", "ViewMode", "make_view"]
 
@@ -114,6 +115,7 @@ class LiveView:
             self._live.start()
             # A process that dies of an exception elsewhere must not leave the terminal without its cursor.
             atexit.register(self.close)
+            forget_in_children(self)
         self._live.update(self.render(status), refresh=True)
 
     def output(self, line: str) -> None:
@@ -139,6 +141,13 @@ class LiveView:
         live, self._live = self._live, None
         if live is not None:
             live.stop()
+            atexit.unregister(self.close)
+
+    def forked(self) -> None:
+        """In a forked child: the terminal belongs to the parent's view, and what the child prints is only printed."""
+        live, self._live = self._live, None
+        if live is not None:
+            live._disable_redirect_io()
             atexit.unregister(self.close)
 
     def render(self, status: JobStatus) -> RenderableType:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlmesh.memory.device import contents
+from rlmesh.runtime import forked
 from rlmesh.runtime.transport import Link
 from rlmesh.wire.envelope import Frames, Header, Lend, Message, pack
 from rlmesh.wire.greeting import Admission, Opening
@@ -26,6 +27,7 @@ NORMAL_ROOM = 512
 
 turn_loops: dict[int, asyncio.AbstractEventLoop] = {}
 """Threads that run a loop of rlmesh: what they send in one turn leaves together at the turn's end."""
+forked.reset_in_children(turn_loops.clear)
 
 
 class Channel:

@@ -30,6 +30,7 @@ from rlmesh.runtime.address import split_name
 from rlmesh.runtime.awaiting import await_elsewhere, cancel_task
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext, InContext, current_call
+from rlmesh.runtime.forked import end_child
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
 from rlmesh.runtime.outflow import Outflow
@@ -140,6 +141,8 @@ class Dispatcher:
         """When an item of a stream was last sent."""
         self.ending = False
         """The process ends: what is cancelled now was not cancelled by its callers."""
+        self.forked = False
+        """This is a forked child, which has nobody to answer."""
 
     def expect(self, name: str) -> None:
         """Keep calls to a name that is not served yet until it is."""
@@ -475,6 +478,8 @@ class Dispatcher:
         return await_elsewhere(incoming, value, post, lambda: self.ending, closing=closing)
 
     def finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
+        if self.forked:
+            end_child(None)
         incoming.context.over = True
         self._ended(incoming, ok, frames, ended_ns)
         if incoming.exit is not None:
@@ -482,6 +487,8 @@ class Dispatcher:
             self._host.system_exit(incoming.exit.code)
 
     def failed(self, incoming: Incoming, error: BaseException) -> Frames:
+        if self.forked:
+            end_child(error)
         call = incoming.call
         if isinstance(error, asyncio.CancelledError):
             if self.ending:

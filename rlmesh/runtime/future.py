@@ -13,7 +13,8 @@ from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED
 from concurrent.futures._base import PENDING as PENDING
 from typing import Any, Protocol, TypeVar
 
-from rlmesh.errors import CallCancelled, WouldDeadlock
+from rlmesh.errors import CallCancelled, UsageError, WouldDeadlock
+from rlmesh.runtime import forked
 from rlmesh.runtime.passing import KeptResult, reduce_future
 from rlmesh.runtime.timing import own_run_queue_ns
 from rlmesh.runtime.unheard import Told, Unheard
@@ -28,6 +29,14 @@ _loop_threads: dict[int, str] = {}
 transition = allocate_lock()
 """Guards the step from pending to done of every future. Held for a few instructions only, so one is enough;
 a lock and a condition per future would cost more than the rest of a call."""
+
+
+def _after_fork() -> None:
+    _loop_threads.clear()
+    transition._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+forked.reset_in_children(_after_fork)
 
 
 def register_loop_thread(name: str) -> int:
@@ -127,6 +136,7 @@ class Future(concurrent.futures.Future[T]):
 
     def __init__(self, origin: Origin | None = None) -> None:
         self._origin = origin
+        self._fork = forked.count
 
     # For concurrent.futures.wait and as_completed, which lock a future by its condition.
     @property
@@ -150,7 +160,10 @@ class Future(concurrent.futures.Future[T]):
         if self._state is not PENDING or self.kept is not None:
             return True
         origin = self._origin
-        return origin is not None and origin.settled()
+        if origin is not None:
+            self._refuse_child()
+            return origin.settled()
+        return False
 
     def running(self) -> bool:
         return False
@@ -226,6 +239,8 @@ class Future(concurrent.futures.Future[T]):
 
     def cancel(self) -> bool:
         """Cancel the work: a queued call never starts, a coroutine is cancelled, nested calls too."""
+        if self._state is PENDING:
+            self._refuse_child()
         origin = self._origin
         error = CallCancelled(f"the call was cancelled: {self._described()}")
         if self._finish(CANCELLED_AND_NOTIFIED, None, error):
@@ -288,12 +303,17 @@ class Future(concurrent.futures.Future[T]):
         """Somebody waits for the value itself."""
         if self._state is not PENDING:
             return
+        self._refuse_child()
         self._wanted = True
         kept, origin = self.kept, self._origin
         if kept is not None:
             kept.fetch_for(self)
         elif origin is not None:
             origin.want(blocks=blocks)
+
+    def _refuse_child(self) -> None:
+        if self._fork != forked.count:
+            raise UsageError(f"the answer to this call comes to the process that made it: {forked.refusal('it')}")
 
     def end(self, value: T | None, error: BaseException | None) -> None:
         """Give it a value or an error, unless it has ended."""

@@ -37,6 +37,12 @@ class Posts:
             except RuntimeError:
                 self._woken = False  # The loop is closed: the process is ending.
 
+    def forked(self) -> None:
+        """In a forked child: the loop runs in the parent, and what is posted, by the garbage collector too, is
+        dropped."""
+        self._queue = deque(maxlen=0)
+        self._woken = True
+
     def run(self) -> None:
         self._woken = False
         while self._queue:

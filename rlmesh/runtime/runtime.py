@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.errors import MethodNotFound, UsageError
+from rlmesh.runtime import forked
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.arguments import require
 from rlmesh.runtime.busy_poll import BusyPoll
@@ -213,6 +214,7 @@ class Runtime(Submission, Reception):
         runtime._loop_ident = threading.get_ident()
         if runtime.network.busy_poll_s > 0:
             runtime._calls.busy_poll = BusyPoll(runtime._loop_ident, runtime.network.busy_poll_s)
+        forked.forget_in_children(runtime)
         if thread is not None:
             runtime._thread_owner = thread
             _with_threads.add(runtime)
@@ -222,7 +224,10 @@ class Runtime(Submission, Reception):
         return runtime
 
     def close(self) -> None:
-        """End pending calls, send what is queued for at most a second, release everything. Idempotent."""
+        """End pending calls, send what is queued for at most a second, release everything. Idempotent. In a forked
+        child there is nothing to close."""
+        if self._closed:
+            return
         with self._opening:
             if self._closed:
                 return
@@ -244,8 +249,22 @@ class Runtime(Submission, Reception):
         turn_loops.pop(self._loop_ident, None)
         self._meter.close()
 
+    def forked(self) -> None:
+        """In a forked child: whatever is asked of the runtime raises; nothing of it talks, removes files or ends."""
+        self._closed = self._dispatcher.forked = True
+        _with_threads.discard(self)
+        self._posts.forked()
+        for thread in filter(None, (self._thread_owner, self._user)):
+            thread.posts.forked()
+        for transport in self._transports.values():
+            transport.forked()
+        whose: Any = forked.Inherited(self.name)
+        self._calls = self._dispatcher = self._lending = self._lanes = whose
+
     async def _drained(self) -> None:
         """Let packets of this turn and what is queued go out, without standing in the loop's way."""
+        if self._closed:
+            return
         await asyncio.sleep(0)
         for _ in range(int(_LINGER_S / _DRAIN_POLL_S)):
             if all(transport.idle() for transport in self._transports.values()):

@@ -234,6 +234,12 @@ class StreamLink:
             with self._reading:
                 sock.close()
 
+    def forked(self) -> None:
+        """In a forked child: close its copy of the socket."""
+        self._closed = True
+        if self._socket is not None:
+            self._socket.close()
+
     def drain_blocking(self, deadline: float) -> None:
         """Before the end: send what is queued while the peer still takes it."""
         with self._lock:

@@ -86,6 +86,15 @@ class StreamTransport(ABC):
             self._listener = None
             self._remove()
 
+    def forked(self) -> None:
+        """In a forked child: close its copies of the sockets. The loop is not told: its poll is the parent's, too."""
+        self._closed = True
+        for link in list(self._links):
+            link.forked()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
     # For its links.
 
     def trusted(self, link: StreamLink) -> None:

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from rlmesh.errors import CallError
+from rlmesh.errors import CallError, UsageError
+from rlmesh.runtime import forked
 from rlmesh.runtime.future import Future, refuse_to_block, reject
 from rlmesh.runtime.unheard import tell
 from rlmesh.wire import codec
@@ -154,6 +155,7 @@ class Stream(Generic[T_co]):
         self._inbox = inbox
         self._post = post
         self._ended = False
+        self._fork = forked.count
 
     def waiting_for(self) -> str:
         """Whom it waits for, member by member. Empty once it has ended."""
@@ -203,12 +205,15 @@ class Stream(Generic[T_co]):
         """End the generators; from any thread, more than once."""
         if not self._ended:
             self._ended = True
-            self._inbox.close()
+            if self._fork == forked.count:
+                self._inbox.close()
 
     async def aclose(self) -> None:
         self.close()
 
     def _take(self, wake: Callable[[], None]) -> tuple[Source, Frames | BaseException] | None:
+        if self._fork != forked.count:
+            raise UsageError(f"the items of this stream come to the process that made it: {forked.refusal('it')}")
         try:
             return self._inbox.take(wake)
         except StopIteration:

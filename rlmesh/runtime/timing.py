@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterable
 
+from rlmesh.runtime import forked
+
 _RECENT_NS = 5_000_000
 
 
@@ -63,6 +65,14 @@ class _ThreadMeter(threading.local):
 
 
 _own = _ThreadMeter()
+
+
+def _after_fork() -> None:
+    global _own
+    _own = _ThreadMeter()  # the thread has another number now
+
+
+forked.reset_in_children(_after_fork)
 
 
 def own_run_queue_ns() -> int:

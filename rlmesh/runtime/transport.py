@@ -142,6 +142,10 @@ class Transport(Protocol):
         """Send what is queued for at most ``linger_s`` seconds, then close everything."""
         ...
 
+    def forked(self) -> None:
+        """In a forked child: let go of what is open, without a word to the peers and without removing anything."""
+        ...
+
 
 class TransportFactory(Protocol):
     """Makes a runtime's transport, on the runtime's loop.

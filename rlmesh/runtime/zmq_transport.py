@@ -161,6 +161,10 @@ class _RouterPeer:
         self._transport.end(self)
 
 
+_of_parents: list[object] = []
+"""What a forked child inherited, which must not be collected there."""
+
+
 class ZmqTransport:
     """One context per runtime. Create and use it on the runtime's loop."""
 
@@ -230,6 +234,10 @@ class ZmqTransport:
         if self._socket_file is not None:
             # ZeroMQ leaves the file of an ipc endpoint behind when its context ends with the socket.
             Path(self._socket_file).unlink(missing_ok=True)
+
+    def forked(self) -> None:
+        """In a forked child ZeroMQ's objects leave the parent's alone by themselves: they know whose they are."""
+        _of_parents.append(self)
 
     # For the links of this module.
 

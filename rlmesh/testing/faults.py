@@ -181,6 +181,9 @@ class _FaultyTransport:
     def close(self, linger_s: float) -> None:
         self._inner.close(linger_s)
 
+    def forked(self) -> None:
+        self._inner.forked()
+
     def on_packet(self, link: Link, frames: Frames) -> None:
         self._receiver.on_packet(self._outer(link), frames)
 

@@ -41,6 +41,7 @@ from typing import Any, Literal, get_args
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.job.context import JobInfo
 from rlmesh.job.status import Alarm, ExitInfo, MetricRecord
+from rlmesh.runtime import forked
 from rlmesh.runtime import network as networks
 from rlmesh.runtime.address import AddressBook, MemberAddress, member_name
 from rlmesh.runtime.arguments import require, require_choice
@@ -125,12 +126,18 @@ class InProcessCluster:
 
     def _open(self) -> None:
         with ExitStack() as opened:
-            directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="rlm-"))
-            self.socket_dir = Path(directory)
+            self._folder = tempfile.TemporaryDirectory(prefix="rlm-")
+            self.socket_dir = Path(opened.enter_context(self._folder))
             opened.callback(set_default_runtime, default_runtime_or_none())
             self.caller = self.start("caller", bind=False)
             set_default_runtime(self.caller)
             self._stack = opened.pop_all()
+        forked.forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: members are torn down and the folder is removed where they were made."""
+        self._members, self._stack = {}, ExitStack()
+        self._folder._finalizer.detach()  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Let members that were added tear down, the last one first, and close all runtimes: calls that are pending

@@ -161,6 +161,9 @@ class _LoopbackTransport:
         if self._address is not None:
             self._network.listeners.pop(self._address, None)
 
+    def forked(self) -> None:
+        self._closed = True
+
     def forget(self, link: _LoopbackLink) -> None:
         self._links.pop(link, None)
         self._accepted.pop(link, None)

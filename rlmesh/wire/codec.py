@@ -5,8 +5,9 @@ each further frame is one large buffer (numpy array, torch tensor, bytes-like wi
 ``decode`` gives arrays and tensors that the receiver owns and may write to.
 
 torch tensors on the CPU travel as raw bytes, in their own dtype and shape, those on a GPU by `rlmesh.memory.device`; a
-tensor that is part of an autograd graph arrives without it. Functions and classes of ``__main__``, lambdas and local
-functions travel by value (cloudpickle).
+tensor that is part of an autograd graph arrives without it. Functions and classes of ``__main__`` are the receiver's
+own where it runs, or has imported, the same program (`rlmesh.wire.main_module`); lambdas and local functions travel by
+value (cloudpickle).
 
 Never call ``decode`` on bytes from a peer that has not been authenticated: unpickling runs code.
 """
@@ -20,11 +21,10 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import cloudpickle
-
 from rlmesh.errors import CallError, Unserializable
 from rlmesh.memory import device
 from rlmesh.wire.envelope import Buffer, Frames
+from rlmesh.wire.main_module import by_value, reduce_object
 
 if TYPE_CHECKING:
     import torch
@@ -104,23 +104,14 @@ def _rebuild_elsewhere(buffer: Buffer, place: tuple[str, str, int, Any, tuple[in
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _load_by_value(data: bytes) -> Any:
-    return cloudpickle.loads(data)
-
-
-def _needs_value(obj: Any) -> bool:
-    """Functions and classes that the receiver could not find by their name."""
-    return getattr(obj, "__module__", None) == "__main__" or "<" in obj.__qualname__
-
-
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)
         torch = sys.modules.get("torch")
         if torch is not None and cls is getattr(torch, "Tensor", None):
             return _reduce_tensor(obj)
-        if (cls is FunctionType or isinstance(obj, type)) and _needs_value(obj):
-            return _load_by_value, (cloudpickle.dumps(obj),)
+        if (cls is FunctionType or isinstance(obj, type)) and (reduced := reduce_object(obj)) is not None:
+            return reduced
         return NotImplemented
 
 
@@ -157,7 +148,7 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
         # A local class or a closure deep inside an object that pickle reaches by name: cloudpickle takes those.
         large.clear()
         try:
-            whole = cloudpickle.dumps(value, protocol=5, buffer_callback=keep)
+            whole = by_value(value, buffer_callback=keep)
         except (Deferred, CallError):
             raise
         except Exception:

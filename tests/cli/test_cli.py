@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import get_args
@@ -161,7 +162,45 @@ def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_stands_after_the_script_is_for_it(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text("import sys\nprint(sys.argv[1:])\n")
     assert main(["launch", "--view", "none", str(script), "--view", "3d", "--node_rank", "x", "--", "y"]) == 0
-    assert capsys.readouterr().out == "['--view', '3d', '--node_rank', 'x', 'y']\n"
+    assert capsys.readouterr().out == "['--view', '3d', '--node_rank', 'x', '--', 'y']\n"
+
+
+@pytest.mark.case("b18")
+@pytest.mark.parametrize("words", [
+    ["--a", "x y", "--", "--b", "1"], ["--", "--"], ["--", "--", "x"], ["--n", "7"], ["--log", "3"], ["--run"],
+    ["--max", "1"], ["--s"], ["-m"], ["--slurm"], ["--help"], ["-h"], ["--json", "--cluster", "x"], ["a", "--dry-run"],
+    ["--view=live"], ["--key-stdin"], [], ["", "-"],
+])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["launch"],
+        ["launch", "--view", "none"],
+        [
+            "launch",
+            "--",
+        ],
+        ["plan", "--json"],
+    ],
+)
+def test_no_word_of_the_script_is_taken(
+    command: list[str], words: list[str], script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    main([*command, str(script), *words])
+    assert json.loads(capsys.readouterr().out) == words[words[:1] == ["--"] :]
+
+
+@pytest.mark.case("b18")
+@pytest.mark.parametrize(("words", "said"), [
+    (["--ru", "x", "job.py"], "unknown option --ru. Did you mean '--run-dir'?"),
+    (["--cluster", "x", "job.py"], "unknown option --cluster."),
+    (["-x", "job.py"], "unknown option -x."),
+])  # fmt: skip
+def test_an_unknown_option_before_the_script(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", *words])
+    assert said in capsys.readouterr().err
 
 
 def test_module_runs_as_main(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

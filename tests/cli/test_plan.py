@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_plan_does_not_know_is_for_the_script(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As for launch; its own options may stand behind the script too."""
+    """All that stands behind the script, as for launch; but for one ``--`` directly behind it."""
     (files / "job.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    assert main(["plan", "job.py", "--steps", "5", "--cluster", "cluster.toml", "-x", "--", "--json"]) == 1
-    assert capsys.readouterr().out == "['--steps', '5', '-x', '--json']\n"
+    assert main(["plan", "--cluster", "cluster.toml", "job.py", "--", "--cluster", "x", "-x", "--", "--json"]) == 1
+    assert capsys.readouterr().out == "['--cluster', 'x', '-x', '--', '--json']\n"
 
 
-def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(["plan", "job.py", "--cluster", "cluster.toml", *words])
+def plan(capsys: pytest.CaptureFixture[str], *words: str, options: Sequence[str] = ()) -> tuple[int, str, str]:
+    code = main(["plan", *options, "--cluster", "cluster.toml", "job.py", *words])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -119,7 +120,7 @@ def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "job: 2 members on 1 of 2 nodes" in out
     assert "0 GPU-A-0  rollout:0 1" in out
     assert "it was submitted" not in out
-    code, out, _ = plan(capsys, "--json", "--", "2", "2")
+    code, out, _ = plan(capsys, "--", "2", "2", options=["--json"])
     found = json.loads(out)
     assert [(m["role"], m["rank"], m["node"], m["devices"][0]["milli"]) for m in found["members"]] == [
         ("rollout", 0, "A", 1000), ("rollout", 1, "A", 1000)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 import pytest
 
 from rlmesh.cli import main as cli
+from rlmesh.cli.launch import add_options
 from rlmesh.cli.slurm import StepPlace, _output_of, asks_for_sbatch
 from rlmesh.master.options import LaunchOptions
 from rlmesh_launcher.slurm import Task
@@ -64,10 +66,19 @@ def test_without_slurm_there_is_a_hint(
 
 
 def test_the_option_belongs_before_the_script() -> None:
-    assert asks_for_sbatch(["--view", "plain", "--slurm", "job.py"])
-    assert not asks_for_sbatch(["job.py", "--slurm"])
-    assert not asks_for_sbatch(["--", "--slurm"])
-    assert not asks_for_sbatch(["job.py"])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser)
+
+    def asks(line: str) -> bool:
+        return asks_for_sbatch(line.split(), parser)
+
+    assert asks("--view plain --slurm job.py")
+    assert asks("-N2 --time 8:00 --slurm -m jobs.main")
+    assert asks("--what --slurm job.py"), "what nobody knows is for sbatch's list of options"
+    assert not asks("job.py --slurm")
+    assert not asks("-m jobs.main --slurm")
+    assert not asks("-- --slurm")
+    assert not asks("job.py")
 
 
 def test_a_batch_script_of_several_nodes_is_told_to_use_srun(

@@ -79,6 +79,7 @@ def test_what_would_mean_something_else_is_refused(name: str) -> None:
         read(f"--{name}")
 
 
+@pytest.mark.case("s07")
 @pytest.mark.parametrize(("words", "says"), [
     (["--nnodes", "0"], "whole number of at least 1"),
     (["--nnodes", "two"], "--nnodes two"),
@@ -88,6 +89,10 @@ def test_what_would_mean_something_else_is_refused(name: str) -> None:
     (["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2"], "ranks are 0 to 1"),
     (["--node-rank", "1", "--rdzv-endpoint", "a"], "--node-rank 1 needs --nnodes N"),
     (["--nnodes", "2", "--rdzv-endpoint", "a", "--rdzv-backend", "etcd-v2"], "without etcd"),
+    (["--rdzv-backend", "etcd"], "--rdzv-backend etcd: nodes come together at node 0 itself"),
+    (["--nnodes=1", "--rdzv-backend=zeus"], "--rdzv-backend zeus"),
+    (["--nnodes=2:20:30"], "--nnodes 2:20:30: give a whole number of at least 1, or two of them as MIN:MAX"),
+    (["--nnodes=2:"], "--nnodes 2:: give"),
     (["--nnodes", "2", "--rdzv-endpoint", "a", "--rdzv-conf", "timeout=soon"], "timeout=soon"),
     (["--nnodes", "2", "--standalone"], "--standalone is one node"),
     (["--nproc-per-node", "0"], "--nproc-per-node 0"),

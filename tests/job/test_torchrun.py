@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from rlmesh import DLJobBuilder
-from rlmesh.errors import JobSpecError
+from rlmesh.agent.error_file import ERROR_FILE, read_error_file
+from rlmesh.errors import JobFailed, JobSpecError
 from rlmesh.job.torchrun import TorchrunCommand, parse_torchrun
+from rlmesh.testing import LocalCluster
 
 
+@pytest.mark.case("s06")
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -27,6 +30,16 @@ from rlmesh.job.torchrun import TorchrunCommand, parse_torchrun
         ("/opt/bin/torchrun -m pkg.train --lr 1", TorchrunCommand(1, 1, 0, "-m pkg.train --lr 1")),
         ("torchrun --nproc_per_node=gpu --max-restarts=3 train.py", TorchrunCommand(1, None, 3, "train.py")),
         ("torchrun --nnodes=2:2 -- train.py 'two words'", TorchrunCommand(2, 1, 0, "train.py 'two words'")),
+        (
+            "dlrover-run --node_check --network-check --nproc_per_node=2 train.py",
+            TorchrunCommand(1, 2, 0, "train.py", node_check=True),
+        ),
+        (
+            "dlrover-run --auto-config --node_unit 2 --nnodes=4 --precheck=0 --accelerator nvidia.com/gpu "
+            "--exclude-straggler --save_at_breakpoint --auto-tunning --training_port=1 --numa-affinity train.py --x",
+            TorchrunCommand(4, None, 0, "train.py --x", node_check=False),
+        ),
+        ("dlrover-run --precheck 2 train.py", TorchrunCommand(1, 1, 0, "train.py", node_check=True)),
     ],
 )
 def test_commands(command: str, expected: TorchrunCommand) -> None:
@@ -39,6 +52,12 @@ def test_commands(command: str, expected: TorchrunCommand) -> None:
         ("mpirun -n 2 train.py", "is no torchrun command"),
         ("torchrun --nproc_per_nod=2 train.py", "no option '--nproc_per_nod=2'. Did you mean 'nproc_per_node'?"),
         ("torchrun --nnodes=1:4 train.py", "a range of nodes is not supported"),
+        ("torchrun --nnodes=2:20:30 train.py", "--nnodes=2:20:30: must be a whole number of at least 1"),
+        ("torchrun --network-check train.py", "torchrun has no option '--network-check'"),
+        ("dlrover-run --nodecheck train.py", "dlrover-run has no option '--nodecheck'. Did you mean 'node_check'?"),
+        ("dlrover-run --nnodes=3 --node_unit=2 train.py", "--nnodes=3: must be a multiple of --node_unit=2"),
+        ("dlrover-run --precheck=9 train.py", "--precheck=9: must be 0, 1 or 2"),
+        ("dlrover-run --accelerator=ascend-npu train.py", "rlmesh knows GPUs of NVIDIA and CPUs"),
         ("torchrun --nnodes=two train.py", "--nnodes=two: must be a whole number of at least 1"),
         ("torchrun --nproc_per_node=0 train.py", "--nproc_per_node=0: must be a whole number of at least 1"),
         ("torchrun --no-python ./train", "name a Python script or a module"),
@@ -58,6 +77,44 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "train.py"
     path.write_text("")
     return path
+
+
+@pytest.mark.case("s10")
+def test_what_record_notes_is_the_cause(tmp_path: Path, script: Path) -> None:
+    """A script that was written for torchrun: it notes its error, and ends by an exit code."""
+    script.write_text(
+        "import os, sys\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main(): raise ArithmeticError(f'diverged on rank {os.environ[\"RANK\"]}')\n"
+        "try: main()\n"
+        "except ArithmeticError: sys.exit(3)\n"
+    )
+    job = DLJobBuilder().by_run_cmd("torchrun train.py").build()
+    with LocalCluster(run_root=tmp_path / "runs"), pytest.raises(JobFailed) as caught:
+        job.submit("recorded")
+    first = str(caught.value.exceptions[0])
+    assert "exited with code 3" in first and "ArithmeticError: diverged on rank 0" in first
+    assert caught.value.incident is not None
+    (incident,) = Path(caught.value.run_dir, "incidents").glob("*.txt")
+    assert "in main" in incident.read_text(), "its traceback"
+
+
+@pytest.mark.case("s10")
+@pytest.mark.parametrize(("text", "noted"), [
+    ('{"message": {"message": "A: b", "extraInfo": {"py_callstack": "at c"}}}', ("A: b", "at c")),
+    ('{"message": "as it was in old versions"}', ("as it was in old versions", "")),
+    ('{"message": {"message": "A", "extraInfo": null}}', ("A", "")),
+    ('{"message": 1}', ("", "")), ("[]", ("", "")), ('{"message": ', ("", "")), ("\0", ("", "")),
+])  # fmt: skip
+def test_error_files(text: str, noted: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(text)
+    assert read_error_file({ERROR_FILE: str(path)}) == noted
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for other in ({}, {ERROR_FILE: ""}, {ERROR_FILE: str(tmp_path / "none")}, {ERROR_FILE: str(link)}):
+        assert read_error_file(other) == ("", "")
 
 
 def test_a_job_of_a_command(script: Path) -> None:

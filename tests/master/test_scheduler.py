@@ -34,6 +34,9 @@ def test_elastic_members_get_the_environment_of_torchrun() -> None:
     assert (env["GROUP_RANK"], env["NODE_RANK"], env["GROUP_WORLD_SIZE"]) == ("1", "1", "2")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "29500")
     assert env["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert env["TORCHELASTIC_ERROR_FILE"] == f"{made['ACTOR:3'].socket_dir}/error-ACTOR-3-1.json"
+    assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert "RANK" not in made["A:0"].env
     assert [d.index for d in made["ACTOR:3"].devices] == [1]
 

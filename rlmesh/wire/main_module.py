@@ -1,0 +1,174 @@
+"""Classes and functions of ``__main__``, so that they are the same objects on both sides.
+
+The module that one process runs as ``__main__`` is imported from the same file in the workers of its job: as
+``__mp_main__`` if it is a script, under its own name if it was run by ``python -m``. Its classes and functions travel
+as references: which program, and which name in it. A receiver that has the same program takes its own object. A
+receiver of another program (a service, a worker whose role is elsewhere) gets a copy, and sends that back by the same
+reference. What has no name that others could import travels by value: of an interactive session, a lambda, a local
+function.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+from rlmesh.errors import Unserializable
+
+__all__ = ["MAIN_ALIAS", "alias_main", "by_value", "program_of", "reduce_object"]
+
+MAIN_ALIAS = "__mp_main__"
+"""The submitter's script is imported under this name, so that its ``if __name__ == "__main__"`` does not run;
+the same name as with multiprocessing."""
+
+COPY_LIMIT_BYTES = 1 << 18
+"""No larger copy of a class or function goes along for receivers of other programs."""
+
+_MAINS = ("__main__", MAIN_ALIAS)
+_MODULE = "-m "
+
+_strangers: dict[tuple[str, str], Any] = {}
+"""What came by value from another program, by reference."""
+_reference_of: dict[int, tuple[str, str]] = {}
+"""The way back, by the object's identity; the objects live as long as the process."""
+
+
+def program_of(module: ModuleType | None) -> str:
+    """What the program is whose ``__main__`` the module is; empty if nobody else can import it."""
+    if module is None:
+        return ""
+    spec = getattr(module, "__spec__", None)
+    file = getattr(module, "__file__", None)
+    if spec is not None and spec.origin == file:
+        return f"{_MODULE}{spec.name}"
+    return _real(file) if isinstance(file, str) else ""
+
+
+_aliased: dict[str, ModuleType] = {}
+
+
+def alias_main() -> None:
+    """In a process that submits a job: the names under which workers import its ``__main__`` mean that module here,
+    too, so that what names a class of it (an exception, a plain pickle) finds the one that the program uses."""
+    main = sys.modules.get("__main__")
+    program = program_of(main)
+    if main is None or not program:
+        return
+    for name in (MAIN_ALIAS, program.removeprefix(_MODULE) if program.startswith(_MODULE) else ""):
+        if name == MAIN_ALIAS or (name and sys.modules.get(name) in (None, _aliased.get(name))):
+            sys.modules[name] = _aliased[name] = main
+
+
+@lru_cache(maxsize=64)
+def _real(file: str) -> str:
+    return os.path.realpath(file)
+
+
+def reduce_object(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """How a class or a function is pickled that the receiver could not find by its name; None: as any other."""
+    if (reduced := _reduce_to_reference(obj)) is not None:
+        return reduced
+    if "<" in obj.__qualname__ or obj.__module__ in _MAINS:
+        return _load_by_value, (by_value(obj, whole=obj),)
+    return None
+
+
+def by_value(value: Any, *, whole: Any = None, **settings: Any) -> bytes:
+    """A value as cloudpickle writes it, but for what it reaches of ``__main__``, which stays a reference.
+
+    Args:
+        whole: a class or function that is written by value whatever it is.
+        settings: of the pickler.
+    """
+    out = io.BytesIO()
+    _ByValue(out, whole, protocol=5, **settings).dump(value)
+    return out.getvalue()
+
+
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: Any, whole: Any, **settings: Any) -> None:
+        super().__init__(file, **settings)
+        self._whole = whole
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is not self._whole and (type(obj) is FunctionType or isinstance(obj, type)):
+            reduced = _reduce_to_reference(obj)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(obj)
+
+
+def _reduce_to_reference(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    known = _reference_of.get(id(obj))
+    if known is not None:
+        return _rebuild, (*known, _copy_of(obj))
+    module, main = obj.__module__, sys.modules.get("__main__")
+    if main is None or (module not in _MAINS and module != main.__name__):
+        return None
+    program = program_of(main)
+    if not program or _find(main, obj.__qualname__) is not obj:
+        return None
+    return _rebuild, (program, obj.__qualname__, _copy_of(obj))
+
+
+_copies: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
+
+
+def _copy_of(obj: Any) -> bytes:
+    """A class or function by value, for receivers of other programs; empty where that is too much, or cannot be."""
+    found = _copies.get(obj)
+    if found is None:
+        try:
+            found = cloudpickle.dumps(obj, protocol=5)
+        except Exception:
+            found = b""
+        _copies[obj] = found = found if len(found) <= COPY_LIMIT_BYTES else b""
+    return found
+
+
+def _find(module: ModuleType | None, qualname: str) -> Any:
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _rebuild(program: str, qualname: str, copy: bytes) -> Any:
+    main = sys.modules.get("__main__")
+    if program == program_of(main) and (own := _find(main, qualname)) is not None:
+        return own
+    reference = (program, qualname)
+    found = _strangers.get(reference)
+    if found is None:
+        found = _strangers.setdefault(reference, _of_other_program(program, qualname, copy))
+        _reference_of[id(found)] = reference
+    return found
+
+
+def _of_other_program(program: str, qualname: str, copy: bytes) -> Any:
+    if program.startswith(_MODULE):
+        try:
+            found = _find(import_module(program.removeprefix(_MODULE)), qualname)
+        except ImportError:
+            found = None
+        if found is not None:
+            return found
+    if not copy:
+        raise Unserializable(
+            f"{qualname!r} belongs to the program {program}, which this process (pid {os.getpid()}) does not run, and "
+            "cannot be sent by value: define it in a module that both can import"
+        )
+    return _load_by_value(copy)
+
+
+def _load_by_value(data: bytes) -> Any:
+    return cloudpickle.loads(data)
