@@ -43,7 +43,7 @@ from rlmesh.agent.lessor import AgentLink
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
-from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
+from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, origin_of, portable_error
 from rlmesh.agent.stacks import listen
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
@@ -431,7 +431,7 @@ class Member:
             print_error(f"{name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)
             try:
-                master.call("member_failed", *role.spec.key, portable_error(error), text).result()
+                master.call("member_failed", *role.spec.key, portable_error(error), text, origin_of(error)).result()
             except RLMeshError as unheard:
                 print_error(f"{name}: the master could not be told: {unheard}")
             raise _Failed from error

@@ -99,7 +99,13 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True)
 class MemberFailed:
-    """The member's own code raised; ``from_call``: what it raised came out of a call to another member."""
+    """The member's own code raised.
+
+    Attributes:
+        from_call: what it raised came out of a call to another member.
+        blames: names of the members whose calls it came from.
+        lost: one of those members was lost.
+    """
 
     role: str
     rank: int
@@ -107,6 +113,8 @@ class MemberFailed:
     error: str
     traceback: str = ""
     from_call: bool = False
+    blames: tuple[str, ...] = ()
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ FIRST_WRITE_S = 0.05
 MOST_MEMBERS = 64
 """Of larger jobs the members that a failure touches are asked and shown, up to so many."""
 LINES = 20
+SHOWN_EARLIER = 10
 ENDED = ("succeeded", "failed", "stopped")
 
 
@@ -78,6 +79,7 @@ class IncidentKeeper:
         failures = self._failures()
         if failures != incident.failures:
             incident.failures, self._dirty = failures, True
+            incident.earlier = self._earlier(failures)
         if outcome := self._outcome():
             incident.outcome, incident.closed_at = outcome, now
             self._gather_events(incident)
@@ -104,6 +106,7 @@ class IncidentKeeper:
         self._restarts_from = self._restarts_seen
         job = {"name": spec.job_name, "id": spec.job_id, "run_dir": spec.run_dir, "stage": context.stage}
         incident = Incident(next_number(self._run_dir), job, now, self._failures(), config=self._config())
+        incident.earlier = self._earlier(incident.failures)
         for exit in self._exits:
             if not exit.ok:
                 self._add_exit(incident, exit)
@@ -143,8 +146,23 @@ class IncidentKeeper:
 
     def _failures(self) -> list[FailureInfo]:
         restarts = [record.failure for record in self._context.restarts[self._restarts_from :]]
-        own = [failure for failure in self._context.failures if failure not in restarts]
-        return own + restarts if self._context.ends_as == "failed" else restarts + own
+        if self._context.ends_as == "failed":
+            own = list(self._context.failures)
+            first_at = own[0].at if own else 0.0
+            return own + [failure for failure in restarts if failure not in own and failure.at >= first_at]
+        return restarts + [failure for failure in self._context.failures if failure not in restarts]
+
+    def _earlier(self, failures: list[FailureInfo]) -> list[str]:
+        """Restarts before the first cause that it does not follow from."""
+        if not failures:
+            return []
+        at = failures[0].at
+        others = [record for record in self._context.restarts if record.at < at and record.failure not in failures]
+        return [
+            f"{at - record.at:.1f} s before: {record.cause}"
+            + ("" if record.ready_at is None else f"; served again after {record.ready_at - record.at:.1f} s")
+            for record in others[-SHOWN_EARLIER:]
+        ]
 
     def _outcome(self) -> str:
         """How it ended; empty while it has not."""

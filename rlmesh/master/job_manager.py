@@ -187,8 +187,8 @@ class JobManager:
             case ev.StoppedAt(step=step):
                 if wrong := self._together.stopped(member.id, step):
                     self._failing.fail(Weight.OWN, FailureInfo(wrong, *member.id, at=now), now)
-            case ev.MemberFailed(error=error, traceback=traceback, from_call=from_call):
-                self._failing.member_failed(member, error, traceback, from_call, now)
+            case ev.MemberFailed():
+                self._failing.member_failed(member, event, now)
 
     def _member_ready(self, member: Member, now: float) -> None:
         if member.state in ("starting", "bound"):

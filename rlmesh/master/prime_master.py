@@ -19,7 +19,7 @@ from typing import Any
 
 from rlmesh.agent.logs import last_lines
 from rlmesh.agent.node import machine_id
-from rlmesh.agent.protocol import MASTER, AgentConfig, Grant, MemberHello, MemberProcess
+from rlmesh.agent.protocol import MASTER, AgentConfig, CallOrigin, Grant, MemberHello, MemberProcess
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
 from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
@@ -197,9 +197,13 @@ class PrimeMaster:
         await self._pump.take(ev.MemberReady(role, rank, incarnation))
 
     @rpc(concurrent=MANY)
-    async def member_failed(self, role: str, rank: int, incarnation: int, exc: Exception, tb: str) -> None:
+    async def member_failed(
+        self, role: str, rank: int, incarnation: int, exc: Exception, tb: str, origin: CallOrigin | None = None
+    ) -> None:
+        """A member's own code raised. ``origin``: it came out of calls to others."""
         text = f"{type(exc).__name__}: {exc}"
-        await self._pump.take(ev.MemberFailed(role, rank, incarnation, text, tb, isinstance(exc, CallError)))
+        from_call, blames, lost = origin or CallOrigin(isinstance(exc, CallError))
+        await self._pump.take(ev.MemberFailed(role, rank, incarnation, text, tb, from_call, blames, lost))
 
     @rpc(concurrent=MANY)
     async def run_finished(self, role: str, rank: int, incarnation: int) -> None:

@@ -34,6 +34,7 @@ class Incident:
         number: of the incident in its run, from 1.
         job: name, id and run directory.
         failures: first cause first, then what followed.
+        earlier: what failed before and was dealt with; nothing connects the first cause with it.
         touched: a sentence: whom it touched.
         exits: how members' processes ended, with signal or code and peak memory.
         limits: bytes of memory that members were promised, and that their nodes have.
@@ -49,6 +50,7 @@ class Incident:
     job: dict[str, Any]
     opened_at: float
     failures: list[FailureInfo] = field(default_factory=list)
+    earlier: list[str] = field(default_factory=list)
     touched: str = ""
     exits: dict[str, dict[str, Any]] = field(default_factory=dict)
     limits: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class Incident:
             "outcome": self.outcome or "open",
             "first_cause": _plain_failure(first) if first else None,
             "followed": [_plain_failure(failure) for failure in self.failures[1:]],
+            "earlier": self.earlier,
             "touched": self.touched,
             "exits": self.exits,
             "memory_limits": self.limits,
@@ -143,6 +146,8 @@ def incident_text(content: Mapping[str, Any]) -> str:
             *_indented(failure["message"].splitlines()[0] for failure in content["followed"]),
             "",
         ]
+    if content.get("earlier"):
+        lines += ["EARLIER, AND DEALT WITH", *_indented(content["earlier"]), ""]
     if content["exits"]:
         lines += ["PROCESSES", *_indented(_exit_lines(content)), ""]
     lines += ["EVENTS", *_indented(_event_lines(content["events"][-SHOWN_EVENTS:], content["opened_at"])), ""]
