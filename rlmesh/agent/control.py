@@ -21,6 +21,7 @@ from rlmesh.agent.watching import CallReporter
 from rlmesh.job.context import RestartEvent, StopRequest
 from rlmesh.job.status import Alarm, CallStats, ExitInfo, MemberProgress, MetricRecord
 from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.blocked import CallKey
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
@@ -286,6 +287,11 @@ class Control:
         waits for is told of the first one."""
         waits = self._runtime.waiting() if member in ("", self._name) else ()
         return waits, tuple(self._calls_of(member))
+
+    @rpc
+    async def refuse_queued(self, calls: tuple[CallKey, ...], text: str) -> None:
+        """Refuse calls that are queued here and would never begin: they are part of a circle."""
+        self._runtime.refuse_queued(calls, text)
 
     @rpc
     async def stacks(self) -> str:

@@ -1,8 +1,10 @@
-"""A member tells the master whom it calls: once a second, sooner at first, and only if it called somebody."""
+"""A member tells the master whom it calls, and what waits in it for calls that others may never answer: once a second,
+sooner at first, and only if there is something to tell."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from rlmesh.agent.tracing import CallTrace
@@ -11,9 +13,13 @@ from rlmesh.runtime.runtime import Runtime
 
 __all__ = ["CallReporter"]
 
+logger = logging.getLogger(__name__)
+
 FIRST_S = 0.1
 """So that a job that fails early has its graph."""
 EVERY_S = 1.0
+QUEUED_S = 0.5
+"""What waits in a member is told if it was asked something so long ago that it has not answered."""
 
 
 class CallReporter:
@@ -23,11 +29,14 @@ class CallReporter:
         runtime: whose calls are told.
         master: the master, whose ``observed`` is notified.
         name: the member's, as ``ROLE:rank``.
+        incarnation: the member's.
         run_dir: of the job, for single calls.
     """
 
-    def __init__(self, runtime: Runtime, master: MemberHandle, name: str, run_dir: Path) -> None:
+    def __init__(self, runtime: Runtime, master: MemberHandle, name: str, incarnation: int, run_dir: Path) -> None:
         self._runtime, self._master, self._name, self._run_dir = runtime, master, name, run_dir
+        self._incarnation = incarnation
+        self._was_blocked = False
         self._pause_s = FIRST_S
         self._trace: CallTrace | None = None
 
@@ -55,8 +64,19 @@ class CallReporter:
     def _again(self) -> None:
         asyncio.get_running_loop().call_later(self._pause_s, self._tick)
 
+    def _tell_blocked(self) -> None:
+        try:
+            waits = self._runtime.blocked(QUEUED_S)
+        except Exception:  # it looks into frames of code that it does not know
+            logger.exception("%s cannot tell what waits here", self._name)
+            return
+        if waits or self._was_blocked:
+            self._master.notify("blocked", self._name, self._incarnation, waits)
+        self._was_blocked = bool(waits)
+
     def _tick(self) -> None:
         self.flush()
+        self._tell_blocked()
         if self._trace is not None:
             self._trace.flush()
         self._pause_s = min(EVERY_S, 1.5 * self._pause_s)

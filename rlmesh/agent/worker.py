@@ -241,7 +241,7 @@ class Member:
             for role in self._roles:
                 runtime.expect(role.spec.name)
             self._tripwires = Tripwires(runtime, self._master)
-            reporter = CallReporter(runtime, self._master, self.name, Path(spec.run_dir))
+            reporter = CallReporter(runtime, self._master, self.name, spec.incarnation, Path(spec.run_dir))
             control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
             runtime.serve(CONTROL, control, inline=True)
             reporter.start()
@@ -292,9 +292,11 @@ class Member:
         self._orders.runs = runner.spec.name if runner is not None else ""
         self._await_book()
         for role in self._roles:
-            self._attempt(role, "setup() failed", partial(role.hook, "setup"))
+            with self._runtime.occupied(f"{role.spec.name}.setup()"):
+                self._attempt(role, "setup() failed", partial(role.hook, "setup"))
             if (restart := role.spec.restart) is not None:
-                self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", restart))
+                with self._runtime.occupied(f"{role.spec.name}.on_restart()"):
+                    self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", restart))
         self._attempt(
             first, "does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices)
         )
@@ -400,7 +402,7 @@ class Member:
                     raise
 
         self._orders.run_began_at = time.monotonic()
-        with self._runtime.main_busy():
+        with self._runtime.main_busy(), self._runtime.occupied(f"{role.spec.name}.run()"):
             self._attempt(role, "run() failed", call)
         self._orders.run_began_at = None
         self._outbox.drain(MASTER_TIMEOUT_S)  # the job may end with the news that run() did

@@ -146,9 +146,9 @@ def led_to(failure: Failure, restarts: Sequence[RestartRecord], graph: CallGraph
         if record.at > at:
             continue
         under_way = record.ready_at is None or at <= record.ready_at + MENDED_S
-        if under_way and (not reached or any(in_unit(record, name) for name in reached)):
-            found.append(record.failure)
-        elif failure.lost and at - record.at <= CAUSE_MEMORY_S and _last_of(record, restarts[number + 1 :], failure):
+        touched = not reached or any(in_unit(record, name) for name in reached)
+        named = failure.lost and at - record.at <= CAUSE_MEMORY_S
+        if (under_way and touched) or (named and _last_of(record, restarts[number + 1 :], failure)):
             found.append(record.failure)
     return found
 

@@ -144,6 +144,14 @@ class ProgressSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class CircleFound:
+    """Members wait for each other; the calls that make up the circle are ended."""
+
+    members: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class StacksTaken:
     """What the members do, also written to ``path``."""
 
@@ -205,7 +213,7 @@ class Tick:
 Event: TypeAlias = (
     AgentRegistered | MasterReturned | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady
     | RunBegan | RunFinished | MemberFailed | MemberExited | Reported | AlarmRaised | ProgressSeen | StacksTaken
-    | DeviceFailed | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
+    | DeviceFailed | CircleFound | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
 )  # fmt: skip
 
 

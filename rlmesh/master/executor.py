@@ -19,11 +19,13 @@ from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
 from rlmesh.errors import CallError, PeerLost, ShuttingDown
 from rlmesh.job.status import ExitInfo, MemberWaits
 from rlmesh.master import events as ev
+from rlmesh.master.circles import Circle
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.member_stacks import examine, stack_text
 from rlmesh.master.scheduler import Scheduler
 from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.blocked import CallKey
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.waiting import process_state
@@ -296,6 +298,15 @@ class Executor:
                 self._post(ev.MemberExited(node_rank, exit))
 
     # Workers
+
+    def break_circle(self, circle: Circle) -> None:
+        """Have the calls that will never begin refused where they are queued."""
+        of_process: dict[str, list[CallKey]] = {}
+        for process, call in circle.calls:
+            of_process.setdefault(process, []).append(call)
+        for process, calls in of_process.items():
+            role, _, rank = process.rpartition(":")
+            self._notify((role, int(rank)), "refuse_queued", tuple(calls), circle.text)
 
     def _publish(self, book: AddressBook) -> None:
         self._book = book

@@ -144,6 +144,8 @@ class JobManager:
                 self._notice(reason, within_s, grace_s, now)
             case ev.MemberExited(_, exit):
                 self._failing.process_exited(exit, now)
+            case ev.CircleFound(_, text):
+                self.context.note = text
             case ev.ProgressSeen() | ev.StacksTaken() | ev.DeviceFailed():
                 if isinstance(event, ev.DeviceFailed):
                     self._moves.bad_devices.add(event.uuid)

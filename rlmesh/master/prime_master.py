@@ -25,6 +25,7 @@ from rlmesh.errors import CallError
 from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.agent_watch import AgentWatch
+from rlmesh.master.circles import CircleWatch
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers
 from rlmesh.master.job_manager import JobManager
@@ -36,6 +37,7 @@ from rlmesh.master.scheduler import Scheduler, Site
 from rlmesh.master.snapshot import stored_fact
 from rlmesh.master.store import STORE_FILE, Stored
 from rlmesh.placement.inventory import NodeInfo
+from rlmesh.runtime.blocked import BlockedCalls
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.joining import JobView
 from rlmesh.runtime.rpc import rpc
@@ -93,6 +95,7 @@ class PrimeMaster:
         self._stage = self.manager.context.stage
         self.manager.context.master_public = self._public
         self._observer = Observer(self.manager, runtime, clock)
+        self._circles = CircleWatch()
 
     def post(self, event: ev.Event) -> None:
         """Put an event behind those that came before."""
@@ -217,6 +220,16 @@ class PrimeMaster:
     async def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
         """Whom a member called since it said so before."""
         self._observer.observed(caller, edges)
+
+    @rpc
+    async def blocked(self, process: str, incarnation: int, waits: BlockedCalls) -> None:
+        """What waits in a process of members, and what is queued behind it."""
+        members = self.manager.context.members.values()
+        self._circles.keep({member.name: member.incarnation for member in members if not member.gone})
+        for circle in self._circles.take(process, incarnation, waits, time.monotonic()):
+            logger.warning("%s", circle.text)
+            self.post(ev.CircleFound(circle.members, circle.text))
+            self._executor.break_circle(circle)
 
     @rpc(concurrent=64)
     async def reached(self, kill: str) -> None:

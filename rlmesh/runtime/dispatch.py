@@ -36,7 +36,6 @@ from rlmesh.runtime.passing import Arrivals
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.served import Method, Served
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
-from rlmesh.runtime.waiting import Serving
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Kept, Reply
 from rlmesh.wire.passed import Elsewhere, Part, unpack_passed
@@ -132,6 +131,8 @@ class Dispatcher:
         self.capture = host.capture
         self._served: dict[str, Served] = {}
         self._incoming: dict[tuple[Any, int], Incoming] = {}
+        self._unawaited: dict[tuple[Any, int], Incoming] = {}
+        """Notifications, and calls that run on although they were cancelled."""
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
         self._starting: list[Incoming] | None = None
         self.kept = KeptResults(loop)
@@ -180,7 +181,7 @@ class Dispatcher:
             if call.method == FETCH:
                 self._answer_fetch(channel, call, frames)
             else:
-                self._refuse(channel, call, error)
+                self.refuse(channel, call, error)
             return
         incoming = Incoming(channel, call, frames, method, run_queue_ns)
         if not call.flags:
@@ -220,11 +221,10 @@ class Dispatcher:
             try:
                 incoming.frames, values = unpack_passed(incoming.frames)
             except MalformedFrame as error:
-                self._refuse(incoming.channel, call, error)
+                self.refuse(incoming.channel, call, error)
                 return False
             incoming.passed = Arrivals(values, call.timeout_s, self._host.fetch)
-        if not call.flags & _NO_REPLY:
-            self._incoming[incoming.key] = incoming
+        (self._unawaited if call.flags & _NO_REPLY else self._incoming)[incoming.key] = incoming
         if call.flags & _STREAM:
             incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
         elif call.flags & _KEEP:
@@ -242,7 +242,7 @@ class Dispatcher:
             ((token, *part), _) = codec.decode(frames)
             answer = self.kept.fetch(token, Part(*part), self._host.capture)
         except Exception as error:
-            self._refuse(channel, call, error)
+            self.refuse(channel, call, error)
         else:
             channel.send(Reply(call.call_id, True, 0, 0, 0), answer)
 
@@ -251,17 +251,13 @@ class Dispatcher:
         if incoming is not None and incoming.outflow is not None:
             incoming.outflow.on_credit(credit.items)
 
-    def serving(self) -> tuple[Serving, ...]:
-        """Calls without a reply. From any thread."""
-        now_ns = time.perf_counter_ns()
-        return tuple(
-            Serving(
-                f"{incoming.call.target}.{incoming.call.method}", (now_ns - incoming.received_ns) / 1e9,
-                incoming.channel.peer_name,
-                incoming.started_ns > 0 and not (incoming.outflow is not None and incoming.outflow.waits),
-            )
-            for incoming in list(self._incoming.values())
-        )  # fmt: skip
+    def calls(self) -> list[Incoming]:
+        """Calls that have arrived and have not ended, whether somebody waits for them or not. From any thread."""
+        return [*list(self._incoming.values()), *list(self._unawaited.values())]
+
+    def early(self) -> list[tuple[Channel, Call]]:
+        """Calls to what is not served yet. From any thread."""
+        return [(channel, call) for calls in list(self._early.values()) for channel, call, _, _ in list(calls)]
 
     def on_lost(self, channel: Channel) -> None:
         """A caller is gone, or its connection is: end what it asked for."""
@@ -276,6 +272,8 @@ class Dispatcher:
         incoming = self._incoming.pop((channel.link, call_id), None)
         if incoming is None:
             return
+        # Before it is cancelled, so that whoever ends it and sees that takes it out again.
+        self._unawaited[incoming.key] = incoming
         incoming.cancelled = True
         incoming.context.cancel()
         if incoming.outflow is not None:
@@ -288,6 +286,9 @@ class Dispatcher:
             with incoming.method.lock:
                 if incoming in incoming.method.queue:
                     incoming.method.queue.remove(incoming)
+                    incoming.context.over = True
+        if incoming.context.over:
+            self._unawaited.pop(incoming.key, None)
 
     def _find(self, call: Call) -> Method:
         served = self._served.get(call.target)
@@ -341,6 +342,7 @@ class Dispatcher:
         if method.is_async or not method.serial:
             self._give_place_back(incoming, ended_ns)
         if incoming.cancelled or call.flags & _NO_REPLY:
+            self._unawaited.pop(incoming.key, None)
             return
         queued = incoming.ready_ns - incoming.received_ns
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
@@ -375,7 +377,7 @@ class Dispatcher:
         kept = Kept(call.call_id, token, nbytes, executed_ns, queued_ns, incoming.run_queue_ns)
         incoming.channel.send(kept, [])
 
-    def _refuse(self, channel: Channel, call: Call, error: Exception) -> None:
+    def refuse(self, channel: Channel, call: Call, error: Exception) -> None:
         if call.flags & _NO_REPLY:
             logger.warning("a notification was refused: %s", error)
             return

@@ -7,16 +7,19 @@ import atexit
 import logging
 import re
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import MethodNotFound, UsageError
+from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.arguments import require
+from rlmesh.runtime.blocked import BlockedCalls, CallKey, blocked_calls, refuse_queued
 from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
@@ -95,6 +98,8 @@ class Runtime(Submission, Reception):
         self._lanes = Lanes(self, loop, self.network)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
+        self._main_work: tuple[str, float] = ("", 0.0)
+        """What of the user's code, other than methods, occupies the main thread, and since when."""
         self._opening = threading.Lock()
         self._main: Served | None = None
         self._expected: set[str] = set()
@@ -364,6 +369,26 @@ class Runtime(Submission, Reception):
         if self._main is None:
             raise UsageError("serve a member before run_main(): there is nothing whose methods could run")
         return self._main.executor
+
+    @contextmanager
+    def occupied(self, what: str) -> Iterator[None]:
+        """While user code that is no method, such as ``A:0.setup()``, has the main thread."""
+        self._main_work = (what, clock.now())
+        try:
+            yield
+        finally:
+            self._main_work = ("", 0.0)
+
+    def blocked(self, older_s: float) -> BlockedCalls:
+        """What runs here and waits for answers, and what is queued behind it, if any call has been here for
+        ``older_s`` seconds. From any thread."""
+        what, since = self._main_work
+        age_s = clock.now() - since if what else 0.0
+        return blocked_calls(self._dispatcher, self.name, (what, age_s), time.perf_counter_ns(), older_s)
+
+    def refuse_queued(self, calls: Collection[CallKey], text: str) -> None:
+        """Let calls that have not begun fail with `WouldDeadlock`. From any thread."""
+        self._on_loop(refuse_queued, self._dispatcher, self._loop, frozenset(calls), text)
 
     @property
     def key(self) -> bytes:

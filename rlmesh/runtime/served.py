@@ -39,6 +39,21 @@ class Method:
         self.lock = allocate_lock()
         self._pool: ThreadPoolExecutor | None = None
 
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.owner.name}.{self.name}()"
+
+    @property
+    def shares_thread(self) -> bool:
+        """Its calls run one after the other with those of the member's other serial ``def`` methods."""
+        return self.serial and not self.is_async
+
+    @property
+    def waits_for_main(self) -> bool:
+        """Only the main thread may run it, which has something else to do."""
+        return self.main_thread and self.shares_thread and not self.owner.executor.owned
+
     def pool(self) -> ThreadPoolExecutor:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.concurrent, f"rlmesh-{self.owner.name}-{self.name}")

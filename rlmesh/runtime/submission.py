@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
+from rlmesh.runtime.servings import is_shown, serving_of
 from rlmesh.runtime.split import named_arguments
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.runtime.waiting import Serving, Waiting
@@ -216,8 +218,9 @@ class Submission:
         return max(0.0, clock.now() - max(self._calls.active_at, self._dispatcher.active_at))
 
     def serving(self) -> tuple[Serving, ...]:
-        """The calls that this process has not answered."""
-        return self._dispatcher.serving()
+        """What this process was asked and has not ended, whether somebody waits for it or not."""
+        now_ns = time.perf_counter_ns()
+        return tuple(serving_of(incoming, now_ns) for incoming in self._dispatcher.calls() if is_shown(incoming))
 
     def read_last_lines(self, read: Callable[[str, int], str]) -> None:
         """Let ``read`` give the last line of a member's log, by role and rank, for messages about members that one

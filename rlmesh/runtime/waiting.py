@@ -43,16 +43,26 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """One call that this process has not answered: of which method, for how long, for whom, and whether it runs."""
+    """One call that this process has not ended.
+
+    Attributes:
+        method: of which member, such as ``ACTOR:1.update``.
+        since_s: since it began, or, if it has not, since it came.
+        caller: who made it.
+        runs: whether it runs.
+        unawaited: why nobody waits for its answer; empty if its caller does.
+    """
 
     method: str
     since_s: float
     caller: str
     runs: bool
+    unawaited: str = ""
 
     def __str__(self) -> str:
         doing = "runs" if self.runs else "is queued"
-        return f"{self.method}() for {self.caller} {doing} for {self.since_s:.1f} s"
+        but = f", although {self.unawaited}" if self.unawaited and self.runs else ""
+        return f"{self.method}() for {self.caller} {doing} for {self.since_s:.1f} s{but}"
 
 
 def process_state(pid: int) -> str:
