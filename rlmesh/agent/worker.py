@@ -44,7 +44,7 @@ from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, origin_of, portable_error
-from rlmesh.agent.stacks import listen
+from rlmesh.agent.stacks import listen, take_signals
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError, UsageError
@@ -230,6 +230,7 @@ class Member:
         with runtime:
             runtime.default_timeout_s = spec.call_timeout_s
             self._runtime = runtime
+            runtime.call_soon(take_signals, spec.socket_dir, spec.role, spec.rank)
             runtime.read_last_lines(self._last_line_of)
             master = runtime.peer(MASTER, spec.master_endpoint)
             self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
