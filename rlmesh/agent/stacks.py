@@ -24,6 +24,7 @@ import traceback
 from pathlib import Path
 
 from rlmesh.agent import ownership
+from rlmesh.runtime.waiting import state_letter
 
 __all__ = ["SIGNAL", "dump_stacks", "listen", "own_stacks", "stacks_file", "take_signals"]
 
@@ -114,14 +115,6 @@ async def dump_stacks(pid: int, path: Path, wait_s: float = WAIT_S) -> str:
     if size == began_at:
         return f"it did not answer within {wait_s:g} s: it waits in the kernel"
     return _named(_read_from(path, began_at), main)
-
-
-def state_letter(pid: int) -> str:
-    """What the kernel says that a process does, as one letter; empty if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def _listener(path: Path) -> tuple[int, str]:

@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 from rlmesh.agent.tracing import CallTrace
+from rlmesh.runtime.board import Board
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 FIRST_S = 0.1
 """So that a job that fails early has its graph."""
 EVERY_S = 1.0
+MOST_SHOWN = 16
 QUEUED_S = 0.5
 """What waits in a member is told if it was asked something so long ago that it has not answered."""
 
@@ -31,12 +33,16 @@ class CallReporter:
         name: the member's, as ``ROLE:rank``.
         incarnation: the member's.
         run_dir: of the job, for single calls.
+        board: where it says that the loop runs.
     """
 
-    def __init__(self, runtime: Runtime, master: MemberHandle, name: str, incarnation: int, run_dir: Path) -> None:
+    def __init__(
+        self, runtime: Runtime, master: MemberHandle, name: str, incarnation: int, run_dir: Path,
+        board: Board | None = None,
+    ) -> None:  # fmt: skip
         self._runtime, self._master, self._name, self._run_dir = runtime, master, name, run_dir
-        self._incarnation = incarnation
-        self._was_blocked = False
+        self._incarnation, self._board = incarnation, board
+        self._was_blocked = self._ran_on = False
         self._pause_s = FIRST_S
         self._trace: CallTrace | None = None
 
@@ -71,12 +77,24 @@ class CallReporter:
             logger.exception("%s cannot tell what waits here", self._name)
             return
         if waits or self._was_blocked:
-            self._master.notify("blocked", self._name, self._incarnation, waits)
+            self._runtime.notify_aside(self._master, "blocked", self._name, self._incarnation, waits)
         self._was_blocked = bool(waits)
 
+    def _tell_running_on(self) -> None:
+        """What runs although its call was cancelled or timed out."""
+        calls = [call for call in self._runtime.running_on(EVERY_S) if not call.method.startswith("@")]
+        if calls or self._ran_on:
+            self._runtime.notify_aside(
+                self._master, "runs_on", self._name, self._incarnation, tuple(calls[:MOST_SHOWN])
+            )
+        self._ran_on = bool(calls)
+
     def _tick(self) -> None:
+        if self._board is not None:
+            self._board.beat()
         self.flush()
         self._tell_blocked()
+        self._tell_running_on()
         if self._trace is not None:
             self._trace.flush()
         self._pause_s = min(EVERY_S, 1.5 * self._pause_s)

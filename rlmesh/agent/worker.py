@@ -55,6 +55,7 @@ from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
 from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.placement.proof import prove, prove_by_torch
 from rlmesh.placement.system import Machine
+from rlmesh.runtime.board import Board, board_path, link_board
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.rpc import exported, exported_functions
@@ -242,7 +243,9 @@ class Member:
             for role in self._roles:
                 runtime.expect(role.spec.name)
             self._tripwires = Tripwires(runtime, self._master)
-            reporter = CallReporter(runtime, self._master, self.name, spec.incarnation, Path(spec.run_dir))
+            reporter = CallReporter(
+                runtime, self._master, self.name, spec.incarnation, Path(spec.run_dir), self._open_board()
+            )
             control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
             runtime.serve(CONTROL, control, inline=True)
             reporter.start()
@@ -253,6 +256,18 @@ class Member:
             self._outbox.close()
             self._by_signal = self._orders.terminated and code == 0
         return code
+
+    def _open_board(self) -> Board | None:
+        """A folder that is full or gone only means that nobody can look from outside."""
+        folder = self.spec.socket_dir
+        try:
+            board = Board(board_path(folder, self.name))
+        except OSError:
+            return None
+        self._runtime.note_methods_on(board)
+        for member in self.spec.fused:
+            link_board(folder, self.name, f"{member.role}:{member.rank}")
+        return board
 
     def _last_line_of(self, role: str, rank: int) -> str:
         """Of a member's log, where this node sees it."""

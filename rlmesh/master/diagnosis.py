@@ -30,11 +30,12 @@ COLLECTIVES = re.compile(r"torch/distributed/|/deepspeed/comm/|/mpi4py/")
 
 @dataclass(slots=True)
 class _Seen:
-    """The last answer of a member, and since when it gives none."""
+    """The last answer of a member, and since when it gives none; ``looks``: what is seen of it from outside."""
 
     at: float
     progress: MemberProgress
     silent_since: float | None = None
+    looks: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,11 @@ class DiagnosisManager:
     def saw(self, key: Key, progress: MemberProgress, now: float) -> None:
         self._seen[key] = _Seen(now, progress)
 
-    def missed(self, key: Key, now: float) -> None:
-        """It gave no answer in time."""
-        seen = self._seen.get(key)
-        if seen is None:
-            self._seen[key] = _Seen(now, MemberProgress(), now)
-        elif seen.silent_since is None:
+    def missed(self, key: Key, now: float, looks: str = "") -> None:
+        """It gave no answer in time; ``looks``: what an agent sees of it from outside."""
+        seen = self._seen.setdefault(key, _Seen(now, MemberProgress(), now))
+        seen.looks = looks
+        if seen.silent_since is None:
             seen.silent_since = now
 
     def look(self, living: Collection[Key], coming: Collection[str], now: float) -> Hang | None:
@@ -161,7 +161,7 @@ class DiagnosisManager:
         for key, seen in self._seen.items():
             for_s, doing = quiet_for(seen.progress, now - seen.at)
             if not doing and seen.silent_since is not None:  # it began something that keeps it from answering
-                for_s, doing = now - seen.silent_since, self._silent(key)
+                for_s, doing = now - seen.silent_since, seen.looks or self._silent(key)
             if doing:
                 waits = tuple(name for name in seen.progress.waits if not name.startswith("@"))
                 found = Quiet(key, for_s, doing, waits, seen.silent_since is not None)

@@ -141,6 +141,7 @@ class ProgressSeen:
 
     member: ProcessKey
     progress: MemberProgress | None
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

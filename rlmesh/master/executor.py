@@ -62,6 +62,8 @@ class Executor:
         self._turns: dict[int, asyncio.Lock] = {}
         self._of_node: dict[int, set[asyncio.Task[None]]] = {}
         self._closing = False
+        self.doing: Callable[[Member], str] = lambda member: ""
+        """What a member does that does not answer, as far as it can be seen from outside."""
         self._book: AddressBook | None = None
         self._book_timer: asyncio.TimerHandle | None = None
         self._has_book: dict[ev.ProcessKey, int] = {}
@@ -166,7 +168,8 @@ class Executor:
         try:
             waits, serves = await control.call("pending", member.name)
         except CallError as error:
-            return replace(known, process=self._process_of(member), error=_text(error))
+            doing = self.doing(member)
+            return replace(known, process=self._process_of(member), error=doing or _text(error), doing=doing)
         return replace(known, waits=waits, serves=serves, process=self._process_of(member))
 
     async def _ask_progress(self, key: ev.ProcessKey, wait_s: float) -> None:
@@ -176,8 +179,9 @@ class Executor:
         try:
             progress = await self._control(member).options(timeout_s=wait_s).call("progress", member.name)
         except CallError:
-            progress = None
-        self._post(ev.ProgressSeen(key, progress))
+            self._post(ev.ProgressSeen(key, None, self.doing(member)))
+        else:
+            self._post(ev.ProgressSeen(key, progress))
 
     async def _take_stacks(self, keys: tuple[ev.ProcessKey, ...]) -> None:
         context = self._manager.context

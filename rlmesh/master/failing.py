@@ -71,8 +71,8 @@ class Failing:
         self.fail(Weight.FOLLOWS if event.from_call else Weight.OWN, info, now, event.blames, lost=event.lost)
 
     def process_exited(self, exit: ExitInfo, now: float) -> None:
-        if self._recoveries.took(exit):
-            self._state.do(ev.AnnounceLoss(exit))
+        if (why := self._recoveries.took(exit)) is not None:
+            self._state.do(ev.AnnounceLoss(replace(exit, why=why)))
             return
         member = self._context.members.get((exit.role, exit.rank))
         if member is None or member.incarnation != exit.incarnation or member.exit is not None:

@@ -46,10 +46,15 @@ class IncidentKeeper:
     Args:
         log: of the job's events.
         ask_stacks: asks one member.
+        doing: what a member does that its state does not say.
     """
 
-    def __init__(self, context: JobContext, log: EventLog, ask_stacks: AskStacks) -> None:
+    def __init__(
+        self, context: JobContext, log: EventLog, ask_stacks: AskStacks,
+        doing: Callable[[Member], str] = lambda member: "",
+    ) -> None:  # fmt: skip
         self._context, self._log, self._ask = context, log, ask_stacks
+        self._doing = doing
         self._run_dir = Path(context.spec.run_dir)
         self._open: Incident | None = None
         self._restarts_from = 0
@@ -111,6 +116,7 @@ class IncidentKeeper:
             if not exit.ok:
                 self._add_exit(incident, exit)
         touched = self._touched(incident)
+        incident.doing = {member.name: doing for member in context.members.values() if (doing := self._doing(member))}
         incident.steps = {member.name: member.step for member in context.members.values()}
         for member in self._shown(touched):
             if member.endpoint and not member.gone and member.name not in incident.exits:

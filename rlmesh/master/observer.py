@@ -50,12 +50,15 @@ class Observer:
         manager: of the job.
         runtime: to ask members.
         clock: seconds since the epoch.
+        doing: what a member does that its state does not say.
     """
 
-    def __init__(self, manager: JobManager, runtime: Runtime, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, manager: JobManager, runtime: Runtime, clock: Callable[[], float], doing: Callable[[Member], str]
+    ) -> None:
         self._manager, self._runtime, self._clock = manager, runtime, clock
         self._log = EventLog(Path(manager.context.spec.run_dir))
-        self._incidents = IncidentKeeper(manager.context, self._log, self._ask_stacks)
+        self._incidents = IncidentKeeper(manager.context, self._log, self._ask_stacks, doing)
         self._stage = manager.context.stage
         spec = manager.context.spec
         self._sizes = {role.name: role.members for role in spec.roles}

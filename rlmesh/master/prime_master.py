@@ -22,10 +22,12 @@ from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import MASTER, AgentConfig, CallOrigin, Grant, MemberHello, MemberProcess
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
-from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
+from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord, Serving
 from rlmesh.master import events as ev
 from rlmesh.master.agent_watch import AgentWatch
 from rlmesh.master.circles import CircleWatch
+from rlmesh.master.context import Member
+from rlmesh.master.doings import Doings, LookAround
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers
 from rlmesh.master.job_manager import JobManager
@@ -38,6 +40,7 @@ from rlmesh.master.snapshot import stored_fact
 from rlmesh.master.store import STORE_FILE, Stored
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.blocked import BlockedCalls
+from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.joining import JobView
 from rlmesh.runtime.rpc import rpc
@@ -94,8 +97,10 @@ class PrimeMaster:
         self._over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._stage = self.manager.context.stage
         self.manager.context.master_public = self._public
-        self._observer = Observer(self.manager, runtime, clock)
-        self._circles = CircleWatch()
+        self._circles, self._doings = CircleWatch(), Doings()
+        self._look_around = LookAround(self._doings, self._agents_with_members)
+        self._executor.doing = self._doing
+        self._observer = Observer(self.manager, runtime, clock, self._did)
 
     def post(self, event: ev.Event) -> None:
         """Put an event behind those that came before."""
@@ -105,6 +110,7 @@ class PrimeMaster:
         """Run the job until the driver has said goodbye, or did not within ``GOODBYE_WAIT_S`` of its end."""
         ended_at: float | None = None
         await self._observer.open()
+        self._look_around.start()
         try:
             if self._pump.masters > 1:
                 logger.info("this is master %d of the job; it goes on where the last one was", self._pump.masters)
@@ -144,7 +150,26 @@ class PrimeMaster:
         members = self.manager.context.members.values()
         return [member.pid for member in members if member.placement.node_rank == node_rank and not member.gone]
 
+    def _agents_with_members(self) -> list[tuple[MemberHandle, list[tuple[str, int, int]]]]:
+        """The agents, with the members whose processes may run there."""
+        of_node: dict[int, list[tuple[str, int, int]]] = {}
+        for member in self.manager.context.members.values():
+            if member.pid and not member.gone:
+                of_node.setdefault(member.placement.node_rank, []).append(member.key)
+        nodes = self.manager.context.nodes
+        return [(self._executor.agent(node), keys) for node, keys in of_node.items() if node in nodes]
+
+    def _doing(self, member: Member) -> str:
+        return self._doings.of(member.key, time.monotonic())
+
+    def _did(self, member: Member) -> str:
+        """What a member does, or did in the process that it had before."""
+        role, rank, incarnation = member.key
+        now = time.monotonic()
+        return self._doings.of(member.key, now) or self._doings.of((role, rank, incarnation - 1), now)
+
     async def _close(self) -> None:
+        await self._look_around.close()
         await self._watch.close()
         await self._observer.close()
         await self._executor.close()
@@ -231,6 +256,11 @@ class PrimeMaster:
             self.post(ev.CircleFound(circle.members, circle.text))
             self._executor.break_circle(circle)
 
+    @rpc
+    async def runs_on(self, name: str, incarnation: int, calls: tuple[Serving, ...]) -> None:
+        """What runs in a member although its call was cancelled or timed out."""
+        self._doings.told(name, incarnation, calls, time.monotonic())
+
     @rpc(concurrent=64)
     async def reached(self, kill: str) -> None:
         """The member has come to a call at which somebody is to be killed; answered when the signal was sent."""
@@ -267,7 +297,8 @@ class PrimeMaster:
             extra[WANTED_NODES] = ",".join(map(str, sorted(wanted)))
         if trouble := self._pump.store_trouble:
             extra[STORE_TROUBLE] = trouble
-        return replace(self.manager.status(records_from), extra=extra)
+        status = self._doings.shown_in(self.manager.status(records_from), time.monotonic())
+        return replace(status, extra=extra)
 
     @rpc(concurrent=4)
     async def pending(self) -> tuple[MemberWaits, ...]:

@@ -41,6 +41,7 @@ class Incident:
         stacks: what each member that lived was doing.
         last_lines: the ends of the members' logs.
         steps: where each member was.
+        doing: what members did that their states do not say: busy without an answer, stopped, running on.
         events: entries of ``events.jsonl``, oldest first.
         outcome: empty while it is open.
         config: the job's description.
@@ -57,6 +58,7 @@ class Incident:
     stacks: dict[str, str] = field(default_factory=dict)
     last_lines: dict[str, list[str]] = field(default_factory=dict)
     steps: dict[str, int | None] = field(default_factory=dict)
+    doing: dict[str, str] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     outcome: str = ""
     closed_at: float | None = None
@@ -79,6 +81,7 @@ class Incident:
             "exits": self.exits,
             "memory_limits": self.limits,
             "steps": self.steps,
+            "doing": self.doing,
             "stacks": self.stacks,
             "last_lines": self.last_lines,
             "events": self.events,
@@ -148,6 +151,8 @@ def incident_text(content: Mapping[str, Any]) -> str:
         ]
     if content.get("earlier"):
         lines += ["EARLIER, AND DEALT WITH", *_indented(content["earlier"]), ""]
+    if content.get("doing"):
+        lines += ["MEMBERS", *_indented(f"{who}: {what}" for who, what in content["doing"].items()), ""]
     if content["exits"]:
         lines += ["PROCESSES", *_indented(_exit_lines(content)), ""]
     lines += ["EVENTS", *_indented(_event_lines(content["events"][-SHOWN_EVENTS:], content["opened_at"])), ""]

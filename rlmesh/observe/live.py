@@ -177,7 +177,7 @@ class LiveView:
         room = max(3, self._console.height - _LINES_AROUND_THE_MEMBERS)
         shown = status.members
         if len(shown) > room:  # what is wrong comes first
-            shown = tuple(sorted(shown, key=lambda member: member.state not in _FIRST)[: room - 1])
+            shown = tuple(sorted(shown, key=lambda member: not member.doing and member.state not in _FIRST)[: room - 1])
         for member in shown:
             table.add_row(*self._row(member, nodes))
         if len(shown) < len(status.members):
@@ -195,7 +195,9 @@ class LiveView:
             Text(name),
             *([Text(str(member.node_rank))] if nodes else []),
             Text(str(member.pid or "")),
-            Text(member.state, style=_STATE_STYLE[member.state]),
+            Text(f"{member.state}, {member.doing}", style="yellow")
+            if member.doing
+            else Text(member.state, style=_STATE_STYLE[member.state]),
             Text("" if member.step is None else str(member.step)),
             Text(beat),
         ]

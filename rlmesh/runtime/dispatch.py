@@ -10,10 +10,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rlmesh.errors import (
     CallCancelled,
@@ -27,9 +27,11 @@ from rlmesh.errors import (
 )
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
+from rlmesh.runtime.board import ASYNC, DEF, Board
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext, InContext, current_call
 from rlmesh.runtime.future import Future
+from rlmesh.runtime.host import Host
 from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
 from rlmesh.runtime.outflow import Outflow
 from rlmesh.runtime.passing import Arrivals
@@ -37,8 +39,8 @@ from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.served import Method, Served
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Kept, Reply
-from rlmesh.wire.passed import Elsewhere, Part, unpack_passed
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Call, Credit, Flag, Frames, Kept, Reply
+from rlmesh.wire.passed import Part, unpack_passed
 
 logger = logging.getLogger(__name__)
 
@@ -46,26 +48,6 @@ _CALLS_PER_TURN = 64
 """So many short calls of one method run before the loop's other tasks have their turn."""
 
 _NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(Flag.PASSED), int(Flag.KEEP)
-
-
-class Host(Protocol):
-    """What dispatch needs of its runtime."""
-
-    def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
-        """A result that another process keeps."""
-        ...
-
-    def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
-        """Frames of large buffers that no longer change."""
-        ...
-
-    def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Run ``fn`` on the loop that runs ``async def`` methods of members; at once where that loop runs."""
-        ...
-
-    def system_exit(self, code: object) -> None:
-        """User code called ``sys.exit``."""
-        ...
 
 
 class Incoming:
@@ -136,6 +118,8 @@ class Dispatcher:
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
         self._starting: list[Incoming] | None = None
         self.kept = KeptResults(loop)
+        self.board: Board | None = None
+        """Where methods that begin are noted, for those who look from outside."""
         self.active_at = clock.now()
         """When an item of a stream was last sent."""
         self.ending = False
@@ -253,7 +237,11 @@ class Dispatcher:
 
     def calls(self) -> list[Incoming]:
         """Calls that have arrived and have not ended, whether somebody waits for them or not. From any thread."""
-        return [*list(self._incoming.values()), *list(self._unawaited.values())]
+        return [*list(self._incoming.values()), *self.unawaited()]
+
+    def unawaited(self) -> list[Incoming]:
+        """Those for whose answer nobody waits. From any thread."""
+        return list(self._unawaited.values())
 
     def early(self) -> list[tuple[Channel, Call]]:
         """Calls to what is not served yet. From any thread."""
@@ -421,6 +409,9 @@ class Dispatcher:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = began_ns = time.perf_counter_ns()
+        if (board := self.board) is not None:
+            board.words[ASYNC] = began_ns
+            board.words[ASYNC + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         current_call.set(incoming.context)
         try:
@@ -431,6 +422,8 @@ class Dispatcher:
             ok, frames = True, codec.encode(value, self._host.capture)
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
+        if board is not None:
+            board.words[ASYNC + 1] = 0
         ended_ns = time.perf_counter_ns()
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
@@ -443,6 +436,9 @@ class Dispatcher:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = began_ns = time.perf_counter_ns()
+        if (board := self.board) is not None:
+            board.words[DEF] = began_ns
+            board.words[DEF + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         # Time behind other methods is theirs; time between the slot's release and this line is rlmesh's.
         incoming.ready_ns = max(incoming.ready_ns, served.executor.free_since_ns)
@@ -457,6 +453,8 @@ class Dispatcher:
             ok, frames = False, self.failed(incoming, error)
         finally:
             current_call.reset(token)
+            if board is not None:
+                board.words[DEF + 1] = 0
         ended_ns = time.perf_counter_ns()
         if incoming.method.serial:
             served.executor.free_since_ns = ended_ns

@@ -20,6 +20,7 @@ from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.arguments import require
 from rlmesh.runtime.blocked import BlockedCalls, CallKey, blocked_calls, refuse_queued
+from rlmesh.runtime.board import Board
 from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
@@ -369,6 +370,10 @@ class Runtime(Submission, Reception):
         if self._main is None:
             raise UsageError("serve a member before run_main(): there is nothing whose methods could run")
         return self._main.executor
+
+    def note_methods_on(self, board: Board) -> None:
+        """Note there which methods begin, for those who look from outside."""
+        self._dispatcher.board = board
 
     @contextmanager
     def occupied(self, what: str) -> Iterator[None]:

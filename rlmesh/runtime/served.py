@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import MethodNotFound
+from rlmesh.runtime.board import Board
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.outflow import refuse_call
 from rlmesh.runtime.rpc import exported_functions, mark_of
@@ -37,7 +38,14 @@ class Method:
         self.running = 0
         self.queue: deque[Incoming] = deque()
         self.lock = allocate_lock()
+        self.number = 0
+        """On the board of its process; 0: it has not run."""
         self._pool: ThreadPoolExecutor | None = None
+
+    def put_on(self, board: Board) -> int:
+        """It runs for the first time."""
+        self.number = board.number_of(self.label)
+        return self.number
 
     @property
     def label(self) -> str:

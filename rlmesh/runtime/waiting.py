@@ -69,7 +69,7 @@ def process_state(pid: int) -> str:
     """What a process of this machine does, as a sentence; empty if ``pid`` is 0."""
     if pid <= 0:
         return ""
-    letter = _state_letter(pid)
+    letter = state_letter(pid)
     if not letter:
         return f"process {pid} is gone"
     return f"process {pid} {_STATES.get(letter, 'is in state ' + letter)}"
@@ -77,10 +77,11 @@ def process_state(pid: int) -> str:
 
 def lives(pid: int) -> bool:
     """Whether a process of this machine has not ended; not so for 0."""
-    return pid > 0 and _state_letter(pid) not in ("", "Z", "X")
+    return pid > 0 and state_letter(pid) not in ("", "Z", "X")
 
 
-def _state_letter(pid: int) -> str:
+def state_letter(pid: int) -> str:
+    """What the kernel says that a process of this machine does, as one letter; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
