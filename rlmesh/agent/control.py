@@ -167,6 +167,11 @@ class Orders:
         for number in NOTICES:  # ignored until now; programs that this process starts must not ignore them
             signal.signal(number, _leave_to_launcher)
 
+    @property
+    def told_to_end(self) -> bool:
+        """The job is ending: what fails now may follow from that."""
+        return self._told or self.terminated or self.phase == "ending"
+
     def end_after_run(self) -> None:
         """SIGTERM follows, or came already from elsewhere."""
         self._told = True
@@ -297,6 +302,11 @@ class Control:
     async def stacks(self) -> str:
         """What each thread does: the innermost call first."""
         return own_stacks()
+
+    @rpc
+    async def methods(self, member: str) -> tuple[str, ...]:
+        """What a member exports; nothing as long as it is not served."""
+        return self._runtime.methods_of(member)
 
     @rpc
     async def note_calls(self) -> None:

@@ -445,11 +445,15 @@ class Member:
             with acting_as(role.context) if role.context is not None and len(self._roles) > 1 else nullcontext():
                 return work()
         except Exception as error:
+            origin = origin_of(error)
             text = format_error(error) + _memory_limits(error)
-            print_error(f"{name}: {what}\n{text}")
+            if self._orders.told_to_end and origin.from_call:  # whom it called has ended before it
+                print_error(f"{name}: ends with the job, which cut a call short: {text.rstrip().splitlines()[-1]:.200}")
+            else:
+                print_error(f"{name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)
             try:
-                master.call("member_failed", *role.spec.key, portable_error(error), text, origin_of(error)).result()
+                master.call("member_failed", *role.spec.key, portable_error(error), text, origin).result()
             except RLMeshError as unheard:
                 print_error(f"{name}: the master could not be told: {unheard}")
             raise _Failed from error

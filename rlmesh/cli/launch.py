@@ -28,6 +28,7 @@ from rlmesh.errors import JobFailed, JobStopped, RLMeshError, UsageError
 from rlmesh.job.restarts import SCOPES
 from rlmesh.master.options import Cluster, LaunchOptions, ambient
 from rlmesh.master.outcome import StoppedBySignal
+from rlmesh.master.telling import failure_lines
 from rlmesh.runtime.security import KEY_TEXT_VARIABLE, KEY_VARIABLE, find_key, parse_key
 
 if TYPE_CHECKING:
@@ -280,20 +281,8 @@ def run_script(
 
 
 def tell_failure(error: JobFailed) -> str:
-    """A failed job for people: the first cause with its last log lines, then what followed, then where to look."""
-    first, *others = error.exceptions
-    lines = ["", f"{error.message.partition(' failed: ')[0]} failed. First cause:", _indented(str(first))]
-    if others:
-        lines.append("What followed:")
-        lines += [_indented(str(other).splitlines()[0]) for other in others]
-    if error.incident:
-        lines.append(f"What happened, in order: {error.incident}")
-    lines.append(f"Logs and metrics: {error.run_dir}")
-    return "\n".join(lines)
-
-
-def _indented(text: str) -> str:
-    return "\n".join("  " + line for line in text.splitlines())
+    """A failed job for people: the first cause, then what followed, then where to look."""
+    return "\n".join(["", *failure_lines(error)])
 
 
 def _code_of(error: SystemExit) -> int:

@@ -266,6 +266,11 @@ class PrimeMaster:
         """The member has come to a call at which somebody is to be killed; answered when the signal was sent."""
         await self._observer.reached(kill)
 
+    @rpc
+    async def cannot_reach(self, kill: str, why: str) -> None:
+        """The member has no such method as the kill waits for."""
+        self._observer.cannot_reach(kill, why)
+
     # Called by services that joined
 
     @rpc(concurrent=256)
@@ -308,11 +313,11 @@ class PrimeMaster:
     @rpc
     async def rehearse(self, kills: tuple[str, ...]) -> tuple[str, ...]:
         """Kill somebody when the moment comes; the kills, with what was drawn."""
-        return self._observer.rehearse(kills)
+        return await self._observer.rehearse(kills)
 
     @rpc
-    async def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The kills that happened, and those that are still to come."""
+    async def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
+        """The kills that happened, those that are still to come, and those that cannot, with why."""
         return self._observer.rehearsed()
 
     @rpc

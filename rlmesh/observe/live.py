@@ -85,6 +85,8 @@ def make_view(
 class NoView:
     """Shows nothing."""
 
+    shows = False
+
     def update(self, status: JobStatus) -> None: ...
 
     def output(self, line: str) -> None: ...

@@ -33,7 +33,7 @@ from rlmesh.runtime.lending import Lending
 from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.reception import Reception
-from rlmesh.runtime.rpc import exported
+from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.security import check_key, find_key, make_key
 from rlmesh.runtime.served import Served
 from rlmesh.runtime.submission import Submission
@@ -334,6 +334,11 @@ class Runtime(Submission, Reception):
                 found.function = make(found.function)
                 return
         raise MethodNotFound(f"this process does not serve {name!r}")
+
+    def methods_of(self, name: str) -> tuple[str, ...]:
+        """What is exported under a name that is served here; empty if nothing is."""
+        found = [served for served in self._dispatcher.served() if served.name == name]
+        return tuple({*found[0].methods, *exported_functions()}) if found else ()
 
     def unserve(self, name: str) -> None:
         """Serve ``name`` no longer; calls that run already end normally."""

@@ -57,9 +57,27 @@ def record(error: BaseException, *, executed: Executed = "yes") -> FailureRecord
 def format_error(error: BaseException) -> str:
     """The traceback as text, beginning with the user's own frame. Never raises."""
     try:
-        return "".join(traceback.format_exception(type(error), error, _user_traceback(error)))
+        told = traceback.TracebackException(type(error), error, _user_traceback(error))
+        _end_in_user_code(told)
+        return "".join(told.format())
     except Exception:
         return f"{type(error).__qualname__}, whose traceback cannot be formatted\n"
+
+
+def _end_in_user_code(told: traceback.TracebackException) -> None:
+    """Drop the last frames that belong to rlmesh itself, such as those of ``result()``, of an error and its causes."""
+    left, seen = [told], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        own = [_is_own(frame.filename) for frame in one.stack]
+        if issubclass(one.exc_type or Exception, CallError) and not all(own):
+            while own and own[-1]:
+                own.pop()
+                one.stack.pop()
+        left += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
 def _user_traceback(error: BaseException) -> Any:
@@ -116,7 +134,9 @@ def rebuild(
         return original
     error = _instance(original, failure)
     member = f"{role}:{rank}" if rank is not None else str(role)
-    error.text = f"{failure.type_name}: {failure.message} [raised by {member} in {method}()]"
+    # Who prints an error puts its type before its text; a plain RemoteError does not have the type.
+    what = f"{failure.type_name}: " if type(error) is RemoteError else ""
+    error.text = f"{what}{failure.message} [raised by {member} in {method}()]"
     error.role, error.rank, error.method, error.call_id = role, rank, method, call_id
     error.executed = failure.executed
     error.remote_type = failure.type_name
