@@ -433,9 +433,11 @@ class JobFailed(ExceptionGroup[Exception], RLMeshError):
         run_dir: where the job's logs and metrics are (a path as text, empty if none was made).
         incident: the file that tells what happened (empty if none was written).
         node_lost: the first cause is a node that was lost and whose members had no other place.
+        shown: what the members printed was shown while the job ran.
     """
 
     code = "RM700"
     run_dir: str = ""
     incident: str = ""
     node_lost: bool = False
+    shown: bool = False

@@ -197,6 +197,11 @@ class Agent:
         is did not answer when they were asked, also their stacks, whatever keeps them busy."""
         return await self._members.examine(members, silent)
 
+    @rpc
+    async def silent(self) -> dict[MemberKey, str]:
+        """The members that do not answer, with why."""
+        return self._members.silent()
+
     def _on_exit(self, child: Child, ended: Ended) -> None:
         logger.info("%s (pid %d) %s", child.name, child.pid, ended.describe())
         spec = self._members.spec_of(child)

@@ -21,6 +21,7 @@ from rlmesh.agent.watching import CallReporter
 from rlmesh.job.context import RestartEvent, StopRequest
 from rlmesh.job.status import Alarm, CallStats, ExitInfo, MemberProgress, MetricRecord
 from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.blocked import CallKey
 from rlmesh.runtime.forked import handle
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
@@ -168,6 +169,11 @@ class Orders:
         handle(signal.SIGTERM, self._on_sigterm)
         handle(ownership.REMINDER, self._on_reminder)
 
+    @property
+    def told_to_end(self) -> bool:
+        """The job is ending: what fails now may follow from that."""
+        return self._told or self.terminated or self.phase == "ending"
+
     def end_after_run(self) -> None:
         """SIGTERM follows, or came already from elsewhere."""
         self._told = True
@@ -290,9 +296,19 @@ class Control:
         return waits, tuple(self._calls_of(member))
 
     @rpc
+    async def refuse_queued(self, calls: tuple[CallKey, ...], text: str) -> None:
+        """Refuse calls that are queued here and would never begin: they are part of a circle."""
+        self._runtime.refuse_queued(calls, text)
+
+    @rpc
     async def stacks(self) -> str:
         """What each thread does: the innermost call first."""
         return own_stacks()
+
+    @rpc
+    async def methods(self, member: str) -> tuple[str, ...]:
+        """What a member exports; nothing as long as it is not served."""
+        return self._runtime.methods_of(member)
 
     @rpc
     async def note_calls(self) -> None:

@@ -21,7 +21,9 @@ from rlmesh.agent.protocol import AgentConfig, Leftover, MemberProcess, WorkerSp
 from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.table import Child, ProcessTable, stop
 from rlmesh.job.status import ExitInfo, MemberStack
+from rlmesh.runtime.board import board_path, does_not_answer, look_at
 from rlmesh.runtime.inet import interface_of
+from rlmesh.runtime.waiting import state_letter
 
 __all__ = ["MemberKey", "Members"]
 
@@ -157,6 +159,15 @@ class Members:
             for member in spec.members
             if member.key in keys
         )
+
+    def silent(self) -> dict[MemberKey, str]:
+        """Members that do not answer, with why, as far as it can be seen from outside."""
+        found: dict[MemberKey, str] = {}
+        for child, spec in self:
+            seen = look_at(board_path(self._config.socket_dir, f"{spec.role}:{spec.rank}"))
+            if why := does_not_answer(state_letter(child.pid), child.pid, seen):
+                found |= {member.key: why for member in spec.members}
+        return found
 
     # End
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from rlmesh.errors import CallError, CallRejected, PeerLost
 from rlmesh.job.context import Resume
 from rlmesh.job.entry import Entry as Entry
 from rlmesh.job.entry import EntryKind as EntryKind
@@ -190,6 +191,38 @@ class ExitReport:
     def clean(self) -> bool:
         """Whether nothing is left."""
         return all(item.removed for item in self.leftovers)
+
+
+class CallOrigin(NamedTuple):
+    """Whether an exception came out of calls to other members, whose they were, and whether one of them was lost."""
+
+    from_call: bool
+    blames: tuple[str, ...] = ()
+    lost: bool = False
+
+
+def origin_of(error: BaseException) -> CallOrigin:
+    """Where an exception came from: it is a `CallError`, or was raised because of one (``raise … from``, or in an
+    ``except`` block), or is a group that holds one."""
+    blames: dict[str, None] = {}
+    from_call = lost = False
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        found = left.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, CallError):
+            from_call = True
+            lost = lost or isinstance(found, PeerLost | CallRejected)
+            role, rank = found.role, found.rank
+            if isinstance(role, str) and isinstance(rank, int) and not role.startswith("@"):
+                blames[f"{role}:{rank}"] = None
+        left += [found.__cause__, None if found.__suppress_context__ else found.__context__]
+        if isinstance(found, BaseExceptionGroup):
+            left += found.exceptions
+    return CallOrigin(from_call, tuple(blames), lost)
 
 
 def portable_error(error: Exception) -> Exception:

@@ -54,7 +54,7 @@ class Tripwires:
         try:
             self._runtime.wrap_method(member, method, lambda function: self._wrapped(function, kill))
         except MethodNotFound as error:
-            logger.error("rehearsal %s cannot happen: %s", kill, error)
+            self._master.notify("cannot_reach", kill, str(error))
 
     def _wrapped(self, function: Callable[..., Any], kill: str) -> Callable[..., Any]:
         unreached = [kill]

@@ -43,7 +43,7 @@ from rlmesh.agent.lessor import AgentLink
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
-from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
+from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, origin_of, portable_error
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError, UsageError
@@ -55,6 +55,7 @@ from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
 from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.placement.proof import prove, prove_by_torch
 from rlmesh.placement.system import Machine
+from rlmesh.runtime.board import Board, board_path, link_board
 from rlmesh.runtime.forked import end_child, forget_in_children
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
@@ -240,6 +241,7 @@ class Member:
         with runtime:
             runtime.default_timeout_s = spec.call_timeout_s
             self._runtime = runtime
+            runtime.call_soon(stacks.take_signals, spec.socket_dir, spec.role, spec.rank)
             runtime.read_last_lines(self._last_line_of)
             master = runtime.peer(MASTER, spec.master_endpoint)
             self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
@@ -252,7 +254,9 @@ class Member:
             for role in self._roles:
                 runtime.expect(role.spec.name)
             self._tripwires = Tripwires(runtime, self._master)
-            reporter = CallReporter(runtime, self._master, self.name, Path(spec.run_dir))
+            reporter = CallReporter(
+                runtime, self._master, self.name, spec.incarnation, Path(spec.run_dir), self._open_board()
+            )
             control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
             runtime.serve(CONTROL, control, incarnation=spec.incarnation, inline=True)
             reporter.start()
@@ -263,6 +267,18 @@ class Member:
             self._outbox.close()
             self._by_signal = self._orders.terminated and code == 0
         return code
+
+    def _open_board(self) -> Board | None:
+        """A folder that is full or gone only means that nobody can look from outside."""
+        folder = self.spec.socket_dir
+        try:
+            board = Board(board_path(folder, self.name))
+        except OSError:
+            return None
+        self._runtime.note_methods_on(board)
+        for member in self.spec.fused:
+            link_board(folder, self.name, f"{member.role}:{member.rank}")
+        return board
 
     def _last_line_of(self, role: str, rank: int) -> str:
         """Of a member's log, where this node sees it."""
@@ -303,9 +319,11 @@ class Member:
         self._orders.runs = runner.spec.name if runner is not None else ""
         self._await_book()
         for role in self._roles:
-            self._attempt(role, "setup() failed", partial(role.hook, "setup"))
+            with self._runtime.occupied(f"{role.spec.name}.setup()"):
+                self._attempt(role, "setup() failed", partial(role.hook, "setup"))
             if (restart := role.spec.restart) is not None:
-                self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", restart))
+                with self._runtime.occupied(f"{role.spec.name}.on_restart()"):
+                    self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", restart))
         self._attempt(
             first, "does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices)
         )
@@ -411,7 +429,7 @@ class Member:
                     raise
 
         self._orders.run_began_at = time.monotonic()
-        with self._runtime.main_busy():
+        with self._runtime.main_busy(), self._runtime.occupied(f"{role.spec.name}.run()"):
             self._attempt(role, "run() failed", call)
         self._orders.run_began_at = None
         self._runtime.await_answers(LAST_ANSWERS_S)  # a failure that nobody asked for is told while there is a log
@@ -446,11 +464,15 @@ class Member:
                 end_child(error)
             if not isinstance(error, Exception):
                 raise
+            origin = origin_of(error)
             text = format_error(error) + _memory_limits(error)
-            print_error(f"{name}: {what}\n{text}")
+            if self._orders.told_to_end and origin.from_call:  # whom it called has ended before it
+                print_error(f"{name}: ends with the job, which cut a call short: {text.rstrip().splitlines()[-1]:.200}")
+            else:
+                print_error(f"{name}: {what}\n{text}")
             master = self._master.options(timeout_s=FAILURE_TIMEOUT_S)
             try:
-                master.call("member_failed", *role.spec.key, portable_error(error), text).result()
+                master.call("member_failed", *role.spec.key, portable_error(error), text, origin).result()
             except RLMeshError as unheard:
                 print_error(f"{name}: the master could not be told: {unheard}")
             raise _Failed from error

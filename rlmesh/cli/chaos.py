@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.cli.jobs import add_job_argument, asking, find_running, say, told
-from rlmesh.cli.quantities import count, seconds
-from rlmesh.errors import CallError
+from rlmesh.cli.quantities import count, positive, seconds
+from rlmesh.errors import CallError, UsageError
 from rlmesh.master.discovery import RunningJob
 from rlmesh.master.kills import parse_kill
 
@@ -31,14 +31,14 @@ def add_to(commands: Any) -> None:
     add_job_argument(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--kill", metavar="ROLE[:RANK]", help="whom; also master, agent or agent:NODE")
-    what.add_argument("--random", type=count, metavar="KILLS", help="kill so many members, drawn by --seed")
+    what.add_argument("--random", type=positive, metavar="KILLS", help="kill so many members, drawn by --seed")
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--at-step", type=count, metavar="N", help="when step N was reported")
     when.add_argument("--at-call", metavar="[ROLE.]METHOD", help="when the method begins there")
     when.add_argument("--at-shutdown", action="store_true", help="when the job begins to end")
     parser.add_argument("--signal", default="KILL", help="which signal (default KILL; STOP makes a hang)")
-    parser.add_argument("--seed", type=int, default=0, help="of --random (default 0)")
-    parser.add_argument("--within", type=seconds, default=30.0, metavar="S", help="of --random (default 30)")
+    parser.add_argument("--seed", type=int, help="of --random (default 0)")
+    parser.add_argument("--within", type=seconds, metavar="S", help="of --random (default 30)")
     parser.set_defaults(run=told("chaos", run))
 
 
@@ -60,7 +60,14 @@ def kill_text(options: argparse.Namespace) -> str:
         UsageError: it is none.
     """
     if options.random is not None:
-        return f"random:seed={options.seed},kills={options.random},within={options.within:g}"
+        if options.at_step is not None or options.at_call or options.at_shutdown or options.signal != "KILL":
+            raise UsageError(
+                "--at-step, --at-call, --at-shutdown and --signal are for --kill: --random draws the moments"
+            )
+        seed, within = options.seed or 0, 30.0 if options.within is None else options.within
+        return f"random:seed={seed},kills={options.random},within={within:g}"
+    if options.seed is not None or options.within is not None:
+        raise UsageError("--seed and --within are for --random")
     point = "now"
     if options.at_step is not None:
         point = f"step={options.at_step}"
@@ -92,16 +99,27 @@ def rehearse(job: RunningJob, text: str, tell: Callable[[str], None]) -> int:
                 return 0 if own == waiting else 1
             for kill in [kill for kill in waiting if kill not in left]:
                 waiting.remove(kill)
+                if kill in left.cannot:
+                    tell(f"cannot happen: {left.cannot[kill]}")
+                    return 1
                 tell(f"happened: {kill}")
             if waiting:
                 time.sleep(POLL_S)
     return 0
 
 
-def _left(master: MemberHandle) -> tuple[str, ...] | None:
-    """The kills that are still to come; None if the master is gone."""
+class _Left(tuple[str, ...]):
+    """The kills that are still to come; ``cannot``: those that never will, with why."""
+
+    cannot: Mapping[str, str] = {}
+
+
+def _left(master: MemberHandle) -> _Left | None:
+    """What is still to come; None if the master is gone."""
     try:
-        _, left = master.call("rehearsed").result()
+        _, left, cannot = master.call("rehearsed").result()
     except CallError:
         return None
-    return tuple(left)
+    found = _Left(left)
+    found.cannot = cannot
+    return found

@@ -29,6 +29,7 @@ from rlmesh.job.program import started_as
 from rlmesh.job.restarts import SCOPES
 from rlmesh.master.options import Cluster, LaunchOptions, ambient
 from rlmesh.master.outcome import StoppedBySignal
+from rlmesh.master.telling import failure_lines
 from rlmesh.observe.shown import shown
 from rlmesh.runtime.security import KEY_TEXT_VARIABLE, KEY_VARIABLE, find_key, parse_key
 
@@ -283,20 +284,8 @@ def run_script(
 
 
 def tell_failure(error: JobFailed) -> str:
-    """A failed job for people: the first cause with its last log lines, then what followed, then where to look."""
-    first, *others = error.exceptions
-    lines = ["", f"{error.message.partition(' failed: ')[0]} failed. First cause:", _indented(str(first))]
-    if others:
-        lines.append("What followed:")
-        lines += [_indented(str(other).splitlines()[0]) for other in others]
-    if error.incident:
-        lines.append(f"What happened, in order: {error.incident}")
-    lines.append(f"Logs and metrics: {error.run_dir}")
-    return "\n".join(lines)
-
-
-def _indented(text: str) -> str:
-    return "\n".join("  " + line for line in text.splitlines())
+    """A failed job for people: the first cause, then what followed, then where to look."""
+    return "\n".join(["", *failure_lines(error)])
 
 
 def _code_of(error: SystemExit) -> int:

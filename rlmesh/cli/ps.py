@@ -71,7 +71,8 @@ def member_lines(status: JobStatus) -> Iterable[str]:
     for member in status.members:
         step = f"  step {member.step}" if member.step is not None else ""
         fused = f"  in the process of {member.fused_with}" if member.fused_with else ""
-        yield f"  {member.role}:{member.rank}  {member.state}  pid {member.pid}{step}{fused}"
+        doing = f"  {member.doing}" if member.doing else ""
+        yield f"  {member.role}:{member.rank}  {member.state}  pid {member.pid}{step}{fused}{doing}"
     for path in status.incidents:
         yield f"  incident: {path}"
 
@@ -87,7 +88,7 @@ def pending_lines(members: Iterable[MemberWaits]) -> Iterable[str]:
         step = f"  step {member.step}" if member.step is not None else ""
         yield f"  {name}  {member.state}{step}  {member.process or f'pid {member.pid}'}"
         if member.error:
-            yield f"    does not say whom it waits for: {member.error}"
+            yield f"    {member.error}" if member.doing else f"    does not say whom it waits for: {member.error}"
         for waiting in member.waits:
             yield f"    waits for {waiting}"
         for serving in member.serves:

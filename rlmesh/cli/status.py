@@ -76,6 +76,7 @@ def status_lines(status: JobStatus) -> Iterator[str]:
         by_role.setdefault(member.role, []).append(member)
     for role, members in by_role.items():
         yield f"  {role}  {_counted(member.state for member in members)}{_details(members)}"
+        yield from (f"    {member.role}:{member.rank}: {member.doing}" for member in members if member.doing)
     if status.samples_trained:
         yield f"  samples trained: {status.samples_trained:,}"
     yield from _failure_lines([failure.message for failure in status.failures])

@@ -63,8 +63,8 @@ class Alarm:
 @dataclass(frozen=True, slots=True)
 class ExitInfo:
     """How a worker process ended, as its agent saw it. ``served``: calls may have begun there. ``oom``: the kernel
-    ended it for want of memory, and how much it had. ``noted`` and ``noted_traceback``: the exception that it noted
-    before its end, by ``@record`` of ``torch.distributed.elastic``."""
+    ended it for want of memory, and how much it had. ``why``: rlmesh ended it, and for what reason. ``noted`` and
+    ``noted_traceback``: the exception that it noted before its end, by ``@record`` of ``torch.distributed.elastic``."""
 
     role: str
     rank: int
@@ -82,6 +82,7 @@ class ExitInfo:
     oom: str = ""
     noted: str = ""
     noted_traceback: str = ""
+    why: str = ""
 
     @property
     def ok(self) -> bool:
@@ -96,6 +97,8 @@ class ExitInfo:
                 name = signals.Signals(self.signal).name
             except ValueError:
                 name = f"signal {self.signal}"
+            if self.why:
+                return f"was ended by {name}: {self.why}"
             return f"killed by {name}" + (f" ({self.oom})" if self.oom else "")
         if self.exit_code is None:
             return "ended unseen"
@@ -104,7 +107,8 @@ class ExitInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One member. ``fused_with``: the member of another role in whose process it lives."""
+    """One member. ``fused_with``: the member of another role in whose process it lives. ``doing``: what it does that
+    its state does not say, such as ``busy in A:0.hold() for 7 s, does not answer``."""
 
     role: str
     rank: int
@@ -117,12 +121,13 @@ class MemberStatus:
     log_path: str = ""
     endpoint: str = ""
     fused_with: str = ""
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberWaits:
     """Whom one member waits for, and what it was asked and has not answered. ``error`` says why it could not be
-    asked; ``process`` is what its process does."""
+    asked; ``process`` is what its process does, ``doing`` what keeps it from answering."""
 
     role: str
     rank: int
@@ -133,6 +138,7 @@ class MemberWaits:
     serves: tuple[Serving, ...] = ()
     process: str = ""
     error: str = ""
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,10 @@ class Chaos:
         self.done = [entry["kill"] for entry in entries if "kill" in entry]
         """Texts of the kills that happened."""
         asked = [*map(str, kills), *(entry["asked"] for entry in entries if "asked" in entry)]
-        self.left = [parse_kill(text) for text in (Counter(asked) - Counter(self.done)).elements()]
+        over = Counter([*self.done, *(entry["cannot"] for entry in entries if "cannot" in entry)])
+        self.left = [parse_kill(text) for text in (Counter(asked) - over).elements()]
+        self.cannot: dict[str, str] = {}
+        """Texts of the kills that never will happen, with why."""
         self._armed: set[tuple[Kill, str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._running_since: float | None = None
@@ -81,6 +84,17 @@ class Chaos:
                 self._mark(kill)
                 await self._kill(kill)
                 return
+
+    def drop(self, text: str, why: str) -> bool:
+        """A kill cannot happen; False if it is not waited for."""
+        for kill in self.left:
+            if str(kill) == text:
+                self.left.remove(kill)
+                self.cannot[text] = why
+                self._note({"cannot": text, "why": why})
+                logger.warning("rehearsal %s cannot happen: %s", text, why)
+                return True
+        return False
 
     async def close(self) -> None:
         for task in self._tasks:

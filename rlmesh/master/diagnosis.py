@@ -4,8 +4,8 @@ A member **hangs** if it has something to do, a call that runs or ``run()``, and
 nor passed a step's boundary, nor sent a call or got an answer. An idle member never hangs. A member that does not
 answer the question (it holds the interpreter's lock, or is stopped) is as old as its last answer.
 
-Of several that hang, the cause is who waits for nobody: the others wait for it. If each waits for another one, all of
-them are the cause.
+Of several that hang, the cause is who waits for nobody: the others wait for it. If each waits for another one, those
+are the cause that wait for each other in a circle, and not who only waits for a circle.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ COLLECTIVES = re.compile(r"torch/distributed/|/deepspeed/comm/|/mpi4py/")
 
 @dataclass(slots=True)
 class _Seen:
-    """The last answer of a member, and since when it gives none."""
+    """The last answer of a member, and since when it gives none; ``looks``: what is seen of it from outside."""
 
     at: float
     progress: MemberProgress
     silent_since: float | None = None
+    looks: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,45 @@ def causes_of(quiet: Iterable[Quiet], moving: Collection[str]) -> Hang | None:
     names = {member.name for member in hung}
     causes = [member for member in hung if not set(member.waits_for) & (names - {member.name})]
     causes = [member for member in causes if not member.waits_for or set(member.waits_for) & names]
-    if not causes:  # in a circle, or nobody
-        causes = [member for member in hung if set(member.waits_for) & names]
+    if not causes:
+        causes = _in_circles(hung)
     if not causes:
         return None
     return Hang(tuple(causes), tuple(member for member in hung if member not in causes))
+
+
+def _in_circles(hung: Iterable[Quiet]) -> list[Quiet]:
+    """Those that wait for themselves through others, and for nobody outside of their circle."""
+    members = list(hung)
+    names = {member.name for member in members}
+    ahead = {member.name: set(member.waits_for) & names for member in members}
+    reached = {name: _reached(ahead, name) for name in names}
+    return [m for m in members if m.name in reached[m.name] and all(m.name in reached[o] for o in reached[m.name])]
+
+
+def _reached(ahead: Mapping[str, Collection[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    left = list(ahead[start])
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += ahead[name]
+    return found
+
+
+def circle_text(causes: Collection[Quiet]) -> str:
+    """``A:0 → B:0 → A:0`` if members wait for each other so; else nothing."""
+    of_name = {member.name: member for member in causes}
+    first = next(iter(of_name), None)
+    path: list[str] = []
+    name = first
+    while name is not None and name not in path:
+        path.append(name)
+        name = next((other for other in of_name[name].waits_for if other in of_name), None)
+    if name is None:
+        return ""
+    return " → ".join([*path[path.index(name) :], name])
 
 
 @dataclass(slots=True)
@@ -114,12 +149,11 @@ class DiagnosisManager:
     def saw(self, key: Key, progress: MemberProgress, now: float) -> None:
         self._seen[key] = _Seen(now, progress)
 
-    def missed(self, key: Key, now: float) -> None:
-        """It gave no answer in time."""
-        seen = self._seen.get(key)
-        if seen is None:
-            self._seen[key] = _Seen(now, MemberProgress(), now)
-        elif seen.silent_since is None:
+    def missed(self, key: Key, now: float, looks: str = "") -> None:
+        """It gave no answer in time; ``looks``: what an agent sees of it from outside."""
+        seen = self._seen.setdefault(key, _Seen(now, MemberProgress(), now))
+        seen.looks = looks
+        if seen.silent_since is None:
             seen.silent_since = now
 
     def look(self, living: Collection[Key], coming: Collection[str], now: float) -> Hang | None:
@@ -130,7 +164,7 @@ class DiagnosisManager:
         for key, seen in self._seen.items():
             for_s, doing = quiet_for(seen.progress, now - seen.at)
             if not doing and seen.silent_since is not None:  # it began something that keeps it from answering
-                for_s, doing = now - seen.silent_since, self._silent(key)
+                for_s, doing = now - seen.silent_since, seen.looks or self._silent(key)
             if doing:
                 waits = tuple(name for name in seen.progress.waits if not name.startswith("@"))
                 found = Quiet(key, for_s, doing, waits, seen.silent_since is not None)
@@ -181,6 +215,8 @@ def describe_hang(hang: Hang, stacks: Mapping[Key, MemberStack], limit_s: float,
         used = f", {stack.cpu_s:.1f} s of processor time used"
         lines[0] += f"; its process {stack.state}{f' in {stack.wchan}' if stack.wchan else ''}{used}"
         lines += [f"  at {frame}" for frame in stack.frames] or ["  it did not answer with its stacks"]
+    if circle := circle_text(hang.causes):
+        lines.append(f"they wait for each other in a circle: {circle}")
     if len(hang.causes) > 1:
         lines.append("hanging too: " + ", ".join(f"{c.name} {c.doing}" for c in hang.causes[1:]))
     if hang.others:

@@ -38,6 +38,7 @@ from rlmesh.master.standard_streams import fill_standard_streams
 from rlmesh.master.starts import await_guardians, hold, note_start
 from rlmesh.master.store import STORE_FILE, StoreRefused, check_store
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
+from rlmesh.master.telling import tell_ends_shortly
 from rlmesh.master.workspace import Workspace
 from rlmesh.observe.shown import json_text
 from rlmesh.placement.planner import make_plan
@@ -77,6 +78,7 @@ def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOption
         raise UsageError(
             "submit() would block the event loop that runs in this thread: use 'async with job.start()' instead"
         )
+    tell_ends_shortly()
     driver = Driver(config, job_name, options)
     with driver.heeding_signals():
         return driver.run()

@@ -99,7 +99,13 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True)
 class MemberFailed:
-    """The member's own code raised; ``from_call``: what it raised came out of a call to another member."""
+    """The member's own code raised.
+
+    Attributes:
+        from_call: what it raised came out of a call to another member.
+        blames: names of the members whose calls it came from.
+        lost: one of those members was lost.
+    """
 
     role: str
     rank: int
@@ -107,6 +113,8 @@ class MemberFailed:
     error: str
     traceback: str = ""
     from_call: bool = False
+    blames: tuple[str, ...] = ()
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +141,15 @@ class ProgressSeen:
 
     member: ProcessKey
     progress: MemberProgress | None
+    doing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CircleFound:
+    """Members wait for each other; the calls that make up the circle are ended."""
+
+    members: tuple[str, ...]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +214,7 @@ class Tick:
 Event: TypeAlias = (
     AgentRegistered | MasterReturned | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady
     | RunBegan | RunFinished | MemberFailed | MemberExited | Reported | AlarmRaised | ProgressSeen | StacksTaken
-    | DeviceFailed | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
+    | DeviceFailed | CircleFound | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
 )  # fmt: skip
 
 

@@ -20,11 +20,13 @@ from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
 from rlmesh.errors import CallError, PeerLost, ShuttingDown
 from rlmesh.job.status import ExitInfo, MemberWaits
 from rlmesh.master import events as ev
+from rlmesh.master.circles import Circle
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.member_stacks import examine, stack_text
 from rlmesh.master.scheduler import Scheduler
 from rlmesh.runtime.address import AddressBook
+from rlmesh.runtime.blocked import CallKey
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.waiting import process_state
@@ -61,6 +63,8 @@ class Executor:
         self._turns: dict[int, asyncio.Lock] = {}
         self._of_node: dict[int, set[asyncio.Task[None]]] = {}
         self._closing = False
+        self.doing: Callable[[Member], str] = lambda member: ""
+        """What a member does that does not answer, as far as it can be seen from outside."""
         self._book: AddressBook | None = None
         self._book_timer: asyncio.TimerHandle | None = None
         self._has_book: dict[ev.ProcessKey, int] = {}
@@ -167,7 +171,8 @@ class Executor:
         try:
             waits, serves = await control.call("pending", member.name)
         except CallError as error:
-            return replace(known, process=self._process_of(member), error=_text(error))
+            doing = self.doing(member)
+            return replace(known, process=self._process_of(member), error=doing or _text(error), doing=doing)
         return replace(known, waits=waits, serves=serves, process=self._process_of(member))
 
     async def _ask_progress(self, key: ev.ProcessKey, wait_s: float) -> None:
@@ -177,8 +182,9 @@ class Executor:
         try:
             progress = await self._control(member).options(timeout_s=wait_s).call("progress", member.name)
         except CallError:
-            progress = None
-        self._post(ev.ProgressSeen(key, progress))
+            self._post(ev.ProgressSeen(key, None, self.doing(member)))
+        else:
+            self._post(ev.ProgressSeen(key, progress))
 
     async def _take_stacks(self, keys: tuple[ev.ProcessKey, ...]) -> None:
         context = self._manager.context
@@ -307,6 +313,15 @@ class Executor:
                 self._post(ev.MemberExited(node_rank, exit))
 
     # Workers
+
+    def break_circle(self, circle: Circle) -> None:
+        """Have the calls that will never begin refused where they are queued."""
+        of_process: dict[str, list[CallKey]] = {}
+        for process, call in circle.calls:
+            of_process.setdefault(process, []).append(call)
+        for process, calls in of_process.items():
+            role, _, rank = process.rpartition(":")
+            self._notify((role, int(rank)), "refuse_queued", tuple(calls), circle.text)
 
     def _publish(self, book: AddressBook) -> None:
         self._book = book

@@ -42,8 +42,6 @@ _PHASE: dict[MemberState, str] = {
     "finished": "failed",
     "stopping": "failed in teardown()",
 }
-CAUSE_MEMORY_S = 60.0
-"""A call that failed may be a consequence of a restart that was so long ago."""
 
 
 class Failing:
@@ -58,7 +56,7 @@ class Failing:
         self._state, self._context = state, state.context
         self._failover, self._moves, self._recoveries = failover, moves, recoveries
         self._ending, self._together = ending, together
-        self._failures = Failures(state.limits.settle_s)
+        self._failures = Failures(state.limits.settle_s, lambda: self._context.graph)
 
     def __bool__(self) -> bool:
         return bool(self._failures)
@@ -68,17 +66,17 @@ class Failing:
         if self._failures.settled(now) and self._state.undecided:
             self.settle(now)
 
-    def member_failed(self, member: Member, error: str, traceback: str, from_call: bool, now: float) -> None:
+    def member_failed(self, member: Member, event: ev.MemberFailed, now: float) -> None:
         if member.ended_by_us:
             return  # its calls failed, or it was interrupted, because the job is ending
-        message = f"{member.name} (pid {member.pid}) {_PHASE.get(member.state, 'failed')}: {error}"
-        info = FailureInfo(message, *member.id, at=now, remote_traceback=traceback)
+        message = f"{member.name} (pid {member.pid}) {_PHASE.get(member.state, 'failed')}: {event.error}"
+        info = FailureInfo(message, *member.id, at=now, remote_traceback=event.traceback)
         member.enter("failed", now)
-        self.fail(Weight.FOLLOWS if from_call else Weight.OWN, info, now)
+        self.fail(Weight.FOLLOWS if event.from_call else Weight.OWN, info, now, event.blames, lost=event.lost)
 
     def process_exited(self, exit: ExitInfo, now: float) -> None:
-        if self._recoveries.took(exit):
-            self._state.do(ev.AnnounceLoss(exit))
+        if (why := self._recoveries.took(exit)) is not None:
+            self._state.do(ev.AnnounceLoss(replace(exit, why=why)))
             return
         member = self._context.members.get((exit.role, exit.rank))
         if member is None or member.incarnation != exit.incarnation or member.exit is not None:
@@ -129,10 +127,12 @@ class Failing:
             return
         self._recoveries.begin(restart, places, now)
 
-    def fail(self, weight: Weight, info: FailureInfo, now: float) -> None:
+    def fail(
+        self, weight: Weight, info: FailureInfo, now: float, blames: tuple[str, ...] = (), *, lost: bool = False
+    ) -> None:
         """Note a failure. Once everybody was told to end, later ones are consequences and not noted."""
         if self._state.undecided:
-            self._failures.add(weight, info, now)
+            self._failures.add(weight, info, now, blames, lost=lost)
             self._context.failures = self._failures.causes()
 
     def settle(self, now: float) -> None:
@@ -152,21 +152,7 @@ class Failing:
                 self._failures.add(Weight.DEATH, decision.failure, now)
         self._context.failures = self._failures.causes()
         if self._failures:
-            self._context.failures = self._with_restarts_behind(now)
+            self._context.failures = self._failures.causes(self._context.restarts)
             self._context.ends_as = "failed"
             self._recoveries.abandon()
             self._ending.end_all("the job failed", self._state.limits.fail_grace_s, now)
-
-    def _with_restarts_behind(self, now: float) -> list[FailureInfo]:
-        """A call to a member that was being restarted may have failed, and its caller with it: then the failure that
-        led to the restart is the first cause."""
-        causes = self._failures.causes()
-        if min(failure.weight for failure in self._failures) is not Weight.FOLLOWS:
-            return causes
-        known = {cause.message for cause in causes}
-        behind = [
-            record.failure
-            for record in self._context.restarts
-            if record.at > now - CAUSE_MEMORY_S and record.failure.message not in known
-        ]
-        return [*behind, *causes]

@@ -133,6 +133,36 @@ class CallGraph:
             further += wave
         return Touched(names, upstream, tuple(further), downstream, tuple(peers), tuple(sorted(sharing)))
 
+    def reached_from(self, names: Iterable[str]) -> frozenset[str]:
+        """Everybody whom these members call, directly or through others, with the process groups of all of them; of
+        those that are given, only who is reached again."""
+        calls: dict[str, set[str]] = {}
+        for caller, callee, _ in self._observed:
+            calls.setdefault(caller, set()).add(callee)
+        of_role: dict[str, set[str]] = {}
+        for member, role in self.members.items():
+            of_role.setdefault(role, set()).add(member)
+        declared: dict[str, set[str]] = {}
+        for caller, callee in self._declared:
+            declared.setdefault(caller, set()).update(of_role.get(callee, ()))
+        reached: set[str] = set()
+        wave = list(names)
+        done = set(wave)
+        while wave:
+            name = wave.pop()
+            role = self._role(name)
+            group = of_role.get(role, set()) - {name} if role in self._groups else set()
+            for other in (calls.get(name, set()) | declared.get(role, set()) | group) - {name}:
+                reached.add(other)
+                if other not in done:
+                    done.add(other)
+                    wave.append(other)
+        return frozenset(reached)
+
+    def beside(self, member: str) -> frozenset[str]:
+        """Who shares a device with a member."""
+        return frozenset(name for group in self._devices if member in group for name in group) - {member}
+
     def _is_peer(self, role: str, names: Iterable[str]) -> bool:
         return role in self._groups and any(self._role(name) == role for name in names)
 

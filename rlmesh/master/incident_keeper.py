@@ -37,6 +37,7 @@ FIRST_WRITE_S = 0.05
 MOST_MEMBERS = 64
 """Of larger jobs the members that a failure touches are asked and shown, up to so many."""
 LINES = 20
+SHOWN_EARLIER = 10
 ENDED = ("succeeded", "failed", "stopped")
 
 
@@ -46,10 +47,15 @@ class IncidentKeeper:
     Args:
         log: of the job's events.
         ask_stacks: asks one member.
+        doing: what a member does that its state does not say.
     """
 
-    def __init__(self, context: JobContext, log: EventLog, ask_stacks: AskStacks) -> None:
+    def __init__(
+        self, context: JobContext, log: EventLog, ask_stacks: AskStacks,
+        doing: Callable[[Member], str] = lambda member: "",
+    ) -> None:  # fmt: skip
         self._context, self._log, self._ask = context, log, ask_stacks
+        self._doing = doing
         self._run_dir = Path(context.spec.run_dir)
         self._open: Incident | None = None
         self._restarts_from = 0
@@ -79,6 +85,7 @@ class IncidentKeeper:
         failures = self._failures()
         if failures != incident.failures:
             incident.failures, self._dirty = failures, True
+            incident.earlier = self._earlier(failures)
         if outcome := self._outcome():
             incident.outcome, incident.closed_at = outcome, now
             self._gather_events(incident)
@@ -105,10 +112,12 @@ class IncidentKeeper:
         self._restarts_from = self._restarts_seen
         job = {"name": spec.job_name, "id": spec.job_id, "run_dir": spec.run_dir, "stage": context.stage}
         incident = Incident(next_number(self._run_dir), job, now, self._failures(), config=self._config())
+        incident.earlier = self._earlier(incident.failures)
         for exit in self._exits:
             if not exit.ok:
                 self._add_exit(incident, exit)
         touched = self._touched(incident)
+        incident.doing = {member.name: doing for member in context.members.values() if (doing := self._doing(member))}
         incident.steps = {member.name: member.step for member in context.members.values()}
         for member in self._shown(touched):
             if member.endpoint and not member.gone and member.name not in incident.exits:
@@ -144,8 +153,23 @@ class IncidentKeeper:
 
     def _failures(self) -> list[FailureInfo]:
         restarts = [record.failure for record in self._context.restarts[self._restarts_from :]]
-        own = [failure for failure in self._context.failures if failure not in restarts]
-        return own + restarts if self._context.ends_as == "failed" else restarts + own
+        if self._context.ends_as == "failed":
+            own = list(self._context.failures)
+            first_at = own[0].at if own else 0.0
+            return own + [failure for failure in restarts if failure not in own and failure.at >= first_at]
+        return restarts + [failure for failure in self._context.failures if failure not in restarts]
+
+    def _earlier(self, failures: list[FailureInfo]) -> list[str]:
+        """Restarts before the first cause that it does not follow from."""
+        if not failures:
+            return []
+        at = failures[0].at
+        others = [record for record in self._context.restarts if record.at < at and record.failure not in failures]
+        return [
+            f"{at - record.at:.1f} s before: {record.cause}"
+            + ("" if record.ready_at is None else f"; served again after {record.ready_at - record.at:.1f} s")
+            for record in others[-SHOWN_EARLIER:]
+        ]
 
     def _outcome(self) -> str:
         """How it ended; empty while it has not."""

@@ -137,6 +137,8 @@ class JobManager:
                 self._notice(reason, within_s, grace_s, now)
             case ev.MemberExited(_, exit):
                 self._failing.process_exited(exit, now)
+            case ev.CircleFound(_, text):
+                self.context.note = text
             case ev.ProgressSeen() | ev.StacksTaken() | ev.DeviceFailed():
                 if isinstance(event, ev.DeviceFailed):
                     self._moves.bad_devices.add(event.uuid)
@@ -180,8 +182,8 @@ class JobManager:
             case ev.StoppedAt(step=step):
                 if wrong := self._together.stopped(member.id, step):
                     self._failing.fail(Weight.OWN, FailureInfo(wrong, *member.id, at=now), now)
-            case ev.MemberFailed(error=error, traceback=traceback, from_call=from_call):
-                self._failing.member_failed(member, error, traceback, from_call, now)
+            case ev.MemberFailed():
+                self._failing.member_failed(member, event, now)
 
     def _member_ready(self, member: Member, now: float) -> None:
         if member.state in ("starting", "bound"):

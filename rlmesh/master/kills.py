@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import signal
@@ -26,7 +27,7 @@ from typing import Literal
 from rlmesh.errors import UsageError
 from rlmesh.job.nearest import did_you_mean
 
-__all__ = ["Kill", "parse_kill", "parse_kills"]
+__all__ = ["Kill", "check_method", "parse_kill", "parse_kills"]
 
 Point = Literal["start", "step", "call", "shutdown", "after", "now"]
 POINTS: tuple[Point, ...] = ("start", "step", "call", "shutdown", "after", "now")
@@ -114,12 +115,25 @@ def parse_kill(text: str) -> Kill:
             number = float(value)
         except ValueError:
             raise UsageError(f"{text!r}: {value!r} is no number") from None
+        if not 0 <= number < math.inf:
+            raise UsageError(f"{text!r}: {value!r} is never reached; write a number from 0 on")
     elif point == "call":
         role, _, method = value.rpartition(".")
         role = role or (target if target not in (MASTER, AGENT) else "")
         if not role:
             raise UsageError(f"{text!r}: say at whose call, as in {target}@call=ACTOR.save")
     return Kill(target, rank, point, number, role, method, _signal(found["signal"], text))
+
+
+def check_method(kill: Kill, methods: Sequence[str]) -> None:
+    """Whether the member at whose call a kill is to happen has that method.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if kill.point == "call" and kill.method not in methods:
+        near = did_you_mean(kill.method, methods)
+        raise UsageError(f"{kill}: {kill.role} exports no method {kill.method!r}.{near}")
 
 
 def parse_kills(texts: Sequence[str], sizes: Mapping[str, int]) -> list[Kill]:
@@ -147,6 +161,10 @@ def _random_kills(text: str, sizes: Mapping[str, int]) -> list[Kill]:
             values[name] = float(value)
         except ValueError:
             raise UsageError(f"{text!r}: {value!r} is no number") from None
+    if values["kills"] < 1 or values["kills"] != int(values["kills"]):
+        raise UsageError(f"{text!r}: {values['kills']:g} kills are none; write a whole number of at least 1")
+    if not 0 <= values["within"] < math.inf:
+        raise UsageError(f"{text!r}: within {values['within']:g} s is no time; write seconds from 0 on")
     source = random.Random(int(values["seed"]))
     members = [(role, rank) for role, size in sorted(sizes.items()) for rank in range(size)]
     chosen = [source.choice(members) for _ in range(int(values["kills"]))]
@@ -169,8 +187,11 @@ def _signal(text: str | None, whole: str) -> int:
     if text is None:
         return int(signal.SIGKILL)
     if text.isdigit():
+        if int(text) not in set(signal.Signals):
+            raise UsageError(f"{whole!r}: there is no signal {text!r}")
         return int(text)
     name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
     if name not in signal.Signals.__members__:
-        raise UsageError(f"{whole!r}: there is no signal {text!r}")
+        near = did_you_mean(name, signal.Signals.__members__)
+        raise UsageError(f"{whole!r}: there is no signal {text!r}.{near}")
     return int(signal.Signals[name])

@@ -6,14 +6,19 @@ members nor whoever follows them waits.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 
 from rlmesh.agent.logs import LogLine, LogTail, Written
 from rlmesh.job.status import MemberStatus
+from rlmesh.master.telling import shorten
 from rlmesh.observe.folding import Folding
 
+FAILURE_LINES = 16
+_FAILED = re.compile(r" failed$")
 STALL_S = 2.0
 """How long the end waits for a reader that takes nothing."""
 _PAUSE_S = 0.02
@@ -37,6 +42,7 @@ class MergedLogs:
         self._tail = LogTail()
         self._folding = Folding()
         self._output, self._ready, self._clock, self._pause = output, ready, clock, pause
+        self._paths: dict[str, str] = {}
 
     def skip(self, written: Mapping[Path, Written]) -> None:
         """Leave out what earlier starts of the job have written."""
@@ -46,6 +52,7 @@ class MergedLogs:
         """Follow these members too; those that are known stay as they are."""
         for member in members:
             if not member.fused_with:  # else what it prints is in that member's log
+                self._paths[f"{member.role}:{member.rank}"] = member.log_path
                 self._tail.add(f"{member.role}:{member.rank}", member.log_path)
 
     def follow_files(self, files: Iterable[tuple[str, str]]) -> None:
@@ -74,5 +81,17 @@ class MergedLogs:
             self._output(line)
 
     def _show(self, lines: Iterable[LogLine]) -> None:
-        for line in self._folding.take(((line.name, line.text) for line in lines), self._clock()):
+        for line in self._folding.take(self._shortened(lines), self._clock()):
             self._output(line)
+
+    def _shortened(self, lines: Iterable[LogLine]) -> Iterable[tuple[str, str]]:
+        """The lines as name and text. What a member says of its failure is cut in the middle: all of it is in its
+        log."""
+        for name, group in groupby(lines, lambda line: line.name):
+            texts = [line.text for line in group]
+            at = next(
+                (n for n, text in enumerate(texts) if text.startswith(f"{name}: ") and _FAILED.search(text)), None
+            )
+            if at is not None:
+                texts[at:] = shorten(texts[at:], FAILURE_LINES, self._paths.get(name, ""))
+            yield from ((name, text) for text in texts)

@@ -21,7 +21,8 @@ from rlmesh.master.chaos import Chaos
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.incident_keeper import IncidentKeeper
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.kills import parse_kills
+from rlmesh.master.job_state import SERVING
+from rlmesh.master.kills import check_method, parse_kills
 from rlmesh.master.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
 from rlmesh.master.metrics_page import families
 from rlmesh.observe.eventlog import EventLog, entry_of
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 USAGE_S = 1.0
+METHODS_S = 2.0
 """How long a scrape waits for a node."""
 METRICS_ADDRESS = "metrics.address"
 """In the run directory: where the metrics are, since the port may have been left to the system."""
@@ -51,12 +53,15 @@ class Observer:
         manager: of the job.
         runtime: to ask members.
         clock: seconds since the epoch.
+        doing: what a member does that its state does not say.
     """
 
-    def __init__(self, manager: JobManager, runtime: Runtime, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, manager: JobManager, runtime: Runtime, clock: Callable[[], float], doing: Callable[[Member], str]
+    ) -> None:
         self._manager, self._runtime, self._clock = manager, runtime, clock
         self._log = EventLog(Path(manager.context.spec.run_dir))
-        self._incidents = IncidentKeeper(manager.context, self._log, self._ask_stacks)
+        self._incidents = IncidentKeeper(manager.context, self._log, self._ask_stacks, doing)
         self._stage = manager.context.stage
         spec = manager.context.spec
         self._sizes = {role.name: role.members for role in spec.roles}
@@ -69,19 +74,38 @@ class Observer:
         draw(self._manager.context)
         self._manager.context.graph.observe(caller, edges, self._clock())
 
-    def rehearse(self, texts: Sequence[str]) -> tuple[str, ...]:
+    async def rehearse(self, texts: Sequence[str]) -> tuple[str, ...]:
         """Kill these when their moments come; returns them with their ranks.
 
         Raises:
             UsageError: one of them cannot be.
         """
         kills = parse_kills(texts, self._sizes)
+        for kill in kills:
+            if kill.point == "call" and (methods := await self._methods_of(kill.role)):
+                check_method(kill, methods)
         self._chaos.add(kills)
         return tuple(map(str, kills))
 
-    def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The kills that happened, and those that did not yet."""
-        return tuple(self._chaos.done), tuple(map(str, self._chaos.left))
+    async def _methods_of(self, role: str) -> tuple[str, ...]:
+        """What the members of a role export; empty if none serves yet, or none answers."""
+        for member in self._manager.context.members.values():
+            if member.id[0] == role and member.endpoint and member.state in SERVING:
+                control = self._runtime.peer(CONTROL, member.endpoint).options(timeout_s=METHODS_S)
+                try:
+                    return tuple(await control.call("methods", member.name))
+                except CallError:
+                    return ()
+        return ()
+
+    def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
+        """The kills that happened, those that did not yet, and those that never will, with why."""
+        return tuple(self._chaos.done), tuple(map(str, self._chaos.left)), dict(self._chaos.cannot)
+
+    def cannot_reach(self, kill: str, why: str) -> None:
+        """A member has no such method as a kill waits for."""
+        if self._chaos.drop(kill, why):
+            self._manager.context.note = f"the rehearsal {kill} cannot happen: {why}"
 
     async def reached(self, kill: str) -> None:
         """A member has come to the call at which somebody is to be killed."""

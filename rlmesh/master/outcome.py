@@ -92,19 +92,28 @@ def describe_failure(failure: FailureInfo) -> str:
         parts += [f"traceback of {failure.role}:{failure.rank}:", _indented(failure.remote_traceback)]
     if failure.exit is not None and failure.exit.peak_rss_bytes:
         parts.append(f"peak memory: {failure.exit.peak_rss_bytes / 2**20:.0f} MiB")
-    if failure.exit is not None and failure.exit.last_log_lines:
+    if failure.exit is not None and failure.exit.last_log_lines and not _ends_alike(failure):
         parts.append(f"last lines of {failure.exit.log_path}:")
         parts.append(_indented("\n".join(failure.exit.last_log_lines[-SHOWN_LOG_LINES:])))
     return shown(mask_text("\n".join(parts)), lines=True)
 
 
-def job_failed(job_name: str, failures: Sequence[FailureInfo], run_dir: Path) -> JobFailed:
-    """The error for a job that failed; its first exception is the first cause."""
+def _ends_alike(failure: FailureInfo) -> bool:
+    """Whether the log ends with the traceback, which need not be told twice."""
+    last = failure.remote_traceback.rstrip().splitlines()[-1:]
+    return bool(last) and failure.exit is not None and last[0] in failure.exit.last_log_lines
+
+
+def job_failed(
+    job_name: str, failures: Sequence[FailureInfo], run_dir: Path, *, output_shown: bool = False
+) -> JobFailed:
+    """The error for a job that failed; its first exception is the first cause. ``output_shown``: a view showed the
+    output of its members."""
     incident = newest_incident(run_dir)
     files = f"what happened: {incident}; logs and metrics: {run_dir}" if incident else f"logs and metrics: {run_dir}"
     text = f"{shown(mask_text(first_cause(job_name, failures)))} ({files})"
     error = JobFailed(text, [_as_exception(failure) for failure in failures] or [LaunchError(text)])
-    error.run_dir = str(run_dir)
+    error.run_dir, error.shown = str(run_dir), output_shown
     error.incident = str(incident or "")
     error.node_lost = bool(failures) and failures[0].kind == NODE_LOST
     return error

@@ -21,13 +21,16 @@ from rlmesh import private_files
 from rlmesh.agent.logs import last_lines
 from rlmesh.agent.node import machine_id
 from rlmesh.agent.own_logs import log_to_standard_error
-from rlmesh.agent.protocol import MASTER, STATE_REFUSED, AgentConfig, Grant, MemberHello, MemberProcess
+from rlmesh.agent.protocol import MASTER, STATE_REFUSED, AgentConfig, CallOrigin, Grant, MemberHello, MemberProcess
 from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
 from rlmesh.job.masking import know, secrets_in
-from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord
+from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord, Serving
 from rlmesh.master import events as ev
 from rlmesh.master.agent_watch import AgentWatch
+from rlmesh.master.circles import CircleWatch
+from rlmesh.master.context import Member
+from rlmesh.master.doings import Doings, LookAround
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers, why_ends
 from rlmesh.master.job_manager import JobManager
@@ -40,6 +43,8 @@ from rlmesh.master.schema import SchemaError
 from rlmesh.master.snapshot import stored_fact
 from rlmesh.master.store import STORE_FILE, Stored, StoreRefused
 from rlmesh.placement.inventory import NodeInfo
+from rlmesh.runtime.blocked import BlockedCalls
+from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.joining import JobView
 from rlmesh.runtime.rpc import rpc
@@ -96,7 +101,10 @@ class PrimeMaster:
         self._over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._stage = self.manager.context.stage
         self.manager.context.master_public = self._public
-        self._observer = Observer(self.manager, runtime, clock)
+        self._circles, self._doings = CircleWatch(), Doings()
+        self._look_around = LookAround(self._doings, self._agents_with_members)
+        self._executor.doing = self._doing
+        self._observer = Observer(self.manager, runtime, clock, self._did)
 
     def post(self, event: ev.Event) -> None:
         """Put an event behind those that came before."""
@@ -106,6 +114,7 @@ class PrimeMaster:
         """Run the job until the driver has said goodbye, or did not within ``GOODBYE_WAIT_S`` of its end."""
         ended_at: float | None = None
         await self._observer.open()
+        self._look_around.start()
         try:
             if self._pump.masters > 1:
                 logger.info("this is master %d of the job; it goes on where the last one was", self._pump.masters)
@@ -145,7 +154,26 @@ class PrimeMaster:
         members = self.manager.context.members.values()
         return [member.pid for member in members if member.placement.node_rank == node_rank and not member.gone]
 
+    def _agents_with_members(self) -> list[tuple[MemberHandle, list[tuple[str, int, int]]]]:
+        """The agents, with the members whose processes may run there."""
+        of_node: dict[int, list[tuple[str, int, int]]] = {}
+        for member in self.manager.context.members.values():
+            if member.pid and not member.gone:
+                of_node.setdefault(member.placement.node_rank, []).append(member.key)
+        nodes = self.manager.context.nodes
+        return [(self._executor.agent(node), keys) for node, keys in of_node.items() if node in nodes]
+
+    def _doing(self, member: Member) -> str:
+        return self._doings.of(member.key, time.monotonic())
+
+    def _did(self, member: Member) -> str:
+        """What a member does, or did in the process that it had before."""
+        role, rank, incarnation = member.key
+        now = time.monotonic()
+        return self._doings.of(member.key, now) or self._doings.of((role, rank, incarnation - 1), now)
+
     async def _close(self) -> None:
+        await self._look_around.close()
         await self._watch.close()
         await self._observer.close()
         await self._executor.close()
@@ -201,9 +229,13 @@ class PrimeMaster:
         await self._pump.take(ev.MemberReady(role, rank, incarnation))
 
     @rpc(concurrent=MANY)
-    async def member_failed(self, role: str, rank: int, incarnation: int, exc: Exception, tb: str) -> None:
+    async def member_failed(
+        self, role: str, rank: int, incarnation: int, exc: Exception, tb: str, origin: CallOrigin | None = None
+    ) -> None:
+        """A member's own code raised. ``origin``: it came out of calls to others."""
         text = f"{type(exc).__name__}: {exc}"
-        await self._pump.take(ev.MemberFailed(role, rank, incarnation, text, tb, isinstance(exc, CallError)))
+        from_call, blames, lost = origin or CallOrigin(isinstance(exc, CallError))
+        await self._pump.take(ev.MemberFailed(role, rank, incarnation, text, tb, from_call, blames, lost))
 
     @rpc(concurrent=MANY)
     async def run_finished(self, role: str, rank: int, incarnation: int) -> None:
@@ -218,10 +250,30 @@ class PrimeMaster:
         """Whom a member called since it said so before."""
         self._observer.observed(caller, edges)
 
+    @rpc
+    async def blocked(self, process: str, incarnation: int, waits: BlockedCalls) -> None:
+        """What waits in a process of members, and what is queued behind it."""
+        members = self.manager.context.members.values()
+        self._circles.keep({member.name: member.incarnation for member in members if not member.gone})
+        for circle in self._circles.take(process, incarnation, waits, time.monotonic()):
+            logger.warning("%s", circle.text)
+            self.post(ev.CircleFound(circle.members, circle.text))
+            self._executor.break_circle(circle)
+
+    @rpc
+    async def runs_on(self, name: str, incarnation: int, calls: tuple[Serving, ...]) -> None:
+        """What runs in a member although its call was cancelled or timed out."""
+        self._doings.told(name, incarnation, calls, time.monotonic())
+
     @rpc(concurrent=64)
     async def reached(self, kill: str) -> None:
         """The member has come to a call at which somebody is to be killed; answered when the signal was sent."""
         await self._observer.reached(kill)
+
+    @rpc
+    async def cannot_reach(self, kill: str, why: str) -> None:
+        """The member has no such method as the kill waits for."""
+        self._observer.cannot_reach(kill, why)
 
     # Called by services that joined
 
@@ -254,7 +306,8 @@ class PrimeMaster:
             extra[WANTED_NODES] = ",".join(map(str, sorted(wanted)))
         if trouble := self._pump.store_trouble:
             extra[STORE_TROUBLE] = trouble
-        return replace(self.manager.status(records_from), extra=extra)
+        status = self._doings.shown_in(self.manager.status(records_from), time.monotonic())
+        return replace(status, extra=extra)
 
     @rpc(concurrent=4)
     async def pending(self) -> tuple[MemberWaits, ...]:
@@ -264,11 +317,11 @@ class PrimeMaster:
     @rpc
     async def rehearse(self, kills: tuple[str, ...]) -> tuple[str, ...]:
         """Kill somebody when the moment comes; the kills, with what was drawn."""
-        return self._observer.rehearse(kills)
+        return await self._observer.rehearse(kills)
 
     @rpc
-    async def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The kills that happened, and those that are still to come."""
+    async def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
+        """The kills that happened, those that are still to come, and those that cannot, with why."""
         return self._observer.rehearsed()
 
     @rpc

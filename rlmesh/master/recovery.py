@@ -123,14 +123,16 @@ class Recoveries:
         """A group that has lost a rank cannot end in good order, and others wait for it; a whole job can."""
         return self._state.limits.fail_grace_s if restart.record.scope == "job" else 0.0
 
-    def took(self, exit: ExitInfo) -> bool:
-        """Whether an exit is that of an old process which was ended for a restart."""
+    def took(self, exit: ExitInfo) -> str | None:
+        """Why an old process was ended, if it was for a restart that it has ended now."""
         key = (exit.role, exit.rank, exit.incarnation)
         for recovery in self._active:
             if key in recovery.outgoing:
                 del recovery.outgoing[key]
-                return True
-        return False
+                record = recovery.restart.record
+                own = (exit.role, exit.rank) == (record.failure.role, record.failure.rank)
+                return record.cause if own else f"{record.unit} is started again: {record.cause}"
+        return None
 
     def node_lost(self, node_rank: int) -> None:
         """No old process runs on a node any more, and nothing is answered from there."""

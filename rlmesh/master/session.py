@@ -332,5 +332,5 @@ class Session:
             reason = self._interrupt.reason or status.note.removeprefix("stopped: ")
             raise job_interrupted(self._job_name, reason, status.killed)
         if status.stage == "failed":
-            raise job_failed(self._job_name, status.failures, run_dir)
+            raise job_failed(self._job_name, status.failures, run_dir, output_shown=getattr(self._view, "shows", True))
         return JobResult(self.status, run_dir, picture, reports)

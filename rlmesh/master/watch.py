@@ -37,8 +37,8 @@ class Watch:
 
     def take(self, event: ev.ProgressSeen | ev.StacksTaken | ev.DeviceFailed, now: float) -> None:
         match event:
-            case ev.ProgressSeen(member, None):
-                self._diagnosis.missed(member, now)
+            case ev.ProgressSeen(member, None, doing):
+                self._diagnosis.missed(member, now, doing)
             case ev.ProgressSeen(member, progress) if progress is not None:
                 self._diagnosis.saw(member, progress, now)
             case ev.StacksTaken():

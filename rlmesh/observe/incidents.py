@@ -36,12 +36,14 @@ class Incident:
         number: of the incident in its run, from 1.
         job: name, id and run directory.
         failures: first cause first, then what followed.
+        earlier: what failed before and was dealt with; nothing connects the first cause with it.
         touched: a sentence: whom it touched.
         exits: how members' processes ended, with signal or code and peak memory.
         limits: bytes of memory that members were promised, and that their nodes have.
         stacks: what each member that lived was doing.
         last_lines: the ends of the members' logs.
         steps: where each member was.
+        doing: what members did that their states do not say: busy without an answer, stopped, running on.
         events: entries of ``events.jsonl``, oldest first.
         outcome: empty while it is open.
         config: the job's description.
@@ -51,12 +53,14 @@ class Incident:
     job: dict[str, Any]
     opened_at: float
     failures: list[FailureInfo] = field(default_factory=list)
+    earlier: list[str] = field(default_factory=list)
     touched: str = ""
     exits: dict[str, dict[str, Any]] = field(default_factory=dict)
     limits: dict[str, dict[str, int]] = field(default_factory=dict)
     stacks: dict[str, str] = field(default_factory=dict)
     last_lines: dict[str, list[str]] = field(default_factory=dict)
     steps: dict[str, int | None] = field(default_factory=dict)
+    doing: dict[str, str] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     outcome: str = ""
     closed_at: float | None = None
@@ -74,10 +78,12 @@ class Incident:
             "outcome": self.outcome or "open",
             "first_cause": _plain_failure(first) if first else None,
             "followed": [_plain_failure(failure) for failure in self.failures[1:]],
+            "earlier": self.earlier,
             "touched": self.touched,
             "exits": self.exits,
             "memory_limits": self.limits,
             "steps": self.steps,
+            "doing": self.doing,
             "stacks": self.stacks,
             "last_lines": self.last_lines,
             "events": self.events,
@@ -145,6 +151,10 @@ def incident_text(content: Mapping[str, Any]) -> str:
             *_indented(failure["message"].splitlines()[0] for failure in content["followed"]),
             "",
         ]
+    if content.get("earlier"):
+        lines += ["EARLIER, AND DEALT WITH", *_indented(content["earlier"]), ""]
+    if content.get("doing"):
+        lines += ["MEMBERS", *_indented(f"{who}: {what}" for who, what in content["doing"].items()), ""]
     if content["exits"]:
         lines += ["PROCESSES", *_indented(_exit_lines(content)), ""]
     lines += ["EVENTS", *_indented(_event_lines(content["events"][-SHOWN_EVENTS:], content["opened_at"])), ""]

@@ -87,6 +87,8 @@ def make_view(
 class NoView:
     """Shows nothing."""
 
+    shows = False
+
     def update(self, status: JobStatus) -> None: ...
 
     def output(self, line: str) -> None: ...
@@ -187,7 +189,7 @@ class LiveView:
         room = max(3, self._console.height - _LINES_AROUND_THE_MEMBERS)
         rows = status.members
         if len(rows) > room:  # what is wrong comes first
-            rows = tuple(sorted(rows, key=lambda member: member.state not in _FIRST)[: room - 1])
+            rows = tuple(sorted(rows, key=lambda member: not member.doing and member.state not in _FIRST)[: room - 1])
         for member in rows:
             table.add_row(*self._row(member, nodes))
         if len(rows) < len(status.members):
@@ -205,7 +207,9 @@ class LiveView:
             Text(name),
             *([Text(str(member.node_rank))] if nodes else []),
             Text(str(member.pid or "")),
-            Text(member.state, style=_STATE_STYLE[member.state]),
+            Text(f"{member.state}, {member.doing}", style="yellow")
+            if member.doing
+            else Text(member.state, style=_STATE_STYLE[member.state]),
             Text("" if member.step is None else str(member.step)),
             Text(beat),
         ]

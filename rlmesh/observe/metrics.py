@@ -8,7 +8,8 @@ One JSON object per line and per report::
      "calls": [{"role": "ROLLOUT", "method": "generate", "calls": 1, "wall_s": 0.2, …}]}
 
 ``at`` is in seconds since the epoch. ``number`` counts a sender's reports, so that a master that was started again
-knows which of them are here. Values that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``.
+knows which of them are here. Each process of a member is a sender: of a step that was made again after a restart the
+newest one's reports stand. Values that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``.
 Lines are written whole; a line that a dying machine tore is skipped by readers.
 """
 
@@ -18,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
@@ -27,6 +29,7 @@ from typing import Any
 from rlmesh import private_files
 from rlmesh.job.status import CallStats, MetricRecord
 from rlmesh.observe.append import AppendFile, ends_torn
+from rlmesh.observe.replays import standing
 from rlmesh.observe.shown import json_text
 from rlmesh.observe.tensorboard import EventFile
 
@@ -34,6 +37,9 @@ __all__ = ["METRICS_FILE", "MetricsWriter", "read_records", "read_tail"]
 
 logger = logging.getLogger(__name__)
 
+NO_STEP = -1
+_STEP = re.compile(rb'"step":(-?\d+),"metrics":')
+_TAIL_BYTES = 4 << 20
 METRICS_FILE = "metrics.jsonl"
 """Name of the file inside the run directory."""
 
@@ -49,6 +55,8 @@ class MetricsWriter:
     def __init__(self, run_dir: Path) -> None:
         self._lines = AppendFile(run_dir / METRICS_FILE)
         self._events = EventFile(run_dir / "tensorboard")
+        self._senders: dict[tuple[str, int], str] = {}
+        self._highest: int | None = None
         self._warned = False
         self.lost = 0
 
@@ -58,7 +66,10 @@ class MetricsWriter:
             line = _encode(record)
             if not self._lines.is_open and ends_torn(self._lines.path):
                 line = b"\n" + line
+            replays = self._may_replay(record)
             self._lines.append(line)
+            if replays is not None:
+                self._events.expect_replay(replays, at=record.at)
             self._events.add_scalars(_tags(record), step=record.step, at=record.at)
         except (OSError, TypeError, ValueError) as error:
             self.lost += 1
@@ -70,6 +81,18 @@ class MetricsWriter:
                     record.role, record.rank, record.step, self._lines.path, error,
                 )  # fmt: skip
 
+    def _may_replay(self, record: MetricRecord) -> int | None:
+        """The highest step so far, if another process of a member begins to report."""
+        member = (record.role, record.rank)
+        if self._highest is None:
+            self._highest = _highest_step(self._lines.path)
+        before = self._highest
+        known = self._senders.get(member)
+        self._senders[member] = record.sender
+        self._highest = max(before, record.step)
+        began_anew = known is None and before > NO_STEP and not self._events.is_open
+        return before if (known is not None and known != record.sender) or began_anew else None
+
     def close(self) -> None:
         """Close both files. Safe to call twice."""
         self._lines.close()
@@ -79,8 +102,16 @@ class MetricsWriter:
             logger.warning("%d reports are missing in %s", lost, self._lines.path)
 
 
-def read_records(path: Path) -> Iterator[MetricRecord]:
-    """The reports in a ``metrics.jsonl``, oldest first; torn lines are skipped, a missing file has none."""
+def read_records(path: Path, *, replaced: bool = False) -> Iterator[MetricRecord]:
+    """The reports in a ``metrics.jsonl``, oldest first; torn lines are skipped, a missing file has none.
+
+    Args:
+        replaced: also those of steps that their member made again after a restart.
+    """
+    return iter(_read_all(path) if replaced else standing(_read_all(path)))
+
+
+def _read_all(path: Path) -> Iterator[MetricRecord]:
     try:
         file = os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb")
     except OSError:
@@ -112,6 +143,16 @@ def read_tail(path: Path, most: int) -> tuple[int, list[MetricRecord]]:
         except (ValueError, TypeError, KeyError, AttributeError):
             count -= 1  # torn: readers skip it
     return count, records
+
+
+def _highest_step(path: Path) -> int:
+    """Of the reports at the end of a file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return max((int(found) for found in _STEP.findall(file.read())), default=NO_STEP)
+    except OSError:
+        return NO_STEP
 
 
 def _encode(record: MetricRecord) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +14,7 @@ from rlmesh.observe.summary import closing_lines, failure_line, format_value, he
 
 __all__ = ["PlainView"]
 
+_SECONDS = re.compile(r"[0-9.]+ s\b")
 CHANGES_EVERY_S = 0.5
 STEPS_EVERY_S = 2.0
 
@@ -34,6 +36,7 @@ class PlainView:
         self._shown_step: int | None = None
         self._shown_failures = 0
         self._note = ""
+        self._doing: dict[str, str] = {}
         self._started = False
 
     def update(self, status: JobStatus) -> None:
@@ -46,6 +49,7 @@ class PlainView:
         if status.note and status.note != self._note:
             self._say(status, status.note)
         self._note = status.note
+        self._show_doing(status)
         now = self._clock()
         if now - self._changes_at >= CHANGES_EVERY_S:
             self._show_changes(status, now)
@@ -86,6 +90,14 @@ class PlainView:
         for failure in status.failures[self._shown_failures :]:
             self._say(status, f"failed: {failure_line(failure)}")
         self._shown_failures = max(self._shown_failures, len(status.failures))
+
+    def _show_doing(self, status: JobStatus) -> None:
+        """What a member does is told when it begins, not with every second that it lasts."""
+        doing = {f"{member.role}:{member.rank}": member.doing for member in status.members if member.doing}
+        for name, text in doing.items():
+            if _SECONDS.sub("", text) != _SECONDS.sub("", self._doing.get(name, "")):
+                self._say(status, f"{name}: {text}")
+        self._doing = doing
 
     def _show_changes(self, status: JobStatus, now: float) -> None:
         if self._changes:

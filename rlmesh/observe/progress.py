@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rlmesh.job.status import JobStatus, MemberStatus, MetricRecord
+from rlmesh.observe.replays import Replays
 from rlmesh.observe.timeuse import TimeUse
 
 __all__ = ["Change", "Curve", "JobProgress", "sparkline", "state_counts"]
@@ -35,12 +36,21 @@ class Curve:
         total, count = self.sums.get(step, (0.0, 0))
         self.sums[step] = (total + value, count + 1)
 
+    def remove(self, step: int, value: float) -> None:
+        """Take back what was added."""
+        total, count = self.sums.get(step, (0.0, 0))
+        if count > 1:
+            self.sums[step] = (total - value, count - 1)
+        else:
+            self.sums.pop(step, None)
+
     def points(self) -> list[tuple[int, float]]:
         return [(step, total / count) for step, (total, count) in sorted(self.sums.items())]
 
 
 class JobProgress:
-    """Adds up snapshots of one job. Reports that came before, by their number, are not counted again."""
+    """Adds up snapshots of one job. Reports that came before, by their number, are not counted again; of a step that a
+    member made again after a restart, the newest reports count."""
 
     def __init__(self) -> None:
         self.status: JobStatus | None = None
@@ -49,6 +59,7 @@ class JobProgress:
         self.latest: MetricRecord | None = None
         self._states: dict[str, str] = {}
         self._records = 0
+        self._replays = Replays()
 
     def update(self, status: JobStatus) -> list[Change]:
         """Take in a snapshot; what changed since the one before, in the order of the members."""
@@ -81,6 +92,15 @@ class JobProgress:
         return [] if curve is None else [value for _, value in curve.points() if math.isfinite(value)]
 
     def _add(self, record: MetricRecord) -> None:
+        stands, replaced = self._replays.take(record)
+        for old in replaced:
+            self.time_use.remove(old)
+            for name, value in old.metrics.items():
+                self.curves[name].remove(old.step, value)
+                if not self.curves[name].sums:
+                    del self.curves[name]
+        if not stands:
+            return
         self.time_use.add(record)
         for name, value in record.metrics.items():
             self.curves.setdefault(name, Curve(name)).add(record.step, value)

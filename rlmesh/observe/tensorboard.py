@@ -8,6 +8,10 @@ each ``tensorflow.Event`` protocol buffer. Of that message this module writes fi
     Event    1 wall_time double    2 step int64    3 file_version string    5 summary Summary
     Summary  1 value repeated Value
     Value    1 tag string    2 simple_value float
+
+A member that was started again makes some steps a second time. Readers drop what a tag has from a step on when that
+step comes again: the faster one always does, the one in Python does where the file says version 1 and the step lies
+before the last event's. So the file says 1, and a bare event, one step after all others, announces such reports.
 """
 
 from __future__ import annotations
@@ -47,6 +51,20 @@ class EventFile:
         values = b"".join(_field(1, _BYTES, _scalar(tag, value)) for tag, value in scalars.items())
         self._file.append(_frame(_event(at, _field(2, _VARINT, _varint(step)) + _field(5, _BYTES, values))))
 
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def expect_replay(self, highest: int, *, at: float) -> None:
+        """Scalars of steps up to ``highest`` that come from now on replace those before.
+
+        Raises:
+            OSError: the file cannot be made or written.
+        """
+        if self._file is None:
+            self._file = self._open(at)
+        self._file.append(_frame(_event(at, _field(2, _VARINT, _varint(highest + 1)))))
+
     def close(self) -> None:
         """Close the file. Safe to call twice."""
         file, self._file = self._file, None
@@ -58,7 +76,7 @@ class EventFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.rlmesh"
         file = AppendFile(self._directory / name)
         try:
-            file.append(_frame(_event(at, _field(3, _BYTES, b"brain.Event:2"))))
+            file.append(_frame(_event(at, _field(3, _BYTES, b"brain.Event:1"))))
         except OSError:
             file.close()
             raise

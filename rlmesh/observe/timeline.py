@@ -114,8 +114,10 @@ class TracedCall:
 def read_trace(run_dir: Path) -> dict[str, Any]:
     """The trace of a run, from what is in its directory: events and reports always, calls where they were noted."""
     return build_trace(
-        list(read_events(run_dir)), list(read_records(run_dir / METRICS_FILE)), list(_read_calls(run_dir))
-    )  # fmt: skip
+        list(read_events(run_dir)),
+        list(read_records(run_dir / METRICS_FILE, replaced=True)),
+        list(_read_calls(run_dir)),
+    )
 
 
 def build_trace(

@@ -15,7 +15,7 @@ averaged over the caller's steps:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlmesh.job.status import CallStats, MetricRecord
 
@@ -87,6 +87,11 @@ class _Reports:
         self.last_at[record.rank] = record.at
         self.calls = _merged([*self.calls, *calls_to_roles(record)])
 
+    def remove(self, record: MetricRecord) -> None:
+        """Take back a report whose step was made again."""
+        self.step_s -= record.metrics.get(STEP_TIME, 0.0)
+        self.calls = [call for call in _merged([*self.calls, *map(_negated, calls_to_roles(record))]) if call.calls > 0]
+
 
 class TimeUse:
     """Adds up the call statistics of reports."""
@@ -100,6 +105,12 @@ class TimeUse:
     def add(self, record: MetricRecord) -> None:
         kind = self._timed if STEP_TIME in record.metrics else self._others
         kind.setdefault(record.role, _Reports()).add(record)
+
+    def remove(self, record: MetricRecord) -> None:
+        """Take back a report: its step was made again, and is reported anew."""
+        kind = self._timed if STEP_TIME in record.metrics else self._others
+        if record.role in kind:
+            kind[record.role].remove(record)
 
     def callers(self) -> tuple[CallerUse, ...]:
         """Roles that called others, the one with the most waiting first."""
@@ -172,6 +183,13 @@ def _merged(calls: Iterable[CallStats]) -> list[CallStats]:
             share_s=known.share_s + call.share_s,
         )  # fmt: skip
     return list(sums.values())
+
+
+def _negated(call: CallStats) -> CallStats:
+    seconds = {name: -getattr(call, name) for name in (
+        "wall_s", "method_s", "queued_s", "run_queue_s", "overhead_s", "share_s",
+    )}  # fmt: skip
+    return replace(call, calls=-call.calls, **seconds)
 
 
 _HEAD = (

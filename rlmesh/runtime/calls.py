@@ -370,7 +370,7 @@ class Calls(CohortCalls):
         if peer is not None:
             if call.call_id in peer.pending:
                 executed = "maybe"
-                state = "the member has not answered" if peer.channel.authenticated else "it is not connected"
+                state = self.unanswered(call) if peer.channel.authenticated else "it is not connected"
                 peer.channel.send(Cancel(call.call_id), [])
             else:
                 state = f"{peer.window} calls to it were on their way"

@@ -10,10 +10,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rlmesh.errors import (
     CallCancelled,
@@ -28,20 +28,21 @@ from rlmesh.errors import (
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.awaiting import await_elsewhere, cancel_task
+from rlmesh.runtime.board import ASYNC, DEF, Board
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext, InContext, current_call
 from rlmesh.runtime.forked import end_child
 from rlmesh.runtime.future import Future
+from rlmesh.runtime.host import Host
 from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
 from rlmesh.runtime.outflow import Outflow
 from rlmesh.runtime.passing import Arrivals
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.served import Method, Served
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
-from rlmesh.runtime.waiting import Serving
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Kept, Reply, Room
-from rlmesh.wire.passed import Elsewhere, Part, unpack_passed
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Call, Credit, Flag, Frames, Kept, Reply, Room
+from rlmesh.wire.passed import Part, unpack_passed
 
 logger = logging.getLogger(__name__)
 
@@ -49,26 +50,6 @@ _CALLS_PER_TURN = 64
 """So many short calls of one method run before the loop's other tasks have their turn."""
 
 _NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(Flag.PASSED), int(Flag.KEEP)
-
-
-class Host(Protocol):
-    """What dispatch needs of its runtime."""
-
-    def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
-        """A result that another process keeps."""
-        ...
-
-    def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
-        """Frames of large buffers that no longer change."""
-        ...
-
-    def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Run ``fn`` on the loop that runs ``async def`` methods of members; at once where that loop runs."""
-        ...
-
-    def system_exit(self, code: object) -> None:
-        """User code called ``sys.exit``."""
-        ...
 
 
 class Incoming:
@@ -134,9 +115,13 @@ class Dispatcher:
         self.capture = host.capture
         self._served: dict[str, Served] = {}
         self._incoming: dict[tuple[Any, int], Incoming] = {}
+        self._unawaited: dict[tuple[Any, int], Incoming] = {}
+        """Notifications, and calls that run on although they were cancelled."""
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
         self._starting: list[Incoming] | None = None
         self.kept = KeptResults(loop)
+        self.board: Board | None = None
+        """Where methods that begin are noted, for those who look from outside."""
         self.active_at = clock.now()
         """When an item of a stream was last sent."""
         self.ending = False
@@ -184,7 +169,7 @@ class Dispatcher:
             if call.method == FETCH and not isinstance(error, StaleIncarnation):
                 self._answer_fetch(channel, call, frames)
             else:
-                self._refuse(channel, call, error)
+                self.refuse(channel, call, error)
             return
         incoming = Incoming(channel, call, frames, method, run_queue_ns)
         if not call.flags:
@@ -224,11 +209,10 @@ class Dispatcher:
             try:
                 incoming.frames, values = unpack_passed(incoming.frames)
             except MalformedFrame as error:
-                self._refuse(incoming.channel, call, error)
+                self.refuse(incoming.channel, call, error)
                 return False
             incoming.passed = Arrivals(values, call.timeout_s, self._host.fetch)
-        if not call.flags & _NO_REPLY:
-            self._incoming[incoming.key] = incoming
+        (self._unawaited if call.flags & _NO_REPLY else self._incoming)[incoming.key] = incoming
         if call.flags & _STREAM:
             incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
         elif call.flags & _KEEP:
@@ -246,7 +230,7 @@ class Dispatcher:
             ((token, *part), _) = codec.decode(frames)
             answer = self.kept.fetch(token, Part(*part), self._host.capture)
         except Exception as error:
-            self._refuse(channel, call, error)
+            self.refuse(channel, call, error)
         else:
             channel.send(Reply(call.call_id, True, 0, 0, 0), answer)
 
@@ -255,17 +239,17 @@ class Dispatcher:
         if incoming is not None and incoming.outflow is not None:
             incoming.outflow.on_credit(credit.items)
 
-    def serving(self) -> tuple[Serving, ...]:
-        """Calls without a reply. From any thread."""
-        now_ns = time.perf_counter_ns()
-        return tuple(
-            Serving(
-                f"{incoming.call.target}.{incoming.call.method}", (now_ns - incoming.received_ns) / 1e9,
-                incoming.channel.peer_name,
-                incoming.started_ns > 0 and not (incoming.outflow is not None and incoming.outflow.waits),
-            )
-            for incoming in list(self._incoming.values())
-        )  # fmt: skip
+    def calls(self) -> list[Incoming]:
+        """Calls that have arrived and have not ended, whether somebody waits for them or not. From any thread."""
+        return [*list(self._incoming.values()), *self.unawaited()]
+
+    def unawaited(self) -> list[Incoming]:
+        """Those for whose answer nobody waits. From any thread."""
+        return list(self._unawaited.values())
+
+    def early(self) -> list[tuple[Channel, Call]]:
+        """Calls to what is not served yet. From any thread."""
+        return [(channel, call) for calls in list(self._early.values()) for channel, call, _, _ in list(calls)]
 
     def on_lost(self, channel: Channel) -> None:
         """A caller is gone, or its connection is: end what it asked for."""
@@ -280,6 +264,8 @@ class Dispatcher:
         incoming = self._incoming.pop((channel.link, call_id), None)
         if incoming is None:
             return
+        # Before it is cancelled, so that whoever ends it and sees that takes it out again.
+        self._unawaited[incoming.key] = incoming
         incoming.cancelled = True
         incoming.context.cancel()
         if incoming.outflow is not None:
@@ -292,6 +278,9 @@ class Dispatcher:
             with incoming.method.lock:
                 if incoming in incoming.method.queue:
                     incoming.method.queue.remove(incoming)
+                    incoming.context.over = True
+        if incoming.context.over:
+            self._unawaited.pop(incoming.key, None)
 
     def _find(self, call: Call) -> Method:
         served = self._served.get(call.target)
@@ -348,6 +337,7 @@ class Dispatcher:
         if method.is_async or not method.serial:
             self._give_place_back(incoming, ended_ns)
         if incoming.cancelled or call.flags & _NO_REPLY:
+            self._unawaited.pop(incoming.key, None)
             return
         queued = incoming.ready_ns - incoming.received_ns
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
@@ -382,7 +372,7 @@ class Dispatcher:
         kept = Kept(call.call_id, token, nbytes, executed_ns, queued_ns, incoming.run_queue_ns)
         incoming.channel.send(kept, [])
 
-    def _refuse(self, channel: Channel, call: Call, error: Exception) -> None:
+    def refuse(self, channel: Channel, call: Call, error: Exception) -> None:
         if call.flags & _NO_REPLY:
             logger.warning("a notification was refused: %s", error)
             return
@@ -426,6 +416,9 @@ class Dispatcher:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = began_ns = time.perf_counter_ns()
+        if (board := self.board) is not None:
+            board.words[ASYNC] = began_ns
+            board.words[ASYNC + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         current_call.set(incoming.context)
         try:
@@ -438,6 +431,8 @@ class Dispatcher:
             ok, frames = True, codec.encode(value, self._host.capture)
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
+        if board is not None:
+            board.words[ASYNC + 1] = 0
         ended_ns = time.perf_counter_ns()
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
@@ -450,6 +445,9 @@ class Dispatcher:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = began_ns = time.perf_counter_ns()
+        if (board := self.board) is not None:
+            board.words[DEF] = began_ns
+            board.words[DEF + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         # Time behind other methods is theirs; time between the slot's release and this line is rlmesh's.
         incoming.ready_ns = max(incoming.ready_ns, served.executor.free_since_ns)
@@ -466,6 +464,8 @@ class Dispatcher:
             ok, frames = False, self.failed(incoming, error)
         finally:
             current_call.reset(token)
+            if board is not None:
+                board.words[DEF + 1] = 0
         ended_ns = time.perf_counter_ns()
         if incoming.method.serial:
             served.executor.free_since_ns = ended_ns

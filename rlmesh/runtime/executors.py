@@ -43,6 +43,11 @@ class SerialExecutor:
         self.free_since_ns = 0
         """When the last method ended."""
 
+    @property
+    def owned(self) -> bool:
+        """Whether jobs run, or will run, on the thread that calls `run`."""
+        return self._owned
+
     def hold(self) -> None:
         """Let jobs wait for `run` instead of starting a thread for them."""
         with self._lock:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import AddressBook, split_name
 from rlmesh.runtime.balance import Load, least_busy
+from rlmesh.runtime.board import board_path, does_not_answer, look_at
 from rlmesh.runtime.pending import Peer, PendingCall, how_it_ended
-from rlmesh.runtime.waiting import Waiting, lives, process_state
+from rlmesh.runtime.waiting import Waiting, lives, process_state, state_letter
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
@@ -128,6 +129,21 @@ class Knowledge:
             state = "connected"
         else:
             state = f"connected; {len(peer.pending)} other calls to it are on their way"
-        local = peer.endpoint.startswith(("unix:", "ipc:"))
-        process = process_state(member.pid) if member is not None and local else ""
-        return f"{state}; {process}" if process else state
+        if member is None or not peer.endpoint.startswith(("unix:", "ipc:")):
+            return state
+        known = [state, process_state(member.pid), self._why_silent(call)]
+        return "; ".join(filter(None, known))
+
+    def _why_silent(self, call: PendingCall) -> str:
+        """Why a member of this machine does not answer: it is stopped, or busy in something that keeps it from it."""
+        member = self._book.find_name(call.name) if self._book is not None else None
+        scheme, _, path = (call.peer.endpoint if call.peer is not None else "").partition("://")
+        if member is None or scheme not in ("unix", "ipc"):
+            return ""
+        seen = look_at(board_path(os.path.dirname(path), call.name))
+        return does_not_answer(state_letter(member.pid), member.pid, seen)
+
+    def unanswered(self, call: PendingCall) -> str:
+        """What is known at the deadline of a call that was sent."""
+        why = self._why_silent(call)
+        return "the member has not answered" + (f": it is {why}" if why.startswith(("stopped", "busy")) else "")

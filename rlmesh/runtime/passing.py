@@ -197,6 +197,10 @@ class PassedArguments:
         for fn in waiting:
             fn()
 
+    def awaited(self) -> list[Future[Any]]:
+        """Those that have not ended."""
+        return [future for future, _ in self._needs if not future.done()]
+
     def describe(self) -> str:
         """Which of them are awaited."""
         waiting = [future._described() for future, _ in self._needs if not future.done()]

@@ -7,17 +7,20 @@ import atexit
 import logging
 import re
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.errors import MethodNotFound, UsageError
-from rlmesh.runtime import forked
+from rlmesh.runtime import clock, forked
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.arguments import require
+from rlmesh.runtime.blocked import BlockedCalls, CallKey, blocked_calls, refuse_queued
+from rlmesh.runtime.board import Board
 from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
@@ -30,7 +33,7 @@ from rlmesh.runtime.lending import Lending
 from rlmesh.runtime.loops import LoopThread, Posts
 from rlmesh.runtime.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.reception import Reception
-from rlmesh.runtime.rpc import exported
+from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.security import check_key, find_key, make_key
 from rlmesh.runtime.served import Served
 from rlmesh.runtime.submission import Submission
@@ -100,6 +103,8 @@ class Runtime(Submission, Reception):
         self._lanes = Lanes(self, loop, self.network, self._key)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
+        self._main_work: tuple[str, float] = ("", 0.0)
+        """What of the user's code, other than methods, occupies the main thread, and since when."""
         self._opening = threading.Lock()
         self._main: Served | None = None
         self._expected: set[str] = set()
@@ -345,6 +350,11 @@ class Runtime(Submission, Reception):
                 return
         raise MethodNotFound(f"this process does not serve {name!r}")
 
+    def methods_of(self, name: str) -> tuple[str, ...]:
+        """What is exported under a name that is served here; empty if nothing is."""
+        found = [served for served in self._dispatcher.served() if served.name == name]
+        return tuple({*found[0].methods, *exported_functions()}) if found else ()
+
     def unserve(self, name: str) -> None:
         """Serve ``name`` no longer; calls that run already end normally."""
 
@@ -380,6 +390,30 @@ class Runtime(Submission, Reception):
         if self._main is None:
             raise UsageError("serve a member before run_main(): there is nothing whose methods could run")
         return self._main.executor
+
+    def note_methods_on(self, board: Board) -> None:
+        """Note there which methods begin, for those who look from outside."""
+        self._dispatcher.board = board
+
+    @contextmanager
+    def occupied(self, what: str) -> Iterator[None]:
+        """While user code that is no method, such as ``A:0.setup()``, has the main thread."""
+        self._main_work = (what, clock.now())
+        try:
+            yield
+        finally:
+            self._main_work = ("", 0.0)
+
+    def blocked(self, older_s: float) -> BlockedCalls:
+        """What runs here and waits for answers, and what is queued behind it, if any call has been here for
+        ``older_s`` seconds. From any thread."""
+        what, since = self._main_work
+        age_s = clock.now() - since if what else 0.0
+        return blocked_calls(self._dispatcher, self.name, (what, age_s), time.perf_counter_ns(), older_s)
+
+    def refuse_queued(self, calls: Collection[CallKey], text: str) -> None:
+        """Let calls that have not begun fail with `WouldDeadlock`. From any thread."""
+        self._on_loop(refuse_queued, self._dispatcher, self._loop, frozenset(calls), text)
 
     @property
     def key(self) -> bytes:

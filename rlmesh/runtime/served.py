@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import MethodNotFound
+from rlmesh.runtime.board import Board
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.kinds import is_on_loop
 from rlmesh.runtime.outflow import refuse_call
@@ -38,7 +39,29 @@ class Method:
         self.running = 0
         self.queue: deque[Incoming] = deque()
         self.lock = allocate_lock()
+        self.number = 0
+        """On the board of its process; 0: it has not run."""
         self._pool: ThreadPoolExecutor | None = None
+
+    def put_on(self, board: Board) -> int:
+        """It runs for the first time."""
+        self.number = board.number_of(self.label)
+        return self.number
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.owner.name}.{self.name}()"
+
+    @property
+    def shares_thread(self) -> bool:
+        """Its calls run one after the other with those of the member's other serial ``def`` methods."""
+        return self.serial and not self.is_async
+
+    @property
+    def waits_for_main(self) -> bool:
+        """Only the main thread may run it, which has something else to do."""
+        return self.main_thread and self.shares_thread and not self.owner.executor.owned
 
     def pool(self) -> ThreadPoolExecutor:
         if self._pool is None:

@@ -20,6 +20,7 @@ from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
+from rlmesh.runtime.servings import is_shown, serving_of
 from rlmesh.runtime.split import named_arguments
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.runtime.waiting import Serving, Waiting
@@ -227,14 +228,28 @@ class Submission(GroupSubmission):
         """A sign of life of this process. From any thread."""
         self._calls.active_at = clock.now()
 
+    def notify_aside(self, peer: MemberHandle, method: str, *args: object) -> None:
+        """Notify without a sign of life: what the process says about itself must not keep it from being quiet."""
+        active_at, began_at = self._calls.active_at, clock.now()
+        peer.notify(method, *args)
+        if began_at <= self._calls.active_at <= clock.now():
+            self._calls.active_at = active_at
+
     def quiet_s(self) -> float:
         """Seconds since this process sent a call, got an answer, sent an item of a stream, or gave another sign of
         life. Calls that it serves are none."""
         return max(0.0, clock.now() - max(self._calls.active_at, self._dispatcher.active_at))
 
     def serving(self) -> tuple[Serving, ...]:
-        """The calls that this process has not answered."""
-        return self._dispatcher.serving()
+        """What this process was asked and has not ended, whether somebody waits for it or not."""
+        now_ns = time.perf_counter_ns()
+        return tuple(serving_of(incoming, now_ns) for incoming in self._dispatcher.calls() if is_shown(incoming))
+
+    def running_on(self, for_s: float) -> tuple[Serving, ...]:
+        """What has been running here for so many seconds although its call was cancelled or timed out."""
+        now_ns = time.perf_counter_ns()
+        calls = (serving_of(incoming, now_ns) for incoming in self._dispatcher.unawaited() if incoming.cancelled)
+        return tuple(call for call in calls if call.runs and call.since_s >= for_s)
 
     def read_last_lines(self, read: Callable[[str, int], str]) -> None:
         """Let ``read`` give the last line of a member's log, by role and rank, for messages about members that one

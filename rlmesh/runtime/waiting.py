@@ -43,23 +43,33 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """One call that this process has not answered: of which method, for how long, for whom, and whether it runs."""
+    """One call that this process has not ended.
+
+    Attributes:
+        method: of which member, such as ``ACTOR:1.update``.
+        since_s: since it began, or, if it has not, since it came.
+        caller: who made it.
+        runs: whether it runs.
+        unawaited: why nobody waits for its answer; empty if its caller does.
+    """
 
     method: str
     since_s: float
     caller: str
     runs: bool
+    unawaited: str = ""
 
     def __str__(self) -> str:
         doing = "runs" if self.runs else "is queued"
-        return f"{self.method}() for {self.caller} {doing} for {self.since_s:.1f} s"
+        but = f", although {self.unawaited}" if self.unawaited and self.runs else ""
+        return f"{self.method}() for {self.caller} {doing} for {self.since_s:.1f} s{but}"
 
 
 def process_state(pid: int) -> str:
     """What a process of this machine does, as a sentence; empty if ``pid`` is 0."""
     if pid <= 0:
         return ""
-    letter = _state_letter(pid)
+    letter = state_letter(pid)
     if not letter:
         return f"process {pid} is gone"
     return f"process {pid} {_STATES.get(letter, 'is in state ' + letter)}"
@@ -67,10 +77,11 @@ def process_state(pid: int) -> str:
 
 def lives(pid: int) -> bool:
     """Whether a process of this machine has not ended; not so for 0."""
-    return pid > 0 and _state_letter(pid) not in ("", "Z", "X")
+    return pid > 0 and state_letter(pid) not in ("", "Z", "X")
 
 
-def _state_letter(pid: int) -> str:
+def state_letter(pid: int) -> str:
+    """What the kernel says that a process of this machine does, as one letter; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

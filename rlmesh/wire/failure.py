@@ -97,11 +97,29 @@ def _message(error: BaseException) -> str:
 def format_error(error: BaseException) -> str:
     """The traceback as text, beginning with the user's own frame. Never raises."""
     try:
-        return "".join(traceback.format_exception(type(error), error, _user_traceback(error)))
+        told = traceback.TracebackException(type(error), error, _user_traceback(error))
+        _end_in_user_code(told)
+        return "".join(told.format())
     except BaseException as broken:
         why = f"(its own {type(broken).__name__} keeps the rest from being told)"
         frames = _safely(lambda: "".join(traceback.format_tb(_user_traceback(error))), "")
         return f"Traceback (most recent call last):\n{frames}{'.'.join(_name(error))}: {_message(error)} {why}\n"
+
+
+def _end_in_user_code(told: traceback.TracebackException) -> None:
+    """Drop the last frames that belong to rlmesh itself, such as those of ``result()``, of an error and its causes."""
+    left, seen = [told], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        own = [_is_own(frame.filename) for frame in one.stack]
+        if issubclass(one.exc_type or Exception, CallError) and not all(own):
+            while own and own[-1]:
+                own.pop()
+                one.stack.pop()
+        left += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
 def _user_traceback(error: BaseException) -> Any:
@@ -176,8 +194,10 @@ def rebuild(
         role, rank, method, call_id, failure.executed, failure.type_name, failure.message, failure.traceback,
         failure.causes, failure.host, failure.pid,
     )  # fmt: skip
+    where = f"[raised by {member} in {method}()]"
+    # Whoever prints an error puts its type before its text; a plain RemoteError does not have that type.
     said = f"{failure.type_name}: {failure.message}" if failure.message else failure.type_name
-    error = _instance(failure, details, f"{said} [raised by {member} in {method}()]")
+    error = _instance(failure, details, f"{failure.message} {where}".lstrip(), f"{said} {where}")
     remote_type.annotate(error, note)
     return error
 
@@ -192,12 +212,13 @@ def _original(failure: FailureRecord) -> CallError | None:
     return value if isinstance(value, CallError) else None
 
 
-def _instance(failure: FailureRecord, details: CallDetails, text: str) -> RemoteError:
+def _instance(failure: FailureRecord, details: CallDetails, text: str, plain_text: str = "") -> RemoteError:
+    """The error of its own type, with ``text``; or a plain `RemoteError`, with ``plain_text`` where there is one."""
     values = remote_type.opened(failure.state)
     cls = _find_type(failure)
     base = remote_type.original_type(cls) if cls is not None else None
     if base is None:
-        return remote_type.plain(failure.message, values, details, text)
+        return remote_type.plain(failure.message, values, details, plain_text or text)
     args = values.get("args", (failure.message,))
     if failure.members is not None:
         first = args[0] if args and isinstance(args[0], str) else failure.message
@@ -205,7 +226,7 @@ def _instance(failure: FailureRecord, details: CallDetails, text: str) -> Remote
     try:
         return remote_type.build(base, args, values, details, text)
     except Exception:
-        return remote_type.plain(failure.message, values, details, text)
+        return remote_type.plain(failure.message, values, details, plain_text or text)
 
 
 def _member(failure: FailureRecord, whole: CallDetails) -> CallError:

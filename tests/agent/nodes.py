@@ -103,7 +103,9 @@ class Master:
         await self._note("ready", f"{role}:{rank}")
 
     @rpc
-    async def member_failed(self, role: str, rank: int, incarnation: int, exc: Exception, tb: str) -> None:
+    async def member_failed(
+        self, role: str, rank: int, incarnation: int, exc: Exception, tb: str, origin: object
+    ) -> None:
         await self._note("failed", f"{role}:{rank}", exc, tb)
 
     @rpc

@@ -109,6 +109,19 @@ class Echo:
 
 class Holder(Echo):
     @rpc
+    def hold_in_system_calls(self, seconds: float) -> list[float]:
+        """Sleeps and polls without letting go of the interpreter's lock, as a C library may; for how long each took,
+        and what ``poll`` gave."""
+        self.note("holds the lock")
+        libc = ctypes.PyDLL(None, use_errno=True)
+        nap = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
+        began = time.monotonic()
+        slept = libc.nanosleep(nap, None)
+        middle = time.monotonic()
+        polled = libc.poll(None, 0, int(seconds * 1000))
+        return [slept, middle - began, polled, time.monotonic() - middle]
+
+    @rpc
     def hold_the_lock(self, seconds: float) -> int:
         """Be in C, with the interpreter's lock, so that no other thread of this process runs Python."""
         libc = ctypes.PyDLL(None)

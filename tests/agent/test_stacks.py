@@ -9,6 +9,8 @@ import subprocess
 import threading
 from pathlib import Path
 
+import pytest
+
 from rlmesh.agent.stacks import dump_stacks, own_stacks
 from rlmesh.job.status import MemberStack
 from tests.agent.nodes import open_node
@@ -35,9 +37,26 @@ async def test_stacks_of_members(tmp_path: Path) -> None:
         assert found["ACTOR:0"].text == "", "it can answer, so it gets no signal"
         assert "Main thread" in told and "MainThread] (most recent call first):" in told
         assert any("in hold_the_lock" in frame for frame in found["ACTOR:1"].frames)
-        assert "it is stopped, or waits in the kernel" in found["ACTOR:2"].text
+        assert "its process is stopped" in found["ACTOR:2"].text
         assert found["ACTOR:2"].state == "is stopped" and not found["ACTOR:2"].frames
         await held
+
+
+@pytest.mark.case("a07")
+async def test_to_look_at_a_member_interrupts_nothing(tmp_path: Path) -> None:
+    async with open_node(tmp_path) as node:
+        holder = await node.start("Holder", "ACTOR:0")
+        held = holder.call("hold_in_system_calls", 1.5)
+        await asyncio.to_thread(wait_until, lambda: "holds the lock" in node.notes("ACTOR:0"))
+        key = ("ACTOR", 0, 0)
+        looks = 0
+        while not held.done():
+            (stack,) = await node.agent.call("examine", (key,), (key,))
+            looks += any("in hold_in_system_calls" in frame for frame in stack.frames)
+        slept, sleep_s, polled, poll_s = await held
+    assert looks > 3
+    assert (slept, polled) == (0, 0), "neither returned early"
+    assert sleep_s >= 1.5 and poll_s >= 1.49
 
 
 def test_a_process_tells_what_its_own_threads_do() -> None:

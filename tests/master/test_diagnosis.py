@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlmesh.job.status import MemberProgress, MemberStack, Serving
 from rlmesh.master import events as ev
-from rlmesh.master.diagnosis import DiagnosisManager, Hang, Quiet, causes_of, narrowed, quiet_for
+from rlmesh.master.diagnosis import DiagnosisManager, Hang, Quiet, causes_of, describe_hang, narrowed, quiet_for
 from rlmesh.master.jobspec import RestartRule
 from tests.master.bench import Bench, job, role
 
@@ -55,6 +55,13 @@ def names(hang: Hang | None) -> tuple[set[str], set[str]]:
         ([quiet("T:0", "A:0")], ["A:0"], set(), set()),  # who waits for somebody that moves
         ([quiet("T:0", "A:0")], [], set(), set()),  # who waits for an idle one: the call's deadline ends it
         ([quiet("A:0", "B:0"), quiet("B:0", "A:0")], [], {"A:0", "B:0"}, set()),
+        ([quiet("T:0", "A:0", "B:0"), quiet("A:0", "B:0"), quiet("B:0", "A:0")], [], {"A:0", "B:0"}, {"T:0"}),
+        (
+            [quiet("A:0", "B:0"), quiet("B:0", "A:0", "C:0"), quiet("C:0", "D:0"), quiet("D:0", "C:0")],
+            [],
+            {"C:0", "D:0"},
+            {"A:0", "B:0"},
+        ),  # a circle that waits for another one
         ([quiet("A:0"), quiet("A:1")], [], {"A:0", "A:1"}, set()),
     ],
 )
@@ -79,6 +86,13 @@ def test_causes_are_some_of_those_that_are_quiet(waits: dict[str, list[str]], mo
 def stack(rank: int, file: str) -> MemberStack:
     text = f'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in x\n\nCurrent thread 0x2 (most recent call first):\n  File "{file}", line 7 in work\n  File "main.py", line 2 in run\n'  # noqa: E501
     return MemberStack("ACTOR", rank, 0, 10 + rank, "runs", text=text)
+
+
+@pytest.mark.case("n14")
+def test_a_hang_in_a_circle_draws_it() -> None:
+    hang = causes_of([quiet("T:0", "A:0"), quiet("A:0", "B:0"), quiet("B:0", "A:0")], [])
+    assert hang is not None and [other.name for other in hang.others] == ["T:0"]
+    assert "in a circle: A:0 → B:0 → A:0" in describe_hang(hang, {}, LIMIT_S, "", 0.0).message
 
 
 def test_who_is_in_a_collective_waits_for_who_is_not() -> None:
