@@ -23,6 +23,7 @@ from rlmesh.agent import ownership
 from rlmesh.agent.allegiance import Allegiance, Ties
 from rlmesh.agent.boot import Boot
 from rlmesh.agent.device_watch import DeviceWatch
+from rlmesh.agent.freezing import Freezer
 from rlmesh.agent.leases import Leases
 from rlmesh.agent.leavings import Leavings
 from rlmesh.agent.master_keeper import GiveUp, MasterKeeper, failed_start
@@ -51,8 +52,6 @@ MASTER_WAIT_S = 0.5
 SERVICE_GRACE_S = 0.0 if ownership.signals_are_shared() else 0.3
 """For processes that have nothing to lose; where signals are shared they do not hear SIGTERM."""
 REPORT_WAIT_S = 10.0
-FENCE_GRACE_S = 1.0
-"""Grace of the members when the lease is over: the master waits for some seconds more."""
 SETTLE_S = 0.5
 
 
@@ -97,9 +96,8 @@ class Agent:
         self._info = info = node_info(
             config, own if config.start_master or public is None else public, public=public or ""
         )
-        self._allegiance = Allegiance(
-            config, runtime, sender, info, Ties(self._running, self._fence, self._give_up, self._job_over)
-        )
+        ties = Ties(self._pids, self._running, self._fence, Freezer(self._pids), self._give_up, self._job_over)
+        self._allegiance = Allegiance(config, runtime, sender, info, ties)
 
     # Called by the master
 
@@ -215,7 +213,10 @@ class Agent:
             self._outbox.put(exit)
 
     def _may_not_run(self) -> bool:
-        return self._closing or not self._allegiance.may_start()
+        return self._closing or self._allegiance.must_not_run()
+
+    def _pids(self) -> list[int]:
+        return [child.pid for child, _ in self._members]
 
     def _running(self) -> tuple[MemberProcess, ...]:
         """The members that run here, and those whose end the master may not know of."""
@@ -225,10 +226,10 @@ class Agent:
             *(MemberProcess(exit.role, exit.rank, exit.incarnation, exit.pid) for exit in untold),
         )
 
-    async def _fence(self, why: str) -> None:
+    async def _fence(self, grace_s: float) -> None:
         """No member may run here any longer, nor one whose start is under way."""
         await self._members.started()
-        await self._members.stop_all(FENCE_GRACE_S)
+        await self._members.stop_all(grace_s)
         await self._leavings.end_orphans("the members")
 
     def _job_over(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from rlmesh.agent import ownership
 from rlmesh.agent.process import Ended, Process, collect, start_process
+from rlmesh.runtime import clock
 
 __all__ = ["Child", "ProcessTable", "stop", "wait_processes"]
 
@@ -98,7 +99,7 @@ class ProcessTable:
         try:
             ended = collect(child.pid)
         except ChildProcessError:
-            ended = Ended(child.pid, None, None, 0, time.time())
+            ended = Ended(child.pid, None, None, 0, clock.epoch())
         if ended is None:
             return
         self._loop.remove_reader(child._pidfd)

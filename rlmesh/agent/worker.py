@@ -182,7 +182,11 @@ def _bound_exit(code: int, grace_s: float) -> None:
 
     timer = threading.Timer(grace_s, give_up)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except (RuntimeError, MemoryError):  # no thread can be had any more: the kernel ends it then
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, grace_s)
 
 
 class _Failed(Exception):

@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +36,7 @@ from rlmesh.master.starts import await_guardians, hold, note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
 from rlmesh.placement.planner import make_plan
+from rlmesh.runtime import clock
 
 if TYPE_CHECKING:
     from rlmesh.master.head import Head
@@ -89,7 +89,7 @@ class Driver:
         fill_standard_streams()
         self._config = config
         self._options = effective(options)
-        self._submitted_at = self._options.submitted_at or time.time()
+        self._submitted_at = self._options.submitted_at or clock.epoch()
         self.job_name = job_name or config.job_name or DEFAULT_NAME
         if self._options.preview is not None:
             self._options.preview(config, self.job_name)

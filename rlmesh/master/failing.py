@@ -97,7 +97,7 @@ class Failing:
             member.enter("exited" if expected else "failed", now)
         goes_on = self._context.stage in ("starting", "running")
         if not (expected or told):
-            self.died(FailureInfo(death_message(exit, doing), *member.id, at=exit.at, exit=exit), now)
+            self.died(FailureInfo(death_message(exit, doing), *member.id, at=now, exit=exit), now)
         if goes_on:
             self._state.do(ev.AnnounceLoss(replace(exit, served=served or told)))
 

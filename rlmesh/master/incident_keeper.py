@@ -40,7 +40,7 @@ ENDED = ("succeeded", "failed", "stopped")
 
 
 class IncidentKeeper:
-    """For one job. ``look`` is called after every event.
+    """For one job. ``look`` is called after every event. Times are seconds since the epoch that never jump.
 
     Args:
         log: of the job's events.
@@ -54,15 +54,16 @@ class IncidentKeeper:
         self._restarts_from = 0
         self._restarts_seen = len(context.restarts)
         self._failed_before = bool(context.failures)
-        self._exits: list[ExitInfo] = []
+        self._exits: list[tuple[float, ExitInfo]] = []
+        """With when each was told: the clock of its node may be another one."""
         self._dirty, self._written_at = False, 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         context.incidents = [str(path.with_suffix(".txt")) for path in incident_files(self._run_dir)]
 
     def exited(self, exit: ExitInfo, now: float) -> None:
         """A member's process ended, whether it should or not."""
-        self._exits = [known for known in self._exits if known.at > now - BEFORE_S]
-        self._exits.append(exit)
+        self._exits = [(at, known) for at, known in self._exits if at > now - BEFORE_S]
+        self._exits.append((now, exit))
         if self._open is not None and not exit.ok:
             self._add_exit(self._open, exit)
 
@@ -104,7 +105,7 @@ class IncidentKeeper:
         self._restarts_from = self._restarts_seen
         job = {"name": spec.job_name, "id": spec.job_id, "run_dir": spec.run_dir, "stage": context.stage}
         incident = Incident(next_number(self._run_dir), job, now, self._failures(), config=self._config())
-        for exit in self._exits:
+        for _, exit in self._exits:
             if not exit.ok:
                 self._add_exit(incident, exit)
         touched = self._touched(incident)
@@ -144,7 +145,8 @@ class IncidentKeeper:
     def _failures(self) -> list[FailureInfo]:
         restarts = [record.failure for record in self._context.restarts[self._restarts_from :]]
         own = [failure for failure in self._context.failures if failure not in restarts]
-        return own + restarts if self._context.ends_as == "failed" else restarts + own
+        found = own + restarts if self._context.ends_as == "failed" else restarts + own
+        return [self._context.shown_failure(failure) for failure in found]
 
     def _outcome(self) -> str:
         """How it ended; empty while it has not."""

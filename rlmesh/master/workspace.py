@@ -15,6 +15,7 @@ from pathlib import Path
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.runtime import clock
 from rlmesh.runtime.security import make_key, write_key_file
 from rlmesh.runtime.transport import local_address
 
@@ -73,8 +74,9 @@ class Workspace:
             "job_name": spec.job_name,
             "run_dir": str(self.run_dir),
             "master_endpoint": self.master_endpoint,
-            "started_at": spec.submitted_at or time.time(),
+            "started_at": spec.submitted_at or clock.epoch(),
             "driver_pid": os.getpid(),
+            "epoch": clock.epoch_here(),
         }
         (self.node_dir(0) / ABOUT_FILE).write_text(json.dumps(about))
         with open(os.open(self.job_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -109,8 +111,9 @@ class NodeFolder:
                 "job_name": config.job_name,
                 "run_dir": config.run_dir,
                 "master_endpoint": config.master_endpoint,
-                "started_at": config.submitted_at or time.time(),
+                "started_at": config.submitted_at or clock.epoch(),
                 "driver_pid": os.getpid(),
+                "epoch": clock.epoch_here(),
             }
             (node / ABOUT_FILE).write_text(json.dumps(about))
             (Path(config.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
