@@ -32,6 +32,7 @@ from rlmesh.agent.node import node_info
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport, MemberProcess, WorkerSpec
+from rlmesh.agent.socket_folder import SocketFolder
 from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.table import Child, ProcessTable, stop
 from rlmesh.agent.usage import NodeUse, read_use
@@ -79,6 +80,7 @@ class Agent:
         self._ports: list[socket.socket] = []
         self._leases = Leases()
         self._watch: asyncio.Task[None] | None = None
+        self._folder = SocketFolder(config)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
         self._over: asyncio.Future[_Over] = self._loop.create_future()
@@ -115,6 +117,7 @@ class Agent:
         if not self._allegiance.may_start(term):
             why = f"node {self._config.node_name} has no lease for what was ordered in term {term} and starts nothing"
             raise ShuttingDown(why, executed="no")
+        self._folder.look()
         return await self._members.start(specs)
 
     @rpc
@@ -275,7 +278,9 @@ class Agent:
         self._allegiance.start()
         watch = DeviceWatch(self._config.node_rank, self._info.devices, self._config.nvml, self._device_is_bad)
         self._watch = self._loop.create_task(watch.run())
+        folder = self._loop.create_task(self._folder.watch())
         over = await self._over
+        folder.cancel()
         self._loop.remove_reader(0)
         if self._watch is not None:
             self._watch.cancel()

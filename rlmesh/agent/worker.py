@@ -44,6 +44,7 @@ from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
+from rlmesh.agent.reaper import Reaper, Started
 from rlmesh.agent.stacks import listen
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
@@ -249,6 +250,9 @@ class Member:
             control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
             runtime.serve(CONTROL, control, inline=True)
             reporter.start()
+            started = Started()
+            if started.watch():
+                Reaper(started).start(runtime)
             set_default_runtime(runtime)
             code = self._guarded(self._work)
             reporter.close()
