@@ -34,6 +34,7 @@ from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport, MemberProcess, WorkerSpec
 from rlmesh.agent.socket_folder import SocketFolder
 from rlmesh.agent.spawner import Spawner
+from rlmesh.agent.stopped import LOOK_S, LOOKS, StoppedLooks
 from rlmesh.agent.table import Child, ProcessTable, stop
 from rlmesh.agent.usage import NodeUse, read_use
 from rlmesh.errors import LaunchError, RLMeshError, ShuttingDown
@@ -278,9 +279,10 @@ class Agent:
         self._allegiance.start()
         watch = DeviceWatch(self._config.node_rank, self._info.devices, self._config.nvml, self._device_is_bad)
         self._watch = self._loop.create_task(watch.run())
-        folder = self._loop.create_task(self._folder.watch())
+        beside = [self._loop.create_task(each) for each in (self._folder.watch(), self._watch_stops())]
         over = await self._over
-        folder.cancel()
+        for task in beside:
+            task.cancel()
         self._loop.remove_reader(0)
         if self._watch is not None:
             self._watch.cancel()
@@ -292,6 +294,16 @@ class Agent:
         with suppress(BrokenPipeError):  # the guardian was killed
             os.write(1, json.dumps(asdict(replace(report, cause=self._cause))).encode() + b"\n")
         return over.code
+
+    async def _watch_stops(self) -> None:
+        """End a master or a zygote that is stopped: another one takes its place, or members start without it."""
+        looks = StoppedLooks()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            known = {child.pid: child for child in (self._master_child, *self._spawner.service) if child is not None}
+            for pid in looks.look(pid for pid, child in known.items() if child in self._table):
+                logger.error("the %s (pid %d) was stopped for %g s; it is killed", known[pid].name, pid, LOOKS * LOOK_S)
+                self._table.signal(known[pid], signal.SIGKILL)
 
     async def _device_is_bad(self, bad: DeviceBad) -> None:
         logger.error("%s", bad.describe())

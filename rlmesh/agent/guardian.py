@@ -46,11 +46,12 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
-    from rlmesh.agent import control_groups, ownership
+    from rlmesh.agent import control_groups, ownership, stopped
 else:  # a script without sys.path: neither site-packages nor the package itself
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import control_groups
     import ownership
+    import stopped
 
 CONFIG_LIMIT_BYTES = 1 << 20
 CONFIG_WAIT_S = 30.0
@@ -82,6 +83,7 @@ class Guardian:
         self._agent_said = b""
         self._lease_ends: float | None = None
         self._members: set[int] = set()
+        self._stops, self._stops_at = stopped.StoppedLooks(), -math.inf
         self._frozen: list[ownership.Process] = []
         self._looked_at, self._woke_at = suspend_aware_clock(), -math.inf
         self._folder: int | None = None
@@ -195,10 +197,9 @@ class Guardian:
         driver_gone = False
         while True:
             left = 60.0 if deadline is None else deadline - time.monotonic()
-            if left <= 0 or self._is_lease_over():
+            if left <= 0 or self._is_lease_over() or self._is_agent_stopped():
                 return
-            if self._driver_fd < 0:
-                left = min(left, 1.0)  # nothing but its number tells that the driver is gone
+            left = min(left, stopped.LOOK_S)  # also since nothing but its number may tell that the driver is gone
             if self._lease_ends is not None:
                 left = min(left, 0.5)  # the poll's clock stands still while the machine is suspended
             ready = {fd for fd, _ in poller.poll(int(left * 1000) + 1)}
@@ -255,6 +256,16 @@ class Guardian:
             self._frozen = list({*self._frozen, *ownership.stop_all(self._members)})
             return False
         self.why = "its lease ended and the agent did not end its members: it was stopped, or hangs"
+        return True
+
+    def _is_agent_stopped(self) -> bool:
+        now = time.monotonic()
+        if now - self._stops_at < stopped.LOOK_S:
+            return False
+        self._stops_at = now
+        if not self._stops.look([self.agent, *stopped.half_started(self.agent)]):
+            return False
+        self.why = f"it was stopped for {stopped.LOOKS * stopped.LOOK_S:g} s"
         return True
 
     def _tell_agent_to_end(self, within_s: float) -> None:
