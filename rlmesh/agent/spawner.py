@@ -177,6 +177,7 @@ class Spawner:
         self._bare: _Zygote | None = None
         self._preloaded: _Zygote | None = None
         self._needs: dict[Entry, bool] = {}
+        self._unforkable: set[str] = set()
         self.service: set[Child] = set()
         """The zygotes' processes."""
         self._starting = ExitStack()
@@ -196,6 +197,11 @@ class Spawner:
             except ProcessLookupError:
                 logger.warning("the preloaded zygote (pid %d) is gone already", pid)
         self._starting.close()
+
+    def failed_young(self, name: str) -> None:
+        """A member ended by itself soon after it was forked. It may have inherited the cause, a limit of memory for
+        one; its next process gets nothing from a zygote."""
+        self._unforkable.add(name)
 
     async def start_member(self, spec: WorkerSpec) -> Started:
         """Start a member's process in the best way that works.
@@ -219,6 +225,9 @@ class Spawner:
         return Started(self._exec(name, spec, payload), "exec", time.monotonic() - began)
 
     async def _candidates(self, spec: WorkerSpec) -> list[tuple[_Zygote, float]]:
+        if f"{spec.role}:{spec.rank}" in self._unforkable:
+            logger.info("%s:%d starts by exec: its last process failed soon after its fork", spec.role, spec.rank)
+            return []
         if self._bare is None or (changed := import_time_changes(self._env, spec.env, AT_START)):
             if self._bare is not None:
                 logger.info("%s:%d starts by exec: %s differ", spec.role, spec.rank, ", ".join(sorted(changed)))

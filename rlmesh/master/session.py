@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from rlmesh.agent.logs import written_before
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport
 from rlmesh.agent.start import GuardianProcess
+from rlmesh.agent.stopped import LOOK_S, StoppedLooks
 from rlmesh.errors import CallError, LaunchError, RLMeshError
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.interrupt import Interrupt
@@ -174,12 +175,22 @@ class Session:
     def _await_master(self) -> None:
         """Until the master listens."""
         path = self._space.master_endpoint.partition("://")[2]
-        deadline = clock.now() + self._first_answer_s
+        deadline, looks, look_at = clock.now() + self._first_answer_s, StoppedLooks(), 0.0
         while not os.path.exists(path) and not self._interrupt.count:
             if clock.now() > deadline:
                 where = tail_of(self._space.run_dir, "master.log", "agent-0.log")
                 raise _Broken(f"the master did not start within {self._first_answer_s:g} s.\n{where}")
+            if clock.now() >= look_at:
+                look_at = clock.now() + LOOK_S
+                self._end_stopped(looks)
             self._wait(START_POLL_S)
+
+    def _end_stopped(self, looks: StoppedLooks) -> None:
+        """A guardian that was stopped before it started its node would keep the job from starting for ever."""
+        here = {node.pid: node for node in self._nodes if isinstance(node, GuardianProcess)}
+        for pid in looks.look(here):
+            logger.error("the guardian of node %d (pid %d) was stopped; it is killed", here[pid].node_rank, pid)
+            here[pid].kill()
 
     def _update(self, master: MemberHandle) -> bool:
         """Take one snapshot; False if the job is to be cut short."""
