@@ -44,8 +44,9 @@ def right(steps: int) -> int:
 
 def job(steps: int, pause_s: float, lease_s: float, nodes: int) -> DLJob:
     builder = DLJobBuilder().config((steps, pause_s))
-    builder = builder.role("WORKER").run(Worker).total(2).per_node(2 // nodes)
-    return builder.role("TRAINER").run(Trainer).end().limits(start_s=12.0, setup_s=12.0, hang_s=4.0, lease_s=lease_s).build()
+    builder.role("WORKER").run(Worker).total(2).per_node(2 // nodes)
+    builder.role("TRAINER").run(Trainer)
+    return builder.limits(start_s=12.0, setup_s=12.0, hang_s=4.0, lease_s=lease_s).build()
 
 
 def main() -> None:

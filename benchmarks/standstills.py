@@ -29,6 +29,8 @@ from small_job import right
 from tries import Running, in_turn, running
 
 LEASE_S = 3.0
+LONGEST = 10.0
+"""Of the standstills, in leases."""
 STEPS, PAUSE_S = 40, 0.1
 LIMIT_S = 60.0
 HOUR_S = 3600
@@ -112,13 +114,13 @@ class Ended:
     output: str
 
 
-def drawn(standstills: int, jumps: int, seed: int) -> list[Standstill | Jump]:
+def drawn(standstills: int, jumps: int, seed: int, longest: float) -> list[Standstill | Jump]:
     """Both kinds, from the shortest standstill to the longest, at moments that the seed gives."""
     source = random.Random(seed)
     tries: list[Standstill | Jump] = []
     for number in range(standstills):
         share = number / max(1, standstills - 1)
-        seconds = LEASE_S * 0.5 * 20.0**share
+        seconds = LEASE_S * 0.5 * (longest / 0.5) ** share
         order = source.choice(("as stopped", "reversed", "shuffled"))
         tries.append(
             Standstill(
@@ -222,12 +224,15 @@ def main() -> int:
     parser.add_argument("--standstills", type=int, default=20)
     parser.add_argument("--jumps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--longest", type=float, default=LONGEST, help="standstill, in leases")
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the tries that are carried out")
     parser.add_argument("--keep", default="", help="folder for the output of those that went wrong")
     args = parser.parse_args()
     tries = [
-        each for each in drawn(args.standstills, args.jumps, args.seed) if args.only is None or each.number in args.only
+        each
+        for each in drawn(args.standstills, args.jumps, args.seed, args.longest)
+        if args.only is None or each.number in args.only
     ]
     with tempfile.TemporaryDirectory() as folder:
         shim = build_shim(folder) if args.jumps else ""
