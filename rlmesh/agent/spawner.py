@@ -35,6 +35,7 @@ from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.agent.zygote import ForkRefused, pack
 from rlmesh.errors import LaunchError
 from rlmesh.job.entry import Entry
+from rlmesh.runtime import clock
 
 __all__ = ["Spawner", "Started", "import_time_changes"]
 
@@ -124,7 +125,8 @@ class _Zygote:
             ForkRefused: it cannot, or not within the time.
         """
         try:
-            ready = await asyncio.wait_for(asyncio.shield(self.ready), wait_s)
+            async with clock.timeout(wait_s):
+                ready = await asyncio.shield(self.ready)
         except TimeoutError:
             raise ForkRefused(f"it was not ready within {wait_s:g} s") from None
         if ready.get("refuses"):
@@ -141,7 +143,8 @@ class _Zygote:
                 raise ForkRefused("it has ended")
             try:
                 self._writer.write(pack(payload))
-                answer = await asyncio.wait_for(self._read(), FORK_WAIT_S)
+                async with clock.timeout(FORK_WAIT_S):
+                    answer = await self._read()
             except (OSError, EOFError, TimeoutError) as error:
                 self._writer.close()  # what comes later would be taken for the answer to another request
                 raise ForkRefused(f"it did not answer ({type(error).__name__})") from None

@@ -132,7 +132,8 @@ class ProcessTable:
             if number == signal.SIGTERM or ownership.handles(child.pid, number):
                 self.signal(child, number)
             with suppress(TimeoutError):
-                return await asyncio.wait_for(asyncio.shield(child.ended), grace_s * share)
+                async with clock.timeout(grace_s * share):
+                    return await asyncio.shield(child.ended)
         logger.warning("%s (pid %d) did not end within %g s of SIGTERM: SIGKILL", child.name, child.pid, grace_s)
         return await self.kill(child)
 

@@ -14,28 +14,20 @@ Tests replace `now` (`rlmesh.testing.VirtualLoop`).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
 
 __all__ = [
-    "EPOCH_VARIABLE",
-    "STILL_S",
-    "RunningTime",
-    "Timer",
-    "beat",
-    "begin",
-    "end",
-    "epoch",
-    "epoch_here",
-    "epoch_of",
-    "now",
-    "share_epoch",
-]
+    "EPOCH_VARIABLE", "STILL_S", "RunningTime", "Timer", "beat", "begin", "end", "epoch", "epoch_here", "epoch_of",
+    "now", "share_epoch", "timeout", "wait_for",
+]  # fmt: skip
 
 STILL_S = 1.0
 """A process whose tick comes so much too late stood still. Ticks come every 0.1 s at least."""
@@ -76,31 +68,37 @@ class RunningTime:
 
 _beaters = 0
 _beat_at = 0.0
+_beating = threading.Lock()
 _lost_s = 0.0
 
 
 def begin() -> None:
     """Somebody will call `beat` every 0.1 s from now on."""
     global _beaters, _beat_at
-    if not _beaters:
-        _beat_at = time.monotonic()
-    _beaters += 1
+    with _beating:
+        if not _beaters:
+            _beat_at = time.monotonic()
+        _beaters += 1
 
 
 def end() -> None:
     """Somebody will not call `beat` any more."""
     global _beaters
-    _beaters -= 1
+    with _beating:
+        _beaters = max(0, _beaters - 1)
 
 
 def beat() -> None:
     """This process runs. If it did not for a while, that while is left out of `now`."""
     global _beat_at, _lost_s, now
-    at = time.monotonic()
-    away_s, _beat_at = at - _beat_at, at
-    if away_s > STILL_S and (now is time.monotonic or now is _running):
-        _lost_s += away_s
-        now = _running
+    with _beating:
+        if not _beaters:
+            return  # who looks at the clock cannot tell a standstill from a time without loops
+        at = time.monotonic()
+        away_s, _beat_at = at - _beat_at, at
+        if away_s > STILL_S and (now is time.monotonic or now is _running):
+            _lost_s += away_s
+            now = _running
 
 
 def _running() -> float:
@@ -120,11 +118,36 @@ class Timer:
         self._handle.cancel()
 
     def _look(self) -> None:
+        beat()
         if (left_s := self._due - now()) > STILL_S / 2:  # the loop's own clock went on while the process stood still
             self._handle = self._loop.call_later(left_s, self._look)
             return
         callback, args = self._call
         callback(*args)
+
+
+@contextlib.asynccontextmanager
+async def timeout(seconds: float) -> AsyncIterator[None]:
+    """As ``asyncio.timeout``, for seconds in which the process was running."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer = Timer(loop, seconds, lambda: limit.reschedule(loop.time()))
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def wait_for(condition: threading.Condition, predicate: Callable[[], object], seconds: float) -> bool:
+    """As ``Condition.wait_for``, for seconds in which the process was running; whether the predicate is true."""
+    due = now() + seconds
+    while not condition.wait_for(predicate, max(0.0, due - now())):
+        beat()
+        if now() >= due:
+            return False
+    return True
 
 
 # The time for people.
@@ -181,8 +204,8 @@ def _boot() -> str:
 
 def _forked() -> None:
     """No loop of the parent ticks in its child."""
-    global _beaters
-    _beaters = 0
+    global _beaters, _beating
+    _beaters, _beating = 0, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forked)

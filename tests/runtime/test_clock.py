@@ -121,3 +121,48 @@ def test_the_time_of_another_start_of_the_machine_is_not_used() -> None:
     assert clock._inherited(f"{boot}:{offset}") == float(offset)
     for text in (f"another-boot:{offset}", "", ":", f"{boot}:x", offset):
         assert clock._inherited(text) is None
+
+
+@pytest.mark.case("b20")
+def test_waits_of_tasks_and_threads_leave_standstills_out(own_clock: None) -> None:
+    condition = threading.Condition()
+    waited: list[tuple[bool, float]] = []
+
+    def wait() -> None:
+        began = time.monotonic()
+        with condition:
+            waited.append((clock.wait_for(condition, lambda: False, 1.2), time.monotonic() - began))
+
+    async def main() -> float:
+        deadlines = Deadlines(asyncio.get_running_loop(), threading.Lock(), lambda entry: None)
+        thread = threading.Thread(target=wait)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with clock.timeout(1.2):
+                await asyncio.sleep(0.1)
+                stand_still()
+                await asyncio.sleep(60.0)
+        took_s = time.monotonic() - began
+        await asyncio.to_thread(thread.join)
+        deadlines.close()
+        return took_s
+
+    least_s = 1.2 + clock.STILL_S
+    assert asyncio.run(main()) > least_s
+    assert waited[0][0] is False and waited[0][1] > least_s
+
+
+def test_without_a_standstill_waits_end_in_time() -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with clock.timeout(0.05):
+                await asyncio.sleep(60.0)
+        async with clock.timeout(60.0):
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    condition = threading.Condition()
+    with condition:
+        assert clock.wait_for(condition, lambda: True, 60.0)
+        assert not clock.wait_for(condition, lambda: False, 0.01)
