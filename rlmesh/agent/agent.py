@@ -23,6 +23,7 @@ from rlmesh.agent import ownership
 from rlmesh.agent.allegiance import Allegiance, Ties
 from rlmesh.agent.boot import Boot
 from rlmesh.agent.device_watch import DeviceWatch
+from rlmesh.agent.freezing import Freezer
 from rlmesh.agent.leases import Leases
 from rlmesh.agent.leavings import Leavings
 from rlmesh.agent.master_keeper import GiveUp, MasterKeeper, failed_start
@@ -31,7 +32,9 @@ from rlmesh.agent.node import node_info
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport, MemberProcess, WorkerSpec
+from rlmesh.agent.socket_folder import SocketFolder
 from rlmesh.agent.spawner import Spawner
+from rlmesh.agent.stopped import LOOK_S, LOOKS, StoppedLooks
 from rlmesh.agent.table import Child, ProcessTable, stop
 from rlmesh.agent.usage import NodeUse, read_use
 from rlmesh.errors import LaunchError, RLMeshError, ShuttingDown
@@ -51,8 +54,6 @@ MASTER_WAIT_S = 0.5
 SERVICE_GRACE_S = 0.0 if ownership.signals_are_shared() else 0.3
 """For processes that have nothing to lose; where signals are shared they do not hear SIGTERM."""
 REPORT_WAIT_S = 10.0
-FENCE_GRACE_S = 1.0
-"""Grace of the members when the lease is over: the master waits for some seconds more."""
 SETTLE_S = 0.5
 
 
@@ -80,6 +81,7 @@ class Agent:
         self._ports: list[socket.socket] = []
         self._leases = Leases()
         self._watch: asyncio.Task[None] | None = None
+        self._folder = SocketFolder(config)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
         self._over: asyncio.Future[_Over] = self._loop.create_future()
@@ -97,9 +99,8 @@ class Agent:
         self._info = info = node_info(
             config, own if config.start_master or public is None else public, public=public or ""
         )
-        self._allegiance = Allegiance(
-            config, runtime, sender, info, Ties(self._running, self._fence, self._give_up, self._job_over)
-        )
+        ties = Ties(self._pids, self._running, self._fence, Freezer(self._pids), self._give_up, self._job_over)
+        self._allegiance = Allegiance(config, runtime, sender, info, ties)
 
     # Called by the master
 
@@ -117,6 +118,7 @@ class Agent:
         if not self._allegiance.may_start(term):
             why = f"node {self._config.node_name} has no lease for what was ordered in term {term} and starts nothing"
             raise ShuttingDown(why, executed="no")
+        self._folder.look()
         return await self._members.start(specs)
 
     @rpc
@@ -220,7 +222,10 @@ class Agent:
             self._outbox.put(exit)
 
     def _may_not_run(self) -> bool:
-        return self._closing or not self._allegiance.may_start()
+        return self._closing or self._allegiance.must_not_run()
+
+    def _pids(self) -> list[int]:
+        return [child.pid for child, _ in self._members]
 
     def _running(self) -> tuple[MemberProcess, ...]:
         """The members that run here, and those whose end the master may not know of."""
@@ -230,10 +235,10 @@ class Agent:
             *(MemberProcess(exit.role, exit.rank, exit.incarnation, exit.pid) for exit in untold),
         )
 
-    async def _fence(self, why: str) -> None:
+    async def _fence(self, grace_s: float) -> None:
         """No member may run here any longer, nor one whose start is under way."""
         await self._members.started()
-        await self._members.stop_all(FENCE_GRACE_S)
+        await self._members.stop_all(grace_s)
         await self._leavings.end_orphans("the members")
 
     def _job_over(self) -> None:
@@ -279,7 +284,10 @@ class Agent:
         self._allegiance.start()
         watch = DeviceWatch(self._config.node_rank, self._info.devices, self._config.nvml, self._device_is_bad)
         self._watch = self._loop.create_task(watch.run())
+        beside = [self._loop.create_task(each) for each in (self._folder.watch(), self._watch_stops())]
         over = await self._over
+        for task in beside:
+            task.cancel()
         self._loop.remove_reader(0)
         if self._watch is not None:
             self._watch.cancel()
@@ -291,6 +299,16 @@ class Agent:
         with suppress(BrokenPipeError):  # the guardian was killed
             os.write(1, json.dumps(asdict(replace(report, cause=self._cause))).encode() + b"\n")
         return over.code
+
+    async def _watch_stops(self) -> None:
+        """End a master or a zygote that is stopped: another one takes its place, or members start without it."""
+        looks = StoppedLooks()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            known = {child.pid: child for child in (self._master_child, *self._spawner.service) if child is not None}
+            for pid in looks.look(pid for pid, child in known.items() if child in self._table):
+                logger.error("the %s (pid %d) was stopped for %g s; it is killed", known[pid].name, pid, LOOKS * LOOK_S)
+                self._table.signal(known[pid], signal.SIGKILL)
 
     async def _device_is_bad(self, bad: DeviceBad) -> None:
         logger.error("%s", bad.describe())

@@ -2,7 +2,9 @@
 
 The master's endpoint stays the same. While there is no master the members run on and call each other; what must be
 said waits in the outbox. Where several nodes share a job the agent may let members run only as long as its lease
-lasts: without word from the master it ends them when the lease is over, for then the master may start them elsewhere.
+lasts: without word from the master it ends them when the lease is over, for then the master may start them elsewhere. A
+lease that ran out while all processes of the job stood still is another matter: the members are kept stopped until the
+master has said whether they may go on.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlmesh.agent.lease import Lease, renew_s, suspend_aware_clock
+from rlmesh.agent.freezing import Freezer
+from rlmesh.agent.lease import Lease, Standstills, renew_s, suspend_aware_clock
 from rlmesh.agent.protocol import MASTER, AgentConfig, Grant, MemberProcess, NodeInfo
 from rlmesh.errors import CallError, CallTimeout
+from rlmesh.runtime import clock
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
@@ -32,9 +36,15 @@ ATTEND_S = 60.0
 """How long the master keeps a question that only its end answers."""
 RETRY_S = 0.05
 REFUSED_S = 0.5
+FENCE_GRACE_S = 1.0
+"""Grace of the members when the lease is over: the master waits for some seconds more."""
 MASTER_GONE_S = 120.0
 """An agent that had a master and finds none for so long ends."""
 LEASE_TICK_S = 0.25
+WAKING_S = 5.0
+"""After a standstill the master gets so long, or as long as a lease if that is longer, to say whether members may go
+on: it may begin to run later than its agents."""
+ASK_AGAIN_S = 0.05
 GUARDIAN_FD = 1
 """The guardian reads what the agent writes there."""
 
@@ -44,14 +54,18 @@ class Ties:
     """What the bond needs of its agent.
 
     Attributes:
+        members: the numbers of the members' processes.
         running: the members that run here or whose end the master has not confirmed.
-        fence: ends all members, at once; returns when they are gone.
+        fence: ends all members within so many seconds; returns when they are gone.
+        freezer: stops the members while it is unknown whether they may run.
         give_up: ends the node, with the reason.
         over: ends the node; the job has ended.
     """
 
+    members: Callable[[], list[int]]
     running: Callable[[], tuple[MemberProcess, ...]]
-    fence: Callable[[str], Awaitable[None]]
+    fence: Callable[[float], Awaitable[None]]
+    freezer: Freezer
     give_up: Callable[[str], None]
     over: Callable[[], None]
 
@@ -66,13 +80,14 @@ class Allegiance:
 
     def __init__(
         self, config: AgentConfig, runtime: Runtime, sender: str, info: NodeInfo, ties: Ties, *,
-        clock: Callable[[], float] = suspend_aware_clock,
+        lease_clock: Callable[[], float] = suspend_aware_clock,
     ) -> None:  # fmt: skip
-        self._config, self._sender, self._info, self._ties, self._clock = config, sender, info, ties, clock
+        self._config, self._sender, self._info, self._ties, self._clock = config, sender, info, ties, lease_clock
         self._master: MemberHandle = runtime.peer(MASTER, config.master_endpoint).options(idempotent=True)
         self._lease = Lease()
         self._leased = config.lease_s > 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._standstills = Standstills(lease_clock())
         self._met_at: float | None = None
         self._fenced = False
         self._refused = False
@@ -97,6 +112,11 @@ class Allegiance:
     def may_start(self, term: int | None = None) -> bool:
         """Whether a member may be started now, one that was ordered in ``term``."""
         return not self._leased or (self._lease.held(self._clock()) and term in (None, self._term))
+
+    def must_not_run(self) -> bool:
+        """Whether a member whose start is under way must end. While it is asked whether those that run may go on,
+        nobody knows."""
+        return self._leased and not self._lease.held(self._clock()) and not self._ties.freezer.active
 
     # Registering
 
@@ -134,7 +154,7 @@ class Allegiance:
                 task.cancel()
 
     def _absent(self, why: str) -> None:
-        now = self._clock()
+        now = clock.now()
         if self._met_at is None:
             self._ties.give_up(f"the master did not take this node: {why}")
         elif now - self._met_at > MASTER_GONE_S:
@@ -143,7 +163,7 @@ class Allegiance:
             logger.info("the master is away: %s", why.partition("\n")[0])
 
     def _take(self, asked_at: float, grant: Grant) -> None:
-        self._met_at = self._clock()
+        self._met_at = clock.now()
         if not self._leased:
             return
         self._refused = grant.lease_s <= 0
@@ -169,22 +189,53 @@ class Allegiance:
         """Looked at often, since a suspended machine does not count its sleep in timers."""
         while True:
             await asyncio.sleep(LEASE_TICK_S)
-            if self._met_at is None or self._fenced or self._lease.held(self._clock()):
+            self._standstills.look(now := self._clock())
+            if self._met_at is None or self._fenced or self._lease.held(now):
+                continue
+            # The lease may have been shortened by a standstill that ended before it did.
+            asked = self._standstills.lately(now, self._config.lease_s)
+            if asked and await self._may_go_on():
                 continue
             self._fenced = True
             late_s = -self._lease.left_s(self._clock())
             away = f"{late_s:.1f} s ago" if late_s < 1e6 else "by the master's word"
             why = f"the lease of node {self._config.node_name} ended {away}: its members may run elsewhere now"
             logger.error("%s; they are ended here", why)
-            await self._ties.fence(why)
+            await self._ties.fence(0.0 if self._ties.freezer.active else FENCE_GRACE_S)
+            self._ties.freezer.thaw()
             self._tell_guardian(None)
             self._anew.set()
 
-    def _tell_guardian(self, left_s: float | None) -> None:
+    async def _may_go_on(self) -> bool:
+        """Ask the master, with all members stopped; whether the lease is held again. They go on then."""
+        logger.warning("the lease of node %s ran out in a standstill; the master is asked", self._config.node_name)
+        wait_s = max(self._config.lease_s, WAKING_S)
+        deadline = self._clock() + wait_s
+        self._ties.freezer.freeze()
+        self._tell_guardian(wait_s, frozen=True)
+        while not self._refused and (asked_at := self._clock()) < deadline:
+            with suppress(CallError):
+                call = self._master.options(timeout_s=min(1.0, self._config.lease_s))
+                self._take(asked_at, await call.call("renew", self._info.node_rank, self._sender))
+            now = self._clock()
+            if self._lease.held(now):
+                self._ties.freezer.thaw()
+                self._tell_guardian(self._lease.left_s(now))
+                logger.warning("the master has renewed the lease: the members go on")
+                return True
+            if self._standstills.look(now):
+                deadline = now + wait_s
+            self._ties.freezer.freeze()
+            await asyncio.sleep(ASK_AGAIN_S)
+        return False
+
+    def _tell_guardian(self, left_s: float | None, *, frozen: bool = False) -> None:
         """How long the guardian may let this agent live without another word; None: as long as it likes, for no
-        member runs."""
+        member runs. The moment is given by the clock that both have, since the guardian may read it later."""
+        until = None if left_s is None else suspend_aware_clock() + left_s
+        said = {"lease_until": until, "members": self._ties.members(), "frozen": frozen}
         with suppress(OSError):
-            os.write(GUARDIAN_FD, json.dumps({"lease_s": left_s}).encode() + b"\n")
+            os.write(GUARDIAN_FD, json.dumps(said).encode() + b"\n")
 
 
 async def _awaited(call: Future[Any]) -> bool:

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 ROOTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
 """Where the one hierarchy of v2 is mounted: alone, or beside those of v1."""
 OFF = "RLMESH_CGROUPS"
 """Environment variable that is 0 where no groups are to be made."""
 PREFIX = "rlmesh-"
-STALE_S = 600.0
-"""A younger group may be one whose first process is about to enter it."""
 _POLL_S = 0.001
 
 
@@ -95,13 +94,19 @@ def end(folder: str, wait_s: float = 2.0) -> bool:
         time.sleep(_POLL_S)
 
 
-def sweep(own: str, older_than_s: float = STALE_S) -> None:
-    """Remove what a job has left whose agent and guardian were killed at the same moment: groups without processes."""
+def sweep(own: str, lives: Callable[[str], bool]) -> None:
+    """Remove what a job has left whose agent and guardian were killed at the same moment: groups without processes.
+
+    Args:
+        lives: whether any process of a node is there, given its job and rank as ``<job_id>/<node>``. One that is may
+            be about to enter a group.
+    """
     try:
         with os.scandir(own) as entries:
             for entry in entries:
-                old = entry.name.startswith(PREFIX) and time.time() - entry.stat().st_mtime > older_than_s
-                if old and not members_of(entry.path):
+                job_id, _, node = entry.name.removeprefix(PREFIX).rpartition("-n")
+                ours = entry.name.startswith(PREFIX) and bool(job_id) and not members_of(entry.path)
+                if ours and not lives(f"{job_id}/{node}"):
                     _remove(entry.path)
     except OSError:
         pass  # another one sweeps too

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from rlmesh.placement.health import DeviceBad, DeviceNews, Health
 from rlmesh.placement.inventory import GPU, MIG, Device
 from rlmesh.placement.nvml import Nvml, NvmlFailed, library
+from rlmesh.runtime.clock import epoch
 
 __all__ = ["DeviceWatch", "gpus_of"]
 
@@ -49,7 +49,7 @@ class DeviceWatch:
         nvml: str,
         tell: Callable[[DeviceBad], Awaitable[None]],
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = epoch,
         look_s: float = LOOK_S,
     ) -> None:
         self._gpus = gpus_of(devices)

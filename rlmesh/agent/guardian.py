@@ -19,8 +19,11 @@ Protocol:
 The agent gets the same line on its own standard input, which stays open likewise; a second line before its end
 says how many seconds the agent has to end its members. The agent writes its log to
 ``<run_dir>/logs/agent-<rank>.log`` and a last line of JSON to its standard output. Lines before it,
-``{"lease_s": 12.5}``, say how long its members may run without another such line: an agent that was stopped, and
-so cannot end them itself, is killed soon after that. ``null`` in its place means that no member runs.
+``{"lease_until": 512.5, "members": [17, 19], "frozen": false}``, say until when its members may run without another
+such line, by CLOCK_BOOTTIME, and which processes they are: an agent that was stopped, and so cannot end them itself,
+is killed soon after that. ``null`` in its place means that no member runs. A guardian that stood still itself first
+stops the members and gives the agent time to say another line: it may have stood still as well, and the master too. An
+agent that says ``frozen`` has stopped them itself.
 
 Arguments, if any, are the command that is started instead of ``python -m rlmesh.agent``.
 
@@ -44,11 +47,12 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
     from rlmesh import private_files
-    from rlmesh.agent import control_groups, ownership
+    from rlmesh.agent import control_groups, ownership, stopped
 else:  # a script without sys.path: neither site-packages nor the package itself
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import control_groups
     import ownership
+    import stopped
 
     sys.path.append(os.path.dirname(sys.path[0]))
     import private_files
@@ -60,6 +64,10 @@ DRIVER_GONE_GRACE_S = 2.5
 KILL_WAIT_S = 5.0
 LEASE_MARGIN_S = 1.5
 """An agent gets so much longer than its lease, to end its members in good order."""
+STILL_S = 1.5
+"""A guardian that comes so much too late to look at the lease stood still."""
+WAKING_S = 4.0
+"""How long an agent gets, after a standstill, to say what becomes of its lease."""
 REPORTED_LEFTOVERS = 200
 """More are only counted: the report must fit into a pipe that nobody reads."""
 
@@ -78,6 +86,10 @@ class Guardian:
         self._agent_output = -1
         self._agent_said = b""
         self._lease_ends: float | None = None
+        self._members: set[int] = set()
+        self._stops, self._stops_at = stopped.StoppedLooks(), -math.inf
+        self._frozen: list[ownership.Process] = []
+        self._looked_at, self._woke_at = suspend_aware_clock(), -math.inf
         self._folder: int | None = None
         self._began = time.monotonic()
         self._signals, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -188,13 +200,16 @@ class Guardian:
         driver_gone = False
         while True:
             left = 60.0 if deadline is None else deadline - time.monotonic()
-            if left <= 0 or self._is_lease_over():
+            if left <= 0 or self._is_lease_over() or self._is_agent_stopped():
                 return
-            if self._driver_fd < 0:
-                left = min(left, 1.0)  # nothing but its number tells that the driver is gone
+            left = min(left, stopped.LOOK_S)  # also since nothing but its number may tell that the driver is gone
             if self._lease_ends is not None:
                 left = min(left, 0.5)  # the poll's clock stands still while the machine is suspended
             ready = {fd for fd, _ in poller.poll(int(left * 1000) + 1)}
+            now = suspend_aware_clock()
+            if now - self._looked_at > left + STILL_S:
+                self._woke_at = now
+            self._looked_at = now
             numbers = self._take_signals()
             self.statuses.update(ownership.reap())
             if self.agent in self.statuses:
@@ -223,17 +238,37 @@ class Guardian:
                 said = json.loads(line)
             except ValueError:
                 continue
-            if "lease_s" not in said:
+            if "lease_until" not in said:
                 self._agent_said = line  # its report
-            else:
-                lease_s = said["lease_s"]
-                self._lease_ends = None if lease_s is None else suspend_aware_clock() + lease_s + LEASE_MARGIN_S
+                continue
+            until, self._members = said["lease_until"], set(said["members"])
+            self._lease_ends = None if until is None else until + LEASE_MARGIN_S
+            if not said["frozen"] and not self._is_over():
+                frozen, self._frozen = self._frozen, []
+                for process in frozen:  # perhaps after the agent has let them go on
+                    ownership.send_signal(process, signal.SIGCONT)
         return bool(data)
 
+    def _is_over(self) -> bool:
+        return self._lease_ends is not None and suspend_aware_clock() >= self._lease_ends
+
     def _is_lease_over(self) -> bool:
-        if self._lease_ends is None or suspend_aware_clock() < self._lease_ends:
+        if not self._is_over():
+            return False
+        if suspend_aware_clock() - self._woke_at < WAKING_S:
+            self._frozen = list({*self._frozen, *ownership.stop_all(self._members)})
             return False
         self.why = "its lease ended and the agent did not end its members: it was stopped, or hangs"
+        return True
+
+    def _is_agent_stopped(self) -> bool:
+        now = time.monotonic()
+        if now - self._stops_at < stopped.LOOK_S:
+            return False
+        self._stops_at = now
+        if not self._stops.look([self.agent, *stopped.half_started(self.agent)]):
+            return False
+        self.why = f"it was stopped for {stopped.LOOKS * stopped.LOOK_S:g} s"
         return True
 
     def _tell_agent_to_end(self, within_s: float) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["Lease", "renew_s", "suspend_aware_clock"]
+__all__ = ["Lease", "Standstills", "renew_s", "suspend_aware_clock"]
 
 RENEWALS = 5
+STILL_S = 1.0
+"""An agent that did not look at its lease for so long stood still."""
 
 
 def renew_s(lease_s: float) -> float:
@@ -24,6 +26,29 @@ def renew_s(lease_s: float) -> float:
 def suspend_aware_clock() -> float:
     """Seconds since the machine started, those included in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Standstills:
+    """Tells a lease that ran out because its holder stood still from one that was not renewed. To be looked at often.
+
+    While an agent stood still its members did too, most often, and its master may have: then nobody has given anybody
+    up. So the end of such a lease is a reason to ask, and to let nothing run meanwhile, but not yet to end anything.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._looked_at, self._woke_at = now, -math.inf
+
+    def look(self, now: float) -> bool:
+        """Whether the caller has just gone on after a standstill."""
+        stood_still = now - self._looked_at > STILL_S
+        self._looked_at = now
+        if stood_still:
+            self._woke_at = now
+        return stood_still
+
+    def lately(self, now: float, within_s: float) -> bool:
+        """Whether a standstill ended so short a time ago."""
+        return now - self._woke_at <= within_s
 
 
 class Lease:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rlmesh.placement.lease import LeaseAnswer, LeaseTable, MemberKey
+from rlmesh.runtime import clock
 
 __all__ = ["Leases"]
 
@@ -14,9 +15,9 @@ __all__ = ["Leases"]
 class Leases:
     """The leases of one node's devices. To be used on one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock_: Callable[[], float] = time.monotonic) -> None:
         self._table = LeaseTable()
-        self._clock = clock
+        self._clock = clock_
         self._waiting: dict[MemberKey, asyncio.Future[None]] = {}
 
     async def take(self, key: MemberKey, together: Mapping[MemberKey, Sequence[str]], timeout_s: float) -> LeaseAnswer:
@@ -29,7 +30,7 @@ class Leases:
             return LeaseAnswer(True, devices)
         turn = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(timeout_s):
+            async with clock.timeout(timeout_s):
                 await asyncio.shield(turn)
         except TimeoutError:
             if not turn.done():

@@ -8,13 +8,13 @@ would wait for the other for ever. In one order the first node decides for all o
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from rlmesh.placement.lease import Acquisition, LeaseAnswer, MemberKey
+from rlmesh.runtime import clock
 from rlmesh.runtime.handle import MemberHandle
 
 __all__ = ["AgentLink"]
@@ -63,7 +63,7 @@ class _Way:
 
     def __init__(self, link: AgentLink, nodes: Acquisition, own: int, timeout_s: float) -> None:
         self._link, self._nodes, self._own = link, nodes, own
-        self._began = time.monotonic()
+        self._began = clock.now()
         self._deadline = self._began + timeout_s
         self._granted = LeaseAnswer(True)
         self._answer: Future[Any] = Future()
@@ -76,11 +76,11 @@ class _Way:
         """On the calling thread, later on the runtime's loop."""
         node = self._nodes.next()
         if node is None:
-            waited_s = time.monotonic() - self._began
+            waited_s = clock.now() - self._began
             if self._answer.set_running_or_notify_cancel():
                 self._answer.set_result(replace(self._granted, waited_s=waited_s))
             return
-        asked = self._link.ask(node, max(0.0, self._deadline - time.monotonic()))
+        asked = self._link.ask(node, max(0.0, self._deadline - clock.now()))
         if self._answer.cancelled():  # who cancelled it has given back what it knew of
             asked.cancel()
             self._link.give_back([node])
@@ -107,7 +107,7 @@ class _Way:
         else:
             devices = answer.devices or (f"its turn on node {node}",)
             why = f"on node {node}: {answer.why}"
-            self._answer.set_result(LeaseAnswer(False, devices, time.monotonic() - self._began, why))
+            self._answer.set_result(LeaseAnswer(False, devices, clock.now() - self._began, why))
 
 
 def _all(futures: Sequence[Future[Any]]) -> Future[Any]:

@@ -38,7 +38,7 @@ class MemberGroups:
         return bool(self._folder)
 
     def _make_node_group(self) -> str:
-        control_groups.sweep(self._own)
+        control_groups.sweep(self._own, lambda mark: bool(ownership.marked(mark)))
         try:
             os.makedirs(self._folder, exist_ok=True)
         except OSError as error:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ __all__ = ["MemberKey", "Members"]
 logger = logging.getLogger(__name__)
 
 CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
+YOUNG_S = 10.0
 CRASH_LINES = 60
 """After these signals the log ends with the stacks of all threads; what matters stands at their head."""
 
@@ -61,6 +63,7 @@ class Members:
         self._ended, self._unwanted, self._do = ended, unwanted, do
         self._interface = None if config.host else "lo"
         self._specs: dict[Child, WorkerSpec] = {}
+        self._started_at: dict[Child, float] = {}
         self._starting: dict[MemberKey, asyncio.Task[int]] = {}
         self._oom = OomCounters()
 
@@ -116,6 +119,7 @@ class Members:
         spec = replace(self._completed(spec), cgroup=self._leavings.groups.make(spec))
         started = await self._spawner.start_member(spec)
         self._specs[started.child] = spec
+        self._started_at[started.child] = time.monotonic()
         logger.info(
             "%s:%d.%d is pid %d (%s, %.0f ms)",
             spec.role, spec.rank, spec.incarnation, started.child.pid, started.way, started.took_s * 1000,
@@ -187,6 +191,9 @@ class Members:
         """Say of each member that lived in it how it ended, with its last words."""
         spec = self._specs.pop(child)
         noted, traceback = read_error_file(spec.env)
+        lived_s = time.monotonic() - self._started_at.pop(child)
+        if lived_s < YOUNG_S and ended.exit_code:
+            self._spawner.failed_young(child.name)
         info = ExitInfo(
             *spec.key,
             pid=ended.pid,

@@ -114,6 +114,17 @@ def descendants(root: int) -> list[Process]:
     return found
 
 
+def stop_all(roots: set[int]) -> list[Process]:
+    """Send SIGSTOP to these processes and to all below them, as far as they descend from the calling process."""
+    inside, stopped = set(roots), []
+    for process in descendants(os.getpid()):  # parents come before their children
+        if process.pid in roots or process.parent in inside:
+            inside.add(process.pid)
+            if process.running and send_signal(process, signal.SIGSTOP):
+                stopped.append(process)
+    return stopped
+
+
 def open_process(process: Process) -> int | None:
     """A pidfd of exactly this process, or None if it is gone (its number may be in use again)."""
     try:

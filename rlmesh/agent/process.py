@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rlmesh import private_files
 from rlmesh.agent import ownership
 from rlmesh.errors import LaunchError
 from rlmesh.observe.append import ends_torn
+from rlmesh.runtime import clock
 
 __all__ = [
     "Ended",
@@ -65,7 +65,7 @@ def collect(pid: int) -> Ended | None:
         exit_code=code if code >= 0 else None,
         signal=-code if code < 0 else None,
         peak_rss_bytes=usage.ru_maxrss * 1024,
-        at=time.time(),
+        at=clock.epoch(),
     )
 
 

@@ -35,6 +35,7 @@ from rlmesh.agent.table import Child, ProcessTable
 from rlmesh.agent.zygote import ForkRefused, pack
 from rlmesh.errors import LaunchError
 from rlmesh.job.entry import Entry
+from rlmesh.runtime import clock
 
 __all__ = ["Spawner", "Started", "import_time_changes"]
 
@@ -124,7 +125,8 @@ class _Zygote:
             ForkRefused: it cannot, or not within the time.
         """
         try:
-            ready = await asyncio.wait_for(asyncio.shield(self.ready), wait_s)
+            async with clock.timeout(wait_s):
+                ready = await asyncio.shield(self.ready)
         except TimeoutError:
             raise ForkRefused(f"it was not ready within {wait_s:g} s") from None
         if ready.get("refuses"):
@@ -141,7 +143,8 @@ class _Zygote:
                 raise ForkRefused("it has ended")
             try:
                 self._writer.write(pack(payload))
-                answer = await asyncio.wait_for(self._read(), FORK_WAIT_S)
+                async with clock.timeout(FORK_WAIT_S):
+                    answer = await self._read()
             except (OSError, EOFError, TimeoutError) as error:
                 self._writer.close()  # what comes later would be taken for the answer to another request
                 raise ForkRefused(f"it did not answer ({type(error).__name__})") from None
@@ -177,6 +180,7 @@ class Spawner:
         self._bare: _Zygote | None = None
         self._preloaded: _Zygote | None = None
         self._needs: dict[Entry, bool] = {}
+        self._unforkable: set[str] = set()
         self.service: set[Child] = set()
         """The zygotes' processes."""
         self._starting = ExitStack()
@@ -196,6 +200,11 @@ class Spawner:
             except ProcessLookupError:
                 logger.warning("the preloaded zygote (pid %d) is gone already", pid)
         self._starting.close()
+
+    def failed_young(self, name: str) -> None:
+        """A member ended by itself soon after it was forked. It may have inherited the cause, a limit of memory for
+        one; its next process gets nothing from a zygote."""
+        self._unforkable.add(name)
 
     async def start_member(self, spec: WorkerSpec) -> Started:
         """Start a member's process in the best way that works.
@@ -219,6 +228,9 @@ class Spawner:
         return Started(self._exec(name, spec, payload), "exec", time.monotonic() - began)
 
     async def _candidates(self, spec: WorkerSpec) -> list[tuple[_Zygote, float]]:
+        if f"{spec.role}:{spec.rank}" in self._unforkable:
+            logger.info("%s:%d starts by exec: its last process failed soon after its fork", spec.role, spec.rank)
+            return []
         if self._bare is None or (changed := import_time_changes(self._env, spec.env, AT_START)):
             if self._bare is not None:
                 logger.info("%s:%d starts by exec: %s differ", spec.role, spec.rank, ", ".join(sorted(changed)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from rlmesh.agent import guardian
 from rlmesh.agent.protocol import AgentConfig, ExitReport, Leftover
 from rlmesh.errors import LaunchError
+from rlmesh.runtime import clock
 from rlmesh.runtime.forked import forget_in_children
 
 __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_command", "read_exit_report"]
@@ -91,6 +93,8 @@ class GuardianProcess:
             LaunchError: it could not be started, or ended at once.
         """
         line = encode_config(config)
+        env = dict(os.environ)
+        clock.share_epoch(env)
         self.node_rank = config.node_rank
         self.agent_log = Path(config.run_dir) / "logs" / f"agent-{config.node_rank}.log"
         try:
@@ -101,6 +105,7 @@ class GuardianProcess:
                 stderr=stderr,
                 start_new_session=True,
                 bufsize=0,
+                env=env,
             )
             assert self._process.stdin is not None
             self._process.stdin.write(line)

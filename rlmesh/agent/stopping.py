@@ -11,6 +11,7 @@ import logging
 import threading
 
 from rlmesh.job.context import StopRequest
+from rlmesh.runtime import clock
 
 __all__ = ["Stopping"]
 
@@ -54,7 +55,7 @@ class Stopping:
         """A step has ended; the request if there is one. Waits at most ``HOLD_S`` for it, where it was announced."""
         with self._changed:
             self._step = step
-            if not self._changed.wait_for(lambda: not self._held, HOLD_S):
+            if not clock.wait_for(self._changed, lambda: not self._held, HOLD_S):
                 logger.error("the master did not say within %g s at which step to stop; step %d goes on", HOLD_S, step)
                 self._held = False
             return self._request

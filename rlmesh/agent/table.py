@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from rlmesh.agent import ownership
 from rlmesh.agent.process import Ended, Process, collect, start_process
+from rlmesh.runtime import clock
 
 __all__ = ["Child", "ProcessTable", "stop", "wait_processes"]
 
@@ -98,7 +99,7 @@ class ProcessTable:
         try:
             ended = collect(child.pid)
         except ChildProcessError:
-            ended = Ended(child.pid, None, None, 0, time.time())
+            ended = Ended(child.pid, None, None, 0, clock.epoch())
         if ended is None:
             return
         self._loop.remove_reader(child._pidfd)
@@ -131,7 +132,8 @@ class ProcessTable:
             if number == signal.SIGTERM or ownership.handles(child.pid, number):
                 self.signal(child, number)
             with suppress(TimeoutError):
-                return await asyncio.wait_for(asyncio.shield(child.ended), grace_s * share)
+                async with clock.timeout(grace_s * share):
+                    return await asyncio.shield(child.ended)
         logger.warning("%s (pid %d) did not end within %g s of SIGTERM: SIGKILL", child.name, child.pid, grace_s)
         return await self.kill(child)
 

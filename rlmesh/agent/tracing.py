@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rlmesh.observe.append import AppendFile
 from rlmesh.observe.timeline import TIMELINE_FOLDER
+from rlmesh.runtime import clock
 from rlmesh.runtime.ended import EndedCall
 
 __all__ = ["CallTrace"]
@@ -74,7 +75,7 @@ class CallTrace:
             return
         line = json.dumps(
             {
-                "offset_ns": time.time_ns() - time.perf_counter_ns(),
+                "offset_ns": round(clock.epoch() * 1e9) - time.perf_counter_ns(),
                 "dropped": dropped + len(calls) - len(kept),
                 "calls": [(*call[:2], *call[3:10]) for call in kept],
             },

@@ -44,6 +44,7 @@ from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, origin_of, portable_error
+from rlmesh.agent.reaper import Reaper, Started
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError, UsageError
@@ -186,7 +187,11 @@ def _bound_exit(code: int, grace_s: float) -> None:
 
     timer = threading.Timer(grace_s, give_up)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except (RuntimeError, MemoryError):  # no thread can be had any more: the kernel ends it then
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, grace_s)
 
 
 class _Failed(Exception):
@@ -260,6 +265,9 @@ class Member:
             control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
             runtime.serve(CONTROL, control, incarnation=spec.incarnation, inline=True)
             reporter.start()
+            started = Started()
+            if started.watch():
+                Reaper(started).start(runtime)
             set_default_runtime(runtime)
             code = self._guarded(self._work)
             reporter.close()

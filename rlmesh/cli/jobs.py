@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +31,10 @@ def age(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def headline(job: RunningJob | EndedJob, now: float | None = None) -> str:
+def headline(job: RunningJob | EndedJob) -> str:
     """A job in one line."""
     if isinstance(job, RunningJob):
-        return f"{job.job_id}  {job.job_name}  for {age((now or time.time()) - job.started_at)}  {job.run_dir}"
+        return f"{job.job_id}  {job.job_name}  for {age(job.age_s())}  {job.run_dir}"
     return f"{job.job_id or '-'}  {job.job_name}  {_end_of(job)}  {job.run_dir}"
 
 

@@ -70,7 +70,7 @@ def _ask(job: RunningJob) -> JobStatus:
 def status_lines(status: JobStatus) -> Iterator[str]:
     """The stage, each role in one line, and what failed."""
     yield f"  {status.stage}{': ' + status.note if status.note else ''}"
-    yield from _restart_lines([(record.unit, record.at, record.cause) for record in status.restarts], time.time())
+    yield from _restart_lines([(record.unit, record.at, record.cause) for record in status.restarts], status.at)
     by_role: dict[str, list[MemberStatus]] = {}
     for member in status.members:
         by_role.setdefault(member.role, []).append(member)

@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import shlex
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
@@ -44,6 +43,7 @@ from rlmesh.job.program import main_path
 from rlmesh.job.resources import MOST
 from rlmesh.job.restart_policy import RestartPolicy, effective_policy, names_a_budget
 from rlmesh.job.spec import Spec
+from rlmesh.runtime import clock
 from rlmesh.runtime.arguments import MOST_S
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class DLConfig(Spec):
             UsageError: called inside a running event loop, which it would block.
             JobFailed: the job failed; holds the first causes.
         """
-        called_at = time.time()
+        called_at = clock.epoch()
         if _inside_loop():
             raise UsageError(
                 "submit() was called inside a running event loop, which it would block: use "
@@ -319,7 +319,7 @@ class DLConfig(Spec):
 
         Raises as ``submit`` does, except that ``JobFailed`` comes from the handle.
         """
-        called_at = time.time()
+        called_at = clock.epoch()
         from rlmesh.job.handle import JobHandle
         from rlmesh.master.driver import Driver
 

@@ -7,7 +7,6 @@ reaches the rest of the job through a ``ControlLink`` alone, so that this module
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ from rlmesh.errors import UsageError
 from rlmesh.job.lease import DeviceLease, Hook, LeaseDesk, LeaseLink
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
+from rlmesh.runtime.clock import epoch
 from rlmesh.runtime.forked import refusal
 
 __all__ = [
@@ -140,7 +140,7 @@ class WorkerContext:
     lessor: LeaseLink | None = None
     lease_timeout_s: float = 1800.0
     objects: dict[str, object] = field(default_factory=dict, repr=False)
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = epoch
     _step: int | None = field(default=None, init=False, repr=False)
     _boundary: int | None = field(default=None, init=False, repr=False)
     _desk: LeaseDesk | None = field(default=None, init=False, repr=False)

@@ -248,7 +248,8 @@ class JobStatus:
     far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must
     end; ``stopped_at`` is then the step after which all ranks stopped, if they did. ``killed`` names the members whose
     grace was not enough, or was cut short. ``samples_trained`` is the count that was reported last, 0 if none was.
-    ``alarms``: the last ones that members raised, of ``alarm_count``."""
+    ``alarms``: the last ones that members raised, of ``alarm_count``. ``at``: when it was made, by the clock of all
+    times in it."""
 
     job_name: str
     job_id: str
@@ -271,6 +272,7 @@ class JobStatus:
     samples_trained: int = 0
     alarms: tuple[Alarm, ...] = ()
     alarm_count: int = 0
+    at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class AgentWatch:
         self._leased, self._clock = lease_s > 0, clock
         self._leases = Leases((), clock(), lease_s)
         self._suspected: dict[int, str] = {}
+        self._given_up: set[int] = set()
         self._fds: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -46,6 +47,7 @@ class AgentWatch:
 
     def found(self, node: NodeInfo) -> None:
         """An agent registered; its lease begins."""
+        self._given_up.discard(node.node_rank)
         self.renew(node.node_rank)
         self._suspected.pop(node.node_rank, None)
         if node.machine != machine_id() or self._pids.get(node.node_rank) == node.agent_pid:
@@ -63,7 +65,12 @@ class AgentWatch:
         self._fds[node.node_rank], self._pids[node.node_rank] = fd, node.agent_pid
         asyncio.get_running_loop().add_reader(fd, self._ended, node)
 
+    def gave_up(self, node_rank: int) -> bool:
+        """Whether a node was given up: its members may be on their way elsewhere, though nobody else knows yet."""
+        return node_rank in self._given_up
+
     def renew(self, node_rank: int) -> None:
+        """An agent gave a sign of life; not for a node that was given up."""
         if self._leased:
             self._leases.renew(node_rank, self._clock())
 
@@ -71,6 +78,7 @@ class AgentWatch:
         """Give up the nodes whose leases are long over."""
         for node_rank, silent_s in self._leases.silent(self._clock()).items():
             self._leases.forget(node_rank)
+            self._given_up.add(node_rank)
             self._unwatch(node_rank)
             why = self._suspected.pop(node_rank, "its lease is over")
             self._lost(node_rank, f"gave no sign of life for {silent_s:.0f} s; {why}")
@@ -81,6 +89,7 @@ class AgentWatch:
             self._suspected[node_rank] = how
         else:
             self._leases.forget(node_rank)
+            self._given_up.add(node_rank)
             self._lost(node_rank, how)
 
     async def close(self) -> None:
@@ -98,6 +107,7 @@ class AgentWatch:
         """Nothing of the job may run there any more when this is told: its members die with the agent, but not in
         the same moment."""
         self._leases.forget(node.node_rank)
+        self._given_up.add(node.node_rank)
         task = asyncio.get_running_loop().create_task(self._tell_when_empty(node.node_rank, how))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -6,7 +6,7 @@ place: that is how a change is found.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite, nan
 
 from rlmesh.job.restarts import RestartEvent
@@ -28,6 +28,7 @@ from rlmesh.placement.inventory import NodeInfo
 from rlmesh.placement.planner import Placement, Plan
 from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.axes import Axes
+from rlmesh.runtime.clock import epoch
 
 SAMPLES_TRAINED = "samples_trained"
 """The metric that is part of the job's state."""
@@ -42,7 +43,7 @@ MemberId = tuple[str, int]
 
 @dataclass(slots=True)
 class Member:
-    """One member of a role, in its present incarnation. Times are seconds since the epoch.
+    """One member of a role, in its present incarnation. Times are those of the job (``JobContext.shown``).
 
     Attributes:
         has_finished: ``run()`` returned; a new incarnation of the member alone does not run again.
@@ -146,6 +147,25 @@ class JobContext:
     alarms: tuple[Alarm, ...] = ()
     """The last ones."""
     alarm_count: int = 0
+    standstills: tuple[tuple[float, float], ...] = ()
+    """When the master stood still, in the job's time, and for how many seconds."""
+
+    def shown(self, at: float) -> float:
+        """A moment of the job's time, which leaves out the standstills of the master, as seconds since the epoch."""
+        return at + sum(seconds for began, seconds in self.standstills if began < at)
+
+    def shown_failure(self, failure: FailureInfo) -> FailureInfo:
+        """A failure with its time as seconds since the epoch."""
+        return replace(failure, at=self.shown(failure.at)) if self.standstills else failure
+
+    def shown_restart(self, record: RestartRecord) -> RestartRecord:
+        """A restart with its times as seconds since the epoch."""
+        if not self.standstills:
+            return record
+        ready_at = None if record.ready_at is None else self.shown(record.ready_at)
+        return replace(
+            record, at=self.shown(record.at), ready_at=ready_at, failure=self.shown_failure(record.failure)
+        )  # fmt: skip
 
     def sharing_process(self, member: Member) -> list[Member]:
         """The members that live and die in one process with a member, itself among them."""
@@ -197,15 +217,16 @@ class JobContext:
             job_id=self.spec.job_id,
             stage=self.stage,
             started_at=self.spec.submitted_at or self.started_at,
+            at=epoch(),
             run_dir=self.spec.run_dir,
-            members=tuple(_member_status(member) for member in self.members.values()),
+            members=tuple(self._member_status(member) for member in self.members.values()),
             records=tuple(self.records[start - self.records_dropped :]),
             records_from=start,
-            failures=tuple(self.failures),
+            failures=tuple(map(self.shown_failure, self.failures)),
             first_serving_s=self.first_serving_s,
             all_serving_s=self.all_serving_s,
             note=self.note,
-            restarts=tuple(self.restarts),
+            restarts=tuple(map(self.shown_restart, self.restarts)),
             resumable=self.resumable,
             stopped_at=self.stopped_at,
             killed=f"SIGKILL after {self.stop_grace_s:g} s: {', '.join(self.killed)}" if self.killed else "",
@@ -215,18 +236,17 @@ class JobContext:
             alarm_count=self.alarm_count,
         )
 
-
-def _member_status(member: Member) -> MemberStatus:
-    return MemberStatus(
-        role=member.placement.role,
-        rank=member.placement.rank,
-        incarnation=member.incarnation,
-        node_rank=member.placement.node_rank,
-        pid=member.pid,
-        state=member.state,
-        step=member.step,
-        last_beat_at=member.last_beat_at,
-        log_path=member.log_path,
-        endpoint=member.endpoint,
-        fused_with="" if member.host == member.id else "{}:{}".format(*member.host),
-    )
+    def _member_status(self, member: Member) -> MemberStatus:
+        return MemberStatus(
+            role=member.placement.role,
+            rank=member.placement.rank,
+            incarnation=member.incarnation,
+            node_rank=member.placement.node_rank,
+            pid=member.pid,
+            state=member.state,
+            step=member.step,
+            last_beat_at=None if member.last_beat_at is None else self.shown(member.last_beat_at),
+            log_path=member.log_path,
+            endpoint=member.endpoint,
+            fused_with="" if member.host == member.id else "{}:{}".format(*member.host),
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rlmesh import private_files
 from rlmesh.agent import ownership
 from rlmesh.errors import UsageError
 from rlmesh.master.workspace import ABOUT_FILE, KEY_FILE, socket_bases
+from rlmesh.runtime import clock
 from rlmesh.runtime.security import load_key_file
 
 _KINDS: dict[str, Any] = {
@@ -26,7 +26,7 @@ BEGINS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """A job whose master is on this machine. Times are seconds since the epoch."""
+    """A job whose master is on this machine. Times are seconds since the epoch; ``epoch`` tells by which clock."""
 
     job_id: str
     job_name: str
@@ -35,6 +35,11 @@ class RunningJob:
     started_at: float
     driver_pid: int
     folder: Path
+    epoch: str = ""
+
+    def age_s(self) -> float:
+        """For how long it has been running, whatever was done to the wall clock meanwhile."""
+        return max(0.0, clock.epoch_of(self.epoch) - self.started_at)
 
     def key(self) -> bytes:
         """The job's secret.
@@ -88,7 +93,7 @@ def _read(path: Path) -> RunningJob | None:
 def _swept(job: RunningJob) -> bool:
     """Whether nobody is left of a job, since all of its processes were killed at one stroke; what they left here is
     removed then. Usually one of them outlives the others, and cleans up."""
-    if os.path.exists(f"/proc/{job.driver_pid}") or time.time() < job.started_at + BEGINS_S:
+    if os.path.exists(f"/proc/{job.driver_pid}") or job.age_s() < BEGINS_S:
         return False
     rank = job.folder.name[1:]
     held = ownership.hold_folder(str(job.folder))

@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +41,7 @@ from rlmesh.master.telling import tell_ends_shortly
 from rlmesh.master.workspace import Workspace
 from rlmesh.observe.shown import json_text
 from rlmesh.placement.planner import make_plan
+from rlmesh.runtime import clock
 from rlmesh.runtime.forked import forget_in_children, handle
 from rlmesh.wire.main_module import alias_main
 
@@ -103,7 +103,7 @@ class Driver:
         alias_main()
         self._config = config
         self._options = effective(options)
-        self._submitted_at = self._options.submitted_at or time.time()
+        self._submitted_at = self._options.submitted_at or clock.epoch()
         self.job_name = job_name or config.job_name or DEFAULT_NAME
         if self._options.preview is not None:
             self._options.preview(config, self.job_name)

@@ -65,6 +65,13 @@ class Ending:
         # What a stop saves may take as long as it has, not only as long as an ordinary teardown.
         self._state.deadlines.teardown_at = max(now + self._state.limits.teardown_s, self._together.ends_at or 0.0)
 
+    def unheard(self, member: Member, why: str, now: float) -> None:
+        """Nobody waits for the ``teardown()`` of a member that cannot run it."""
+        if member.state == "stopping" and not member.ended_by_us:
+            self._end_late(
+                self._state.context.sharing_process(member), f"it cannot run teardown() ({why})", now
+            )  # fmt: skip
+
     def end_if_gone(self, failing: bool, now: float) -> None:
         """Go on with the end: the others' teardown after the drivers', the last stage after the last process."""
         context = self._state.context

@@ -207,6 +207,16 @@ class StoppedAt:
 
 
 @dataclass(frozen=True, slots=True)
+class TeardownUnheard:
+    """A member cannot take the order to end: it gave no answer, or failed over it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; deadlines are looked at."""
 
@@ -214,7 +224,7 @@ class Tick:
 Event: TypeAlias = (
     AgentRegistered | MasterReturned | AgentLost | PortReserved | Spawned | ActionFailed | MemberBound | MemberReady
     | RunBegan | RunFinished | MemberFailed | MemberExited | Reported | AlarmRaised | ProgressSeen | StacksTaken
-    | DeviceFailed | CircleFound | StopRequested | NoticeGiven | StepHeld | StoppedAt | Tick
+    | DeviceFailed | CircleFound | StopRequested | NoticeGiven | StepHeld | StoppedAt | TeardownUnheard | Tick
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from rlmesh import private_files
 from rlmesh.agent.node import machine_id
 from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
 from rlmesh.errors import CallError, PeerLost, ShuttingDown
+from rlmesh.job.context import StopRequest
 from rlmesh.job.status import ExitInfo, MemberWaits
 from rlmesh.master import events as ev
 from rlmesh.master.circles import Circle
@@ -27,6 +28,7 @@ from rlmesh.master.member_stacks import examine, stack_text
 from rlmesh.master.scheduler import Scheduler
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.blocked import CallKey
+from rlmesh.runtime.clock import epoch
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.waiting import process_state
@@ -41,6 +43,8 @@ END_NEWS_S, END_POLL_S = 5.0, 0.02
 """How long the news of a death may take that a lost connection tells of, and how often to look."""
 PENDING_TIMEOUT_S = 2.0
 HOLD_TIMEOUT_S = 5.0
+TEARDOWN_HEARD_S = 10.0
+"""A member that has not taken the order to end by then cannot run ``teardown()``."""
 """Less than what a member that is held waits for the answer."""
 BOOK_DELAY_S = 0.01
 """Books that follow each other this closely are sent once, so that n members cause about n messages, not n²."""
@@ -107,6 +111,10 @@ class Executor:
                 self._flush_book()
                 begins = self._manager.context.members[member]
                 return self._add(self._begin_run(begins, begins.incarnation))
+            case ev.Teardown(member, stop):
+                found_one = self._manager.context.members[member]
+                there = found_one.endpoint and not found_one.gone
+                return self._add(self._teardown(found_one, stop)) if there else None
             case ev.TakeStacks(keys):
                 return self._add(self._take_stacks(keys))
             case ev.AskProgress(keys, wait_s):
@@ -125,8 +133,6 @@ class Executor:
                 self._flush_book()
                 for living in self._processes():
                     self._notify(living.id, "restarted", event)
-            case ev.Teardown(member, stop):
-                self._notify(member, "teardown", stop)
             case ev.SetStop(members, request):
                 for member in members:
                     self._notify(member, "set_stop", request)
@@ -307,7 +313,7 @@ class Executor:
         for gone in processes:
             if (gone.role, gone.rank, gone.incarnation) not in names:
                 exit = ExitInfo(
-                    gone.role, gone.rank, gone.incarnation, gone.pid, None, None, time.time(), node_rank,
+                    gone.role, gone.rank, gone.incarnation, gone.pid, None, None, epoch(), node_rank,
                     log_path=self._manager.context.members[gone.role, gone.rank].log_path,
                 )  # fmt: skip
                 self._post(ev.MemberExited(node_rank, exit))
@@ -349,15 +355,32 @@ class Executor:
         try:
             has_run = await self._control(member).options(timeout_s=BEGIN_TIMEOUT_S).call("begin_run", member.name)
         except Exception as error:
-            for _ in range(round(END_NEWS_S / END_POLL_S)):
-                if not isinstance(error, PeerLost) or not _is_there(member, incarnation):
-                    break
-                await asyncio.sleep(END_POLL_S)  # it has died, and its agent will tell how
+            if isinstance(error, PeerLost):
+                await self._await_end_news(member, incarnation)
             if _is_there(member, incarnation):
                 failed = f"it was told to run and did not answer: {_text(error)}"
                 self._post(ev.MemberFailed(role, rank, incarnation, failed))
             return
         self._post(ev.RunBegan(role, rank, incarnation, bool(has_run)))
+
+    async def _teardown(self, member: Member, stop: StopRequest | None) -> None:
+        """A member takes the order in at once, whatever its methods do; one that does not has no memory for it, or
+        holds the interpreter."""
+        incarnation = member.incarnation
+        try:
+            await self._control(member).options(timeout_s=TEARDOWN_HEARD_S, idempotent=True).call("teardown", stop)
+        except CallError as error:
+            if isinstance(error, PeerLost):
+                await self._await_end_news(member, incarnation)
+            if _is_there(member, incarnation):
+                self._post(ev.TeardownUnheard(*member.id, incarnation, _text(error).partition("\n")[0]))
+
+    async def _await_end_news(self, member: Member, incarnation: int) -> None:
+        """It seems to have died; its agent will tell how."""
+        for _ in range(round(END_NEWS_S / END_POLL_S)):
+            if not _is_there(member, incarnation):
+                return
+            await asyncio.sleep(END_POLL_S)
 
     async def _hold_steps(self, members: Iterable[Member], reason: str) -> None:
         await asyncio.gather(*(self._hold_step(member, reason) for member in members))

@@ -100,7 +100,7 @@ class Failing:
         goes_on = self._context.stage in ("starting", "running")
         if not (expected or told):
             said = death_message(exit, doing)
-            info = FailureInfo(said, *member.id, at=exit.at, exit=exit, remote_traceback=exit.noted_traceback)
+            info = FailureInfo(said, *member.id, at=now, exit=exit, remote_traceback=exit.noted_traceback)
             self.died(info, now)
         if goes_on:
             self._state.do(ev.AnnounceLoss(replace(exit, served=served or told)))

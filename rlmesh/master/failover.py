@@ -108,13 +108,20 @@ class FailoverCoordinator:
 def _exhausted(what: str, more: str, counted: Sequence[RestartRecord], failure: FailureInfo, now: float) -> FailureInfo:
     first = counted[0] if counted else None
     cause = first.cause if first is not None else failure.message
+    origin = first.failure if first is not None else failure  # later ones may only follow from it
     since = f", {now - first.at:.0f} s ago" if first is not None else ""
     message = (
         f"{what} first failure{since}: {cause}\n"
         f"The last one: {failure.message}\nRemove the cause, or allow more with {more}"
     )
     return FailureInfo(
-        message, failure.role, failure.rank, now, failure.exit, failure.remote_traceback, "RestartBudgetExhausted"
+        message,
+        failure.role,
+        failure.rank,
+        now,
+        origin.exit or failure.exit,
+        origin.remote_traceback or failure.remote_traceback,
+        "RestartBudgetExhausted",
     )
 
 

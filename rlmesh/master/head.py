@@ -38,6 +38,7 @@ from rlmesh.master.rendezvous import (
     Start,
     node_hosts,
 )
+from rlmesh.runtime import clock as clocks
 from rlmesh.runtime.inet import (
     ANY_ADDRESSES,
     is_loopback,
@@ -153,13 +154,13 @@ class Head:
         LaunchError: it cannot listen at its endpoint.
     """
 
-    def __init__(self, options: HeadOptions, clock: Callable[[], float] = time.monotonic) -> None:
-        self.options, self._clock = options, clock
+    def __init__(self, options: HeadOptions, clock: Callable[[], float] | None = None) -> None:
+        self.options, self._clock = options, clock or (lambda: clocks.now())
         self.on_signal: Callable[[int, str], None] | None = None
         """Called when a node's ``launch`` got a signal, with its number and a text that says so."""
         self.on_full: Callable[[str], None] | None = None
         """Called once when the nodes are together, with a text that names them."""
-        self._began = clock()
+        self._began = self._clock()
         self._lock = threading.RLock()
         self._roster = Roster(
             options.least, options.most, f"{options.name or 'head'}, pid {os.getpid()}", options.version,

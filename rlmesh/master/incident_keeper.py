@@ -42,7 +42,7 @@ ENDED = ("succeeded", "failed", "stopped")
 
 
 class IncidentKeeper:
-    """For one job. ``look`` is called after every event.
+    """For one job. ``look`` is called after every event. Times are seconds since the epoch that never jump.
 
     Args:
         log: of the job's events.
@@ -61,15 +61,16 @@ class IncidentKeeper:
         self._restarts_from = 0
         self._restarts_seen = len(context.restarts)
         self._failed_before = bool(context.failures)
-        self._exits: list[ExitInfo] = []
+        self._exits: list[tuple[float, ExitInfo]] = []
+        """With when each was told: the clock of its node may be another one."""
         self._dirty, self._written_at = False, 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         context.incidents = [str(path.with_suffix(".txt")) for path in incident_files(self._run_dir)]
 
     def exited(self, exit: ExitInfo, now: float) -> None:
         """A member's process ended, whether it should or not."""
-        self._exits = [known for known in self._exits if known.at > now - BEFORE_S]
-        self._exits.append(exit)
+        self._exits = [(at, known) for at, known in self._exits if at > now - BEFORE_S]
+        self._exits.append((now, exit))
         if self._open is not None and not exit.ok:
             self._add_exit(self._open, exit)
 
@@ -113,7 +114,7 @@ class IncidentKeeper:
         job = {"name": spec.job_name, "id": spec.job_id, "run_dir": spec.run_dir, "stage": context.stage}
         incident = Incident(next_number(self._run_dir), job, now, self._failures(), config=self._config())
         incident.earlier = self._earlier(incident.failures)
-        for exit in self._exits:
+        for _, exit in self._exits:
             if not exit.ok:
                 self._add_exit(incident, exit)
         touched = self._touched(incident)
@@ -156,15 +157,18 @@ class IncidentKeeper:
         if self._context.ends_as == "failed":
             own = list(self._context.failures)
             first_at = own[0].at if own else 0.0
-            return own + [failure for failure in restarts if failure not in own and failure.at >= first_at]
-        return restarts + [failure for failure in self._context.failures if failure not in restarts]
+            found = own + [failure for failure in restarts if failure not in own and failure.at >= first_at]
+        else:
+            found = restarts + [failure for failure in self._context.failures if failure not in restarts]
+        return [self._context.shown_failure(failure) for failure in found]
 
     def _earlier(self, failures: list[FailureInfo]) -> list[str]:
         """Restarts before the first cause that it does not follow from."""
         if not failures:
             return []
         at = failures[0].at
-        others = [record for record in self._context.restarts if record.at < at and record.failure not in failures]
+        restarts = map(self._context.shown_restart, self._context.restarts)
+        others = [record for record in restarts if record.at < at and record.failure not in failures]
         return [
             f"{at - record.at:.1f} s before: {record.cause}"
             + ("" if record.ready_at is None else f"; served again after {record.ready_at - record.at:.1f} s")

@@ -151,7 +151,7 @@ class JobManager:
     def _member_event(
         self,
         event: ev.MemberBound | ev.MemberReady | ev.RunBegan | ev.RunFinished | ev.MemberFailed | ev.StepHeld
-        | ev.StoppedAt,
+        | ev.StoppedAt | ev.TeardownUnheard,
         now: float,
     ) -> None:  # fmt: skip
         member = self.context.members.get((event.role, event.rank))
@@ -182,6 +182,8 @@ class JobManager:
             case ev.StoppedAt(step=step):
                 if wrong := self._together.stopped(member.id, step):
                     self._failing.fail(Weight.OWN, FailureInfo(wrong, *member.id, at=now), now)
+            case ev.TeardownUnheard(why=why):
+                self._ending.unheard(member, why, now)
             case ev.MemberFailed():
                 self._failing.member_failed(member, event, now)
 

@@ -44,6 +44,7 @@ from rlmesh.master.rendezvous import (
 )
 from rlmesh.master.silence import Silence
 from rlmesh.master.workspace import NodeFolder
+from rlmesh.runtime import clock
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port, local_route_to, probe, resolve, tell_tried
@@ -127,7 +128,7 @@ class _Node:
         self._logs = MergedLogs(options.output or _write_line)
         self._over: Over | None = None
         self._probe: Runtime | None = None
-        self._silence = Silence(time.monotonic(), quiet_s=QUIET_S, look_s=LOOK_S, lost_s=LOST_S)
+        self._silence = Silence(clock.now(), quiet_s=QUIET_S, look_s=LOOK_S, lost_s=LOST_S)
         self._head_ended = self._eof = False
 
     def live(self) -> int:
@@ -145,7 +146,7 @@ class _Node:
 
     def _join(self) -> tuple[MemberHandle, int]:
         options = self._options
-        deadline = time.monotonic() + options.timeout_s
+        deadline = clock.now() + options.timeout_s
         refused: Exception | None = None
         while not self._signals:
             try:
@@ -154,7 +155,7 @@ class _Node:
                 addresses = ()
             asked = False
             for address in addresses:
-                left = deadline - time.monotonic()
+                left = deadline - clock.now()
                 try:
                     host = options.host_here or local_route_to(address, options.port)
                 except OSError:
@@ -168,10 +169,10 @@ class _Node:
                     if error.remote_type.rpartition(".")[2] not in _NOT_YET:
                         raise _as_launch_error(error) from None
                     refused = error  # It listens, and is about to serve.
-            if time.monotonic() >= deadline:
+            if clock.now() >= deadline:
                 raise self._unreached(refused)
             if not asked:
-                time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+                time.sleep(min(0.2, max(0.0, deadline - clock.now())))
         raise KeyboardInterrupt(f"stopped before the head {join_host_port(options.host, options.port)} was reached")
 
     def _ask_to_join(self, address: str, host: str, timeout_s: float) -> tuple[MemberHandle, int]:
@@ -232,7 +233,7 @@ class _Node:
     def _obey(self) -> int:
         seen = 0
         asked: Future[tuple[Order, ...]] | None = None
-        self._silence.heard(time.monotonic())
+        self._silence.heard(clock.now())
         try:
             while self._over is None:
                 if asked is None:
@@ -265,15 +266,15 @@ class _Node:
             raise _as_launch_error(error) from None
         except (CallError, WireError) as error:
             self._silence.failed()
-            if self._silence.too_long(time.monotonic()) or self._eof:
+            if self._silence.too_long(clock.now()) or self._eof:
                 raise LaunchError(
                     f"node {self.rank} has heard nothing from the head "
                     f"{join_host_port(self._options.host, self._options.port)} for "
-                    f"{self._silence.lasts_s(time.monotonic()):.0f} s ({error}); the job is given up here"
+                    f"{self._silence.lasts_s(clock.now()):.0f} s ({error}); the job is given up here"
                 ) from None
             self._pause()
             return ()
-        self._silence.heard(time.monotonic())
+        self._silence.heard(clock.now())
         return orders
 
     def _look_at_head(self) -> None:
@@ -282,7 +283,7 @@ class _Node:
         Raises:
             LaunchError: the head has ended.
         """
-        if self._silence.look(time.monotonic()) and self._nobody_listens():
+        if self._silence.look(clock.now()) and self._nobody_listens():
             self._head_ended = True
             raise LaunchError(
                 f"the head {join_host_port(self._options.host, self._options.port)} has ended, and the job with "

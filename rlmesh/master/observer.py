@@ -29,6 +29,7 @@ from rlmesh.observe.eventlog import EventLog, entry_of
 from rlmesh.observe.exposition import exposition
 from rlmesh.observe.scrape import ScrapeServer, parse_address
 from rlmesh.placement.inventory import NodeInfo
+from rlmesh.runtime.clock import epoch
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 
@@ -52,7 +53,7 @@ class Observer:
     Args:
         manager: of the job.
         runtime: to ask members.
-        clock: seconds since the epoch.
+        clock: the job's time.
         doing: what a member does that its state does not say.
     """
 
@@ -72,7 +73,7 @@ class Observer:
     def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
         """A member says whom it called."""
         draw(self._manager.context)
-        self._manager.context.graph.observe(caller, edges, self._clock())
+        self._manager.context.graph.observe(caller, edges, epoch())
 
     async def rehearse(self, texts: Sequence[str]) -> tuple[str, ...]:
         """Kill these when their moments come; returns them with their ranks.
@@ -120,18 +121,19 @@ class Observer:
 
     def _saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
         context = self._manager.context
+        shown_at = context.shown(now)
         for item in (event, *actions):
             if not isinstance(item, _UNTOLD):
-                self._log.add(entry_of(item, now))
+                self._log.add(entry_of(item, shown_at))
         if context.stage != self._stage:
-            self._log.add({"at": round(now, 6), "event": "Stage", "before": self._stage, "now": context.stage})
+            self._log.add({"at": round(shown_at, 6), "event": "Stage", "before": self._stage, "now": context.stage})
             self._stage = context.stage
         draw(context)
         if isinstance(event, ev.MemberBound) and context.spec.observe.timeline:
             self._runtime.peer(CONTROL, event.endpoint, incarnation=event.incarnation).notify("note_calls")
         if isinstance(event, ev.MemberExited):
-            self._incidents.exited(event.exit, now)
-        self._incidents.look(now)
+            self._incidents.exited(event.exit, shown_at)
+        self._incidents.look(shown_at)
         self._chaos.saw(event, actions, now)
 
     async def open(self) -> None:
@@ -174,7 +176,7 @@ class Observer:
         return self._runtime.peer(AGENT, self._manager.context.nodes[node_rank].agent_endpoint)
 
     async def close(self) -> None:
-        await self._incidents.close(self._clock())
+        await self._incidents.close(self._manager.context.shown(self._clock()))
         await self._chaos.close()
         if self._server is not None:
             await self._server.close()

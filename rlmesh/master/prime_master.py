@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from rlmesh.master.snapshot import stored_fact
 from rlmesh.master.store import STORE_FILE, Stored, StoreRefused
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.blocked import BlockedCalls
+from rlmesh.runtime.clock import RunningTime, epoch
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.joining import JobView
@@ -53,6 +53,8 @@ from rlmesh.runtime.runtime import Runtime
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+STILL_S = 2.0
+"""A master that took so long for one round stood still; a slow disk may hold one up for half of it."""
 MANY = 1 << 14
 """Calls of all agents and workers may be under way at once; each waits until its news is saved."""
 GOODBYE_WAIT_S = 30.0
@@ -81,19 +83,21 @@ class PrimeMaster:
         runtime: an embedded runtime, bound to the master's endpoint.
         persistence: where the job's state is saved.
         stored: the state that a master before this one has left there.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch that never jump (`rlmesh.runtime.clock.epoch`).
     """
 
     def __init__(
         self, config: AgentConfig, spec: JobSpec, runtime: Runtime, persistence: Persistence, stored: Stored, *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = epoch,
     ) -> None:  # fmt: skip
         scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
-        self.manager = JobManager(spec, scheduler, clock(), last_lines)
-        self._clock = clock
+        # The job's time, by which all limits count: without the time in which this process stood still.
+        self._clock = RunningTime(clock, STILL_S, told=self._stood_still)
+        self.manager = JobManager(spec, scheduler, self._clock(), last_lines)
         self._public = runtime.public_endpoint or ""
         self._lease_s = config.lease_s
-        self._pump = Pump(self.manager, persistence, stored, self._perform, clock)
+        self._pump = Pump(self.manager, persistence, stored, self._perform, self._clock)
+        self._clock.lost_s += sum(seconds for _, seconds in self.manager.context.standstills)
         self._executor = Executor(runtime, self.manager, scheduler, self.post, self._pump.carried_out)
         self._followers = Followers(spec)
         self._watch = AgentWatch(spec.job_id, self._agent_lost, self._pids_on, lease_s=config.lease_s)
@@ -104,7 +108,7 @@ class PrimeMaster:
         self._circles, self._doings = CircleWatch(), Doings()
         self._look_around = LookAround(self._doings, self._agents_with_members)
         self._executor.doing = self._doing
-        self._observer = Observer(self.manager, runtime, clock, self._did)
+        self._observer = Observer(self.manager, runtime, self._clock, self._did)
 
     def post(self, event: ev.Event) -> None:
         """Put an event behind those that came before."""
@@ -134,6 +138,10 @@ class PrimeMaster:
             await asyncio.sleep(0)
         finally:
             await self._close()
+
+    def _stood_still(self, at: float, seconds: float) -> None:
+        logger.warning("this process stood still for %.1f s, which count for no limit of the job", seconds)
+        self.manager.context.standstills += ((at, seconds),)
 
     def _perform(self, orders: Iterable[tuple[int, ev.Action]]) -> None:
         orders = list(orders)
@@ -184,7 +192,7 @@ class PrimeMaster:
     @rpc(concurrent=MANY)
     async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
         """A node is there. A node that was given up is taken again when none of its members runs any more."""
-        if running and node.node_rank in self.manager.context.lost_nodes:
+        if running and self._is_given_up(node.node_rank):
             return Grant(0.0)
         self._watch.found(node)
         await self._pump.take(ev.AgentRegistered(node, running))
@@ -193,10 +201,13 @@ class PrimeMaster:
     @rpc(concurrent=MANY)
     async def renew(self, node_rank: int, sender: str) -> Grant:
         """An agent is there, and its members may run on."""
-        if node_rank in self.manager.context.lost_nodes:
+        if self._is_given_up(node_rank):
             return Grant(0.0)
         self._watch.renew(node_rank)
         return self._grant(node_rank)
+
+    def _is_given_up(self, node_rank: int) -> bool:
+        return node_rank in self.manager.context.lost_nodes or self._watch.gave_up(node_rank)
 
     def _grant(self, node_rank: int) -> Grant:
         return Grant(self._lease_s, self.manager.context.terms.get(node_rank, 0))

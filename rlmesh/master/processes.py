@@ -81,7 +81,7 @@ class ProcessWatch:
                 return f"the guardian of node {config.node_name} (pid {node.pid}) died, and its node with it.\n{tail}"
             if report.agent_code < 0:
                 how = signal.Signals(-report.agent_code).name
-                why = f" ({report.why})" if "lease" in report.why else ""
+                why = f" ({report.why})" if "lease" in report.why or "stopped" in report.why else ""
                 return f"the agent of node {config.node_name} was killed by {how}{why}, and its node with it.\n{tail}"
         for config, report in zip(configs, reports, strict=False):
             if report.agent_code:

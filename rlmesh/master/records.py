@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlmesh import private_files
 from rlmesh.job.masking import mask_texts
 from rlmesh.job.status import JobStatus
 from rlmesh.observe.summary import alarm_lines
+from rlmesh.runtime.clock import epoch
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def write_end(status: JobStatus, now: float | None = None) -> None:
         "job_name": status.job_name,
         "stage": status.stage,
         "started_at": status.started_at,
-        "ended_at": time.time() if now is None else now,
+        "ended_at": epoch() if now is None else now,
         "failures": [failure.message for failure in status.failures],
         "members": [[f"{member.role}:{member.rank}", member.state] for member in status.members],
         "alarms": alarm_lines(status),

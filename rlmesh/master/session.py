@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from rlmesh.agent.logs import written_before
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport
 from rlmesh.agent.start import GuardianProcess
+from rlmesh.agent.stopped import LOOK_S, StoppedLooks
 from rlmesh.errors import CallError, LaunchError, RLMeshError
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.interrupt import Interrupt
@@ -31,6 +32,7 @@ from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.remote import RemoteNode
 from rlmesh.master.starts import note_end
 from rlmesh.master.workspace import Workspace
+from rlmesh.runtime import clock
 
 if TYPE_CHECKING:
     from rlmesh.master.head import Head
@@ -48,6 +50,7 @@ STOP_WITHIN_S = 600.0
 STOP_MARGIN_S = 0.7
 """After the grace and this the agents are killed and the guardians end what is left."""
 NODE_END_S = 10.0
+END_LOOK_S = 0.5
 SILENCE_S = 30.0
 """How long a master that lives may leave the driver without an answer."""
 MASTER_RETURN_S = 30.0
@@ -172,12 +175,22 @@ class Session:
     def _await_master(self) -> None:
         """Until the master listens."""
         path = self._space.master_endpoint.partition("://")[2]
-        deadline = time.monotonic() + self._first_answer_s
+        deadline, looks, look_at = clock.now() + self._first_answer_s, StoppedLooks(), 0.0
         while not os.path.exists(path) and not self._interrupt.count:
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 where = tail_of(self._space.run_dir, "master.log", "agent-0.log")
                 raise _Broken(f"the master did not start within {self._first_answer_s:g} s.\n{where}")
+            if clock.now() >= look_at:
+                look_at = clock.now() + LOOK_S
+                self._end_stopped(looks)
             self._wait(START_POLL_S)
+
+    def _end_stopped(self, looks: StoppedLooks) -> None:
+        """A guardian that was stopped before it started its node would keep the job from starting for ever."""
+        here = {node.pid: node for node in self._nodes if isinstance(node, GuardianProcess)}
+        for pid in looks.look(here):
+            logger.error("the guardian of node %d (pid %d) was stopped; it is killed", here[pid].node_rank, pid)
+            here[pid].kill()
 
     def _update(self, master: MemberHandle) -> bool:
         """Take one snapshot; False if the job is to be cut short."""
@@ -233,7 +246,7 @@ class Session:
         Raises:
             _Broken: it has been away for too long.
         """
-        now = time.monotonic()
+        now = clock.now()
         self._away_since = self._away_since or now
         if now - self._away_since > MASTER_RETURN_S:
             raise _Broken(f"the master has not answered for {now - self._away_since:.0f} s: {error}") from None
@@ -253,7 +266,7 @@ class Session:
             self._notice_sent = True
             self._tell(master, "notice", self._interrupt.noticed, self._stop_within_s, self._grace_s)
         if self._interrupt.count and self._stop_sent_at is None:
-            self._stop_sent_at = time.monotonic()
+            self._stop_sent_at = clock.now()
             self._tell(master, "stop", self._interrupt.reason, self._grace_s)
 
     def _tell(self, master: MemberHandle, what: str, *args: object) -> None:
@@ -262,7 +275,7 @@ class Session:
 
     def _is_cut_short(self) -> bool:
         limit_s = self._grace_s + STOP_MARGIN_S
-        late = self._stop_sent_at is not None and time.monotonic() - self._stop_sent_at > limit_s
+        late = self._stop_sent_at is not None and clock.now() - self._stop_sent_at > limit_s
         return late or self._interrupt.count > 1
 
     def _wait(self, seconds: float) -> None:
@@ -292,14 +305,16 @@ class Session:
         for node in self._nodes:
             node.let_go()
         reports = [node.wait(0.0) for node in self._replaced]
-        deadline = time.monotonic() + NODE_END_S  # for all of them together: many may be cut off
+        running = clock.RunningTime(time.monotonic)
+        deadline = running() + NODE_END_S  # for all of them together: many may be cut off
         for node in self._nodes:
-            try:
-                reports.append(node.wait(max(0.0, deadline - time.monotonic())))
-            except TimeoutError as error:
-                logger.error("%s; it is killed", error)
-                node.kill()
-                reports.append(node.wait(NODE_END_S))
+            while (report := _ended(node, min(END_LOOK_S, max(0.0, deadline - running())))) is None:
+                if running() >= deadline:
+                    logger.error("node %s did not end within %g s; it is killed", node.node_rank, NODE_END_S)
+                    node.kill()
+                    report = node.wait(NODE_END_S)
+                    break
+            reports.append(report)
         self._watch.await_end(NODE_END_S)
         return tuple(reports)
 
@@ -312,7 +327,7 @@ class Session:
         status, run_dir = self.status, self._space.run_dir
         if broken is not None:
             cause = broken or self._watch.cause_of_death(self._configs, reports, self._nodes, run_dir)
-            failure = FailureInfo(cause, at=time.time())
+            failure = FailureInfo(cause, at=clock.epoch())
             status = replace(status, stage="failed", failures=(failure, *status.failures))
             if told := write_post_mortem(status, run_dir, failure):
                 status = replace(status, incidents=(*status.incidents, str(told)))
@@ -334,3 +349,11 @@ class Session:
         if status.stage == "failed":
             raise job_failed(self._job_name, status.failures, run_dir, output_shown=getattr(self._view, "shows", True))
         return JobResult(self.status, run_dir, picture, reports)
+
+
+def _ended(node: GuardianProcess | RemoteNode, within_s: float) -> ExitReport | None:
+    """How a node ended; None if it did not within the time."""
+    try:
+        return node.wait(within_s)
+    except TimeoutError:
+        return None

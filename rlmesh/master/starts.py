@@ -19,6 +19,7 @@ from rlmesh.errors import LaunchError
 from rlmesh.job.context import Resume
 from rlmesh.master.filesystems import network_file_system
 from rlmesh.master.store import STORE_FILE, read_fact
+from rlmesh.runtime.clock import epoch
 
 __all__ = ["STARTS_FILE", "await_guardians", "hold", "note_end", "note_start"]
 
@@ -105,7 +106,7 @@ def note_start(run_dir: Path, restarts: int = 0, now: float | None = None) -> Re
     resume = None
     if count and not before.get("succeeded"):
         resume = Resume(count, before.get("stopped_at"), _samples_trained(run_dir, before))
-    _write(run_dir, {"starts": count + 1 if resume else 1, "started_at": time.time() if now is None else now})
+    _write(run_dir, {"starts": count + 1 if resume else 1, "started_at": epoch() if now is None else now})
     return resume
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import pwd
 import secrets
 import shutil
 import tempfile
@@ -17,11 +18,13 @@ from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.master.run_folder import make_run_folder
+from rlmesh.runtime import clock
 from rlmesh.runtime.security import make_key, write_key_file
 from rlmesh.runtime.transport import local_address
 
 ABOUT_FILE, KEY_FILE = "about.json", "key"
 """In the socket folder of node 0, which only its owner can enter: what ``rlmesh ps`` needs to find and ask a job."""
+LOGIN_FOLDERS, LINGERING = "/run/user/", "/var/lib/systemd/linger"
 SOCKET_PATH_LIMIT = 90
 """Bytes of a socket folder's path: the system allows 107 for a socket, whose own name needs the rest."""
 
@@ -78,8 +81,9 @@ class Workspace:
             "job_name": spec.job_name,
             "run_dir": str(self.run_dir),
             "master_endpoint": self.master_endpoint,
-            "started_at": spec.submitted_at or time.time(),
+            "started_at": spec.submitted_at or clock.epoch(),
             "driver_pid": os.getpid(),
+            "epoch": clock.epoch_here(),
         }
         private_files.write_whole(self.node_dir(0) / ABOUT_FILE, json.dumps(about), secret=True, durable=False)
         private_files.write_whole(self.job_path, pickle.dumps(spec), secret=True, durable=False)
@@ -113,8 +117,9 @@ class NodeFolder:
                 "job_name": config.job_name,
                 "run_dir": config.run_dir,
                 "master_endpoint": config.master_endpoint,
-                "started_at": config.submitted_at or time.time(),
+                "started_at": config.submitted_at or clock.epoch(),
                 "driver_pid": os.getpid(),
+                "epoch": clock.epoch_here(),
             }
             private_files.write_whole(node / ABOUT_FILE, json.dumps(about), secret=True, durable=False)
             make_run_folder(Path(config.run_dir))
@@ -132,8 +137,20 @@ class NodeFolder:
 
 
 def socket_bases() -> tuple[str, ...]:
-    """Where socket folders may be, in the order in which they are tried."""
-    return tuple(filter(None, (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")))
+    """Where socket folders may be, in the order in which they are tried. A job may outlive the login that started it,
+    with which the system's own folder of that kind is removed, unless the user lingers."""
+    runtime, others = os.environ.get("XDG_RUNTIME_DIR"), (tempfile.gettempdir(), "/tmp")
+    if runtime and runtime.startswith(LOGIN_FOLDERS) and not _lingers():
+        return (*others, runtime)
+    return tuple(filter(None, (runtime, *others)))
+
+
+def _lingers() -> bool:
+    """Whether the user's processes outlive the last login, by ``loginctl enable-linger``."""
+    try:
+        return os.path.exists(os.path.join(LINGERING, pwd.getpwuid(os.getuid()).pw_name))
+    except KeyError:
+        return False
 
 
 def _make_socket_dir() -> Path:

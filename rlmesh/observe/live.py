@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
@@ -22,6 +21,7 @@ from rlmesh.observe.plain import PlainView
 from rlmesh.observe.progress import JobProgress, sparkline
 from rlmesh.observe.shown import shown
 from rlmesh.observe.summary import closing_lines, failure_line, format_value, headline_metrics
+from rlmesh.runtime.clock import epoch
 from rlmesh.runtime.forked import forget_in_children
 
 __all__ = ["JobView", "LiveView", "NoView", "ViewMode", "make_view"]
@@ -67,7 +67,7 @@ def make_view(
     *,
     out: TextIO | None = None,
     err: TextIO | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] = epoch,
 ) -> JobView:
     """A view that writes the workers' lines to ``out`` (stdout) and what it says itself to ``err`` (stderr).
 

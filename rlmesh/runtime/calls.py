@@ -235,7 +235,7 @@ class Calls(CohortCalls):
         peer = Peer(endpoint, channel, WINDOW)
         self._by_link[channel.link] = peer
         self._knock(channel, endpoint)
-        peer.opening = self._loop.call_later(CONNECT_TIMEOUT_S, self._not_opened, peer)
+        peer.opening = clock.Timer(self._loop, CONNECT_TIMEOUT_S, self._not_opened, peer)
         with self._lock:
             self._peers[endpoint] = peer
         return peer
@@ -388,11 +388,11 @@ class Calls(CohortCalls):
         with self._lock:
             self._lost[peer.endpoint] = reason
             self._orphans[peer.endpoint] = peer
-        self._loop.call_later(LOSS_GRACE_S, self._give_up, peer, reason)
+        clock.Timer(self._loop, LOSS_GRACE_S, self._give_up, peer, reason)
 
     def _give_up(self, peer: Peer, reason: str) -> None:
         if self._is_ending(peer):
-            self._loop.call_later(LOSS_GRACE_S, self._give_up, peer, reason)
+            clock.Timer(self._loop, LOSS_GRACE_S, self._give_up, peer, reason)
             return
         self._orphans.pop(peer.endpoint, None)
         self._drop(peer, lambda call: call.lost(reason, peer.begun()))

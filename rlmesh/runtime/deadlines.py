@@ -55,13 +55,15 @@ class Deadlines:
     """Calls ``expired(entry)`` on the loop for each entry that was not removed in time.
 
     Late by at most two intervals: 0.04 s for deadlines up to 10 s away (0.14 s for the first one after a pause),
-    2 s for those beyond. One tick serves all entries, however many there are.
+    2 s for those beyond. One tick serves all entries, however many there are. Time in which the process stood still
+    does not count.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, lock: AbstractContextManager[Any], expired: Callable[[Entry], None]
     ) -> None:
         self._loop, self._lock, self._expired = loop, lock, expired
+        clock.begin()
         self._fine, self._coarse = _Wheel(FINE_S), _Wheel(COARSE_S)
         self._timer = loop.call_later(_IDLE_TICK_S, self._tick)
         self._closed = False
@@ -77,10 +79,13 @@ class Deadlines:
             entry.bucket = None
 
     def close(self) -> None:
+        if not self._closed:
+            clock.end()
         self._closed = True
         self._timer.cancel()
 
     def _tick(self) -> None:
+        clock.beat()
         now = clock.now()
         with self._lock:
             entries = self._fine.expired(now) + self._coarse.expired(now)

@@ -7,6 +7,8 @@ import resource
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from rlmesh.runtime import clock
+
 T = TypeVar("T")
 
 SOFT_LIMIT = 128
@@ -37,7 +39,7 @@ class HalfOpen(Generic[T]):
         return len(self._since)
 
     def add(self, connection: T) -> None:
-        self._since[connection] = self._loop.time()
+        self._since[connection] = clock.now()
         if len(self._since) > self._hard_limit:
             self.evict_oldest()
         self._arm()
@@ -66,12 +68,12 @@ class HalfOpen(Generic[T]):
             oldest = next(iter(self._since.values()))
             limit_s = GRACE_S if len(self._since) > SOFT_LIMIT else TIMEOUT_S
             # Never later than a grace from now: more may come.
-            due = min(oldest + limit_s, self._loop.time() + GRACE_S)
-            self._timer = self._loop.call_at(max(due, self._loop.time() + 0.01), self._check)
+            left_s = min(oldest + limit_s - clock.now(), GRACE_S)
+            self._timer = self._loop.call_later(max(left_s, 0.01), self._check)
 
     def _check(self) -> None:
         self._timer = None
-        now = self._loop.time()
+        now = clock.now()
         while self._since:
             connection, since = next(iter(self._since.items()))
             limit_s = GRACE_S if len(self._since) > SOFT_LIMIT else TIMEOUT_S

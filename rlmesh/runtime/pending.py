@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -189,7 +188,7 @@ class Peer:
         """How long the call that it answered last had waited there."""
         self.answer_ns = 0
         """How long the call that ended last was on its way."""
-        self.opening: asyncio.TimerHandle | None = None
+        self.opening: clock.Timer | None = None
         self.ending = False
         """Its process closed the connection and was still there when somebody looked."""
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import AuthenticationFailed, MalformedFrame, WireError
+from rlmesh.runtime import clock
 from rlmesh.runtime.calls import CONNECT_TIMEOUT_S, Calls
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.network import NetworkOptions, plain
@@ -137,7 +138,7 @@ class Reception:
         link = self._plain().connect(endpoint) if endpoint.startswith("plain://") else self._connect(endpoint)
         channel = self._incoming[link] = Channel(link, self.post)
         self._door.knock(channel, endpoint, name)
-        self._loop.call_later(CONNECT_TIMEOUT_S, self._lane_not_opened, channel, endpoint)
+        clock.Timer(self._loop, CONNECT_TIMEOUT_S, self._lane_not_opened, channel, endpoint)
         return channel
 
     def _lane_not_opened(self, channel: Channel, endpoint: str) -> None:

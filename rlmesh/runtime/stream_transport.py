@@ -57,12 +57,19 @@ class StreamTransport(ABC):
         if self._listener is not None:
             raise UsageError(f"this runtime listens already; it cannot listen at {address!r} too")
         listener, where = self._listen(address.removeprefix(self.scheme))
+        self._serve(listener)
+        self._endpoint = self.scheme + where
+        return self._endpoint
+
+    def _serve(self, listener: socket.socket) -> None:
+        """Accept connections here, and no longer where this transport listened before."""
+        if self._listener is not None:
+            self.loop.remove_reader(self._listener.fileno())
+            self._listener.close()
         listener.listen(4096)
         listener.setblocking(False)
         self._listener = listener
         self.loop.add_reader(listener.fileno(), self._on_connection)
-        self._endpoint = self.scheme + where
-        return self._endpoint
 
     def connect(self, endpoint: str) -> Link:
         link = StreamLink(self, endpoint)

@@ -9,6 +9,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -67,6 +68,23 @@ def prepare_socket_path(path: str) -> None:
         raise UsageError(f"cannot listen at {path!r}: somebody listens there already")
     if code == errno.ECONNREFUSED and stat.S_ISSOCK(os.lstat(path).st_mode):
         os.unlink(path)
+
+
+def make_again(directory: str) -> None:
+    """Make a folder of sockets that was removed, by a cleaner of temporary files for one, and the one above it.
+
+    Raises:
+        OSError: it cannot be made, or somebody else made one there.
+    """
+    above = os.path.dirname(directory)
+    for path in (above, directory):
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid in ((os.getuid(), 0) if path == above else (os.getuid(),))
+        others = 0 if path == above and found.st_mode & stat.S_ISVTX else found.st_mode & 0o022
+        if not ours or others or (path == directory and found.st_mode & 0o077):
+            raise OSError(errno.EPERM, "somebody else has made one there, or may change it", path)
 
 
 Rejection = Literal[

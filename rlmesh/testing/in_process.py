@@ -28,7 +28,6 @@ from __future__ import annotations
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -41,7 +40,7 @@ from typing import Any, Literal, get_args
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.job.context import JobInfo
 from rlmesh.job.status import Alarm, ExitInfo, MetricRecord
-from rlmesh.runtime import forked
+from rlmesh.runtime import clock, forked
 from rlmesh.runtime import network as networks
 from rlmesh.runtime.address import AddressBook, MemberAddress, member_name
 from rlmesh.runtime.arguments import require, require_choice
@@ -254,7 +253,7 @@ class InProcessCluster:
         self.runtimes.remove(runtime)
         self._members.pop(name, None)
         runtime.close()
-        how = ExitInfo(role, rank, 0, 0, None, signal.SIGKILL, time.time(), hostname="in-process")
+        how = ExitInfo(role, rank, 0, 0, None, signal.SIGKILL, clock.epoch(), hostname="in-process")
         for other in self.runtimes:
             other.member_lost(how)
         self._settle()

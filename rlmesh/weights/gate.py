@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rlmesh.errors import WeightsNotReady, WeightSyncError
+from rlmesh.runtime import clock
 
 
 class VersionGate:
@@ -67,7 +68,7 @@ class VersionGate:
         with self._changed:
             # Whoever is inside already may go deeper: the flip waits for the outermost anyway.
             if not self._depth():
-                self._changed.wait_for(lambda: self._closed_for is None, timeout_s)
+                clock.wait_for(self._changed, lambda: self._closed_for is None, timeout_s)
                 if self._closed_for is not None:
                     raise WeightsNotReady(
                         f"{self.who} cannot serve: {self._closed_for} since {self._clock() - self._closed_at:.1f} s, "
@@ -90,7 +91,7 @@ class VersionGate:
         with self._changed:
             if self._closed_for is None:
                 self._closed_for, self._closed_at = why, self._clock()
-            if not self._changed.wait_for(lambda: self._inside == 0, timeout_s):
+            if not clock.wait_for(self._changed, lambda: self._inside == 0, timeout_s):
                 self._closed_for = None
                 self._changed.notify_all()
                 raise WeightSyncError(

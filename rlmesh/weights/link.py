@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.errors import WeightSyncError
+from rlmesh.runtime import clock
 from rlmesh.weights.delivery import Failure, wait_as_last
 from rlmesh.weights.plan import Party, WeightPlan, Wishes, make_plan
 from rlmesh.weights.remote import Bound, End, Incarnations, party_of
@@ -224,7 +225,7 @@ class Link:
             name: self._sinks.call(name, "weights_abort", self.session, push, timeout_s=self._timeouts.connect_s)
             for name in self._sink_names
         }
-        deadline = time.monotonic() + ABORT_S
+        deadline = clock.now() + ABORT_S
         kept: dict[str, int | str | None] = {}
         for name, answer in aborted.items():
             if name == failure.member:
@@ -256,7 +257,7 @@ class Link:
 
 
 def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
+    return max(0.0, deadline - clock.now())
 
 
 def _ask(end: Bound, names: list[str], method: str, timeout_s: float) -> list[Party]:

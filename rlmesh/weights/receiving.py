@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlmesh.errors import WeightSyncError
+from rlmesh.runtime import clock
 from rlmesh.weights.buckets import Bucket, join_all
 from rlmesh.weights.channels.base import Inlet, RouteSettings
 from rlmesh.weights.channels.registry import open_inlet
@@ -199,7 +200,8 @@ class Receiver:
         with self._commands:
             found = self._find(session)
             route = found.routes[source]
-            came = self._commands.wait_for(
+            came = clock.wait_for(
+                self._commands,
                 lambda: not turn or route.turn == (push, turn) or self._sessions.get(session) is not found,
                 route.settings.timeout_s,
             )

@@ -96,9 +96,9 @@ def test_groups_that_a_job_has_left_are_swept() -> None:
     (left / "ACTOR-0.0").mkdir(parents=True)
     others.mkdir()
     try:
-        control_groups.sweep(str(own))
-        assert left.exists(), "it may be one that begins"
-        control_groups.sweep(str(own), older_than_s=-1.0)
+        control_groups.sweep(str(own), lambda mark: mark == "j/0")
+        assert left.exists(), "its node lives, and may be about to start a member"
+        control_groups.sweep(str(own), lambda mark: False)
         assert not left.exists() and others.exists()
     finally:
         assert control_groups.end(str(own))

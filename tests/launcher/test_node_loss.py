@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import pytest
 
 from tests.launcher.machines import machines, why_not
 from tests.launcher.nodes import node
-from tests.master.launched import Launched, alive
+from tests.master.launched import Launched, alive, descendants
+from tests.stalls import HANG_S
 
 MOVING = Path(__file__).with_name("moving_job.py")
 
@@ -103,6 +104,43 @@ def test_an_agent_that_is_stopped_loses_its_members_before_they_start_elsewhere(
         head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 20.0)
         finish(tmp_path, nodes)
     nothing_ran_twice(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.case("b20")
+def test_members_of_a_node_that_was_suspended_alone_do_not_run_again(tmp_path: Path) -> None:
+    """The master has placed them elsewhere when their node goes on; its agent is let go on before they are."""
+    with moving(tmp_path, 3) as nodes:
+        head, other, _ = nodes
+        before = first_two(other, 1)
+        stopped = [other.process.pid, *descendants(other.process.pid)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        head.wait_for(r"Rollout \[\(0, 0\), \(2, 1\)\]", 30.0)
+        head.wait_for(r"Actor \[\(0, 1\), \(2, 1\)\]", 20.0)
+        for pid in stopped:
+            if pid not in before.values():
+                os.kill(pid, signal.SIGCONT)
+        log = tmp_path / "run" / "logs" / "agent-1.log"
+        wait_for_text(log, "ran out in a standstill; the master is asked")
+        wait_for_text(log, "its members may run elsewhere now; they are ended here")
+        wait_until_gone(before.values())
+        finish(tmp_path, nodes)
+    nothing_ran_twice(tmp_path)
+
+
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + HANG_S
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, f"{text!r} does not come: {path.read_text()}"
+        time.sleep(0.02)
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.slow

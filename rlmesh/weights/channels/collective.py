@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from rlmesh.runtime import clock
 from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
 from rlmesh.weights.pieces import checksums_of, host_bytes
@@ -34,10 +35,10 @@ def _poll(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Raises:
     ChannelBroken: it did not come true in time, or the store is gone.
     """
-    end = time.monotonic() + timeout_s
+    end = clock.now() + timeout_s
     try:
         while not condition():
-            if time.monotonic() >= end:
+            if clock.now() >= end:
                 raise ChannelBroken(f"{what} within {timeout_s:g} s")
             time.sleep(POLL_S)
     except RuntimeError as error:

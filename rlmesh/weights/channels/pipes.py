@@ -9,9 +9,10 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+from rlmesh.runtime import clock
 
 if TYPE_CHECKING:
     import zmq
@@ -67,7 +68,7 @@ class PlainPipe:
         return cls(connection)
 
     def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
-        end = time.monotonic() + timeout_s
+        end = clock.now() + timeout_s
         self._socket.settimeout(SLICE_S)
         for buffer in buffers:
             rest = buffer.cast("B")
@@ -78,12 +79,17 @@ class PlainPipe:
                     _go_on(end, stopped)
 
     def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
+        end = clock.now() + timeout_s
         for buffer in buffers:
             rest = buffer.cast("B")
             while rest.nbytes:
-                self._socket.settimeout(max(1e-3, end - time.monotonic()))
-                count = self._socket.recv_into(rest)
+                self._socket.settimeout(max(1e-3, end - clock.now()))
+                try:
+                    count = self._socket.recv_into(rest)
+                except TimeoutError:
+                    if clock.now() < end:
+                        continue  # the process stood still
+                    raise
                 if not count:
                     raise ConnectionResetError("the source closed the connection")
                 rest = rest[count:]
@@ -107,9 +113,9 @@ class PlainListener:
         self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
     def accept(self, timeout_s: float) -> PlainPipe:
-        end = time.monotonic() + timeout_s
+        end = clock.now() + timeout_s
         for _ in range(MAX_STRANGERS):
-            self._socket.settimeout(max(1e-3, end - time.monotonic()))
+            self._socket.settimeout(max(1e-3, end - clock.now()))
             connection, _ = self._socket.accept()
             try:
                 # A stranger that says nothing holds up others for a second.
@@ -159,7 +165,7 @@ class CurvePipe:
     def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
         import zmq
 
-        end = time.monotonic() + timeout_s
+        end = clock.now() + timeout_s
         for buffer in buffers:
             data = buffer.cast("B")
             for at in range(0, data.nbytes, PART_BYTES):
@@ -168,11 +174,11 @@ class CurvePipe:
                 self._pair.send(data[at : at + PART_BYTES], zmq.NOBLOCK, copy=True)
 
     def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
+        end = clock.now() + timeout_s
         for buffer in buffers:
             data = buffer.cast("B")
             for at in range(0, data.nbytes, PART_BYTES):
-                _wait(self._pair, end - time.monotonic(), "more bytes")
+                _wait(self._pair, end - clock.now(), "more bytes")
                 part = self._pair.recv(copy=False).buffer
                 if not part.nbytes:
                     raise ConnectionResetError("the source closed the connection")
@@ -229,14 +235,16 @@ def _make_pair() -> tuple[zmq.Context[Any], zmq.Socket[Any]]:
 
 
 def _wait(pair: Any, timeout_s: float, what: str) -> None:
-    if not pair.poll(int(max(0.0, timeout_s) * 1000)):
-        raise TimeoutError(f"{what} did not come in time")
+    due = clock.now() + timeout_s
+    while not pair.poll(int(max(0.0, due - clock.now()) * 1000)):
+        if clock.now() >= due - 1e-3:
+            raise TimeoutError(f"{what} did not come in time")
 
 
 def _go_on(end: float, stopped: Callable[[], bool]) -> None:
     if stopped():
         raise StoppedSending("a sink has failed")
-    if time.monotonic() >= end:
+    if clock.now() >= end:
         raise TimeoutError("the sink did not take the bytes in time")
 
 

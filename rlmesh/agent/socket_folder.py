@@ -1,0 +1,70 @@
+"""Keeps what lies beside the sockets of a node: the job's key, what ``rlmesh ps`` reads, the job for the next master.
+
+Each process binds its own socket again when a cleaner of temporary files has removed it; these files are made again by
+the agent, which remembers them, and touched, so that cleaners see that they are in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from rlmesh.agent.protocol import AgentConfig
+from rlmesh.runtime.transport import make_again
+
+__all__ = ["SocketFolder"]
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+TOUCH_EVERY = 3600
+"""Looks between two touches."""
+KEPT = ("key", "about.json")
+
+
+class SocketFolder:
+    """The files of one node; reads them when it is made."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._folder = Path(config.socket_dir)
+        paths = [self._folder / name for name in KEPT]
+        if config.start_master:
+            paths.append(Path(config.job_path))
+        self._files = {path: path.read_bytes() for path in paths if path.is_file()}
+        self._told = False
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        looks = 0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            looks += 1
+            self.look(touch=looks % TOUCH_EVERY == 0)
+
+    def look(self, *, touch: bool = False) -> None:
+        """Make again what is missing; before each start of a member, and now and then."""
+        try:
+            if not self._folder.is_dir():
+                make_again(str(self._folder))
+            for path, content in self._files.items():
+                if not path.exists():
+                    self._write(path, content)
+            if touch:
+                for each in (*self._files, *self._folder.iterdir(), self._folder, self._folder.parent):
+                    os.utime(each)
+        except OSError as error:
+            if not self._told:
+                logger.error(
+                    "%s was removed, and cannot be made again: %s. No process of the job can start here any more; set "
+                    "TMPDIR to a folder that is not cleaned", self._folder, error,
+                )  # fmt: skip
+            self._told = True
+
+    def _write(self, path: Path, content: bytes) -> None:
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(content)
+        draft.rename(path)
+        logger.warning("%s was removed, perhaps by a cleaner of temporary files, and is made again", path)
