@@ -56,6 +56,7 @@ from rlmesh.placement.gpus import CUDA_MASK, CUDA_ORDER
 from rlmesh.placement.inventory import VIRTUAL
 from rlmesh.placement.proof import prove, prove_by_torch
 from rlmesh.placement.system import Machine
+from rlmesh.runtime import clock
 from rlmesh.runtime.board import Board, board_path, link_board
 from rlmesh.runtime.forked import end_child, forget_in_children
 from rlmesh.runtime.handle import MemberHandle
@@ -251,7 +252,7 @@ class Member:
             master = runtime.peer(MASTER, spec.master_endpoint)
             self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
             self._outbox = Outbox(runtime, master, f"{self.name}.{spec.incarnation}/{os.getpid()}")
-            own_output.tell_losses(lambda text: self._outbox.put(Alarm(time.time(), spec.role, spec.rank, None, text)))
+            own_output.tell_losses(lambda text: self._outbox.put(Alarm(clock.epoch(), spec.role, spec.rank, None, text)))
             self._agent = runtime.peer(AGENT, spec.agent_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
             self._orders = Orders(runtime, spec.grace_s)
             runtime.exit_hook = self._orders.exit

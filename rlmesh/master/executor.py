@@ -256,7 +256,7 @@ class Executor:
         # The order may have waited for its turn until another incarnation took the place of the one it was for.
         for role, rank, incarnation in keys:
             if context.members[role, rank].incarnation != incarnation:
-                never = ExitInfo(role, rank, incarnation, 0, None, None, time.time(), node_rank)
+                never = ExitInfo(role, rank, incarnation, 0, None, None, epoch(), node_rank)
                 self._post(ev.MemberExited(node_rank, never))
         members = tuple(key[:2] for key in keys if context.members[key[:2]].key == key)
         if not members:

@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
