@@ -199,6 +199,10 @@ class _Role:
         self.run: Callable[[], object] | None = None
         self.functions: Mapping[str, Callable[..., Any]] = {}
 
+    @property
+    def restored(self) -> int | None:
+        return self.context.restored if self.context is not None else None
+
     def hook(self, name: str, *args: object) -> None:
         hook = getattr(self.object, name, None)
         if callable(hook):
@@ -294,7 +298,8 @@ class Member:
         for role in self._roles:
             self._attempt(role, "setup() failed", partial(role.hook, "setup"))
             if (restart := role.spec.restart) is not None:
-                self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", restart))
+                told = restart.with_restored(role.spec.rank, role.restored)
+                self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", told))
         self._attempt(
             first, "does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices)
         )
@@ -302,7 +307,7 @@ class Member:
             self._serve(role)
         self._tripwires.served()
         for role in self._roles:
-            self._tell("member_ready", *role.spec.key)
+            self._tell("member_ready", *role.spec.key, role.restored)
         while self._attempt(runner or first, "a listener of on_event() failed", self._orders.take) == "run":
             assert runner is not None and runner.run is not None
             self._run(runner, runner.run)

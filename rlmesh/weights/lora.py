@@ -68,8 +68,6 @@ def _merged(
         own = f"{name}.{BASE}weight"
         if own not in kept:
             raise WeightSyncError(f"{name} has an adapter but no base weight: only weights of layers can be merged")
-        if getattr(layer, "merged", False):
-            continue  # its base weight holds the adapter already
         makers[base_name(own)] = _maker(layer, adapter)
     plain = {base_name(name): tensor for name, tensor in kept.items()}
     return plain, makers, {base_name(name): kinds[name] for name in kept}, tuple(base_name(name) for name in left)
@@ -78,6 +76,8 @@ def _merged(
 def _maker(layer: Any, adapter: str) -> Callable[[], Tensor]:
     def make() -> Tensor:
         weight: Tensor = layer.get_base_layer().weight
+        if getattr(layer, "merged", False):
+            return weight  # it holds the adapter already; that may be another at the next push
         merged: Tensor = weight + layer.get_delta_weight(adapter).to(weight.dtype)
         return merged
 
