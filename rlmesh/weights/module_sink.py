@@ -13,7 +13,7 @@ from rlmesh.weights.modules import manifest_of, named_tensors
 from rlmesh.weights.pieces import Placed
 from rlmesh.weights.plan import Mode
 from rlmesh.weights.protocols import Framework
-from rlmesh.weights.seen import Seen, form_key
+from rlmesh.weights.seen import Seen
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -96,7 +96,7 @@ class ModuleSink:
         """Take what the module has now, if it is not what it had; memory for the tensors before is of no use then."""
         if self._seen is None or not self._seen.is_current():
             tensors, kinds, excluded = self._found()
-            seen, self._seen = self._seen, Seen(self._module, tensors, form_key)
+            seen, self._seen = self._seen, Seen(self._module, tensors, places=False)
             if seen is None or not seen.has(tensors):
                 self._take(tensors, kinds, excluded)
 
@@ -131,7 +131,7 @@ class ModuleSink:
         self._specs = {name: (same[0].dtype, same[0].numel()) for name, same in self._targets.items()}
 
     def _must_be_current(self) -> None:
-        if self._seen is None or (not self._seen.is_current() and not self._seen.has(self._found()[0])):
+        if self._seen is None or (not self._seen.is_current(forms=False) and not self._seen.has(self._found()[0])):
             raise WeightSyncError("the engine replaced parameters of its module during the push: the next one finds them")
 
     def manifest(self) -> Manifest:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
 from rlmesh.weights.pieces import dtype_name
-from rlmesh.weights.seen import Seen, has_memory, place_key, shard_again
+from rlmesh.weights.seen import Seen, has_memory, shard_again
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -144,9 +144,9 @@ class ModuleSource:
         self._looks = 0
         self._look()
 
-    def _look(self) -> None:
+    def _look(self, *, forms: bool = True) -> None:
         """Take what the module has now, if it is not what it had."""
-        if self._seen is not None and self._seen.is_current():
+        if self._seen is not None and self._seen.is_current(forms=forms):
             return
         shard_again(self._module)
         # Memory that was given up comes back as it was; without it nobody can tell which tensors are tied.
@@ -154,7 +154,7 @@ class ModuleSource:
             return
         exclude, lora, adapter = self._asked
         tensors, makers, kinds, left = tensors_to_send(self._module, exclude, lora, adapter)
-        seen, self._seen = self._seen, Seen(self._module, tensors, place_key)
+        seen, self._seen = self._seen, Seen(self._module, tensors, places=True)
         if seen is not None and seen.has(tensors) and not makers:
             return
         manifest = manifest_of(tensors, kinds, left)
@@ -197,7 +197,7 @@ class ModuleSource:
 
     def stamp(self) -> object:
         """torch counts the changes of every tensor in place."""
-        self._look()
+        self._look(forms=False)
         if self.lasting:
             return self._looks, [tensor._version for tensor in self._watched]
         return self._looks, [_local(tensor)._version for tensor in self._watched]

@@ -15,7 +15,7 @@ from rlmesh.weights.lora import BASE, base_name
 from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
 from rlmesh.weights.modules import Lora, tensors_to_send
 from rlmesh.weights.pieces import dtype_name
-from rlmesh.weights.seen import Seen, form_key
+from rlmesh.weights.seen import Seen
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,7 +72,7 @@ class ZeroSource:
         }
         self._watched = list(module.parameters())
         self.device = str(next(iter(self.tensors.values())).device) if self.tensors else "cpu"
-        self._seen = Seen(module, self.tensors, form_key)
+        self._seen = Seen(module, self.tensors, places=False)
         self._looks += 1
 
     def manifest(self) -> Manifest:
