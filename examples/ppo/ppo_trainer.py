@@ -64,8 +64,8 @@ class PPOTrainerActor:
 
 
 def summarize(config: PPOConfig, history: list[dict[str, float]], lost: int = 0) -> dict[str, float]:
-    """Both ends of both curves: the reward of sampled answers, and the greedy accuracy on held-out prompts; and how many
-    steps were made again, since a restart had lost them."""
+    """Both ends of both curves: the reward of sampled answers, and the greedy accuracy on held-out prompts; and how
+    many steps were made again, since a restart had lost them."""
     steps = [step for step in history if "reward_mean" in step]
     rewards = [step["reward_mean"] for step in steps]
     heldout = [step["heldout_accuracy"] for step in history if "heldout_accuracy" in step]

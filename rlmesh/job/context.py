@@ -119,7 +119,8 @@ class WorkerContext:
     ``rank``, ``world_size``, ``local_rank`` and ``local_world_size`` count the members of this worker's role,
     as torchrun does; ``node_rank`` is the node's number in the job;
     ``group`` the name of the member's group, in roles that have groups; ``devices`` the UUIDs of its devices;
-    ``restored`` the version that ``send_weights(restored=…)`` was told last; ``objects`` what was built in this process, by role: see ``fused``.
+    ``restored`` the version that ``send_weights(restored=…)`` was told last; ``objects`` what was built in this
+    process, by role: see ``fused``.
     """
 
     job_info: JobInfo

@@ -13,7 +13,6 @@ from rlmesh.weights.pieces import dtype_name
 from rlmesh.weights.plan import Mode
 from rlmesh.weights.protocols import Framework
 
-
 OTHER = "its weights have other names, shapes or types than when the plan was made. The next push makes a new plan"
 
 

@@ -132,7 +132,9 @@ class ModuleSink:
 
     def _must_be_current(self) -> None:
         if self._seen is None or (not self._seen.is_current(forms=False) and not self._seen.has(self._found()[0])):
-            raise WeightSyncError("the engine replaced parameters of its module during the push: the next one finds them")
+            raise WeightSyncError(
+                "the engine replaced parameters of its module during the push: the next one finds them"
+            )
 
     def manifest(self) -> Manifest:
         self._look()

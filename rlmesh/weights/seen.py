@@ -1,8 +1,8 @@
 """`Seen`: what a module had when it was looked at, and a cheap way to find out that it has something else now.
 
-Parameters are replaced by ``load_state_dict(assign=True)``, by ties, by resized embeddings and by adapters; ``to()`` and
-``half()`` keep the parameter and replace its memory. Whoever holds tensors of a module for longer than a call must look
-again before each use. A look compares identities, some hundred of them in a tenth of a millisecond.
+Parameters are replaced by ``load_state_dict(assign=True)``, by ties, by resized embeddings and by adapters; ``to()``
+and ``half()`` keep the parameter and replace its memory. Whoever holds tensors of a module for longer than a call must
+look again before each use. A look compares identities, some hundred of them in a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
 
 class Seen:
     """What ``module`` has now.
@@ -56,7 +57,9 @@ class Seen:
         return not forms or self._forms_now() == self._forms
 
     def _here(self) -> Sequence[Any]:
-        return [getattr(tensor, "_local_tensor", tensor) for tensor in self._tensors] if self._sharded else self._tensors
+        return (
+            [getattr(tensor, "_local_tensor", tensor) for tensor in self._tensors] if self._sharded else self._tensors
+        )
 
     def _addresses_now(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._here()]
@@ -76,7 +79,7 @@ def has_memory(tensors: Mapping[str, Tensor]) -> bool:
 def shard_again(module: nn.Module) -> None:
     """FSDP2 may leave whole parameters in a module after a forward pass. Its own, which are trained, are the shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
+    kind: Any = getattr(fsdp, "FSDPModule", None)
     for part in module.modules() if kind is not None else ():
         if isinstance(part, kind):
             part.reshard()

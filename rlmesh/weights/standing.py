@@ -1,9 +1,9 @@
 """Where a source stands, and whether a push may go on from there. Pure.
 
 A process that restarts has lost what it had learnt. It comes back with its first weights, or with those of a
-checkpoint, and says so when it offers them: ``send_weights(source, restored=12)``. Each commit leaves a note of who sent
-(`Left`), in the `WeightSync` and in the sinks, so that a trainer that restarted finds it too. `check` compares the two
-before a push over a new plan.
+checkpoint, and says so when it offers them: ``send_weights(source, restored=12)``. Each commit leaves a note of who
+sent (`Left`), in the `WeightSync` and in the sinks, so that a trainer that restarted finds it too. `check` compares the
+two before a push over a new plan.
 """
 
 from __future__ import annotations
@@ -142,12 +142,14 @@ def _where(behind: Mapping[str, int | None]) -> str:
     groups: dict[int | None, list[str]] = {}
     for name, at in behind.items():
         groups.setdefault(at, []).append(name)
-    return "; ".join(
-        f"{_list(names)} {'does' if len(names) == 1 else 'do'} not say what {'it has' if len(names) == 1 else 'they have'}"
-        if at is None
-        else f"{_list(names)} {'was' if len(names) == 1 else 'were'} restored from version {at}"
-        for at, names in groups.items()
-    )
+    told = []
+    for at, names in groups.items():
+        one = len(names) == 1
+        if at is None:
+            told.append(f"{_list(names)} {'does not say what it has' if one else 'do not say what they have'}")
+        else:
+            told.append(f"{_list(names)} {'was' if one else 'were'} restored from version {at}")
+    return "; ".join(told)
 
 
 def _list(names: Collection[str], most: int = 4) -> str:

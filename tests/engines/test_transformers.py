@@ -42,7 +42,7 @@ def test_prompts_of_arrays_are_lists_of_ids() -> None:
     assert checked_rows(np.array([[1, 2], [3, 4]]), 5, what="prompt") == [[1, 2], [3, 4]]
     assert checked_rows([torch.tensor([1, 2]), (3,), [np.int64(4)]], 5, what="prompt") == [[1, 2], [3], [4]]
     assert checked_rows([], 5, what="prompt") == []
-    with pytest.raises(UsageError, match="of 9 prompts, .*4 more. Nothing was sampled"):
+    with pytest.raises(UsageError, match=r"of 9 prompts, .*4 more\. Nothing was sampled"):
         checked_rows([[]] * 9, None, what="prompt")
     with pytest.raises(UsageError, match=r"params are SamplingParams\(max_tokens=…\), not 4 \(int\)"):
         checked_params(4)

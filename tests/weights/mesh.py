@@ -76,9 +76,7 @@ class WeightMesh:
         name = member_name("ACTOR", rank)
         runtime = self._start(name)
         source = self.sources[name] = Source()
-        source.send_weights(
-            weights, name=name, node=node, runtime=runtime, incarnation=incarnation, restored=restored
-        )
+        source.send_weights(weights, name=name, node=node, runtime=runtime, incarnation=incarnation, restored=restored)
         self._serve("ACTOR", rank, source, incarnation)
         return source
 

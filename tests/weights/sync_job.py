@@ -190,7 +190,8 @@ class Trainer:
         last = self.rollout.call("sample").result()
         return {
             "pids": pids, "samples": samples, "still": still, "copied": copied, "own": own, "served": served,
-            "error": str(error), "refused": [type(refused).__name__, str(refused)], "after_kill": after_kill, "last": last, "plan": str(self.sync.plan()),
+            "error": str(error), "refused": [type(refused).__name__, str(refused)], "after_kill": after_kill,
+            "last": last, "plan": str(self.sync.plan()),
         }  # fmt: skip
 
     def alone(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_a_source_that_restarted_is_refused_until_somebody_says_what_it_has(mesh
     sync.push(3).result(HANG_S)
     mesh.restart_source(ArraySource(arrays(9)))
     for version in (4, 4, 3):
-        with pytest.raises(SourceRestarted, match=f"version {version} was not pushed: ACTOR:0 restarted since version 3"):
+        with pytest.raises(SourceRestarted, match=f"version {version} was not pushed: ACTOR:0 restarted since"):
             sync.push(version).result(HANG_S)
     assert served(mesh) == sync.version == 3
     np.testing.assert_array_equal(sink.arrays["layer.1"], arrays(1)["layer.1"])
@@ -179,13 +179,14 @@ def test_catching_up_takes_the_weights_of_that_version_only(mesh: WeightMesh) ->
     sync.push(8).result(HANG_S)
     mesh.restart_source(ArraySource(arrays(2)), restored=7)
     mesh.restart_sink(ArraySink(arrays(0)), 0)
+    told = "no sink can catch up with version 8: the source stands at version 7"
     for _ in range(2):
-        with pytest.raises(SourceRestarted, match="no sink can catch up with version 8: the source stands at version 7"):
+        with pytest.raises(SourceRestarted, match=told):
             sync.catch_up()
     with pytest.raises(SourceRestarted, match="restored from version 7"):
         sync.push(9).result(HANG_S)
     sync.source_restored(7)
-    with pytest.raises(SourceRestarted, match="no sink can catch up with version 8: the source stands at version 7"):
+    with pytest.raises(SourceRestarted, match=told):
         sync.catch_up()
     assert served(mesh) is None
     sync.push(7).result(HANG_S)
@@ -240,9 +241,7 @@ def test_an_error_leaves_the_block_although_a_source_is_busy(tmp_path: Path, sta
 
 @pytest.mark.case("n06")
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_an_error_leaves_the_block_in_the_middle_of_a_push(
-    mesh: WeightMesh, snapshot: bool, stalls: Stalls
-) -> None:
+def test_an_error_leaves_the_block_in_the_middle_of_a_push(mesh: WeightMesh, snapshot: bool, stalls: Stalls) -> None:
     import threading
 
     go_on, arrived = threading.Event(), threading.Event()

@@ -60,8 +60,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not self._is_right():
             raise ValueError(
-                "max_tokens must be a whole number ≥ 1, temperature a number ≥ 0, top_k a whole number ≥ 0 (0: all), top_p "
-                f"in (0, 1], stop_token_ids whole numbers, and seed one or None: {self}"
+                "max_tokens must be a whole number ≥ 1, temperature a number ≥ 0, top_k a whole number ≥ 0 (0: all), "
+                f"top_p in (0, 1], stop_token_ids whole numbers, and seed one or None: {self}"
             )
 
     def _is_right(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from rlmesh import Manifest, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.vllm.buckets import BucketWriter
 
