@@ -172,7 +172,7 @@ def test_a_sink_of_another_form_is_planned_anew(mesh: WeightMesh, mode: Mode) ->
     sync = mesh.sync(allow_cast=True)
     sync.push(1).result(HANG_S)
     sink.half()
-    with pytest.raises(WeightSyncError, match="receiver ROLLOUT:0 failed .*other names, shapes or types"):
+    with pytest.raises(WeightSyncError, match=r"receiver ROLLOUT:0 failed .*other names, shapes or types"):
         sync.push(2).result(HANG_S)
     sync.push(3).result(HANG_S)
     assert torch.equal(sink.head.weight, source.head.weight.half()) and member.weights.version == 3
@@ -273,7 +273,7 @@ def test_a_version_that_changed_while_it_was_taken_is_not_committed(
     sync.push(1).result(HANG_S)
     assert len(sync.plan().buckets) > 2
     source.at = 2
-    with pytest.raises(WeightSyncError, match="version 2 was not committed: source .* the weights were changed"):
+    with pytest.raises(WeightSyncError, match=r"version 2 was not committed: source .* the weights were changed"):
         sync.push(2).result(HANG_S)
     assert [member.weights.version for member in members] == [1 if mode == "double_buffer" else None] * 2
     sync.push(3).result(HANG_S)

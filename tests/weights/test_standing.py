@@ -1,4 +1,4 @@
-"""Case n02: a source that restarted has lost what it had learnt; no push brings that to the engines as something new."""
+"""Case n02: a source that restarted has lost what it had learnt; no push brings that to the engines as new."""
 
 from __future__ import annotations
 
