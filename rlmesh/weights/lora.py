@@ -77,7 +77,14 @@ def _maker(layer: Any, adapter: str) -> Callable[[], Tensor]:
     def make() -> Tensor:
         weight: Tensor = layer.get_base_layer().weight
         if getattr(layer, "merged", False):
-            return weight  # it holds the adapter already; that may be another at the next push
+            # It holds adapters already, as it may have at one push and not at the next.
+            others = [name for name in getattr(layer, "merged_adapters", [adapter]) if name != adapter]
+            if others:
+                raise WeightSyncError(
+                    f"the adapters {', '.join(others)} are merged into the model's weights, and {adapter!r} is to be added "
+                    "to these without them: call unmerge_adapter() before the push"
+                )
+            return weight
         merged: Tensor = weight + layer.get_delta_weight(adapter).to(weight.dtype)
         return merged
 

@@ -124,7 +124,7 @@ class Trainer:
         try:
             with WeightSync(self.actor, self.rollout) as sync:
                 sync.push(0).result()
-                self.actor[0].call("busy", 6.0)
+                self.actor[0].call("busy", 3.0)
                 time.sleep(0.3)
                 began = time.monotonic()
                 raise RuntimeError("the trainer gives up")
