@@ -33,6 +33,7 @@
       PreflightError                  a check before the start failed
       WeightSyncError                 a weight sync was not committed
         WeightsNotReady               a member was asked to serve weights that it does not have
+        SourceRestarted               the source of weights is not where the last push left it
       RestartBudgetExhausted          a role failed more often than its policy allows
       JobStopped                      the job was stopped before its end, and can be resumed
       JobFailed                       an ExceptionGroup of the first causes, oldest first
@@ -75,6 +76,7 @@ __all__ = [
     "RoleNotFound",
     "ShuttingDown",
     "SlotGone",
+    "SourceRestarted",
     "StaleIncarnation",
     "Unserializable",
     "UsageError",
@@ -404,6 +406,22 @@ class WeightsNotReady(WeightSyncError):
     """The member has no weights of a known version, so it refuses to serve."""
 
     code = "RM501"
+
+
+class SourceRestarted(WeightSyncError):
+    """The source of a weight sync is not where the last push left it: a rank restarted, and what it had learnt is gone.
+    Nothing was pushed, and all sinks serve what they served.
+
+    Attributes:
+        members: the ranks that restarted or went back.
+        sent: the version that was committed last; None: none that anybody knows of.
+        restored: for each of ``members`` the version that it was restored from; None: it said nothing.
+    """
+
+    code = "RM502"
+    members: tuple[str, ...] = ()
+    sent: int | None = None
+    restored: Mapping[str, int | None] = {}
 
 
 class RestartBudgetExhausted(RLMeshError):

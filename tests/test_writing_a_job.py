@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlmesh.testing import LocalCluster
@@ -50,6 +51,34 @@ def test_the_bandit_learns_when_it_is_launched(folder: Path) -> None:
     out = printed(folder, "-m", "rlmesh.cli.main", "launch", "bandit.py", "--", "--steps", "20")
     (reward,) = re.findall(r"mean reward of the last step: (\S+)", out)
     assert float(reward) > 0.7  # sampling at random pays 0.375
+
+
+DEATH = """
+    def step(self, step):
+        name, rank = {7: ("ACTOR", 1), 8: ("ROLLOUT", 0), 9: ("TRAINER", 0)}.get(step, ("", 0))
+        if name and not Path(f"killed-{name}").exists():
+            Path(f"killed-{name}").touch()
+            pid = os.getpid() if name == "TRAINER" else RoleGroup(name)[rank].call("pid").result()
+            os.kill(pid, 9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.case("n02")
+def test_members_of_the_bandit_that_die_cost_nothing_but_steps(folder: Path) -> None:
+    """It ends with the policy that it has when nobody dies."""
+    pid = "    @rpc\n    def pid(self):\n        return os.getpid()\n\n    @rpc\n"
+    deadly = FILES["bandit.py"].replace("    @rpc\n", pid, 2).replace("\n    def step(self, step):\n", DEATH)
+    (folder / "deadly.py").write_text(deadly)
+    policies = []
+    for name in ("bandit", "deadly"):
+        run = folder / f"run-{name}"
+        printed(folder, "-m", "rlmesh.cli.main", "launch", "--run-dir", str(run), f"{name}.py", "--", "--steps", "10")
+        with np.load(run / "policy.npz") as saved:
+            policies.append((int(saved["step"]), saved["logits"]))
+    assert sorted(path.name for path in folder.glob("killed-*")) == ["killed-ACTOR", "killed-ROLLOUT", "killed-TRAINER"]
+    assert policies[0][0] == policies[1][0] == 10
+    np.testing.assert_allclose(policies[1][1], policies[0][1], rtol=1e-5)
 
 
 def test_the_pole_is_balanced(folder: Path) -> None:

@@ -40,7 +40,7 @@ class PolicyModelActor(SendsWeights):
             self.engine.close()
         self.engine = make_engine(self.config.actor_engine, policy, self.config, lr=self.config.actor_lr)
         self.learner = Learner(self.engine, self.config)
-        self.send_weights(self.engine.named_tensors())
+        self.send_weights(self.engine.named_tensors(), restored=0)
 
     @rpc(remote_call.actor_forward)
     def forward(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
@@ -84,6 +84,8 @@ class PolicyModelActor(SendsWeights):
     @rpc(remote_call.restore)
     def restore(self, directory: str) -> None:
         self.learner.engine.load(Path(directory) / "actor")
+        # A push refuses an actor that lost steps; this says which version these weights are.
+        self.send_weights(self.learner.engine.named_tensors(), restored=self.learner.updates)
 
     @rpc(remote_call.end_job)
     def end_job(self) -> None:

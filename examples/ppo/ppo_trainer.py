@@ -38,7 +38,7 @@ class PPOTrainerActor:
         trainer = PPOTrainer(self.config, tokenizer, train, validation)
         trainer.fit(lambda: self.init_workers(str(pretrained())), Checkpoints(run_dir / "checkpoints"))
 
-        summary = summarize(self.config, trainer.history)
+        summary = summarize(self.config, trainer.history, trainer.lost)
         write_atomically(run_dir / "summary.json", lambda f: f.write(json.dumps(summary).encode() + b"\n"))
         print(f"sampled reward     {summary['reward_first']:.3f} → {summary['reward_last']:.3f}")
         print(f"held-out accuracy  {summary['heldout_first']:.3f} → {summary['heldout_last']:.3f}")
@@ -63,14 +63,16 @@ class PPOTrainerActor:
             future.result()
 
 
-def summarize(config: PPOConfig, history: list[dict[str, float]]) -> dict[str, float]:
-    """Both ends of both curves: the reward of sampled answers, and the greedy accuracy on held-out prompts."""
+def summarize(config: PPOConfig, history: list[dict[str, float]], lost: int = 0) -> dict[str, float]:
+    """Both ends of both curves: the reward of sampled answers, and the greedy accuracy on held-out prompts; and how
+    many steps were made again, since a restart had lost them."""
     steps = [step for step in history if "reward_mean" in step]
     rewards = [step["reward_mean"] for step in steps]
     heldout = [step["heldout_accuracy"] for step in history if "heldout_accuracy" in step]
     return {
         "seed": config.seed,
         "steps": len(steps),
+        "steps_lost": lost,
         "reward_first": mean(rewards[:ENDS]),
         "reward_last": mean(rewards[-ENDS:]),
         "heldout_first": heldout[0],

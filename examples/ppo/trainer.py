@@ -8,7 +8,7 @@ from collections.abc import Callable
 from transformers import PreTrainedTokenizerFast
 
 from rlmesh import current_worker
-from rlmesh.errors import CallError, WeightsNotReady, WeightSyncError
+from rlmesh.errors import CallError, SourceRestarted, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
 
 from . import data, remote_call
@@ -34,7 +34,8 @@ def learners_restarted() -> bool:
 
 
 class PPOTrainer:
-    """Drives the other roles through PPO; ``history`` keeps the metrics, from step 0, before training, on."""
+    """Drives the other roles through PPO; ``history`` keeps the metrics, from step 0, before training, on, and ``lost``
+    counts the steps that were made and lost to restarts."""
 
     def __init__(
         self, config: PPOConfig, tokenizer: PreTrainedTokenizerFast, train: list[Row], validation: list[Row]
@@ -45,6 +46,7 @@ class PPOTrainer:
         self.validation = validation
         self.version = 0
         self.history: list[dict[str, float]] = []
+        self.lost = 0
 
     def fit(self, init_workers: Callable[[], None], checkpoints: Checkpoints) -> None:
         ready = False
@@ -56,8 +58,8 @@ class PPOTrainer:
                     init_workers()
                     self.begin(checkpoints)
                     ready = True
-            except (CallError, WeightSyncError):
-                if not learners_restarted():
+            except (CallError, WeightSyncError) as error:
+                if not isinstance(error, SourceRestarted) and not learners_restarted():
                     raise
                 ready = False
         remote_call.weight_sync().close()
@@ -66,7 +68,9 @@ class PPOTrainer:
     def begin(self, checkpoints: Checkpoints) -> None:
         """From the latest checkpoint, or from step 0."""
         found = checkpoints.restore()
-        self.version, self.history = found.step, found.history
+        if found.lost > self.lost:
+            print(f"back to step {found.step}: {found.lost - self.lost} steps were lost to a restart", flush=True)
+        self.version, self.history, self.lost = found.step, found.history, found.lost
         self.publish()
         if not self.history:
             self.history.append({"heldout_accuracy": self.validate()})
@@ -94,7 +98,8 @@ class PPOTrainer:
         self.history.append(metrics)
         if step % config.save_every == 0 or step == config.steps:
             checkpoints.save(step, self.history)
-        current_worker().report(step=step, **metrics)
+        checkpoints.reached(step, self.lost)
+        current_worker().report(step=step, steps_lost=self.lost, **metrics)
 
     def publish(self) -> None:
         """Push the actor's weights to the engines, under the current version."""

@@ -53,6 +53,11 @@ class Learner:
         self.engine, self.config = engine, config
         self.generator = torch.Generator()
 
+    @property
+    def updates(self) -> int:
+        """How many steps of PPO these weights have seen, checkpoints included."""
+        return self.engine.steps // (self.config.ppo_epochs * self.config.minibatches)
+
     def update(self, experience: Experience, loss_function: LossFunction) -> dict[str, float]:
         """Train on this rank's share of a batch.
 
@@ -60,8 +65,7 @@ class Learner:
             means over the whole batch and all passes over it, the same on every rank, and ``grad_norm``.
         """
         # Of the step, not of the process: who goes back to a checkpoint draws what was drawn before.
-        done = self.engine.steps // (self.config.ppo_epochs * self.config.minibatches)
-        self.generator.manual_seed(self.config.seed + 7919 * self.engine.rank + 104_729 * done)
+        self.generator.manual_seed(self.config.seed + 7919 * self.engine.rank + 104_729 * self.updates)
         reports = []
         for minibatch in self._minibatches(experience):
             count = valid_count(minibatch.action_mask, "token-mean")

@@ -22,3 +22,4 @@ class GRPOConfig:
     lr: float = setting(3e-5, "learning rate")
     clip: float = setting(0.2, "bound on the change of the probability ratio")
     micro_batch_size: int = setting(8, "rows per forward and backward pass")
+    save_every: int = setting(2, "steps between two checkpoints")

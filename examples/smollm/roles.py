@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlmesh import ReceivesWeights, RoleGroup, SendsWeights, WeightSync, current_worker, rpc
+from rlmesh.errors import CallError, WeightSyncError
 from rlmesh.rl.advantages import grpo
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
@@ -33,6 +34,10 @@ def job_config() -> GRPOConfig:
 
 def model_folder() -> Path:
     return Path(current_worker().run_dir) / "model"
+
+
+def checkpoint() -> Path:
+    return Path(current_worker().run_dir) / "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,23 @@ class Actor(SendsWeights):
         self.alarm = DriftAlarm("float32")
 
     @rpc
-    def init(self) -> None:
-        """Read the model, and save it for the engine, which wants a folder."""
+    def init(self) -> int:
+        """Read the model, and save it for the engine, which wants a folder. Go on from the last checkpoint if there is
+        one; gives its step."""
         model, tokenizer = load()
         model.save_pretrained(model_folder())
         tokenizer.save_pretrained(model_folder())
         options = TrainingOptions(lr=self.config.lr, micro_batch_size=self.config.micro_batch_size)
         self.engine = DDPEngine(model.eval(), options)
-        self.send_weights(self.engine.named_tensors())
+        if (checkpoint() / "current.json").exists():
+            self.engine.load(checkpoint())
+        # An actor that was restarted says what it has: a push refuses one that lost steps without a word.
+        self.send_weights(self.engine.named_tensors(), restored=self.engine.steps)
+        return self.engine.steps
+
+    @rpc
+    def save(self) -> None:
+        self.engine.save(checkpoint()).result()
 
     @rpc
     def update(self, batch: Batch, version: int) -> dict[str, float]:
@@ -113,6 +127,8 @@ class Rollout(ReceivesWeights):
 
     @rpc
     def init(self) -> None:
+        if hasattr(self, "engine"):
+            return  # the actor went back, and this engine is pushed its weights
         from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
 
         self.engine = VllmEngine(str(model_folder()), dtype="float32", max_model_len=256, max_num_seqs=64)
@@ -135,21 +151,31 @@ class Trainer:
         self.config = config = job_config()
         self.actor: RoleGroup[Any] = RoleGroup("ACTOR")
         self.rollout: RoleGroup[Any] = RoleGroup("ROLLOUT")
-        self.actor.call("init").result()
-        self.rollout.call("init").result()
-        from transformers import AutoTokenizer
-
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
         train = Tasks(config.task, config.steps * config.prompts, config.seed)
         heldout = Tasks(config.task, config.heldout, config.seed + 1_000_000)
         found: dict[str, Any] = {"reward": [], "seconds": []}
+        step: int | None = None
         with WeightSync(self.actor, self.rollout) as sync:
-            sync.push(0).result()
-            found["heldout_first"] = self.accuracy(heldout)
-            for step in range(1, config.steps + 1):
+            while step is None or step < config.steps:
                 began = time.perf_counter()
-                metrics = self.step(train, step)
-                sync.push(step).result()
+                try:
+                    if step is None:
+                        step = self.begin(sync)
+                        del found["reward"][step:], found["seconds"][step:]
+                        if "heldout_first" not in found:
+                            found["heldout_first"] = self.accuracy(heldout)
+                        continue
+                    metrics = self.step(train, step + 1)
+                    sync.push(step + 1).result()
+                    if (step + 1) % config.save_every == 0:
+                        self.actor.call("save").result()
+                except (CallError, WeightSyncError) as error:
+                    if not current_worker().events(wait_s=2.0):
+                        raise  # nobody has restarted: the error is one of this program
+                    print(f"goes back to the last checkpoint: {error}", flush=True)
+                    step = None
+                    continue
+                step += 1
                 found["reward"].append(metrics["reward_mean"])
                 found["seconds"].append(time.perf_counter() - began)
                 current_worker().report(step=step, total_steps=config.steps, **metrics)
@@ -158,6 +184,16 @@ class Trainer:
         rewards = [round(reward, 2) for reward in found["reward"]]
         print(f"held-out accuracy {found['heldout_first']:.3f} → {found['heldout_last']:.3f}, rewards {rewards}")
         print(f"{mean(found['seconds']):.1f} s per step", flush=True)
+
+    def begin(self, sync: WeightSync) -> int:
+        """Set both roles up, or up again after a restart; gives the step that they stand at."""
+        step: int = self.actor.call("init").result()[0]
+        self.rollout.call("init").result()
+        from transformers import AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
+        sync.push(step).result()
+        return step
 
     def step(self, tasks: Tasks, step: int) -> dict[str, float]:
         config = self.config

@@ -209,6 +209,10 @@ class _Role:
         self.run: Callable[[], object] | None = None
         self.functions: Mapping[str, Callable[..., Any]] = {}
 
+    @property
+    def restored(self) -> int | None:
+        return self.context.restored if self.context is not None else None
+
     def hook(self, name: str, *args: object) -> None:
         hook = getattr(self.object, name, None)
         if callable(hook):
@@ -252,7 +256,9 @@ class Member:
             master = runtime.peer(MASTER, spec.master_endpoint)
             self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
             self._outbox = Outbox(runtime, master, f"{self.name}.{spec.incarnation}/{os.getpid()}")
-            own_output.tell_losses(lambda text: self._outbox.put(Alarm(clock.epoch(), spec.role, spec.rank, None, text)))
+            own_output.tell_losses(
+                lambda text: self._outbox.put(Alarm(clock.epoch(), spec.role, spec.rank, None, text))
+            )
             self._agent = runtime.peer(AGENT, spec.agent_endpoint).options(timeout_s=MASTER_TIMEOUT_S)
             self._orders = Orders(runtime, spec.grace_s)
             runtime.exit_hook = self._orders.exit
@@ -331,8 +337,9 @@ class Member:
             with self._runtime.occupied(f"{role.spec.name}.setup()"):
                 self._attempt(role, "setup() failed", partial(role.hook, "setup"))
             if (restart := role.spec.restart) is not None:
+                told = restart.with_restored(role.spec.rank, role.restored)
                 with self._runtime.occupied(f"{role.spec.name}.on_restart()"):
-                    self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", restart))
+                    self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", told))
         self._attempt(
             first, "does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices)
         )
@@ -340,7 +347,7 @@ class Member:
             self._serve(role)
         self._tripwires.served()
         for role in self._roles:
-            self._tell("member_ready", *role.spec.key)
+            self._tell("member_ready", *role.spec.key, role.restored)
         while self._attempt(runner or first, "a listener of on_event() failed", self._orders.take) == "run":
             assert runner is not None and runner.run is not None
             self._run(runner, runner.run)

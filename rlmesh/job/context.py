@@ -120,7 +120,8 @@ class WorkerContext:
     ``rank``, ``world_size``, ``local_rank`` and ``local_world_size`` count the members of this worker's role,
     as torchrun does; ``node_rank`` is the node's number in the job;
     ``group`` the name of the member's group, in roles that have groups; ``devices`` the UUIDs of its devices;
-    ``objects`` what was built in this process, by role: see ``fused``.
+    ``restored`` the version that ``send_weights(restored=…)`` was told last; ``objects`` what was built in this
+    process, by role: see ``fused``.
     """
 
     job_info: JobInfo
@@ -139,6 +140,7 @@ class WorkerContext:
     devices: tuple[str, ...] = ()
     lessor: LeaseLink | None = None
     lease_timeout_s: float = 1800.0
+    restored: int | None = None
     objects: dict[str, object] = field(default_factory=dict, repr=False)
     clock: Callable[[], float] = epoch
     _step: int | None = field(default=None, init=False, repr=False)

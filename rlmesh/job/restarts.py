@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 __all__ = ["SCOPES", "Phase", "RestartEvent", "Scope"]
@@ -28,6 +28,9 @@ class RestartEvent:
         cause: what happened to the old ones, in one line.
         number: how many restarts of this kind there were within the policy's window, this one included.
         at: when the failure was seen, in seconds since the epoch.
+        restored: with ``ready``, for each of ``ranks`` the version of the weights that it has restored by then, as it
+            told ``send_weights(source, restored=…)``; None: it told nothing. In ``on_restart()``, what this process has
+            told in ``setup()``. Before that, and for roles that send no weights, nothing is known: all are None.
     """
 
     role: str
@@ -38,3 +41,13 @@ class RestartEvent:
     cause: str
     number: int
     at: float
+    restored: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.restored:
+            object.__setattr__(self, "restored", (None,) * len(self.ranks))
+
+    def with_restored(self, rank: int, version: int | None) -> RestartEvent:
+        """The same, when ``rank`` has told what it restored."""
+        told = (version if one == rank else old for one, old in zip(self.ranks, self.restored, strict=True))
+        return replace(self, restored=tuple(told))

@@ -75,9 +75,12 @@ class MemberBound:
 
 @dataclass(frozen=True, slots=True)
 class MemberReady:
+    """It serves. ``restored``: the version of the weights that it has restored, if it said so."""
+
     role: str
     rank: int
     incarnation: int
+    restored: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

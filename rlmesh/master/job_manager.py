@@ -163,7 +163,9 @@ class JobManager:
                 if member.state == "starting":
                     member.enter("bound", now)
                 self._state.do(ev.PublishBook(self.context.new_book()))
-            case ev.MemberReady():
+            case ev.MemberReady(restored=restored):
+                if member.restart is not None:
+                    member.restart = member.restart.with_restored(member.placement.rank, restored)
                 self._member_ready(member, now)
             case ev.RunBegan(has_run=has_run):
                 member.has_run = has_run

@@ -237,8 +237,8 @@ class PrimeMaster:
         )
 
     @rpc(concurrent=MANY)
-    async def member_ready(self, role: str, rank: int, incarnation: int) -> None:
-        await self._pump.take(ev.MemberReady(role, rank, incarnation))
+    async def member_ready(self, role: str, rank: int, incarnation: int, restored: int | None = None) -> None:
+        await self._pump.take(ev.MemberReady(role, rank, incarnation, restored))
 
     @rpc(concurrent=MANY)
     async def member_failed(

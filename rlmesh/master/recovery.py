@@ -214,6 +214,7 @@ class Recoveries:
                 cause=record.cause,
                 number=recovery.restart.number,
                 at=record.at,
+                restored=tuple(_restored(member) if phase == "ready" else None for member in members),
             )
             for role, members in of_role.items()
         ]
@@ -229,3 +230,10 @@ class Recoveries:
     def _elastic_roles(self, members: Collection[MemberId]) -> list[str]:
         elastic = {role.name for role in self._state.spec.roles if role.backend == "elastic"}
         return sorted({role for role, _ in members} & elastic)
+
+
+def _restored(member: Member) -> int | None:
+    """What its present process has restored, as it said."""
+    restart = member.restart
+    rank = member.placement.rank
+    return restart.restored[restart.ranks.index(rank)] if restart is not None and rank in restart.ranks else None

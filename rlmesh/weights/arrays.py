@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
-from rlmesh.errors import UsageError
+from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.runtime.arguments import require, require_choice
 from rlmesh.weights.manifest import Manifest, TensorSpec
 from rlmesh.weights.pieces import dtype_name
 from rlmesh.weights.plan import Mode
 from rlmesh.weights.protocols import Framework
+
+OTHER = "its weights have other names, shapes or types than when the plan was made. The next push makes a new plan"
 
 
 def manifest_of(arrays: Mapping[str, Any]) -> Manifest:
@@ -53,13 +55,24 @@ class ArraySource:
         require("ArraySource(arrays)", arrays, Mapping, "a mapping of name → NumPy array")
         self.arrays = arrays
         self._changes = 0
+        self._seen: list[tuple[str, Any, Any]] = []
+        self._manifest = Manifest(())
 
     def changed(self) -> None:
         """The contents are others now."""
         self._changes += 1
 
     def manifest(self) -> Manifest:
-        return manifest_of(self.arrays)
+        now, seen = self.arrays, self._seen
+        same = len(now) == len(seen) and all(
+            array is known and name == called and (array.shape, array.strides, array.dtype) == form
+            for (name, array), (called, known, form) in zip(now.items(), seen, strict=False)
+        )
+        if not same or not seen:
+            made = manifest_of(now)
+            self._manifest = self._manifest if made == self._manifest else made
+            self._seen = [(name, array, (array.shape, array.strides, array.dtype)) for name, array in now.items()]
+        return self._manifest
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -93,9 +106,22 @@ class ArraySink:
         self._spare: dict[str, Any] = {}
 
     def manifest(self) -> Manifest:
+        if not self._fits():
+            self._manifest = manifest_of(self.arrays)
         return self._manifest
 
+    def _fits(self) -> bool:
+        """Are the arrays that are written over still what the plan was made for?"""
+        return self.mode != "in_place" or all(
+            spec.name in self.arrays
+            and self.arrays[spec.name].shape == spec.shape
+            and dtype_name(self.arrays[spec.name]) == spec.dtype
+            for spec in self._manifest
+        )
+
     def begin(self, version: int) -> None:
+        if not self._fits():
+            raise WeightSyncError(OTHER)
         # Copies go into the memory of the version before, which nobody can go back to any more.
         self._spare = {} if self._keep else self._previous
         self._previous, self._staged = {}, {}

@@ -21,6 +21,7 @@ from rlmesh.weights.delivery import Failure, wait_as_last
 from rlmesh.weights.plan import Party, WeightPlan, Wishes, make_plan
 from rlmesh.weights.remote import Bound, End, Incarnations, party_of
 from rlmesh.weights.sending import RouteStart
+from rlmesh.weights.standing import Left, Standing, left_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,11 @@ class Link:
         self._source_names = [party.name for party in plan.sources]
         self._sink_names = [party.name for party in plan.sinks]
         self._alone = len(self._sink_names) == 1
+        self.standings = {party.name: party.standing or Standing(party.incarnation) for party in plan.sources}
+        self.left = left_of([party.left for party in plan.sinks if party.left is not None], self.standings)
+        """What the last commit left, as the members remember it."""
+        self.checked = False
+        """The source is where the last push left it, or was said to be elsewhere."""
         self._began: dict[str, float] = {}
         self._took: dict[str, float] = {}
 
@@ -181,10 +187,15 @@ class Link:
         self._began["flip"] = time.perf_counter()
         return {
             name: self._sinks.call(
-                name, "weights_flip", push, version, limit, self._alone, timeout_s=limit + self._timeouts.bucket_s
+                name, "weights_flip", push, version, limit, self._alone, self.leaves(version).to_wire(),
+                timeout_s=limit + self._timeouts.bucket_s,
             )
             for name in self._sink_names
-        }
+        }  # fmt: skip
+
+    def leaves(self, version: int) -> Left:
+        """What a commit of ``version`` over this plan leaves."""
+        return Left(version, {name: rank.incarnation for name, rank in self.standings.items()})
 
     def wait_flipped(self, flips: Answers) -> Failure | None:
         self._wait_as_last("flip", flips)

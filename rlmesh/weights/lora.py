@@ -68,8 +68,6 @@ def _merged(
         own = f"{name}.{BASE}weight"
         if own not in kept:
             raise WeightSyncError(f"{name} has an adapter but no base weight: only weights of layers can be merged")
-        if getattr(layer, "merged", False):
-            continue  # its base weight holds the adapter already
         makers[base_name(own)] = _maker(layer, adapter)
     plain = {base_name(name): tensor for name, tensor in kept.items()}
     return plain, makers, {base_name(name): kinds[name] for name in kept}, tuple(base_name(name) for name in left)
@@ -78,6 +76,15 @@ def _merged(
 def _maker(layer: Any, adapter: str) -> Callable[[], Tensor]:
     def make() -> Tensor:
         weight: Tensor = layer.get_base_layer().weight
+        if getattr(layer, "merged", False):
+            # It holds adapters already, as it may have at one push and not at the next.
+            others = [name for name in getattr(layer, "merged_adapters", [adapter]) if name != adapter]
+            if others:
+                raise WeightSyncError(
+                    f"the adapters {', '.join(others)} are merged into the model's weights, and {adapter!r} is to be added "
+                    "to these without them: call unmerge_adapter() before the push"
+                )
+            return weight
         merged: Tensor = weight + layer.get_delta_weight(adapter).to(weight.dtype)
         return merged
 

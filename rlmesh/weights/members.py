@@ -13,7 +13,8 @@
 
     class Actor(SendsWeights):
         def setup(self):
-            self.send_weights(ModuleSource(self.model))
+            step = self.load_checkpoint()               # None: there is none yet
+            self.send_weights(ModuleSource(self.model), restored=step)
 
 The commands to a sink run one after the other beside the member's own thread, so that a bucket is staged while the
 member generates. What a source gathers runs on the member's main thread, in its turn: never beside an optimizer step.
@@ -28,6 +29,7 @@ from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.job.context import current_worker
+from rlmesh.runtime.arguments import require_number
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
@@ -38,6 +40,7 @@ from rlmesh.weights.receiving import Receiver, Tap
 from rlmesh.weights.sending import Opened, Origin, RouteStart, Sender
 from rlmesh.wire.envelope import ANY_INCARNATION
 
+MOST_VERSION = (1 << 63) - 1
 BESIDE = 8
 """Calls of a method that may wait for each other beside the member's own thread."""
 
@@ -91,7 +94,9 @@ class ReceivesWeights:
             worker = current_worker()
             name, incarnation, node = worker.name, worker.incarnation, node or worker.node_name or None
         self.close_weights()
+        left = self.__receiver.left if self.__receiver is not None else None
         self.__receiver = Receiver(sink, name, incarnation=incarnation or 0, node=node, tap=tap)
+        self.__receiver.left = left
         return self.__receiver
 
     @property
@@ -134,8 +139,8 @@ class ReceivesWeights:
         self.weights.stage(session, push, version, source, turn, buckets, payload, checksums, flip_s)
 
     @rpc(concurrent=BESIDE)
-    def weights_flip(self, push: int, version: int, flip_s: float, alone: bool) -> None:
-        self.weights.flip(push, version, flip_s, alone)
+    def weights_flip(self, push: int, version: int, flip_s: float, alone: bool, left: Sequence[Any]) -> None:
+        self.weights.flip(push, version, flip_s, alone, left)
 
     @rpc(concurrent=BESIDE)
     def weights_conclude(self, push: int) -> None:
@@ -158,22 +163,36 @@ class SendsWeights:
     __sender: Sender | None = None
 
     def send_weights(
-        self, source: WeightSource, *, name: str | None = None, incarnation: int | None = None,
-        node: str | None = None, runtime: Runtime | None = None,
+        self, source: WeightSource, *, restored: int | None = None, name: str | None = None,
+        incarnation: int | None = None, node: str | None = None, runtime: Runtime | None = None,
     ) -> Sender:  # fmt: skip
         """Say where weights come from. Name, incarnation and node are those of the worker unless they are given.
 
-        Called again, it leaves the weight syncs of the source before; the next push finds the new one.
+        Called again, it leaves the weight syncs of the source before; the next push finds the new one. Without
+        ``restored`` the weights are then taken to be those that were trained here so far.
+
+        Args:
+            source: the weights.
+            restored: the version that these weights were restored from, as a checkpoint says; None: they were not
+                restored. A push refuses a source that restarted and lost versions (`SourceRestarted`).
         """
+        if restored is not None:
+            require_number("send_weights(restored=…)", restored, 0, MOST_VERSION)
         if name is None:
             worker = current_worker()
             name, incarnation, node = worker.name, worker.incarnation, node or worker.node_name or None
+            worker.restored = restored if restored is not None else worker.restored
         runtime = runtime or default_runtime()
+        made = Sender(
+            source, name, commander(runtime), origin_of(runtime), incarnation=incarnation or 0, node=node,
+            restored=restored,
+        )  # fmt: skip
+        before = self.__sender
         self.close_weights_source()
-        self.__sender = Sender(
-            source, name, commander(runtime), origin_of(runtime), incarnation=incarnation or 0, node=node
-        )
-        return self.__sender
+        if before is not None and restored is None and before.incarnation == made.incarnation:
+            made.restored, made.sent_version = before.restored, before.sent_version
+        self.__sender = made
+        return made
 
     def close_weights_source(self) -> None:
         """Leave all weight syncs."""

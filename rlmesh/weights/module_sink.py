@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.manifest import Manifest
+from rlmesh.weights.arrays import OTHER
+from rlmesh.weights.manifest import Kind, Manifest
 from rlmesh.weights.modules import manifest_of, named_tensors
 from rlmesh.weights.pieces import Placed
 from rlmesh.weights.plan import Mode
 from rlmesh.weights.protocols import Framework
+from rlmesh.weights.seen import Seen
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -83,15 +85,35 @@ class ModuleSink:
         exclude: Collection[str] = (), lora: Literal["", "adapter"] = "", adapter: str = "default",
         after_flip: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
+        self._module, self._asked = module, (tuple(exclude), lora, adapter)
+        self.mode: Mode = mode
+        self._keep, self._after_flip = keep_shared, after_flip or (lambda: None)
+        self._seen: Seen | None = None
+        self._manifest = Manifest(())
+        self._look()
+
+    def _look(self) -> None:
+        """Take what the module has now, if it is not what it had; memory for the tensors before is of no use then."""
+        if self._seen is None or not self._seen.is_current():
+            tensors, kinds, excluded = self._found()
+            seen, self._seen = self._seen, Seen(self._module, tensors, places=False)
+            if seen is None or not seen.has(tensors):
+                self._take(tensors, kinds, excluded)
+
+    def _found(self) -> tuple[dict[str, Tensor], dict[str, Kind], tuple[str, ...]]:
+        """Tensors by name, what kind each is, and the names that are left out."""
+        exclude, lora, adapter = self._asked
         if lora:
             from rlmesh.weights.lora import lora_tensors
 
-            tensors, _, kinds, left = lora_tensors(module, lora, adapter)
+            tensors, _, kinds, left = lora_tensors(self._module, lora, adapter)
         else:
-            tensors, kinds, left = named_tensors(module)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in exclude}
-        self._manifest = manifest_of(tensors, kinds, (*exclude, *left))
-        self.mode: Mode = mode
+            tensors, kinds, left = named_tensors(self._module)
+        return {name: tensor for name, tensor in tensors.items() if name not in exclude}, kinds, (*exclude, *left)
+
+    def _take(self, tensors: dict[str, Tensor], kinds: dict[str, Kind], excluded: tuple[str, ...]) -> None:
+        manifest = manifest_of(tensors, kinds, excluded)
+        self._manifest = self._manifest if manifest == self._manifest else manifest
         self.device = str(next(iter(tensors.values())).device) if tensors else "cpu"
         # All objects that show one memory: each gets the new one.
         self._targets: dict[str, list[Tensor]] = {}
@@ -99,7 +121,6 @@ class ModuleSink:
             same = self._targets.setdefault(self._manifest.owner(name).name, [])
             if all(known is not tensor for known in same):
                 same.append(tensor)
-        self._keep, self._after_flip = keep_shared, after_flip or (lambda: None)
         self._staged: dict[str, Tensor] = {}
         self._staged_is_lent = False
         self._next: _Swap | None = None
@@ -109,10 +130,21 @@ class ModuleSink:
         self._owners: dict[str, tuple[tuple[str, ...], str | None]] = {}
         self._specs = {name: (same[0].dtype, same[0].numel()) for name, same in self._targets.items()}
 
+    def _must_be_current(self) -> None:
+        if self._seen is None or (not self._seen.is_current(forms=False) and not self._seen.has(self._found()[0])):
+            raise WeightSyncError(
+                "the engine replaced parameters of its module during the push: the next one finds them"
+            )
+
     def manifest(self) -> Manifest:
+        self._look()
         return self._manifest
 
     def begin(self, version: int) -> None:
+        before = self._manifest
+        self._look()
+        if self._manifest is not before:
+            raise WeightSyncError(OTHER)
         # Copies go into the memory of the version before, which nobody can go back to any more; not if it is the
         # source's.
         if self._previous is not None:
@@ -214,10 +246,13 @@ class ModuleSink:
             self._previous = swap.do()
             staged.addresses, staged.tensors = swap.addresses, {}
             self._current, self._staged, self._spare = staged, {}, _Memory()
+        else:
+            self._must_be_current()
         self._after_flip()
 
     def _swap_to(self, new: Mapping[str, Tensor]) -> _Swap:
         """Using other memory instead of what is in use."""
+        self._must_be_current()
         old = [same[0].data for same in self._targets.values()]
         addresses = [tensor.data_ptr() for tensor in old]
         before = self._current

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
 from rlmesh.weights.pieces import dtype_name
+from rlmesh.weights.seen import Seen, has_memory, shard_again
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -120,7 +121,7 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]] | None
 
 
 class ModuleSource:
-    """A module that is trained here.
+    """A module that is trained here. Each push gives what the module has then, also where its parameters were replaced.
 
     Plain modules and DDP give their own tensors; sharded ones (FSDP2, tensor parallel: parameters are DTensors) are
     gathered, bucket by bucket, by all ranks together.
@@ -136,14 +137,38 @@ class ModuleSource:
     def __init__(
         self, module: nn.Module, *, exclude: Collection[str] = (), lora: Lora = "", adapter: str = "default"
     ) -> None:
-        self._tensors, self._makers, kinds, left = tensors_to_send(module, exclude, lora, adapter)
-        self._watched = list(module.parameters())
-        self._manifest = manifest_of(self._tensors, kinds, left)
-        self.lasting = not self._makers and all(_local(t) is t for t in self._tensors.values())
-        self._parts = None if self.lasting or self._makers else parts_of(self._tensors)
-        self.device = str(_local(next(iter(self._tensors.values()))).device) if self._tensors else "cpu"
+        self._module, self._asked = module, (tuple(exclude), lora, adapter)
+        self._seen: Seen | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._manifest = Manifest(())
+        self._looks = 0
+        self._look()
+
+    def _look(self, *, forms: bool = True) -> None:
+        """Take what the module has now, if it is not what it had."""
+        if self._seen is not None and self._seen.is_current(forms=forms):
+            return
+        shard_again(self._module)
+        # Memory that was given up comes back as it was; without it nobody can tell which tensors are tied.
+        if self._seen is not None and (self._seen.is_current() or not has_memory(self._tensors)):
+            return
+        exclude, lora, adapter = self._asked
+        tensors, makers, kinds, left = tensors_to_send(self._module, exclude, lora, adapter)
+        seen, self._seen = self._seen, Seen(self._module, tensors, places=True)
+        if seen is not None and seen.has(tensors) and not makers:
+            return
+        manifest = manifest_of(tensors, kinds, left)
+        self._tensors, self._makers = tensors, makers
+        self._manifest = self._manifest if manifest == self._manifest else manifest
+        watched = {id(tensor): tensor for tensor in (*tensors.values(), *self._module.parameters())}
+        self._watched = list(watched.values())
+        self.lasting = not makers and all(_local(t) is t for t in tensors.values())
+        self._parts = None if self.lasting or makers else parts_of(tensors)
+        self.device = str(_local(next(iter(tensors.values()))).device) if tensors else "cpu"
+        self._looks += 1
 
     def manifest(self) -> Manifest:
+        self._look()
         return self._manifest
 
     @contextmanager
@@ -172,6 +197,7 @@ class ModuleSource:
 
     def stamp(self) -> object:
         """torch counts the changes of every tensor in place."""
+        self._look(forms=False)
         if self.lasting:
-            return [parameter._version for parameter in self._watched]
-        return tuple(_local(parameter)._version for parameter in self._watched)
+            return self._looks, [tensor._version for tensor in self._watched]
+        return self._looks, [_local(tensor)._version for tensor in self._watched]

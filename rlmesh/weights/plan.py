@@ -15,6 +15,7 @@ from typing import Literal
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.buckets import Bucket, cut, parts_of, share_out
 from rlmesh.weights.manifest import NO_CASTS, Casts, Manifest, misfits
+from rlmesh.weights.standing import Left, Standing
 
 Mode = Literal["double_buffer", "in_place"]
 SourceMode = Literal["fenced", "snapshot"]
@@ -45,6 +46,8 @@ class Party:
         parts: of a source rank: which elements of each tensor it holds, in C order: (first, how many). None: all that
             it can give are whole tensors.
         takes_parts: of a sink: tensors may come in several parts.
+        standing: of a source rank: where it stands.
+        left: of a sink: what the last commit left that it had a part in.
     """
 
     name: str
@@ -55,6 +58,8 @@ class Party:
     channels: tuple[Channel, ...] = CHANNELS
     parts: Mapping[str, tuple[int, int]] | None = None
     takes_parts: bool = False
+    standing: Standing | None = None
+    left: Left | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from rlmesh.weights.places import place_of
 from rlmesh.weights.plan import Channel
 from rlmesh.weights.protocols import SINK, OpenSink, WeightSink, check_end
 from rlmesh.weights.staging import stage_pieces
+from rlmesh.weights.standing import Left
 from rlmesh.weights.states import SinkState
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,10 @@ class Receiver:
         """Held by the command that runs. It is reentrant."""
         self._alone: tuple[int, float] | None = None
         """The push that it concluded by itself, as the only sink, and how long its requests may hold up a flip."""
+        self.left: Left | None = None
+        """What the last commit left of the source; for a `WeightSync` that does not know, since its process is new."""
+        self._leaving: Left | None = None
+        self._left_before: Left | None = None
 
     @property
     def version(self) -> int | None:
@@ -147,6 +152,7 @@ class Receiver:
             "place": [place.node, place.shm, place.device, list(place.peers), place.cuda_ipc, place.why_no_ipc],
             "manifest": manifest.to_wire() if manifest is not None else None,
             "takes_parts": isinstance(self.sink, OpenSink) and self.sink.takes_parts(),
+            "left": self.left.to_wire() if self.left is not None else None,
         }
 
     @_command
@@ -252,9 +258,11 @@ class Receiver:
             route.inlet.settle()
 
     @_command
-    def flip(self, push: int, version: int, flip_s: float, alone: bool = False) -> None:
+    def flip(
+        self, push: int, version: int, flip_s: float, alone: bool = False, left: Sequence[Any] | None = None
+    ) -> None:
         """Use the new weights, but serve nobody before `conclude`: another sink may still fail. A sink that is alone
-        concludes at once."""
+        concludes at once. ``left``: what the commit leaves, see `Left`."""
         flipped = self.state.flip(push)
         self.tap("flip", -1)
         self.gate.close(f"the flip to version {version} is not concluded", flip_s)
@@ -265,6 +273,7 @@ class Receiver:
             self._undo(flipped=False)
             raise
         self.state = flipped
+        self._leaving = Left(*left) if left is not None else None
         if alone:
             self.conclude(push)
             self._alone = push, flip_s
@@ -273,6 +282,7 @@ class Receiver:
     def conclude(self, push: int) -> None:
         """All sinks have flipped: serve."""
         self.state = self.state.conclude(push)
+        self._left_before, self.left = self.left, self._leaving
         self.gate.set_version(self.state.version)
         conclude = getattr(self.sink, "conclude", None)
         if conclude is not None:
@@ -293,6 +303,7 @@ class Receiver:
 
     def _unconclude(self, flip_s: float) -> None:
         self._alone = None
+        self.left = self._left_before
         try:
             self.rollback(flip_s)
         except Exception as error:

@@ -17,6 +17,7 @@ from rlmesh.weights.members import commander, origin_of
 from rlmesh.weights.plan import Party, Place
 from rlmesh.weights.protocols import WeightSource
 from rlmesh.weights.sending import Sender
+from rlmesh.weights.standing import Left, Standing
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 Incarnations = Mapping[str, int]
@@ -26,6 +27,7 @@ def party_of(fields: Mapping[str, Any]) -> Party:
     """From what a member said of itself."""
     node, shm, device, peers, ipc, why_not = fields["place"]
     manifest, parts = fields["manifest"], fields.get("parts")
+    standing, left = fields.get("standing"), fields.get("left")
     return Party(
         name=fields["name"],
         incarnation=fields["incarnation"],
@@ -34,6 +36,8 @@ def party_of(fields: Mapping[str, Any]) -> Party:
         mode=fields["mode"],
         parts={name: (first, count) for name, (first, count) in parts.items()} if parts else None,
         takes_parts=fields.get("takes_parts", False),
+        standing=Standing(*standing) if standing is not None else None,
+        left=Left(*left) if left is not None else None,
     )
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlmesh.errors import WeightSyncError
 from rlmesh.weights.buckets import Bucket, join
 from rlmesh.weights.channels.base import Outlet, RouteSettings
 from rlmesh.weights.channels.registry import open_outlet
 from rlmesh.weights.delivery import Command, Delivery, Failure, Header
+from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.places import place_of
 from rlmesh.weights.plan import Channel
 from rlmesh.weights.protocols import SOURCE, ShardedSource, WeightSource, check_end
+from rlmesh.weights.standing import Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,40 @@ class _Route:
     took: dict[int, float] = field(default_factory=dict)
 
 
+class _Form(NamedTuple):
+    """What a plan is made for."""
+
+    manifest: Manifest
+    parts: Mapping[str, tuple[int, int]] | None
+    device: str
+    lasting: bool
+
+    @classmethod
+    def of(cls, source: WeightSource) -> _Form:
+        manifest = source.manifest()  # first: a source looks what it has when it is asked for it
+        parts = source.parts() if isinstance(source, ShardedSource) else None
+        return cls(manifest, parts, source.device, source.lasting)
+
+    def changes(self, now: _Form) -> list[str]:
+        """How another one differs; nothing if it does not."""
+        if self == now:  # mostly the same objects, which takes no time to compare
+            return []
+        names = [spec.name for spec in (*self.manifest, *now.manifest)]
+        other = [name for name in dict.fromkeys(names) if self.manifest.find(name) != now.manifest.find(name)]
+        specs = [f"{now.manifest.find(name) or f'no {name}'}, not {self.manifest.find(name)}" for name in other[:3]]
+        if self.device != now.device:
+            specs.append(f"they are on {now.device}, not on {self.device}")
+        return specs or ["they are tied, sharded or ordered otherwise"]
+
+
 @dataclass(eq=False)
 class _Session:
     buckets: tuple[Bucket, ...]
     keep: bool
     sharded: bool
     routes: list[_Route]
+    form: _Form
+    stale: bool = False
     deliveries: dict[int, list[Delivery]] = field(default_factory=dict)
     _joined: dict[tuple[int, int], list[Bucket]] = field(default_factory=dict)
 
@@ -93,15 +123,19 @@ class Sender:
         origin: its job.
         incarnation: how often the member was restarted.
         node: its node's name, if it is not this machine's.
+        restored: the version of the checkpoint that the weights were restored from; None: from none.
     """
 
     def __init__(
         self, source: WeightSource, who: str, command: Command, origin: Origin, *, incarnation: int = 0,
-        node: str | None = None,
+        node: str | None = None, restored: int | None = None,
     ) -> None:  # fmt: skip
         check_end(source, SOURCE, "weight source", "ModuleSource(model) or ArraySource(arrays)")
         self.source, self.who, self.incarnation = source, who, incarnation
         self._command, self._origin, self._node = command, origin, node
+        self.restored = restored
+        self.sent_version: int | None = None
+        """The version that it gave last."""
         self._sessions: dict[str, _Session] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -114,6 +148,7 @@ class Sender:
             "place": [place.node, place.shm, place.device, list(place.peers), place.cuda_ipc, place.why_no_ipc],
             "manifest": self.source.manifest().to_wire(),
             "parts": self.source.parts() if isinstance(self.source, ShardedSource) else None,
+            "standing": Standing(self.incarnation, self.restored, self.sent_version).to_wire(),
         }
 
     def open(
@@ -124,7 +159,7 @@ class Sender:
         rank, which ``buckets`` are of, and gather nothing."""
         made: list[_Route] = []
         cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
-        self._sessions[session] = _Session(cut, keep, sharded, made)
+        self._sessions[session] = _Session(cut, keep, sharded, made, _Form.of(self.source))
         opened: dict[str, Opened] = {}
         job = self._origin
         for start in routes:
@@ -152,6 +187,7 @@ class Sender:
         gathering for the others.
         """
         found = self._find(session)
+        self._check_form(found)
         header = Header(session, push, version, flip_s, bucket_s)
         buckets = found.to_put()
         beside = found.keep or len(buckets) > 1 or len(found.routes) > 1
@@ -161,7 +197,7 @@ class Sender:
         ]
         for route, delivery in zip(found.routes, deliveries, strict=True):
             route.outlet.while_full = delivery.settle_answered
-        before = None if found.keep else self.source.stamp()
+        before = self.source.stamp()
         try:
             for bucket in buckets:
                 self._gather(bucket, found, deliveries)
@@ -172,13 +208,27 @@ class Sender:
             if found.keep:
                 for route in found.routes:
                     route.outlet.captured()
-        if found.keep:
-            return None
-        failure = self.sent(session, push)
+        failure = None if found.keep else self.sent(session, push)
         if failure is None and self.source.stamp() != before:
-            text = "the weights were changed before all sinks had them: wait for the push, or push with snapshot"
+            text = (
+                "the weights were changed while their snapshot was taken: change them between two pushes only"
+                if found.keep
+                else "the weights were changed before all sinks had them: wait for the push, or push with snapshot"
+            )
             failure = Failure(self.who, -1, "WeightSyncError", text)
+        if failure is None:
+            self.sent_version = version
         return failure
+
+    def _check_form(self, found: _Session) -> None:
+        """The plan's buckets are of what the source had when it was made."""
+        changes = found.form.changes(_Form.of(self.source))
+        if changes:
+            found.stale = True
+            raise WeightSyncError(
+                f"the weights of {self.who} are not those that the plan was made for: {'; '.join(changes)}. "
+                "The next push makes a new plan"
+            )
 
     def _gather(self, bucket: Bucket, found: _Session, deliveries: Sequence[Delivery]) -> None:
         if not found.keep:
@@ -208,8 +258,10 @@ class Sender:
         return next((failure for failure in results if failure is not None), None)
 
     def has(self, session: str) -> bool:
-        """Is it open here? Not after a restart, nor when a role has said anew what its weights are."""
-        return session in self._sessions
+        """Is it open here? Not after a restart, nor when a role has said anew what its weights are, or they have other
+        names, shapes or types."""
+        found = self._sessions.get(session)
+        return found is not None and not found.stale
 
     def close_session(self, session: str) -> None:
         gone = self._sessions.pop(session, None)

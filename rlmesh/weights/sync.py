@@ -16,6 +16,7 @@ it everywhere. The bytes go by the channels of the plan, the commands by ordinar
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -31,12 +32,18 @@ from rlmesh.runtime.runtime import Runtime, default_runtime
 from rlmesh.weights.delivery import Failure
 from rlmesh.weights.link import Answers, Link, Timeouts
 from rlmesh.weights.manifest import Casts
+from rlmesh.weights.members import MOST_VERSION
 from rlmesh.weights.plan import DEFAULT_BUCKET_BYTES, WeightPlan, Wishes
 from rlmesh.weights.protocols import WeightSource
 from rlmesh.weights.remote import LocalSource, Members
+from rlmesh.weights.standing import Left, Told, check, require_same
 
 _pushes = itertools.count(1)
-MOST_VERSION = (1 << 63) - 1
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 0.5
+"""How long an error that leaves the block of a `WeightSync` is held up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class WeightSync:
         flip_timeout_s: how long a sink's running requests may hold up a flip.
         timeout_s: how long a push may take in all.
         connect_timeout_s: how long members may take to answer when the plan is made.
+        restored: the version at which the source stands, if whoever makes this has restored it: see `source_restored`.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class WeightSync:
         allow_cast: bool | Mapping[str, str] | Iterable[tuple[str, str]] = False,
         channel: str | Mapping[str, str] = "auto", bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         bucket_timeout_s: float = 60.0, flip_timeout_s: float = 60.0, timeout_s: float = 600.0,
-        connect_timeout_s: float = 60.0, runtime: Runtime | None = None,
+        connect_timeout_s: float = 60.0, restored: int | None = None, runtime: Runtime | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         given: Any = [sinks] if isinstance(sinks, RoleGroup) else sinks
@@ -115,6 +123,10 @@ class WeightSync:
         self._closed = False
         self.version: int | None = None
         """What was committed last."""
+        self._left: Left | None = None
+        self._told: Told | None = None
+        if restored is not None:
+            self.source_restored(restored)
 
     # For users.
 
@@ -133,16 +145,33 @@ class WeightSync:
         time: this one first waits for the last.
 
         Raises (here, or by the future):
+            SourceRestarted: a rank of the source is not where the last push left it, since it restarted: what it had
+                learnt is gone.
             WeightSyncError: nothing was committed; names receiver and bucket.
         """
         require_number("push(version)", version, 0, MOST_VERSION)
         with self._lock:
             self._wait_for_last()
-            return self._finish_later(self._capture(version), done=self._committed)
+            return self._finish_later(self._capture(version), done=True)
+
+    def source_restored(self, version: int) -> None:
+        """Say that the source stands at ``version`` now, all of its ranks as they are: the caller has put them there.
+
+        A role says it by itself, ``send_weights(source, restored=version)``. This is for roles that do not, and for
+        callers that have gone back to an earlier version than the one that was pushed last. A rank that restarts
+        afterwards is refused again.
+        """
+        require_number("source_restored(version)", version, 0, MOST_VERSION)
+        with self._lock:
+            self._told = Told(version, dict(self._source.incarnations()))
 
     def catch_up(self) -> tuple[str, ...]:
         """Bring the last committed version to the sinks that do not serve it, since they restarted or joined later;
-        gives their names. The source must still have those weights."""
+        gives their names. The source must still have those weights.
+
+        Raises:
+            SourceRestarted: it has not.
+        """
         with self._lock:
             self._wait_for_last()
             if self.version is None:
@@ -151,8 +180,9 @@ class WeightSync:
             if behind:
                 link = Link.open(self._source, self._sinks, self._wishes, self._timeouts, only=behind)
                 try:
+                    self._check_source(link, self.version, same=True)
                     push = self._capture_over(link, self.version, self._clock())
-                    self._finish_later(push, done=lambda report: None).result()
+                    self._finish_later(push, done=False).result()
                 finally:
                     link.close()
             return tuple(sorted(behind))
@@ -181,8 +211,20 @@ class WeightSync:
     def __enter__(self) -> WeightSync:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close it. After an error nobody waits for members that are busy: what is not closed by then follows."""
+        if kind is None:
+            self.close()
+            return
+        closing = threading.Thread(target=self._close_after_error, name="rlmesh-weights-close", daemon=True)
+        closing.start()
+        closing.join(LEAVE_S)
+
+    def _close_after_error(self) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            logger.info("a weight sync was left on an error, and not all of it could be closed: %s", error)
 
     # A push.
 
@@ -214,8 +256,21 @@ class WeightSync:
         if link is not None:
             link.close()
 
-    def _committed(self, report: PushReport) -> None:
-        self.version = report.version
+    def _check_source(self, link: Link, version: int, *, same: bool = False) -> None:
+        """Is the source where the last push left it? Asked once for each plan, and when the caller has said more.
+        ``same``: it must stand at this very version.
+
+        Raises:
+            SourceRestarted: it is not.
+        """
+        told = self._told
+        if link.checked and told is None:
+            return
+        left = self._left or link.left
+        left = link.leaves(told.version) if link.checked and told else check(left, link.standings, told, version)
+        if same:
+            require_same(left, version)
+        self._left, link.checked, self._told = left, True, None
 
     def _capture(self, version: int) -> _Push:
         """Tell the source to give its weights, over the last plan if that will do."""
@@ -232,10 +287,12 @@ class WeightSync:
         return push if link.is_open(asked) else self._capture_over(self._new_link(), version, began)
 
     def _capture_over(self, link: Link, version: int, began: float) -> _Push:
+        self._check_source(link, version)
         number = (secrets.randbits(31) << 20) + next(_pushes)
         return _Push(link, number, version, began, link.capture(number, version))
 
-    def _finish_later(self, push: _Push, *, done: Callable[[PushReport], None]) -> Future[PushReport]:
+    def _finish_later(self, push: _Push, *, done: bool) -> Future[PushReport]:
+        """``done``: then this is the version that was committed last."""
         future: Future[PushReport] = Future()
         if push.link.is_staged(push.captures):
             push.staged(self._clock())
@@ -245,7 +302,7 @@ class WeightSync:
         self._running.start()
         return future
 
-    def _finish(self, push: _Push, future: Future[PushReport], done: Callable[[PushReport], None]) -> None:
+    def _finish(self, push: _Push, future: Future[PushReport], done: bool) -> None:
         link = push.link
         try:
             failure = None
@@ -265,7 +322,8 @@ class WeightSync:
             reject(future, error)
             return
         report = push.report(self._clock())
-        done(report)
+        if done:
+            self.version, self._left = push.version, link.leaves(push.version)
         resolve(future, report)
 
 

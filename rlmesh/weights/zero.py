@@ -15,6 +15,7 @@ from rlmesh.weights.lora import BASE, base_name
 from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
 from rlmesh.weights.modules import Lora, tensors_to_send
 from rlmesh.weights.pieces import dtype_name
+from rlmesh.weights.seen import Seen
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,9 +50,20 @@ class ZeroSource:
                 "ModuleSource"
             )
         self._engine = engine
-        module: nn.Module = engine.module
-        self.tensors, self._makers, kinds, left = tensors_to_send(module, exclude, lora, adapter)
-        self._manifest = _manifest(self.tensors, kinds, left)
+        self._asked = tuple(exclude), lora, adapter
+        self._seen: Seen | None = None
+        self._manifest = Manifest(())
+        self._looks = 0
+        self._look()
+
+    def _look(self) -> None:
+        """Take what the engine's module has now, if it is not what it had."""
+        if self._seen is not None and self._seen.is_current():
+            return
+        module: nn.Module = self._engine.module
+        self.tensors, self._makers, kinds, left = tensors_to_send(module, *self._asked)
+        manifest = _manifest(self.tensors, kinds, left)
+        self._manifest = self._manifest if manifest == self._manifest else manifest
         # What a computed tensor is computed from must be whole too.
         self._needs = {
             base_name(f"{name}.{BASE}weight"): list(layer.parameters())
@@ -60,8 +72,11 @@ class ZeroSource:
         }
         self._watched = list(module.parameters())
         self.device = str(next(iter(self.tensors.values())).device) if self.tensors else "cpu"
+        self._seen = Seen(module, self.tensors, places=False)
+        self._looks += 1
 
     def manifest(self) -> Manifest:
+        self._look()
         return self._manifest
 
     @contextmanager
@@ -78,7 +93,8 @@ class ZeroSource:
 
     def stamp(self) -> object:
         """DeepSpeed changes weights behind torch's counters, but counts its steps."""
-        changes = tuple(getattr(p, "ds_tensor", p)._version for p in self._watched)
+        self._look()
+        changes = self._looks, tuple(getattr(p, "ds_tensor", p)._version for p in self._watched)
         return self._engine.global_steps, self._engine.skipped_steps, changes
 
 

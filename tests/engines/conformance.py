@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
@@ -22,6 +23,22 @@ from tests.engines.models import END, PROBE, PROMPTS, largest_gap, log_probs_of,
 GAP = 1e-4
 """What float32 allows between an engine and a plain forward pass."""
 LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=7, stop_token_ids=())
+
+WRONG: list[tuple[Any, str]] = [
+    ([[]], "0 is empty"),
+    ([[5, 6, 7], []], "1 is empty"),
+    ([[5], [], [6], []], "1 is empty: .*; .* 3 is empty"),
+    ([[5, 10**6]], "0 has id 1000000 at place 1, beyond the vocabulary of"),
+    ([[5], [6, -1]], "1 has the negative id -1 at place 1"),
+    ([[5, 1.5]], r"0 has 1.5 \(float\) at place 1"),
+    ([[5, True]], r"0 has True \(bool\) at place 1"),
+    ([[5, None]], "0 has None"),
+    (["56"], r"0 is '56' \(str\)"),
+    ([5, 6], r"0 is 5 \(int\)"),
+    ("56", "a list with a list of token ids for each"),
+    (None, "a list with a list of token ids for each"),
+]
+"""What is no prompt, and what is said of it."""
 
 
 @dataclass
@@ -168,6 +185,27 @@ class RolloutConformance:
 
     def test_nothing_is_nothing(self, served: Served) -> None:
         assert served.engine.generate([], SamplingParams(1)) == [] and served.engine.log_probs([]) == []
+
+    @pytest.mark.case("b12")
+    def test_what_is_no_prompt_is_refused_before_anything_is_sampled(self, served: Served) -> None:
+        before = served.engine.metrics()
+        for rows, told in WRONG:
+            for ask in (lambda rows: served.engine.generate(rows, LONG), served.engine.log_probs):
+                with pytest.raises(UsageError, match=told):
+                    ask(rows)
+        with pytest.raises(UsageError, match="params are SamplingParams"):
+            served.engine.generate([[5]], {"max_tokens": 1})  # type: ignore[arg-type]
+        assert served.engine.metrics() == before
+
+    @pytest.mark.case("b12")
+    def test_a_sequence_of_one_token_has_no_log_probs(self, served: Served) -> None:
+        assert served.engine.log_probs([[5]]) == [[]]
+        (alone,) = served.engine.log_probs([[5, 6, 7]])
+        one, three = served.engine.log_probs([[5], [5, 6, 7]])
+        assert one == [] and three == pytest.approx(alone, abs=GAP)
+        assert served.engine.log_probs(torch.tensor([[5, 6, 7]])) == pytest.approx(  # type: ignore[arg-type]
+            [pytest.approx(alone, abs=GAP)]
+        )
 
     @pytest.mark.case("O18")
     def test_after_a_push_it_says_what_the_new_weights_say(self, served: Served) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
-from rlmesh.errors import WeightsNotReady
+from rlmesh.errors import UsageError, WeightsNotReady
+from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.engines.sampling import draw, log_distribution
 from rlmesh.rl.engines.transformers import TransformersEngine
@@ -34,10 +38,24 @@ def test_draws_have_the_distribution() -> None:
     torch.testing.assert_close(log_probs, wanted[tokens])
 
 
-@pytest.mark.parametrize("params", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}])
-def test_parameters_that_mean_nothing_are_refused(params: dict[str, float]) -> None:
+def test_prompts_of_arrays_are_lists_of_ids() -> None:
+    assert checked_rows(np.array([[1, 2], [3, 4]]), 5, what="prompt") == [[1, 2], [3, 4]]
+    assert checked_rows([torch.tensor([1, 2]), (3,), [np.int64(4)]], 5, what="prompt") == [[1, 2], [3], [4]]
+    assert checked_rows([], 5, what="prompt") == []
+    with pytest.raises(UsageError, match=r"of 9 prompts, .*4 more\. Nothing was sampled"):
+        checked_rows([[]] * 9, None, what="prompt")
+    with pytest.raises(UsageError, match=r"params are SamplingParams\(max_tokens=…\), not 4 \(int\)"):
+        checked_params(4)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1},
+                                    {"max_tokens": 2.5}, {"max_tokens": "4"}, {"temperature": float("nan")},
+                                    {"temperature": float("inf")}, {"top_p": float("nan")}, {"top_k": 1.5},
+                                    {"temperature": None}, {"seed": 1.5}, {"stop_token_ids": 3},
+                                    {"stop_token_ids": ("a",)}])  # fmt: skip
+def test_parameters_that_mean_nothing_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="max_tokens must be"):
-        SamplingParams(**{"max_tokens": 1, **params})  # type: ignore[arg-type]
+        SamplingParams(**{"max_tokens": 1, **params})
 
 
 def test_asleep_at_level_2_it_holds_no_weights_and_wakes_without_a_version() -> None:

@@ -272,11 +272,12 @@ def test_the_learning_rate_rises_and_falls() -> None:
 def test_the_summary_has_both_ends_of_both_curves() -> None:
     history = [{"reward_mean": i / 10, "step_time_s": 2.0} for i in range(10)]
     history[9]["heldout_accuracy"] = 0.75
-    summary = ppo_trainer.summarize(PPOConfig(seed=7), [{"heldout_accuracy": 0.25}, *history])
+    summary = ppo_trainer.summarize(PPOConfig(seed=7), [{"heldout_accuracy": 0.25}, *history], 3)
     assert summary == pytest.approx(
         {
             "seed": 7,
             "steps": 10,
+            "steps_lost": 3,
             "reward_first": 0.2,
             "reward_last": 0.7,
             "heldout_first": 0.25,

@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen2ForCausalLM
 
 from tests.examples.conftest import EXAMPLES
 from tests.examples.ppo_runs import processes_that_mention
@@ -80,12 +83,47 @@ def run_and_kill(tmp_path: Path, kills: list[tuple[int, str]], *options: str) ->
     return summary, sorted(name for name in first if first[name] != last.get(name))
 
 
+SMALL = ["--steps", "8", "--batch_size", "33", "--warmup_accuracy", "0", "--micro_batch_size", "10"]
+
+
 def test_a_small_job_survives_each_kind_of_death(tmp_path: Path) -> None:
     kills = [(1, "ROLLOUT:1"), (2, "REWARD:0"), (3, "ACTOR:1"), (5, "CRITIC:0"), (6, "REFERENCE:0")]
-    small = ["--steps", "8", "--batch_size", "33", "--warmup_accuracy", "0", "--micro_batch_size", "10"]
-    summary, changed = run_and_kill(tmp_path, kills, *small, "--save_every", "2")
+    summary, changed = run_and_kill(tmp_path, kills, *SMALL, "--save_every", "2")
     assert summary["steps"] == 8
     assert changed == ["ACTOR:0", "ACTOR:1", "CRITIC:0", "REFERENCE:0", "REWARD:0", "ROLLOUT:1"]
+    assert 0 <= summary["steps_lost"] <= 2, "the actor and the critic lost at most one step each"
+
+
+def trained_by(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """The weights that a run ended with, and the last that it reported of each of its steps."""
+    model = Qwen2ForCausalLM.from_pretrained(run_dir / "trained")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    of_step = {line["step"]: line["metrics"] for line in lines if line["role"] == "TRAINER"}
+    return model.state_dict(), [of_step[step] for step in sorted(of_step)]
+
+
+@pytest.mark.slow
+@pytest.mark.case("n02")
+@pytest.mark.timeout(600)
+def test_a_killed_actor_costs_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    """It ends with the weights that it has without a kill, and says how many steps were made twice."""
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    for folder, kills in ((plain, []), (killed, [(2, "ACTOR:0"), (6, "ACTOR:1")])):
+        folder.mkdir()
+        summary, _ = run_and_kill(folder, kills, *SMALL, "--save_every", "4")
+        assert summary["steps"] == 8
+        assert summary["steps_lost"] == 0 if not kills else 2 <= summary["steps_lost"] <= 6, summary
+    weights, curve = trained_by(plain / "run")
+    again, repeated = trained_by(killed / "run")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(again[name], tensor, atol=1e-4, rtol=1e-3)
+    assert len(curve) == len(repeated) == 9
+    for step, (once, twice) in enumerate(zip(curve[1:], repeated[1:], strict=True), 1):
+        assert twice["reward_mean"] == pytest.approx(once["reward_mean"], abs=1e-6), step
+        assert twice["policy_loss"] == pytest.approx(once["policy_loss"], abs=1e-3), step
+        assert once["steps_lost"] == 0
+    lost = [metrics["steps_lost"] for metrics in repeated[1:]]
+    assert lost == sorted(lost) and lost[-1] == summary["steps_lost"], lost
 
 
 @pytest.mark.slow

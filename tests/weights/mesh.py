@@ -70,13 +70,30 @@ class WeightMesh:
         self._serve("ROLLOUT", rank, sink, incarnation)
         return sink
 
-    def add_source(self, weights: Any, rank: int = 0, *, node: str | None = None) -> Source:
+    def add_source(
+        self, weights: Any, rank: int = 0, *, node: str | None = None, incarnation: int = 0, restored: int | None = None
+    ) -> Source:
         name = member_name("ACTOR", rank)
         runtime = self._start(name)
         source = self.sources[name] = Source()
-        source.send_weights(weights, name=name, node=node, runtime=runtime)
-        self._serve("ACTOR", rank, source, 0)
+        source.send_weights(weights, name=name, node=node, runtime=runtime, incarnation=incarnation, restored=restored)
+        self._serve("ACTOR", rank, source, incarnation)
         return source
+
+    def restart_source(self, weights: Any, rank: int = 0, *, restored: int | None = None) -> Source:
+        name = member_name("ACTOR", rank)
+        incarnation = self._addresses[name].incarnation + 1
+        self.sources.pop(name).close_weights_source()
+        self._runtimes.pop(name).close()
+        return self.add_source(weights, rank, incarnation=incarnation, restored=restored)
+
+    def change_source(self, weights: Any, rank: int = 0, *, restored: int | None = None) -> None:
+        """The same process offers other weights."""
+        name = member_name("ACTOR", rank)
+        self.sources[name].send_weights(
+            weights, name=name, runtime=self._runtimes[name], restored=restored,
+            incarnation=self._addresses[name].incarnation,
+        )  # fmt: skip
 
     def stop_sink(self, rank: int) -> None:
         name = member_name("ROLLOUT", rank)

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,14 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def caught(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
 def shared_bytes() -> int:
     return sum(path.stat().st_size for path in Path("/dev/shm").glob(f"rlmesh-{current_worker().job_info.job_id}-*"))
 
@@ -174,11 +183,15 @@ class Trainer:
         self.actor.call("train", 21).result()
         error = self.sync.push(21).exception()
         after_kill = self.rollout.call("sample").result()
-        self.push(22)
+        self.actor.call("train", 22).result()
+        refused = caught(lambda: self.sync.push(22))
+        self.sync.source_restored(22)
+        self.sync.push(22).result()
         last = self.rollout.call("sample").result()
         return {
             "pids": pids, "samples": samples, "still": still, "copied": copied, "own": own, "served": served,
-            "error": str(error), "after_kill": after_kill, "last": last, "plan": str(self.sync.plan()),
+            "error": str(error), "refused": [type(refused).__name__, str(refused)], "after_kill": after_kill,
+            "last": last, "plan": str(self.sync.plan()),
         }  # fmt: skip
 
     def alone(self) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def test_source_and_sink_in_one_process(channel: str, mode: str, tmp_path: Path)
     served, kind, text = seen["own"]
     assert served == 20 and seen["served"] == [[20, 20], [20, 20]]
     assert kind == "WeightSyncError" and "WouldDeadlock" in text
+    assert seen["refused"][0] == "SourceRestarted" and "ACTOR:1 restarted" in seen["refused"][1]
     assert "version 21 was not committed" in seen["error"] and "SIGKILL" in seen["error"]
     assert seen["after_kill"] == [[20, 20] if mode == "double_buffer" else None, None]
     assert seen["last"] == [[22, 22], [22, 22]]

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from operator import index
 from typing import Literal, Protocol
 
 from rlmesh import VersionGate, VersionSpans, WeightSink
@@ -56,8 +58,19 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1 or self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"max_tokens must be ≥ 1, temperature ≥ 0, top_k ≥ 0 (0: all) and top_p in (0, 1]: {self}")
+        if not self._is_right():
+            raise ValueError(
+                "max_tokens must be a whole number ≥ 1, temperature a number ≥ 0, top_k a whole number ≥ 0 (0: all), "
+                f"top_p in (0, 1], stop_token_ids whole numbers, and seed one or None: {self}"
+            )
+
+    def _is_right(self) -> bool:
+        try:
+            list(map(index, (self.max_tokens, self.top_k, *self.stop_token_ids, self.seed or 0)))
+            sizes = self.max_tokens >= 1 and self.top_k >= 0 and 0 < self.top_p <= 1
+            return sizes and 0 <= self.temperature < inf
+        except TypeError:
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +143,8 @@ class RolloutEngine(Protocol):
         """One sample per prompt, in order. While the engine is paused, new requests wait.
 
         Raises:
+            UsageError: a prompt is empty, or has ids that the model has no embedding for; names the row. Nothing was
+                sampled.
             WeightsNotReady: there are no weights of a known version, or the engine sleeps, or the weights were lost
                 to a push that failed while the samples were made.
             TimeoutError: it took longer than ``timeout_s``; what ran is given up.
@@ -141,6 +156,7 @@ class RolloutEngine(Protocol):
         sequence of n tokens, n - 1 numbers. Nothing cached is used: a probe of the weights as they are.
 
         Raises:
+            UsageError: as for `generate`.
             WeightsNotReady: as for `generate`.
         """
         ...

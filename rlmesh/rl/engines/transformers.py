@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rlmesh import ModuleSink, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.sampling import draw
 
@@ -58,6 +59,7 @@ class TransformersEngine:
         self._sink = _Sink(model, mode, self.gate)
         self._pad, self._clock = pad_token_id, clock
         self._stops = tuple(_end_tokens(model) if stop_token_ids is None else stop_token_ids)
+        self._vocabulary = _vocabulary_of(model)
         self._turn = threading.RLock()
         self._paused: PauseMode | None = None
         self._ending = threading.Event()
@@ -76,6 +78,7 @@ class TransformersEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, timeout_s: float = 600.0
     ) -> list[Sample]:
+        prompts, params = checked_rows(prompts, self._vocabulary, what="prompt"), checked_params(params)
         deadline = self._clock() + timeout_s
 
         def hold() -> AbstractContextManager[int]:
@@ -98,11 +101,12 @@ class TransformersEngine:
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[Sequence[int]], *, timeout_s: float = 60.0) -> list[list[float]]:
-        if not sequences:
-            return []
+        sequences = checked_rows(sequences, self._vocabulary, what="sequence")
+        width = max(map(len, sequences), default=0)
+        if width < 2:
+            return [[] for _ in sequences]
         with self._serving(timeout_s):
             device = next(self.model.parameters()).device
-            width = max(map(len, sequences))
             tokens = torch.tensor([[*row, *[self._pad] * (width - len(row))] for row in sequences], device=device)
             # Padding stands on the right, where a causal model does not look.
             logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits.float().log_softmax(-1)
@@ -225,6 +229,14 @@ class _Sink(ModuleSink):
         super().flip(version)
 
 
+def _vocabulary_of(model: Any) -> int | None:
+    """How many tokens it has embeddings for; None: it does not say."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def _end_tokens(model: nn.Module) -> list[int]:
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ends = getattr(config, "eos_token_id", None)
@@ -247,6 +259,7 @@ def sample_batch(
         keep: go on when the version changed between two tokens, with the cache made anew; else end there.
         ending: asked before each token: end now, with what there is.
     """
+    prompts = checked_rows(prompts, _vocabulary_of(model), what="prompt")
     if not prompts:
         return []
     generator = torch.Generator(device=next(model.parameters()).device)

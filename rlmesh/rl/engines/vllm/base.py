@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from rlmesh import Manifest, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.growing import Growing
+from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.vllm.buckets import BucketWriter
 
@@ -181,8 +182,8 @@ class VllmBase(ABC):
         self.model_path, self.pause_mode = model, pause_mode
         self.gate = VersionGate(who)
         self.gate.set_version(version)
-        self._ends, vocabulary, self.tied = end_tokens(model)
-        self.probe_token_ids = list(probe_token_ids or (i % vocabulary for i in range(2, 10)))
+        self._ends, self._vocabulary, self.tied = end_tokens(model)
+        self.probe_token_ids = list(probe_token_ids or (i % self._vocabulary for i in range(2, 10)))
         self._pause_s = pause_timeout_s
         self._sink: Sink
         self._thread: threading.Thread
@@ -204,6 +205,7 @@ class VllmBase(ABC):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, timeout_s: float = 600.0
     ) -> list[Sample]:
+        prompts, params = checked_rows(prompts, self._vocabulary, what="prompt"), checked_params(params)
         if not prompts:
             return []
         deadline = time.monotonic() + timeout_s
@@ -225,10 +227,13 @@ class VllmBase(ABC):
         return samples
 
     def log_probs(self, sequences: Sequence[Sequence[int]], *, timeout_s: float = 60.0) -> list[list[float]]:
-        if not sequences:
-            return []
+        sequences = checked_rows(sequences, self._vocabulary, what="sequence")
+        longer = [row for row in sequences if len(row) > 1]
+        if not longer:
+            return [[] for _ in sequences]
         with self._serving(timeout_s):
-            return self.probed(sequences, timeout_s)
+            found = iter(self.probed(longer, timeout_s))
+            return [next(found) if len(row) > 1 else [] for row in sequences]
 
     def pause(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
         if mode not in self.pause_modes:

@@ -1,0 +1,82 @@
+"""What an engine is asked to continue, checked before anything is sampled. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.engines.rollout import SamplingParams
+
+__all__ = ["checked_params", "checked_rows"]
+
+MOST_FAULTS = 5
+
+
+def checked_rows(rows: object, vocabulary: int | None, *, what: str) -> list[list[int]]:
+    """Lists of token ids, of at least one token each.
+
+    Args:
+        rows: lists, tuples, arrays or tensors of whole numbers.
+        vocabulary: ids are below it; None: it is not known.
+        what: "prompt" or "sequence", in the text of the error.
+
+    Raises:
+        UsageError: some are none; names the rows, and what is wrong with each.
+    """
+    given = rows.tolist() if hasattr(rows, "tolist") else rows
+    if isinstance(given, str | bytes | dict) or not isinstance(given, Iterable):
+        raise UsageError(f"{what}s are a list with a list of token ids for each, not {given!r:.80} ({_type(given)})")
+    found: list[list[int]] = []
+    faults = []
+    for number, row in enumerate(given):
+        tokens, fault = _checked(row, vocabulary)
+        found.append(tokens)
+        if fault:
+            faults.append(f"{what} {number} {fault}")
+    if faults:
+        more = f"; {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
+        raise UsageError(f"of {len(found)} {what}s, {'; '.join(faults[:MOST_FAULTS])}{more}. Nothing was sampled")
+    return found
+
+
+def _checked(row: Any, vocabulary: int | None) -> tuple[list[int], str]:
+    """Its tokens, and what is wrong with them."""
+    if hasattr(row, "tolist"):
+        row = row.tolist()
+    if isinstance(row, str | bytes | dict) or not isinstance(row, Sequence):
+        return [], f"is {row!r:.60} ({_type(row)}), not a list of token ids"
+    if not row:
+        return [], "is empty: give it at least one token, such as the one that begins a text"
+    if set(map(type, row)) == {int}:
+        tokens = list(row)
+    else:
+        tokens = []
+        for place, token in enumerate(row):
+            try:
+                if isinstance(token, bool):
+                    raise TypeError
+                tokens.append(index(token))
+            except (TypeError, ValueError):
+                return [], f"has {token!r:.60} ({_type(token)}) at place {place}, which is no token id"
+    if min(tokens) < 0:
+        place = next(place for place, token in enumerate(tokens) if token < 0)
+        return [], f"has the negative id {tokens[place]} at place {place}"
+    if vocabulary is not None and max(tokens) >= vocabulary:
+        place = next(place for place, token in enumerate(tokens) if token >= vocabulary)
+        return [], f"has id {tokens[place]} at place {place}, beyond the vocabulary of {vocabulary} tokens"
+    return tokens, ""
+
+
+def checked_params(params: object) -> SamplingParams:
+    """Raises:
+    UsageError: these are no `SamplingParams`.
+    """
+    if not isinstance(params, SamplingParams):
+        raise UsageError(f"params are SamplingParams(max_tokens=…), not {params!r:.80} ({_type(params)})")
+    return params
+
+
+def _type(value: object) -> str:
+    return type(value).__name__
