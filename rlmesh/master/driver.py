@@ -36,6 +36,7 @@ from rlmesh.master.standard_streams import fill_standard_streams
 from rlmesh.master.starts import await_guardians, hold, note_start
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.workspace import Workspace
+from rlmesh.observe.scrape import check_free
 from rlmesh.placement.planner import make_plan
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ class Driver:
             )  # fmt: skip
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
+                if options.observe.metrics:
+                    check_free(options.observe.metrics)
                 spec = replace(spec, observe=options.observe)
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
             (space.run_dir / "job.json").write_text(config.model_dump_json(indent=2) + "\n")
