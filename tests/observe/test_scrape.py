@@ -172,9 +172,8 @@ def test_addresses_that_cannot_be_had_are_refused_at_once(tmp_path: Path) -> Non
         check_free(f"unix:{tmp_path}/{'x' * 200}")
     check_free(f"unix:{tmp_path}/free")
     check_free("127.0.0.1:0")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        with pytest.raises(UsageError, match="in use"):
-            check_free(f"127.0.0.1:{other.getsockname()[1]}")
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UsageError, match="in use"):
+        check_free(f"127.0.0.1:{other.getsockname()[1]}")
 
 
 @pytest.mark.case("a16")
