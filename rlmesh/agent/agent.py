@@ -97,6 +97,8 @@ class Agent:
         self._info = info = node_info(
             config, own if config.start_master or public is None else public, public=public or ""
         )
+        for note in info.notes:
+            logger.warning("%s", note)
         self._allegiance = Allegiance(
             config, runtime, sender, info, Ties(self._running, self._fence, self._give_up, self._job_over)
         )
