@@ -59,6 +59,8 @@ Named = tuple[Choice | None, str]
 """What an entry names, or why it names nothing; no reason where that is what it is written for."""
 
 _UUIDS = ("GPU-", "MIG-")
+_DIGITS = 32
+"""Of a UUID."""
 _NONE = ("", "-1", "none", "NoDevFiles")
 """First entries that are written to hide all devices."""
 
@@ -104,8 +106,8 @@ def cuda_visible(mask: str, gpus: Sequence[GpuFacts], *, by_bus: bool) -> tuple[
 
 
 def _by_number(item: str, gpus: Sequence[GpuFacts], *, first: bool) -> Named:
-    """CUDA reads as many digits as there are."""
-    number = re.match(r"\s*[+-]?\d+", item, re.ASCII)
+    """CUDA reads as many digits as there are, by C's ``strtoull``, and keeps 32 bits of the result."""
+    number = re.match(r"\s*([+-]?)(\d+)", item, re.ASCII)
     if number is None:
         if item.strip() in _NONE:
             return None, ""
@@ -113,7 +115,7 @@ def _by_number(item: str, gpus: Sequence[GpuFacts], *, first: bool) -> Named:
             wrong = "a UUID in a list of numbers" if not first else "not read as a UUID: it begins with GPU- or MIG-, "
             return None, f"{item!r} is {wrong}" + ("in capitals and without a space before it" if first else "")
         return None, f"{item!r} is neither a number nor a UUID"
-    i = int(number[0])
+    i = _c_int(number[1] == "-", number[2])
     if i < 0:
         return None, ""  # -1 is what ends a list
     if i >= len(gpus):
@@ -125,34 +127,47 @@ def _by_number(item: str, gpus: Sequence[GpuFacts], *, first: bool) -> Named:
     return (i, 0), ""  # of a divided GPU CUDA shows the first slice
 
 
+def _c_int(minus: bool, digits: str) -> int:
+    value = int(digits.lstrip("0") or "0") if len(digits.lstrip("0")) <= 20 else 2**64
+    low = (2**64 - 1 if value >= 2**64 else -value if minus else value) & 0xFFFFFFFF
+    return low - 2**32 if low >= 2**31 else low
+
+
 def _range(count: int) -> str:
     return "0" if count == 1 else f"0 to {count - 1}"
 
 
 def _by_name(item: str, gpus: Sequence[GpuFacts]) -> Named:
-    """A UUID, or the beginning of one if only one begins so, with a digit at least. Digits may be in capitals; CUDA
-    wants the prefix as it is, and no space before it."""
+    """A UUID, or the beginning of one if only one begins so, with a digit at least. Digits may be in capitals, and
+    dashes anywhere; CUDA wants the prefix as it is, no space before it, and ignores what follows all of the digits."""
     if not item.startswith(_UUIDS):
         if item.strip() in _NONE:
             return None, ""
         return None, f"{item!r} is no UUID, in a list of UUIDs: they begin with GPU- or MIG-, without a space before it"
-    if len(item) == len("GPU-"):
+    if not _digits(item):
         return None, f"{item!r} has no digit of a UUID"
-    text = item.upper()
-    if old := re.fullmatch(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)", text, re.ASCII):
+    if old := re.fullmatch(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)", item, re.ASCII):
         matching = [
             (i, j)
             for i, gpu in enumerate(gpus)
             for j, part in enumerate(gpu.slices)
-            if gpu.uuid.upper().startswith(old[1])
-            and (part.gpu_instance, part.compute_instance) == (int(old[2]), int(old[3]))
+            if _begins(old[1], gpu.uuid) and (part.gpu_instance, part.compute_instance) == (int(old[2]), int(old[3]))
         ]
         return _only(item, [(gpus[i].slices[j].uuid, (i, j)) for i, j in matching])
     names: list[tuple[str, Choice | None]] = []
     for i, gpu in enumerate(gpus):
         names += [(part.uuid, (i, j)) for j, part in enumerate(gpu.slices)]
         names.append((gpu.uuid, (i, None) if not gpu.mig else (i, 0) if gpu.slices else None))
-    return _only(item, [(name, choice) for name, choice in names if name.upper().startswith(text)])
+    return _only(item, [(name, choice) for name, choice in names if _begins(item, name)])
+
+
+def _digits(uuid: str) -> str:
+    return uuid[len("GPU-") :].replace("-", "").lower()[:_DIGITS]
+
+
+def _begins(item: str, uuid: str) -> bool:
+    """Whether a UUID begins as an entry says; CUDA skips dashes."""
+    return uuid[:4].upper() == item[:4] and _digits(uuid).startswith(_digits(item))
 
 
 def _only(item: str, matching: Sequence[tuple[str, Choice | None]]) -> Named:

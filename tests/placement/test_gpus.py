@@ -39,11 +39,37 @@ def shown(mask: str | None, gpus: list[GpuFacts] | None = None, **env: str) -> l
         ("GPU-cd33,1", "cd33"), ("GPU-cd33,GPU-ff,GPU-ab11", "cd33"), ("0,GPU-cd33", "ab11"), ("GPU-cd,GPU-cd33", ""),
         ("MIG-aa", ""), ("all", ""), ("-2", ""), ("-0", "ab11"), ("1 0", "ab22"), ("1;0", "ab22"), ("\t2", "cd33"),
         ("2 ,1", "cd33 ab22"), ("GPU-cd33,-1,GPU-ab11", "cd33"), ("GPU-cd33,", "cd33"), ("GPU-cd33 ,GPU-ab11", ""),
-        ("\u0661", ""), ("0,\u0661", "ab11"), ("4294967296", ""), ("2,1,0", "cd33 ab22 ab11"),
+        ("\u0661", ""), ("0,\u0661", "ab11"), ("4294967296", "ab11"), ("4294967298", "cd33"),
+        ("4294967295", ""), ("2147483648", ""), ("18446744073709551616", ""), ("9223372036854775809", "ab22"),
+        ("-18446744073709551615", "ab22"), ("0,-4294967296", ""), ("1" * 400, ""), ("0" * 400 + "1", "ab22"),
+        ("08", ""), ("010", ""), ("02", "cd33"), ("1e0", "ab22"), ("--1", ""), ("- 1", ""), ("\u00a01", ""),
+        ("GPU-c-d-3-3", "cd33"), ("GPU--cd33", "cd33"), ("GPU-cd33-", "cd33"), ("GPU-cd3 ", ""), ("GPU-cd3_", ""),
+        ("GPU-GPU-cd33", ""), ("GPU--", ""), ("2,1,0", "cd33 ab22 ab11"),
     ],
 )  # fmt: skip
 def test_cudas_mask(mask: str | None, expected: str) -> None:
     assert shown(mask) == [f"GPU-{uuid}" for uuid in expected.split()]
+
+
+LONG = [
+    GpuFacts("GPU-17295fbf-2f50-2cb6-ad75-d5debc2ceba4", "00000000:01:00.0", "H200"),
+    GpuFacts("GPU-bccc3454-b62e-dc51-16fd-1393e9c99ebf", "00000000:02:00.0", "H200"),
+]
+A, B = (gpu.uuid for gpu in LONG)
+
+
+@pytest.mark.case("a20")
+@pytest.mark.parametrize(("mask", "expected"), [
+    (f"{A} ,{B}", [0, 1]), (f"{A}x", [0]), (f"{A}00", [0]), (f"{A}-", [0]), (f"{A}\n", [0]), (f"{A} {B}", [0]),
+    (f"{B},{A}", [1, 0]), (f"{B},{A},{B}", []), (f"{A},{B}", [0, 1]), (f"{A},GPU-bccd", [0]), (f"{A},GPU-", [0]),
+    ("GPU-17295fbf2f502cb6ad75d5debc2ceba4", [0]), ("GPU-17295FBF2F502CB6AD75D5DEBC2CEBA4", [0]), (A[4:], []),
+    ("GPU-17295fbf2f502cb6ad75d5debc2cebax", []), ("GPU-17295fbf2f502cb6ad75d5debc2ceba ", []), ("GPU-1729 ", []),
+    ("GPU-17295fbf_2f50-2cb6-ad75-d5debc2ceba4", []), ("GPU-17295fbf--2f50", [0]), ("GPU-0x1729", []),
+    (f"{A},-1,{B}", [0]), (f"{A},1", [0]), (f" {A}", []), (f"{B}, {A}", [1]), ("GPU-" + "-".join(A[4:]), [0]),
+])  # fmt: skip
+def test_uuids_are_read_as_a_real_driver_reads_them(mask: str, expected: list[int]) -> None:
+    """As driver 580.159.04 showed on two H200s."""
+    assert shown(mask, LONG) == [LONG[i].uuid for i in expected]
 
 
 @pytest.mark.case("a20")
