@@ -103,7 +103,7 @@ def test_numbers_of_every_kind_keep_their_value(
 
 @pytest.mark.case("b14")
 @given(st.dictionaries(st.text("abc", min_size=1), st.floats() | st.integers(-(10**300), 10**300), max_size=5))
-def test_any_number_survives_the_file(tmp_path_factory: pytest.TempPathFactory, metrics: dict[str, float]) -> None:
+def test_any_number_survives_the_file(tmp_path_factory: pytest.TempPathFactory, metrics: dict[str, Any]) -> None:
     path = tmp_path_factory.mktemp("run")
     (written,) = _written(path, [record(1, **metrics)])
     (read,) = read_records(path / METRICS_FILE)
@@ -136,7 +136,7 @@ def test_a_step_is_a_whole_number(worker: WorkerContext, link: Link) -> None:
 @pytest.mark.case("b14")
 def test_tensorboard_has_what_its_floats_can_hold(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    values = {"lr": 3e-10, "kl": 1.23456789e-7, "tokens": BIG}
+    values: dict[str, Any] = {"lr": 3e-10, "kl": 1.23456789e-7, "tokens": BIG}
     list(_written(tmp_path, [record(1, **values)]))
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for name, value in values.items():

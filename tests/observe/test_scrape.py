@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -148,12 +148,13 @@ async def test_a_socket_of_another_program_stays(tmp_path: Path, kind: socket.So
 @pytest.mark.parametrize("what", ["a file", "a folder", "a link", "a named pipe"])
 async def test_what_is_no_socket_stays(tmp_path: Path, what: str) -> None:
     path = tmp_path / "m"
-    {
+    make: dict[str, Callable[[], object]] = {
         "a file": lambda: path.write_text("mine"),
         "a folder": path.mkdir,
         "a link": lambda: path.symlink_to(tmp_path / "nothing"),
         "a named pipe": lambda: os.mkfifo(path),
-    }[what]()
+    }
+    make[what]()
     before = path.lstat()
     with pytest.raises(UsageError, match=f"there is {what} at this path already"):
         check_free(f"unix:{path}")
