@@ -44,6 +44,7 @@ from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, portable_error
+from rlmesh.agent.rejections import RejectionReporter
 from rlmesh.agent.stacks import listen
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
@@ -244,10 +245,13 @@ class Member:
             reporter = CallReporter(runtime, self._master, self.name, Path(spec.run_dir))
             control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
             runtime.serve(CONTROL, control, inline=True)
+            rejections = RejectionReporter(runtime, partial(self._master.notify, "rejected", self.name))
             reporter.start()
+            rejections.start()
             set_default_runtime(runtime)
             code = self._guarded(self._work)
             reporter.close()
+            runtime.call_soon(rejections.flush)
             self._outbox.drain(NEWS_WAIT_S)
             self._outbox.close()
             self._by_signal = self._orders.terminated and code == 0

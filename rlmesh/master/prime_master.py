@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,16 @@ from rlmesh.master.agent_watch import AgentWatch
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, MASTERS, STORE_TROUBLE, WANTED_NODES, JobSpec
+from rlmesh.master.jobspec import (
+    AGENT_PIDS,
+    MASTER_PID,
+    MASTER_PUBLIC,
+    MASTERS,
+    REJECTED,
+    STORE_TROUBLE,
+    WANTED_NODES,
+    JobSpec,
+)
 from rlmesh.master.observer import Observer
 from rlmesh.master.persistence import Persistence
 from rlmesh.master.pump import Pump
@@ -214,6 +223,11 @@ class PrimeMaster:
         """Whom a member called since it said so before."""
         self._observer.observed(caller, edges)
 
+    @rpc
+    async def rejected(self, name: str, pid: int, counts: Mapping[str, int]) -> None:
+        """How many strangers a process of the job has turned away, by reason."""
+        self._observer.rejections.take(name, pid, counts)
+
     @rpc(concurrent=64)
     async def reached(self, kill: str) -> None:
         """The member has come to a call at which somebody is to be killed; answered when the signal was sent."""
@@ -250,6 +264,8 @@ class PrimeMaster:
             extra[WANTED_NODES] = ",".join(map(str, sorted(wanted)))
         if trouble := self._pump.store_trouble:
             extra[STORE_TROUBLE] = trouble
+        if rejected := str(self._observer.rejections):
+            extra[REJECTED] = rejected
         return replace(self.manager.status(records_from), extra=extra)
 
     @rpc(concurrent=4)

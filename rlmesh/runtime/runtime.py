@@ -246,6 +246,7 @@ class Runtime(Submission, Reception):
         unregister_loop_thread(self._loop_ident)
         turn_loops.pop(self._loop_ident, None)
         self._meter.close()
+        self.strangers.settle(at_the_end=True)
 
     async def _drained(self) -> None:
         """Let packets of this turn and what is queued go out, without standing in the loop's way."""
