@@ -118,7 +118,7 @@ class Task:
     """One task of a step.
 
     Attributes:
-        job, step: their numbers as Slurm writes them.
+        job, step: their numbers as Slurm writes them; ``id`` is what its commands know the job by.
         rank, size: of the task among the step's.
         node, node_name: the number of its node in the step, and Slurm's name of it.
         local_rank: of the task among those of its node.
@@ -172,9 +172,15 @@ class Task:
         )
 
     @property
+    def id(self) -> str:
+        """What ``squeue``, ``scontrol`` and ``scancel`` know this job by, and nothing else: the number of the last
+        element of an array is the number of the whole array. Of a heterogeneous job the number of its leader."""
+        return self.array or self.job
+
+    @property
     def label(self) -> str:
         """For messages."""
-        return f"task {self.rank} of Slurm job {self.job}.{self.step} on {self.node_name or f'node {self.node}'}"
+        return f"task {self.rank} of Slurm job {self.id}.{self.step} on {self.node_name or f'node {self.node}'}"
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
