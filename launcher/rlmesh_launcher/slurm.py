@@ -89,7 +89,9 @@ class Allocation:
         if tasks_name is not None:
             tasks = _counts(env, tasks_name, nodes_name, nodes)
         cpus: tuple[int, ...] = ()
-        if env.get("SLURM_JOB_CPUS_PER_NODE") and env[nodes_name] == env.get("SLURM_JOB_NODELIST", env[nodes_name]):
+        # Of a heterogeneous job it tells those of one component.
+        het = int(env.get("SLURM_HET_SIZE") or 1) > 1
+        if env.get("SLURM_JOB_CPUS_PER_NODE") and not het and env[nodes_name] == env.get("SLURM_JOB_NODELIST", env[nodes_name]):
             cpus = _counts(env, "SLURM_JOB_CPUS_PER_NODE", nodes_name, nodes)
         return cls(nodes, tasks, cpus)
 
