@@ -60,9 +60,8 @@ def compare(uuids: list[str]) -> int:
     wrong = 0
     for mask in masks(uuids):
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})}
-        read = sorted(device.index for device in usable_devices(gpus, {})[0] if device.uuid in
-                      {d.uuid for d in usable_devices(gpus, env)[0]})  # fmt: skip
-        there = sorted(uuids.index(uuid) for uuid in cuda_sees(mask))
+        read = [uuids.index(device.uuid) for device in usable_devices(gpus, env)[0]]
+        there = [uuids.index(uuid) for uuid in cuda_sees(mask)]
         wrong += read != there
         text = "(unset)" if mask is None else repr(mask)
         for n, uuid in enumerate(uuids):

@@ -148,8 +148,9 @@ def _measure_import(peer: str, python: str, folder: str, results: Results) -> No
 
 
 def _environment() -> dict[str, str]:
-    """The caller's, with this folder and the library importable, also in the processes that runtimes start."""
-    paths = [str(HERE), str(HERE.parent), str(HERE.parent / "launcher"), os.environ.get("PYTHONPATH", "")]
+    """The caller's, with this folder and the library importable, also in the processes that runtimes start. A library
+    that the caller's PYTHONPATH has comes first: compare.py measures other checkouts so."""
+    paths = [str(HERE), os.environ.get("PYTHONPATH", ""), str(HERE.parent), str(HERE.parent / "launcher")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

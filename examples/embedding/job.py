@@ -89,4 +89,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--step_s", type=float, default=1.0)
     options = parser.parse_args()
+    if options.steps < 1 or not 0 <= options.step_s < 86400:
+        parser.error(f"--steps {options.steps} --step_s {options.step_s}: at least one step, of 0 to 86400 seconds")
     build(options.steps, options.step_s).submit("embedding")

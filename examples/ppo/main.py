@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))  # so that the roles are modules of the package "ppo"
 
-from job_settings import add_settings, settings_of  # noqa: E402, I001
+from job_settings import Limits, SettingsParser, settings_of  # noqa: E402, I001
 from ppo.config import PPOConfig  # noqa: E402
 
 from rlmesh import RLJobBuilder, RLRoleType  # noqa: E402
@@ -24,28 +24,39 @@ P = "ppo"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = SettingsParser(
         description="PPO on a tiny language model that learns to spell words backwards.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        check=faults,
     )
     parser.add_argument("--job_name", default="ppo")
     parser.add_argument("--dry_run", action="store_true", help="print the job as JSON and do not run it")
     parser.add_argument("--skip_node_check", action="store_true")
 
     cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--device_per_node", type=int, default=8, help="virtual slots, since this runs on CPU")
-    cluster.add_argument("--actor_num_nodes", type=int, default=1)
-    cluster.add_argument("--actor_num_gpus_per_node", type=int, default=2)
-    cluster.add_argument("--critic_num_nodes", type=int, default=1)
-    cluster.add_argument("--critic_num_gpus_per_node", type=int, default=1)
-    cluster.add_argument("--ref_num_nodes", type=int, default=1)
-    cluster.add_argument("--ref_num_gpus_per_node", type=int, default=1)
-    cluster.add_argument("--reward_num_nodes", type=int, default=1)
-    cluster.add_argument("--reward_num_gpus_per_node", type=int, default=1)
-    cluster.add_argument("--rollout_num_engines", type=int, default=2)
+    members = Limits(least=1)
+    parser.add_setting(cluster, "device_per_node", 8, members, "virtual slots, since this runs on CPU")
+    for role in ("actor", "critic", "ref", "reward"):
+        parser.add_setting(cluster, f"{role}_num_nodes", 1, members, "nodes of the role")
+        parser.add_setting(cluster, f"{role}_num_gpus_per_node", 2 if role == "actor" else 1, members, "ranks on each")
+    parser.add_setting(cluster, "rollout_num_engines", 2, members, "members of the role")
 
-    add_settings(parser.add_argument_group("training"), PPOConfig)
-    return parser.parse_args(argv)
+    parser.add_settings(parser.add_argument_group("training"), PPOConfig)
+    args: argparse.Namespace = parser.parse_args(argv)
+    return args
+
+
+def faults(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the options together."""
+    found = []
+    for role in ("actor", "critic"):
+        ranks = getattr(args, f"{role}_num_nodes") * getattr(args, f"{role}_num_gpus_per_node")
+        if ranks * args.minibatches > args.batch_size:
+            found.append(
+                f"--batch_size {args.batch_size}: {ranks} ranks of the {role} with {args.minibatches} minibatches each "
+                f"need at least {ranks * args.minibatches} prompts"
+            )
+    return found
 
 
 def submit(args: argparse.Namespace) -> None:

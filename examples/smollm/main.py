@@ -15,15 +15,15 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))  # so that the roles are modules of the package "smollm"
 
-from job_settings import add_settings, settings_of  # noqa: E402, I001
+from job_settings import SettingsParser, settings_of  # noqa: E402, I001
 from smollm.config import GRPOConfig  # noqa: E402
 
 from rlmesh import DLJobBuilder  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_settings(parser, GRPOConfig)
+    parser = SettingsParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_settings(parser, GRPOConfig)
     config = settings_of(parser.parse_args(), GRPOConfig)
     builder = DLJobBuilder().config(asdict(config)).device_type("CPU")
     builder.role("ACTOR").run("smollm.roles.Actor").resource(cpu=0)

@@ -36,8 +36,8 @@ Verdict = Literal["over", "wait", "orphaned"]
 
 def verdict(said: str) -> Verdict:
     """What ``squeue -o '%T %B %N'`` says of a job: that it does not run, that Slurm has not given its first node up, or
-    that it has."""
-    state, _, rest = said.strip().partition(" ")
+    that it has. Of the components of a heterogeneous job the first one counts, which has the first node."""
+    state, _, rest = (said.strip().splitlines() or [""])[0].partition(" ")
     host, _, nodes = rest.partition(" ")
     if state not in ("RUNNING", "COMPLETING"):
         return "over"
@@ -60,12 +60,12 @@ def look_after(
         return
     deadline = clock() + WATCH_S
     while clock() < deadline:
-        found = _tell(["squeue", "--noheader", f"--jobs={task.job}", "--format=%T %B %N"], run)
+        found = _tell(["squeue", "--noheader", "--sort=i", f"--jobs={task.id}", "--format=%T %B %N"], run)
         match verdict(found) if found is not None else "wait":
             case "over":
                 return
             case "orphaned":
-                _tell(["scontrol", "requeue", task.job] if wish == "requeue" else ["scancel", task.job], run)
+                _tell(["scontrol", "requeue", task.id] if wish == "requeue" else ["scancel", task.id], run)
         sleep(POLL_S * task.rank)
 
 

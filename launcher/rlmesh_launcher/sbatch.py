@@ -50,9 +50,12 @@ export {variable}={wish}
 
 _REQUEUE = """
 # {code}: stopped with a checkpoint before its time was up, or short of a node that was lost. A job that was cancelled
-# is not running any more.
-if [ "$code" -eq {code} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+# is not running any more. The number of an array's last element is the whole array's, so elements go by ARRAY_INDEX; of
+# a heterogeneous job all components are listed.
+job=$SLURM_JOB_ID
+if [ -n "${{SLURM_ARRAY_JOB_ID:-}}" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
+if [ "$code" -eq {code} ] && [ "$(squeue -h -j "$job" -o %T | sort -u)" = RUNNING ]; then
+  scontrol requeue "$job"
 fi
 exit "$code\""""
 

@@ -89,7 +89,9 @@ class Allocation:
         if tasks_name is not None:
             tasks = _counts(env, tasks_name, nodes_name, nodes)
         cpus: tuple[int, ...] = ()
-        if env.get("SLURM_JOB_CPUS_PER_NODE") and env[nodes_name] == env.get("SLURM_JOB_NODELIST", env[nodes_name]):
+        # Of a heterogeneous job it tells those of one component.
+        het = int(env.get("SLURM_HET_SIZE") or 1) > 1
+        if env.get("SLURM_JOB_CPUS_PER_NODE") and not het and env[nodes_name] == env.get("SLURM_JOB_NODELIST", env[nodes_name]):
             cpus = _counts(env, "SLURM_JOB_CPUS_PER_NODE", nodes_name, nodes)
         return cls(nodes, tasks, cpus)
 
@@ -118,7 +120,7 @@ class Task:
     """One task of a step.
 
     Attributes:
-        job, step: their numbers as Slurm writes them.
+        job, step: their numbers as Slurm writes them; ``id`` is what its commands know the job by.
         rank, size: of the task among the step's.
         node, node_name: the number of its node in the step, and Slurm's name of it.
         local_rank: of the task among those of its node.
@@ -172,9 +174,15 @@ class Task:
         )
 
     @property
+    def id(self) -> str:
+        """What ``squeue``, ``scontrol`` and ``scancel`` know this job by, and nothing else: the number of the last
+        element of an array is the number of the whole array. Of a heterogeneous job the number of its leader."""
+        return self.array or self.job
+
+    @property
     def label(self) -> str:
         """For messages."""
-        return f"task {self.rank} of Slurm job {self.job}.{self.step} on {self.node_name or f'node {self.node}'}"
+        return f"task {self.rank} of Slurm job {self.id}.{self.step} on {self.node_name or f'node {self.node}'}"
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlmesh.agent import ownership
@@ -32,6 +33,7 @@ from rlmesh.agent.node import node_info
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import Ended
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport, MemberProcess, WorkerSpec
+from rlmesh.agent.rejections import RejectionReporter
 from rlmesh.agent.socket_folder import SocketFolder
 from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.stopped import LOOK_S, LOOKS, StoppedLooks
@@ -99,6 +101,8 @@ class Agent:
         self._info = info = node_info(
             config, own if config.start_master or public is None else public, public=public or ""
         )
+        for note in info.notes:
+            logger.warning("%s", note)
         ties = Ties(self._pids, self._running, self._fence, Freezer(self._pids), self._give_up, self._job_over)
         self._allegiance = Allegiance(config, runtime, sender, info, ties)
 
@@ -282,6 +286,9 @@ class Agent:
         if not ownership.signals_are_shared():
             self._loop.add_signal_handler(signal.SIGTERM, self._end, _Over("SIGTERM", 128 + signal.SIGTERM))
         self._allegiance.start()
+        master = self._runtime.peer(MASTER, self._config.master_endpoint)
+        name = f"agent:{self._config.node_rank}"
+        RejectionReporter(self._runtime, partial(master.notify, "rejected", name)).start()
         watch = DeviceWatch(self._config.node_rank, self._info.devices, self._config.nvml, self._device_is_bad)
         self._watch = self._loop.create_task(watch.run())
         beside = [self._loop.create_task(each) for each in (self._folder.watch(), self._watch_stops())]

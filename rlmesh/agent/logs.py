@@ -1,7 +1,8 @@
 """Log files of members: where they are, their last lines, and following all of them as one stream.
 
 A member's standard output and error *are* its log file, opened for appending: what it wrote is there even after
-SIGKILL, and a slow reader never blocks it. Nothing here writes to them.
+SIGKILL, and a slow reader never blocks it. Nothing here writes to them. Of a line that was written over, a progress
+bar, readers give the last state.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rlmesh import private_files
+from rlmesh.agent.bars import compacted, is_bar, is_overwritten, last_state
 
 __all__ = ["LogLine", "LogTail", "Written", "last_lines", "logs_folder", "member_log", "written_before"]
 
@@ -60,11 +62,12 @@ def last_lines(path: str | Path, count: int = LAST_LINES) -> tuple[str, ...]:
         lines.pop()
     if size > LAST_BYTES and len(lines) > 1:
         del lines[0]  # it begins somewhere in the middle
+    lines = [line for at, line in enumerate(lines, 1) if at == len(lines) or not is_overwritten(line)]
     return tuple(_text(line) for line in lines[-count:])
 
 
 def _text(line: bytes) -> str:
-    return line.rstrip(b"\r").decode("utf-8", "replace")
+    return last_state(line).decode("utf-8", "replace")
 
 
 Written: TypeAlias = tuple[int, int, int]
@@ -87,6 +90,8 @@ class _Follower:
     def __init__(self, path: Path, skip: Written | None = None) -> None:
         self.path = path
         self._half = b""
+        self._over = b""
+        """The last line, if the program went up to it again."""
         self._offset = 0 if skip is None else skip[2]
         self._identity = None if skip is None else skip[:2]
 
@@ -95,18 +100,27 @@ class _Follower:
             with os.fdopen(private_files.open_file(self.path, os.O_RDONLY, neighbours=True), "rb") as file:
                 status = os.fstat(file.fileno())
                 if self._identity != (status.st_dev, status.st_ino) or status.st_size < self._offset:
-                    self._offset, self._half = 0, b""  # another file under this name, or it was emptied
+                    # Another file under this name, or it was emptied.
+                    self._offset, self._half, self._over = 0, b"", b""
                 self._identity = (status.st_dev, status.st_ino)
                 file.seek(self._offset)
                 data = file.read(POLL_BYTES)
         except OSError:
             return []
         self._offset += len(data)
-        *lines, self._half = (self._half + data).split(b"\n")
+        *ended, self._half = (self._half + data).split(b"\n")
+        if ended:
+            self._over = ended[-1] if is_overwritten(ended[-1]) else b""
+        lines = [line for line in ended if not is_overwritten(line)]
+        self._half = compacted(self._half)
         while len(self._half) > LINE_BYTES:
             lines.append(self._half[:LINE_BYTES])
             self._half = self._half[LINE_BYTES:]
         return lines
+
+    def bar(self) -> bytes:
+        """The line that is being written over now, if there is one."""
+        return self._half if is_bar(self._half) else self._over
 
     def behind(self) -> bool:
         """Whether the file has more than was read."""
@@ -116,8 +130,8 @@ class _Follower:
             return False
 
     def rest(self) -> list[bytes]:
-        half, self._half = self._half, b""
-        return [half] if half else []
+        half, self._half, self._over = self._half or self._over, b"", b""
+        return [half] if half and (last_state(half) or not is_bar(half)) else []
 
 
 class LogTail:
@@ -145,6 +159,11 @@ class LogTail:
         """New complete lines of all members, or of those named, member by member. Never blocks."""
         chosen = self._files if names is None else [name for name in names if name in self._files]
         return [LogLine(name, _text(line)) for name in chosen for line in self._files[name].read()]
+
+    def bars(self) -> list[LogLine]:
+        """The progress bars that members draw now, as of the last ``poll``; one that was cleared is none."""
+        bars = ((name, follower.bar()) for name, follower in self._files.items())
+        return [LogLine(name, text) for name, bar in bars if bar and (text := _text(bar))]
 
     def behind(self) -> bool:
         """Whether a file has more than was read."""

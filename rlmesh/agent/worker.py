@@ -45,6 +45,7 @@ from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
 from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, origin_of, portable_error
 from rlmesh.agent.reaper import Reaper, Started
+from rlmesh.agent.rejections import RejectionReporter
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
 from rlmesh.errors import RLMeshError, UsageError
@@ -271,13 +272,16 @@ class Member:
             )
             control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
             runtime.serve(CONTROL, control, incarnation=spec.incarnation, inline=True)
+            rejections = RejectionReporter(runtime, partial(self._master.notify, "rejected", self.name))
             reporter.start()
+            rejections.start()
             started = Started()
             if started.watch():
                 Reaper(started).start(runtime)
             set_default_runtime(runtime)
             code = self._guarded(self._work)
             reporter.close()
+            runtime.call_soon(rejections.flush)
             self._outbox.drain(NEWS_WAIT_S)
             self._outbox.close()
             self._by_signal = self._orders.terminated and code == 0

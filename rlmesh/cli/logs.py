@@ -17,6 +17,8 @@ from rlmesh.master.discovery import RunningJob
 from rlmesh.observe.shown import shown
 
 POLL_S = 0.2
+BARS_EVERY_S = 10.0
+"""Progress bars that are being drawn are shown so often; their last state is a line like any other."""
 OWN = ("master", "agent")
 """The job's own processes: shown only if they are asked for."""
 
@@ -88,8 +90,12 @@ def _choose(folder: Path, who: str | None) -> dict[str, Path]:
 
 
 def _follow(tail: LogTail, folder: Path, who: str | None, running: Path | None) -> None:
+    bars_at = time.monotonic()
     while running is not None and running.exists():
         _print(tail.poll())
+        if time.monotonic() - bars_at >= BARS_EVERY_S:
+            bars_at = time.monotonic()
+            _print(tail.bars())
         time.sleep(POLL_S)
         for name, path in _choose(folder, who).items():
             tail.add(name, path)  # members that came later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rlmesh.master.jobspec import ObserveOptions
 from rlmesh.master.kills import parse_kill
@@ -34,7 +35,10 @@ def options_of(parsed: argparse.Namespace) -> ObserveOptions | None:
     for text in parsed.chaos:
         if not text.startswith("random"):
             parse_kill(text)
-    if parsed.metrics:
-        parse_address(parsed.metrics)
-    options = ObserveOptions(tuple(parsed.chaos), parsed.metrics, parsed.timeline)
+    metrics = parsed.metrics
+    if metrics:
+        address = parse_address(metrics)
+        if isinstance(address, Path):
+            metrics = f"unix:{address.absolute()}"  # the script may change the directory
+    options = ObserveOptions(tuple(parsed.chaos), metrics, parsed.timeline)
     return options if options != ObserveOptions() else None

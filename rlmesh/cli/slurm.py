@@ -83,6 +83,8 @@ def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
     print(f"  state:   squeue --job={job}")
     print(f"  output:  tail -F {_output_of(split.sbatch, job, split.job[0])}")
     print(f"  stop it with a checkpoint: scancel --batch --signal=USR1 {job}; at once: scancel {job}")
+    if "array" in split.sbatch:
+        print(f"  one element: {job}_INDEX in the place of {job}")
     return 0
 
 
@@ -110,6 +112,11 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _check_script(job: Sequence[str], module: bool, folder: str) -> None:
+    if job[:1] == [":"]:
+        raise UsageError(
+            "components of a heterogeneous job are not submitted by --slurm: write a batch script of your own with "
+            "`#SBATCH hetjob` between them, and in it `srun --het-group=0,1 rlmesh launch JOB.py` (docs/slurm.md)"
+        )
     if job and not module and not Path(folder, job[0]).is_file():
         raise UsageError(f"there is no script {job[0]} (in {os.path.abspath(folder)})")
 
@@ -180,7 +187,7 @@ class StepPlace:
     def options(self, launch: LaunchOptions, script: str) -> LaunchOptions:
         """The options of the jobs that the script submits: a run directory that a start after a requeue finds again."""
         task = self.task
-        name = f"{Path(script).stem or 'job'}-{task.array or task.job}" + (f".{task.step}" if task.step != "0" else "")
+        name = f"{Path(script).stem or 'job'}-{task.id}" + (f".{task.step}" if task.step != "0" else "")
         root = launch.run_root or Path("runs")
         return replace(launch, run_dir=launch.run_dir or root / name, restarts=task.restarts)
 
@@ -216,7 +223,7 @@ class StepPlace:
 
         def announce(endpoint: str) -> None:
             meeting.publish(host, int(endpoint.rpartition(":")[2]), key)
-            print(f"rlmesh: Slurm job {self.task.job}: {allocation.describe()}", file=sys.stderr, flush=True)
+            print(f"rlmesh: Slurm job {self.task.id}: {allocation.describe()}", file=sys.stderr, flush=True)
 
         try:
             key = meeting.make_key()

@@ -14,6 +14,7 @@ from rlmesh.job.status import JobStatus, MemberStatus
 from rlmesh.master.discovery import RunningJob
 from rlmesh.master.graph import CallGraph
 from rlmesh.master.graph_drawing import FORMATS, Format, drawn
+from rlmesh.master.jobspec import REJECTED
 from rlmesh.master.last_state import last_graph
 from rlmesh.master.records import EndedJob
 from rlmesh.observe.incidents import newest_incident
@@ -79,6 +80,8 @@ def status_lines(status: JobStatus) -> Iterator[str]:
         yield from (f"    {member.role}:{member.rank}: {member.doing}" for member in members if member.doing)
     if status.samples_trained:
         yield f"  samples trained: {status.samples_trained:,}"
+    if rejected := status.extra.get(REJECTED):
+        yield f"  strangers: {rejected}"
     yield from _failure_lines([failure.message for failure in status.failures])
     for path in status.incidents:
         yield f"  incident: {path}"

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
 from rlmesh.job.lease import DeviceLease, Hook, LeaseDesk, LeaseLink
+from rlmesh.job.reported import as_number, as_step
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.clock import epoch
@@ -218,19 +219,20 @@ class WorkerContext:
     def report(self, step: int | None = None, **metrics: Any) -> None:
         """Report metrics of a step: numbers, or what ``float()`` accepts, such as tensors with one item.
 
-        They go to ``metrics.jsonl``, TensorBoard and the live view, and count as a sign of life. Without
-        ``step`` they belong to the last step that was named here (0 before any). Never waits and never fails
+        Every digit is kept: floats are written in full, ints of any size as ints, True as 1. They go to
+        ``metrics.jsonl``, TensorBoard (whose scalars have 32 bits) and the live view, and count as a sign of life.
+        Without ``step`` they belong to the last step that was named here (0 before any). Never waits and never fails
         because of the job's state.
 
         ``samples_trained=n``, the number of samples that the job was trained with so far, is part of the job's state as
         well: it is saved, shown by ``rlmesh status``, and found in ``current_worker().resume``.
 
         Raises:
-            UsageError: a value is no number; the message names it.
+            UsageError: a value is no number, or the step no whole one; the message names it.
         """
         self._refuse_child("report()")
-        self._step = int(step) if step is not None else (self._step or 0)
-        values = {key: _as_number(self.name, key, value) for key, value in metrics.items()}
+        self._step = as_step(self.name, step) if step is not None else (self._step or 0)
+        values = {key: as_number(self.name, key, value) for key, value in metrics.items()}
         self.link.report(
             MetricRecord(
                 at=self.clock(),
@@ -278,13 +280,13 @@ class WorkerContext:
         ``on_event`` are called here, if ``run()`` runs, and methods with ``@rpc(main_thread=True)`` run here.
 
         Raises:
-            UsageError: the member was to stop at an earlier step and went on.
+            UsageError: the member was to stop at an earlier step and went on, or the step is no whole number.
         """
         self._refuse_child("step_boundary()")
         self.link.tell_listeners()
         if step is None:
             step = 0 if self._step is None else self._step + 1
-        before, self._boundary = self._boundary, int(step)
+        before, self._boundary = self._boundary, as_step(self.name, step)
         self._step = self._boundary
         request = self.link.boundary(self._step)
         if request is None or (request.step is not None and self._step < request.step):
@@ -301,16 +303,6 @@ class WorkerContext:
     def _refuse_child(self, what: str) -> None:
         if self.pid != os.getpid():
             raise UsageError(f"{what} was called in a child of {self.name}: {refusal(self.name)}")
-
-
-def _as_number(member: str, key: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"{member}: report() got {key}={value!r:.80} ({type(value).__name__}), which is no number "
-            f"({error}). Report one number per metric, for example loss=loss.mean()."
-        ) from None
 
 
 _current: WorkerContext | None = None

@@ -39,7 +39,9 @@ def jsonable(value: Any, depth: int = _MAX_DEPTH) -> Any:
         return sorted((jsonable(item, depth - 1) for item in plain), key=str)
     if isinstance(plain, Sequence) and not isinstance(plain, str | bytes | bytearray):
         return [jsonable(item, depth - 1) for item in plain]
-    return plain if isinstance(plain, str | int | float) else repr(value)
+    if isinstance(plain, float):  # an array or tensor of one number
+        return plain if math.isfinite(plain) else str(plain)
+    return plain if isinstance(plain, str | int) else repr(value)
 
 
 def _key(key: Any) -> str:

@@ -39,6 +39,7 @@ from rlmesh.master.store import STORE_FILE, StoreRefused, check_store
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.telling import tell_ends_shortly
 from rlmesh.master.workspace import Workspace
+from rlmesh.observe.scrape import check_free
 from rlmesh.observe.shown import json_text
 from rlmesh.placement.planner import make_plan
 from rlmesh.runtime import clock
@@ -197,6 +198,8 @@ class Driver:
             )  # fmt: skip
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
+                if options.observe.metrics:
+                    check_free(options.observe.metrics)
                 spec = replace(spec, observe=options.observe)
             know(secret for role in spec.roles for secret in secrets_in(role.env))
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))

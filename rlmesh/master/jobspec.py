@@ -30,6 +30,8 @@ WANTED_NODES = "wanted_nodes"
 """Key of ``JobStatus.extra``: ranks of lost nodes in whose place another machine is waited for; absent if none is."""
 STORE_TROUBLE = "store_trouble"
 """Key of ``JobStatus.extra``: why the job's state is not being saved; absent if it is."""
+REJECTED = "rejected"
+"""Key of ``JobStatus.extra``: how many strangers were turned away at the job's sockets; absent if none was."""
 
 
 @dataclass(frozen=True, slots=True)

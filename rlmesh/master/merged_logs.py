@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -30,6 +30,7 @@ class MergedLogs:
 
     Args:
         output: shows one line.
+        bars: shows the progress bars that members draw at the moment, all of them at each change.
         ready: whether it can take more now.
         clock: seconds, only going forward.
         pause: waits a number of seconds for it to be ready again.
@@ -37,12 +38,15 @@ class MergedLogs:
 
     def __init__(
         self, output: Callable[[str], None], ready: Callable[[], bool] = lambda: True, *,
-        clock: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep,
+        bars: Callable[[Sequence[str]], None] | None = None, clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         self._tail = LogTail()
         self._folding = Folding()
         self._output, self._ready, self._clock, self._pause = output, ready, clock, pause
         self._paths: dict[str, str] = {}
+        self._show_bars = bars
+        self._bars: list[str] = []
 
     def skip(self, written: Mapping[Path, Written]) -> None:
         """Leave out what earlier starts of the job have written."""
@@ -64,6 +68,7 @@ class MergedLogs:
         """Show what is new, if there is room for it."""
         if self._ready():
             self._show(self._tail.poll())
+            self._update_bars()
 
     def finish(self) -> None:
         """All that is left, half lines included. A reader that takes nothing for ``STALL_S`` is not waited for."""
@@ -79,6 +84,15 @@ class MergedLogs:
         self._show(self._tail.finish())
         for line in self._folding.finish():
             self._output(line)
+        self._update_bars()
+
+    def _update_bars(self) -> None:
+        if self._show_bars is None:
+            return
+        bars = [f"{bar.name} | {bar.text}" for bar in self._tail.bars()]
+        if bars != self._bars:
+            self._bars = bars
+            self._show_bars(bars)
 
     def _show(self, lines: Iterable[LogLine]) -> None:
         for line in self._folding.take(self._shortened(lines), self._clock()):

@@ -12,7 +12,7 @@ from rlmesh.job.status import MemberState
 from rlmesh.master.context import JobContext
 from rlmesh.observe.exposition import Family
 
-__all__ = ["families"]
+__all__ = ["families", "rejections"]
 
 STAGES = ("starting", "running", "stopping", "succeeded", "failed", "stopped")
 LOOKED_AT = 5000
@@ -24,6 +24,15 @@ def families(context: JobContext, uses: Mapping[int, NodeUse], now: float) -> li
     """All metrics. ``uses`` are by node rank; nodes that did not answer are left out."""
     return [*_of_job(context, now), *_of_members(context, uses), *_of_calls(context), *_of_nodes(context, uses),
             *_of_reports(context)]  # fmt: skip
+
+
+def rejections(by_process: Mapping[str, Mapping[str, int]]) -> Family:
+    """What was turned away at the sockets of the job's processes."""
+    family = Family("rlmesh_rejected_total", "Connections and packets of strangers that were rejected.", "counter")
+    for process, counts in by_process.items():
+        for reason, count in counts.items():
+            family.add(count, process=process, reason=reason)
+    return family
 
 
 def _of_job(context: JobContext, now: float) -> Iterable[Family]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rlmesh import private_files
 from rlmesh.agent.protocol import AGENT, CONTROL
+from rlmesh.agent.rejections import RejectionReporter, RejectionSums
 from rlmesh.agent.usage import NodeUse
 from rlmesh.errors import CallError, UsageError
 from rlmesh.job.status import EdgeStats
@@ -24,7 +26,7 @@ from rlmesh.master.job_manager import JobManager
 from rlmesh.master.job_state import SERVING
 from rlmesh.master.kills import check_method, parse_kills
 from rlmesh.master.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
-from rlmesh.master.metrics_page import families
+from rlmesh.master.metrics_page import families, rejections
 from rlmesh.observe.eventlog import EventLog, entry_of
 from rlmesh.observe.exposition import exposition
 from rlmesh.observe.scrape import ScrapeServer, parse_address
@@ -68,6 +70,8 @@ class Observer:
         self._sizes = {role.name: role.members for role in spec.roles}
         self._chaos = Chaos(manager.context, runtime, parse_kills(spec.observe.chaos, self._sizes), clock)
         self._server: ScrapeServer | None = None
+        self.rejections = RejectionSums()
+        self._own_rejections = RejectionReporter(runtime, partial(self.rejections.take, "master"))
         manager.watcher = self.saw
 
     def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
@@ -138,6 +142,7 @@ class Observer:
 
     async def open(self) -> None:
         """Serve metrics, if the job asks for it. An address that cannot be had is told, and the job goes on."""
+        self._own_rejections.start()
         spec = self._manager.context.spec
         if not spec.observe.metrics:
             return
@@ -158,7 +163,8 @@ class Observer:
         context = self._manager.context
         uses = await asyncio.gather(*map(self._usage, context.nodes.values()))
         known = {node: use for node, use in zip(context.nodes, uses, strict=True) if use is not None}
-        return exposition(families(context, known, self._clock()))
+        self._own_rejections.flush()
+        return exposition([*families(context, known, self._clock()), rejections(self.rejections.by_process())])
 
     async def _usage(self, node: NodeInfo) -> NodeUse | None:
         agent = self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=USAGE_S)

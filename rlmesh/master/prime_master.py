@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,16 @@ from rlmesh.master.doings import Doings, LookAround
 from rlmesh.master.executor import Executor
 from rlmesh.master.followers import Followers, why_ends
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.jobspec import AGENT_PIDS, MASTER_PID, MASTER_PUBLIC, MASTERS, STORE_TROUBLE, WANTED_NODES, JobSpec
+from rlmesh.master.jobspec import (
+    AGENT_PIDS,
+    MASTER_PID,
+    MASTER_PUBLIC,
+    MASTERS,
+    REJECTED,
+    STORE_TROUBLE,
+    WANTED_NODES,
+    JobSpec,
+)
 from rlmesh.master.observer import Observer
 from rlmesh.master.persistence import Persistence
 from rlmesh.master.pump import Pump
@@ -277,6 +286,11 @@ class PrimeMaster:
         """What runs in a member although its call was cancelled or timed out."""
         self._doings.told(name, incarnation, calls, time.monotonic())
 
+    @rpc
+    async def rejected(self, name: str, pid: int, counts: Mapping[str, int]) -> None:
+        """How many strangers a process of the job has turned away, by reason."""
+        self._observer.rejections.take(name, pid, counts)
+
     @rpc(concurrent=64)
     async def reached(self, kill: str) -> None:
         """The member has come to a call at which somebody is to be killed; answered when the signal was sent."""
@@ -318,6 +332,8 @@ class PrimeMaster:
             extra[WANTED_NODES] = ",".join(map(str, sorted(wanted)))
         if trouble := self._pump.store_trouble:
             extra[STORE_TROUBLE] = trouble
+        if rejected := str(self._observer.rejections):
+            extra[REJECTED] = rejected
         status = self._doings.shown_in(self.manager.status(records_from), time.monotonic())
         return replace(status, extra=extra)
 

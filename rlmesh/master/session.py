@@ -119,7 +119,7 @@ class Session:
             broken = self._start_nodes()
             # While the nodes start on other cores: what the driver itself needs is slow to import.
             self._view = self._make_view()
-            self._logs = MergedLogs(self._view.output, self._view.ready)
+            self._logs = MergedLogs(self._view.output, self._view.ready, bars=self._view.bars)
             self._logs.skip(before)
             try:
                 broken = self._drive(broken)

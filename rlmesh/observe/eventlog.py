@@ -97,7 +97,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else str(value)
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
         value = mask_text(value)
         return value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]}… ({len(value)} characters)"

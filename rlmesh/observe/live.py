@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
 
@@ -41,6 +41,7 @@ _STATE_STYLE: dict[MemberState, str] = {
 _FIRST: frozenset[MemberState] = frozenset({"failed", "starting", "bound"})
 _LINES_AROUND_THE_MEMBERS = 12
 _SPARK_WIDTH = 40
+_SHOWN_BARS = 4
 
 
 class JobView(Protocol):
@@ -51,6 +52,9 @@ class JobView(Protocol):
 
     def output(self, line: str) -> None:
         """A line that a worker printed, as ``ROLE:rank | text`` and without its newline."""
+
+    def bars(self, lines: Sequence[str]) -> None:
+        """The progress bars that workers draw now, as ``ROLE:rank | text``; they replace those of before."""
 
     def ready(self) -> bool:
         """Whether lines can be taken without waiting for their reader. Those that cannot stay in their files."""
@@ -93,6 +97,8 @@ class NoView:
 
     def output(self, line: str) -> None: ...
 
+    def bars(self, lines: Sequence[str]) -> None: ...
+
     def ready(self) -> bool:
         return True
 
@@ -109,6 +115,7 @@ class LiveView:
         self._clock = clock
         self._progress = JobProgress()
         self._live: Live | None = None
+        self._bars: Sequence[str] = ()
 
     def update(self, status: JobStatus) -> None:
         self._progress.update(status)
@@ -121,11 +128,10 @@ class LiveView:
         self._live.update(self.render(status), refresh=True)
 
     def output(self, line: str) -> None:
-        member, bar, text = line.partition(" | ")
-        written = Text.from_ansi(shown((text if bar else line).rpartition("\r")[2], styles=True))
-        if bar:
-            written = Text.assemble((f"{shown(member)} | ", "dim cyan"), written)
-        self._console.print(written, soft_wrap=True)
+        self._console.print(_told(line), soft_wrap=True)
+
+    def bars(self, lines: Sequence[str]) -> None:
+        self._bars = lines
 
     def ready(self) -> bool:
         try:
@@ -159,6 +165,12 @@ class LiveView:
         parts += [Text(shown(f"failed: {line}"), style="bold red") for line in failures]
         if self._progress.curves:
             parts.append(self._curves())
+        for line in self._bars[:_SHOWN_BARS]:
+            bar = _told(line)
+            bar.no_wrap, bar.overflow = True, "ellipsis"
+            parts.append(bar)
+        if len(self._bars) > _SHOWN_BARS:
+            parts.append(Text(f"and {len(self._bars) - _SHOWN_BARS} more bars", style="dim"))
         if status.note:
             parts.append(Text(shown(status.note), style="dim"))
         return Group(*parts)
@@ -220,3 +232,10 @@ class LiveView:
             line = sparkline(self._progress.values(name), _SPARK_WIDTH)
             table.add_row(Text(shown(name)), Text(format_value(value), justify="right"), Text(line, style="cyan"))
         return table
+
+
+def _told(line: str) -> Text:
+    """A worker's line, the name of the member set apart from what it printed."""
+    member, bar, text = line.partition(" | ")
+    written = Text.from_ansi(shown((text if bar else line).rpartition("\r")[2], styles=True))
+    return Text.assemble((f"{shown(member)} | ", "dim cyan"), written) if bar else written

@@ -9,7 +9,8 @@ One JSON object per line and per report::
 
 ``at`` is in seconds since the epoch. ``number`` counts a sender's reports, so that a master that was started again
 knows which of them are here. Each process of a member is a sender: of a step that was made again after a restart the
-newest one's reports stand. Values that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``.
+newest one's reports stand. Metrics have all their digits; whole numbers that were reported as ints are ints. Values that
+JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``. Seconds of calls end at nanoseconds.
 Lines are written whole; a line that a dying machine tore is skipped by readers.
 """
 
@@ -161,13 +162,13 @@ def _encode(record: MetricRecord) -> bytes:
         "role": record.role,
         "rank": record.rank,
         "step": record.step,
-        "metrics": {name: _to_json(float(value)) for name, value in record.metrics.items()},
+        "metrics": {name: _to_json(value) for name, value in record.metrics.items()},
     }
     if record.number:
         entry["sender"], entry["number"] = record.sender, record.number
     if record.calls:
         entry["calls"] = [
-            {key: _to_json(value) if isinstance(value, float) else value for key, value in asdict(c).items()}
+            {key: _seconds_to_json(value) if isinstance(value, float) else value for key, value in asdict(c).items()}
             for c in record.calls
         ]
     return json_text(entry).encode() + b"\n"
@@ -179,7 +180,7 @@ def _decode(entry: Mapping[str, Any]) -> MetricRecord:
         role=str(entry["role"]),
         rank=int(entry["rank"]),
         step=int(entry["step"]),
-        metrics={str(name): float(value) for name, value in entry["metrics"].items()},
+        metrics={str(name): _from_json(value) for name, value in entry["metrics"].items()},
         calls=tuple(_decode_call(call) for call in entry.get("calls", ())),
         sender=str(entry.get("sender", "")),
         number=int(entry.get("number", 0)),
@@ -196,6 +197,21 @@ def _decode_call(entry: Mapping[str, Any]) -> CallStats:
 
 
 def _to_json(value: float) -> float | str:
+    """A metric with all its digits."""
+    if isinstance(value, int):
+        return int(value)  # True is 1
+    value = float(value)
+    return value if math.isfinite(value) else str(value)
+
+
+def _from_json(value: object) -> float:
+    if isinstance(value, int):
+        return value
+    return float(value)  # type: ignore[arg-type]  # TypeError: the line is none of ours
+
+
+def _seconds_to_json(value: float) -> float | str:
+    """The clocks tick in nanoseconds; further digits are noise of the arithmetic."""
     return round(value, 9) if math.isfinite(value) else str(value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -17,12 +17,15 @@ __all__ = ["PlainView"]
 _SECONDS = re.compile(r"[0-9.]+ s\b")
 CHANGES_EVERY_S = 0.5
 STEPS_EVERY_S = 2.0
+BARS_EVERY_S = 10.0
+_SHOWN_BARS = 3
 
 
 class PlainView:
     """Lines of the workers go to ``out``, lines about the job to ``err``, each with the job's age in seconds.
 
     State changes that come together share a line; steps are shown at most every two seconds, the last always.
+    Progress bars are shown as they are every ten seconds; their last state is a line of the worker's.
     """
 
     def __init__(self, out: TextIO, err: TextIO, clock: Callable[[], float]) -> None:
@@ -37,6 +40,8 @@ class PlainView:
         self._shown_failures = 0
         self._note = ""
         self._doing: dict[str, str] = {}
+        self._bars: tuple[str, ...] = ()
+        self._bars_at = float("-inf")
         self._started = False
 
     def update(self, status: JobStatus) -> None:
@@ -58,6 +63,18 @@ class PlainView:
 
     def output(self, line: str) -> None:
         self._out.write(line)
+
+    def bars(self, lines: Sequence[str]) -> None:
+        now = self._clock()
+        if not self._bars:
+            self._bars_at = now  # A short one is told by its end.
+        self._bars = tuple(lines)
+        if lines and now - self._bars_at >= BARS_EVERY_S and self._out.ready():
+            self._bars_at = now
+            for line in lines[:_SHOWN_BARS]:
+                self._out.write(line)
+            if len(lines) > _SHOWN_BARS:
+                self._out.write(f"and {len(lines) - _SHOWN_BARS} more progress bars")
 
     def ready(self) -> bool:
         self._err.pump()

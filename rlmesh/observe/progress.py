@@ -34,7 +34,7 @@ class Curve:
 
     def add(self, step: int, value: float) -> None:
         total, count = self.sums.get(step, (0.0, 0))
-        self.sums[step] = (total + value, count + 1)
+        self.sums[step] = (total + float(value), count + 1)
 
     def remove(self, step: int, value: float) -> None:
         """Take back what was added."""
@@ -83,8 +83,8 @@ class JobProgress:
     @property
     def total_steps(self) -> int | None:
         """How many steps the job will make, if it says so by the metric ``total_steps``."""
-        curve = self.curves.get("total_steps")
-        return None if curve is None else int(curve.points()[-1][1])
+        values = self.values("total_steps")
+        return int(values[-1]) if values else None
 
     def values(self, name: str) -> list[float]:
         """The finite values of a metric, in the order of the steps."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import os
-import stat
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rlmesh.errors import UsageError
 from rlmesh.observe.exposition import CONTENT_TYPE
+from rlmesh.observe.listening import ListenSocket, why_taken
 
-__all__ = ["ScrapeServer", "parse_address"]
+__all__ = ["ScrapeServer", "check_free", "parse_address"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,29 @@ def parse_address(text: str) -> Address:
     return host, int(port)
 
 
+def check_free(text: str) -> None:
+    """Check on the machine of the master, before anything is started, that metrics can be served at an address.
+
+    Raises:
+        UsageError: the address is none, or something is there already.
+    """
+    address = parse_address(text)
+    if isinstance(address, Path):
+        why = why_taken(address)
+    else:
+        host, port = address
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                probe.listen()  # with SO_REUSEADDR it is this that fails where another program listens
+                why = ""
+            except OSError as error:
+                why = error.strerror or str(error)
+    if why:
+        raise UsageError(f"metrics cannot be served at {text!r}: {why}. Name another address by --metrics ADDRESS")
+
+
 class ScrapeServer:
     """Serves one page on the running loop.
 
@@ -66,23 +89,18 @@ class ScrapeServer:
     def __init__(self, page: Callable[[], Awaitable[str]]) -> None:
         self._page = page
         self._server: asyncio.Server | None = None
-        self._socket_path: Path | None = None
+        self._own: ListenSocket | None = None
         self._busy = 0
 
     async def start(self, address: Address) -> str:
         """Listen; returns what to ask, as ``http://…`` or ``unix:…``.
 
         Raises:
-            OSError: the address cannot be had.
+            OSError: the address cannot be had; nothing that was there is touched.
         """
         if isinstance(address, Path):
-            _remove_dead_socket(address)
-            before = os.umask(0o077)
-            try:
-                self._server = await asyncio.start_unix_server(self._answer, address, limit=REQUEST_BYTES)
-            finally:
-                os.umask(before)
-            self._socket_path = address
+            self._own = ListenSocket(address)
+            self._server = await asyncio.start_unix_server(self._answer, sock=self._own.socket, limit=REQUEST_BYTES)
             return f"unix:{address}"
         self._server = await asyncio.start_server(self._answer, *address, limit=REQUEST_BYTES)
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -93,8 +111,9 @@ class ScrapeServer:
         if self._server is not None:
             self._server.close()
             self._server = None
-        if self._socket_path is not None:
-            self._socket_path.unlink(missing_ok=True)
+        own, self._own = self._own, None
+        if own is not None:
+            own.remove()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._busy += 1
@@ -136,12 +155,3 @@ def _response(status: int, text: str, *, body: bool = True) -> bytes:
         f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + (data if body else b"")
-
-
-def _remove_dead_socket(path: Path) -> None:
-    """A socket file that a killed master left; anything else at that path stays, and binding fails."""
-    try:
-        if stat.S_ISSOCK(path.lstat().st_mode):
-            path.unlink()
-    except FileNotFoundError:
-        pass

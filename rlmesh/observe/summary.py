@@ -13,6 +13,8 @@ __all__ = ["closing_lines", "failure_line", "format_value", "headline_metrics"]
 
 _HEADLINES = ("reward_mean", "heldout_accuracy", "kl")
 _SHOWN_METRICS = 6
+MOST_COUNT = 1_000_000_000
+"""Larger numbers take more room than a view has."""
 
 
 def headline_metrics(progress: JobProgress) -> list[tuple[str, float]]:
@@ -29,7 +31,9 @@ def headline_metrics(progress: JobProgress) -> list[tuple[str, float]]:
 
 
 def format_value(value: float) -> str:
-    """Three or four digits that matter."""
+    """Three or four digits that matter; counts in full."""
+    if abs(value) < MOST_COUNT and value == int(value):
+        return str(int(value))
     return f"{value:.4g}"
 
 

@@ -143,14 +143,15 @@ class _Table:
             for device in node.devices
             if device.fault
         ]
-        said = [note for node in self._fleet.nodes for note in node.notes][:COLUMNS]
+        said = [f"node {node.name}: {note}" for node in self._fleet.nodes for note in node.notes][:COLUMNS]
         if demand.device_type == "GPU" and asks and all(device.kind == VIRTUAL for device in devices):
             if devices:
                 return ["the devices of this cluster are virtual slots: declare more of them, or ask for less"]
+            have = "has a GPU that it may use" if faults or said else "has a GPU"
             return [
                 *faults,
                 *said,
-                "no node has a GPU. To run this job without one, build it with device_type('CPU'): "
+                f"no node {have}. To run this job without one, build it with device_type('CPU'): "
                 "accelerators are then virtual slots, device_per_node of them on each node",
             ]
         return [*faults, *said, "ask for less, or give the job more nodes or devices"]

@@ -20,12 +20,13 @@ from rlmesh.wire.greeting import Admission, Opening, parse
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
+QUIET_S = 2.0
 _KNOWN_PEERS = 256
 """More peers than these share one line per minute."""
 
 
 class Strangers:
-    """Counts what was rejected, and logs one line per peer and minute.
+    """Counts what was rejected, and logs one line per peer and minute, and how many it were once they are gone.
 
     Attributes:
         counts: how often, by reason.
@@ -35,6 +36,9 @@ class Strangers:
         self.counts: Counter[str] = Counter()
         self._name, self._clock = name, clock
         self._silent: dict[str, tuple[float, int]] = {}
+        self._noted_at = self._summed_at = -LOG_EVERY_S
+        self._summed = 0
+        """Of the total, what the last line in the log counts."""
 
     @property
     def total(self) -> int:
@@ -42,7 +46,7 @@ class Strangers:
 
     def note(self, peer: str, reason: Rejection, detail: str) -> None:
         self.counts[reason] += 1
-        now = self._clock()
+        now = self._noted_at = self._clock()
         if peer not in self._silent and len(self._silent) >= _KNOWN_PEERS:
             self._silent = {known: entry for known, entry in self._silent.items() if now - entry[0] < LOG_EVERY_S}
             if len(self._silent) >= _KNOWN_PEERS:
@@ -52,10 +56,20 @@ class Strangers:
             self._silent[peer] = (logged_at, unsaid + 1)
             return
         self._silent[peer] = (now, 0)
+        self._summed = self.total
         more = f", and {unsaid} times in the last minutes" if unsaid else ""
         logger.warning(
             "%s rejected %s (%s%s): %s. Rejected so far: %s", self._name, peer, reason, more, detail, self._sums()
         )
+
+    def settle(self, *, at_the_end: bool = False) -> None:
+        """Log the sums if the last line has fewer, nobody came for a while, and the last such line is a minute old; at
+        the end in any case."""
+        now = self._clock()
+        quiet = now - self._noted_at >= QUIET_S and now - self._summed_at >= LOG_EVERY_S
+        if self._summed < self.total and (quiet or at_the_end):
+            self._summed, self._summed_at = self.total, now
+            logger.warning("%s rejected %d strangers in all: %s", self._name, self.total, self._sums())
 
     def _sums(self) -> str:
         return ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common())

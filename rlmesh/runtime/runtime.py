@@ -253,6 +253,7 @@ class Runtime(Submission, Reception):
         unregister_loop_thread(self._loop_ident)
         turn_loops.pop(self._loop_ident, None)
         self._meter.close()
+        self.strangers.settle(at_the_end=True)
 
     def forked(self) -> None:
         """In a forked child: whatever is asked of the runtime raises; nothing of it talks, removes files or ends."""

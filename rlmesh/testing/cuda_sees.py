@@ -43,4 +43,8 @@ def masks(uuids: list[str]) -> list[str | None]:
         "0,0", "0,x", "x,0", "0x", "0 ", " 0", "0,,", ",0", "+0", "00", "0.5", ",".join(map(str, reversed(range(n)))),
         first, first[:12], first[:5], "GPU-", first.upper(), first.lower(), f"{last},{first}", f"{last},zzz,{first}",
         f"{first},{first}", f"{first},{n - 1}", f"0,{last}", f" {first}", f"{last}, {first}", "MIG-0000",
+        "-2", "-0", "0 1", "0;1", "\t0", "0 ,1", "0\n", f"{first},-1,{last}", f"{first},", f"{first} ,{last}",
+        f"{first}x", f"{first}-0", first.replace("-", ""), first[4:], "\u0661", "0,\u0661", "4294967296",
+        "18446744073709551616", "4294967295", "2147483648", "-4294967296", "1e0", "0x1", "08", "''0", "0,1,0",
+        f"{last},{first},{last}",
     ]  # fmt: skip

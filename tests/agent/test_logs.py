@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.agent import logs
+from rlmesh.agent.bars import last_state
 from rlmesh.agent.logs import LogLine, LogTail, last_lines, member_log, written_before
 from rlmesh.agent.worker import print_error
 
@@ -97,7 +98,7 @@ def test_however_it_is_cut_the_same_lines_come_out(chunks: list[bytes]) -> None:
     expected = whole.split(b"\n")
     if expected[-1] == b"":
         expected.pop()
-    assert [line.text for line in lines] == [line.rstrip(b"\r").decode("utf-8", "replace") for line in expected]
+    assert [line.text for line in lines] == [last_state(line).decode("utf-8", "replace") for line in expected]
 
 
 def test_a_full_disk_under_the_log_hides_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ def task(rank: int) -> Task:
         ("PENDING n/a ", "over"),
         ("", "over"),
         ("RUNNING n1 n[[", "wait"),
+        ("RUNNING n1 n2\nRUNNING n3 n[3-4]", "orphaned"),
+        ("RUNNING n1 n[1-2]\nRUNNING n3 n4\n", "wait"),
     ],
 )
 def test_what_slurm_says(said: str, what: str) -> None:
@@ -71,6 +73,23 @@ def test_it_waits_for_slurm_and_does_what_was_said(wish: str, command: list[str]
     slurm = Cluster("RUNNING n1 n[1-4]", "?", "RUNNING n1 n[2-4]", "").look_after(2, wish, closed)
     assert slurm.told == [command]
     assert slurm.slept == [2 * POLL_S] * 3
+
+
+@pytest.mark.case("s01")
+@pytest.mark.parametrize("wish", ["requeue", "cancel"])
+def test_an_element_of_an_array_asks_and_acts_for_itself_alone(wish: str, closed: int) -> None:
+    """The last element has the number of the array, by which all would be cancelled."""
+    asked: list[list[str]] = []
+
+    def run(argv: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(argv)
+        said = "" if len(asked) > 2 else "RUNNING n1 n2"
+        return subprocess.CompletedProcess(argv, 0, said if argv[0] == "squeue" else "", "")
+
+    env = {VARIABLE: wish, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_SRUN_COMM_PORT": str(closed)}
+    last = Task("17", "0", 1, 4, 1, "n2", array="17_3")
+    look_after(last, env, run=run, clock=lambda: 0.0, sleep=lambda s: None)
+    assert len(asked) == 3 and all("17_3" in "".join(argv) for argv in asked)
 
 
 def test_it_does_not_watch_for_ever(closed: int) -> None:

@@ -95,7 +95,22 @@ def test_a_task_knows_its_place() -> None:
     again = Task.read({**TASK, "SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "3"})
     assert again is not None
     assert (again.restarts, again.array) == (2, "15_3")
-    assert again.label == "task 5 of Slurm job 17.0 on n2"
+    assert (task.id, again.id) == ("17", "15_3")
+    assert again.label == "task 5 of Slurm job 15_3.0 on n2"
+
+
+@pytest.mark.case("s01")
+def test_a_step_over_a_heterogeneous_job_is_one() -> None:
+    """As Slurm 22.05 sets it in a task of the second component."""
+    env = {
+        "SLURM_HET_SIZE": "2", "SLURM_JOB_ID": "1", "SLURM_JOB_ID_HET_GROUP_0": "1", "SLURM_JOB_ID_HET_GROUP_1": "2",
+        "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
+        "SLURM_TASKS_PER_NODE": "2,1(x2)", "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_NODEID": "1",
+        "SLURM_STEP_ID": "0", "SLURM_GTIDS": "2", "SLURMD_NODENAME": "n2", "SLURM_JOB_CPUS_PER_NODE": "2",
+    }  # fmt: skip
+    task = Task.read(env)
+    assert task is not None and (task.id, task.rank, task.size, task.local_size) == ("1", 2, 4, 1)
+    assert Allocation.read(env) == Allocation(("n1", "n2", "n3"), (2, 1, 1))
 
 
 def test_a_batch_script_is_no_task() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import math
 import os
@@ -11,10 +12,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,8 +28,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlmesh.errors import UsageError
 from rlmesh.observe.exposition import CONTENT_TYPE, Family, exposition
-from rlmesh.observe.scrape import ScrapeServer, parse_address
-from tests.master.launched import TOY, Launched
+from rlmesh.observe.listening import ListenSocket
+from rlmesh.observe.scrape import ScrapeServer, check_free, parse_address
+from tests.master.launched import ROOT, TOY, Launched
+from tests.stalls import HANG_S
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
@@ -113,6 +119,116 @@ async def test_a_unix_socket_is_private_and_replaces_a_dead_one(tmp_path: Path) 
     with pytest.raises(OSError):
         await ScrapeServer(page).start(path)
     assert path.read_text() == "a file of somebody else"
+
+
+async def _page() -> str:
+    return "x 1\n"
+
+
+@pytest.mark.case("a16")
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET])
+async def test_a_socket_of_another_program_stays(tmp_path: Path, kind: socket.SocketKind) -> None:
+    path = tmp_path / "m"
+    with socket.socket(socket.AF_UNIX, kind) as other:
+        other.bind(str(path))
+        if kind != socket.SOCK_DGRAM:
+            other.listen(0)
+        before = path.lstat()
+        for _ in range(3):  # the queue of who listens and does not accept fills up
+            with pytest.raises(UsageError, match=rf"unix:{path}.*another program.*listens there.*--metrics ADDRESS"):
+                check_free(f"unix:{path}")
+            server = ScrapeServer(_page)
+            with pytest.raises(OSError, match="another program"):
+                await server.start(path)
+            await server.close()
+        assert path.lstat() == before
+
+
+@pytest.mark.case("a16")
+@pytest.mark.parametrize("what", ["a file", "a folder", "a link", "a named pipe"])
+async def test_what_is_no_socket_stays(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "m"
+    make: dict[str, Callable[[], object]] = {
+        "a file": lambda: path.write_text("mine"),
+        "a folder": path.mkdir,
+        "a link": lambda: path.symlink_to(tmp_path / "nothing"),
+        "a named pipe": lambda: os.mkfifo(path),
+    }
+    make[what]()
+    before = path.lstat()
+    with pytest.raises(UsageError, match=f"there is {what} at this path already"):
+        check_free(f"unix:{path}")
+    server = ScrapeServer(_page)
+    with pytest.raises(OSError, match=what):
+        await server.start(path)
+    await server.close()
+    assert path.lstat() == before
+
+
+@pytest.mark.case("a16")
+def test_addresses_that_cannot_be_had_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        check_free(f"unix:{tmp_path}/none/m")
+    with pytest.raises(UsageError, match=r"bytes, and a socket's may have 107"):
+        check_free(f"unix:{tmp_path}/{'x' * 200}")
+    check_free(f"unix:{tmp_path}/free")
+    check_free("127.0.0.1:0")
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UsageError, match="in use"):
+        check_free(f"127.0.0.1:{other.getsockname()[1]}")
+
+
+@pytest.mark.case("a16")
+async def test_at_the_end_only_its_own_socket_goes(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    server = ScrapeServer(_page)
+    await server.start(path)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        await server.close()
+        assert path.exists()
+
+
+@pytest.mark.case("a16")
+def test_of_many_that_find_a_dead_socket_one_gets_the_path(tmp_path: Path) -> None:
+    for turn in range(20):
+        path = tmp_path / f"m{turn}"
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+        begin = threading.Barrier(8)
+
+        def listen(path: Path = path, begin: threading.Barrier = begin) -> ListenSocket | None:
+            begin.wait(HANG_S)
+            with contextlib.suppress(OSError):
+                return ListenSocket(path)
+            return None
+
+        with ThreadPoolExecutor(8) as pool:
+            got = [each.result() for each in [pool.submit(listen) for _ in range(8)]]
+        (one,) = [each for each in got if each is not None]
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(path))
+        one.remove()
+        one.socket.close()
+        assert not path.exists()
+
+
+@pytest.mark.case("a16")
+def test_a_job_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    command = ["-m", "rlmesh.cli.main", "launch", "--view", "plain", "--metrics", "unix:m", str(TOY)]
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'launcher'}"}, check=False,
+        )  # fmt: skip
+        assert done.returncode != 0 and f"metrics cannot be served at 'unix:{path}'" in done.stderr, done
+        assert f"another program (pid {os.getpid()}) listens there" in done.stderr
+        assert not list(tmp_path.glob("runs/*/logs/*.log")), "a process was started"
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(path))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.placement.gpus import GpuFacts, SliceFacts, cuda_visible, usable_devices
+from rlmesh.errors import PlacementError
+from rlmesh.placement.demand import JobDemand, RoleDemand
+from rlmesh.placement.gpus import GpuFacts, SliceFacts, usable_devices
+from rlmesh.placement.inventory import NodeInfo
+from rlmesh.placement.masks import cuda_visible
 from rlmesh.placement.nvml import Nvml, NvmlFailed, library
+from rlmesh.placement.planner import make_plan
 from rlmesh.testing import FakeGpu, FakeNvml
 from tests.placement import four_gpus
 from tests.placement.four_gpus import DIVIDED, FAST, GIB, OTHER, SLICES, SLOW
@@ -27,16 +33,130 @@ def shown(mask: str | None, gpus: list[GpuFacts] | None = None, **env: str) -> l
     ("mask", "expected"),
     [
         (None, "ab11 ab22 cd33"), ("", ""), ("-1", ""), ("NoDevFiles", ""), ("none", ""), (",", ""),
-        ("0", "ab11"), ("2,0", "ab11 cd33"), (" 1 , 2", "ab22 cd33"), ("0,-1,1", "ab11"), ("0,3,1", "ab11"),
+        ("0", "ab11"), ("2,0", "cd33 ab11"), (" 1 , 2", "ab22 cd33"), ("0,-1,1", "ab11"), ("0,3,1", "ab11"),
         ("0,x,1", "ab11"), ("1,,2", "ab22"), ("1,1", ""), ("0,1,0", ""), ("+1", "ab22"), ("1x,2", "ab22 cd33"),
-        ("GPU-ab11", "ab11"), ("GPU-cd", "cd33"), ("GPU-ab", ""), ("GPU-CD33,GPU-ab11", "ab11 cd33"),
+        ("GPU-ab11", "ab11"), ("GPU-cd", "cd33"), ("GPU-ab", ""), ("GPU-CD33,GPU-ab11", "cd33 ab11"),
         ("gpu-cd33", ""), (" GPU-cd33", ""), ("GPU-cd33, GPU-ab11", "cd33"), ("0.5", "ab11"), ("0x,1", "ab11 ab22"),
         ("GPU-cd33,1", "cd33"), ("GPU-cd33,GPU-ff,GPU-ab11", "cd33"), ("0,GPU-cd33", "ab11"), ("GPU-cd,GPU-cd33", ""),
-        ("MIG-aa", ""), ("all", ""),
+        ("MIG-aa", ""), ("all", ""), ("-2", ""), ("-0", "ab11"), ("1 0", "ab22"), ("1;0", "ab22"), ("\t2", "cd33"),
+        ("2 ,1", "cd33 ab22"), ("GPU-cd33,-1,GPU-ab11", "cd33"), ("GPU-cd33,", "cd33"), ("GPU-cd33 ,GPU-ab11", ""),
+        ("\u0661", ""), ("0,\u0661", "ab11"), ("4294967296", "ab11"), ("4294967298", "cd33"),
+        ("4294967295", ""), ("2147483648", ""), ("18446744073709551616", ""), ("9223372036854775809", "ab22"),
+        ("-18446744073709551615", "ab22"), ("0,-4294967296", ""), ("1" * 400, ""), ("0" * 400 + "1", "ab22"),
+        ("08", ""), ("010", ""), ("02", "cd33"), ("1e0", "ab22"), ("--1", ""), ("- 1", ""), ("\u00a01", ""),
+        ("GPU-c-d-3-3", "cd33"), ("GPU--cd33", "cd33"), ("GPU-cd33-", "cd33"), ("GPU-cd3 ", ""), ("GPU-cd3_", ""),
+        ("GPU-GPU-cd33", ""), ("GPU--", ""), ("2,1,0", "cd33 ab22 ab11"),
     ],
 )  # fmt: skip
 def test_cudas_mask(mask: str | None, expected: str) -> None:
     assert shown(mask) == [f"GPU-{uuid}" for uuid in expected.split()]
+
+
+LONG = [
+    GpuFacts("GPU-17295fbf-2f50-2cb6-ad75-d5debc2ceba4", "00000000:01:00.0", "H200"),
+    GpuFacts("GPU-bccc3454-b62e-dc51-16fd-1393e9c99ebf", "00000000:02:00.0", "H200"),
+]
+A, B = (gpu.uuid for gpu in LONG)
+
+
+@pytest.mark.case("a20")
+@pytest.mark.parametrize(("mask", "expected"), [
+    (f"{A} ,{B}", [0, 1]), (f"{A}x", [0]), (f"{A}00", [0]), (f"{A}-", [0]), (f"{A}\n", [0]), (f"{A} {B}", [0]),
+    (f"{B},{A}", [1, 0]), (f"{B},{A},{B}", []), (f"{A},{B}", [0, 1]), (f"{A},GPU-bccd", [0]), (f"{A},GPU-", [0]),
+    ("GPU-17295fbf2f502cb6ad75d5debc2ceba4", [0]), ("GPU-17295FBF2F502CB6AD75D5DEBC2CEBA4", [0]), (A[4:], []),
+    ("GPU-17295fbf2f502cb6ad75d5debc2cebax", []), ("GPU-17295fbf2f502cb6ad75d5debc2ceba ", []), ("GPU-1729 ", []),
+    ("GPU-17295fbf_2f50-2cb6-ad75-d5debc2ceba4", []), ("GPU-17295fbf--2f50", [0]), ("GPU-0x1729", []),
+    (f"{A},-1,{B}", [0]), (f"{A},1", [0]), (f" {A}", []), (f"{B}, {A}", [1]), ("GPU-" + "-".join(A[4:]), [0]),
+])  # fmt: skip
+def test_uuids_are_read_as_a_real_driver_reads_them(mask: str, expected: list[int]) -> None:
+    """As driver 580.159.04 showed on two H200s."""
+    assert shown(mask, LONG) == [LONG[i].uuid for i in expected]
+
+
+@pytest.mark.case("a20")
+@pytest.mark.parametrize(("mask", "told"), [
+    ("", r"no GPU is visible since CUDA_VISIBLE_DEVICES is '' \(3 GPUs are there\)"),
+    ("-1", "no GPU is visible since CUDA_VISIBLE_DEVICES is '-1'"),
+    ("-1,0", "no GPU is visible since CUDA_VISIBLE_DEVICES is '-1,0'"),
+    ("GPU-ff", "no GPU is visible since .* is 'GPU-ff': 'GPU-ff' begins no UUID of this machine's devices"),
+    ("GPU-ab", r"no GPU is visible .*'GPU-ab' begins the UUIDs of several devices \(GPU-ab11, GPU-ab22\)"),
+    ("gpu-cd33", "no GPU is visible .*'gpu-cd33' is not read as a UUID.*in capitals and without a space"),
+    (" GPU-cd33", "no GPU is visible .*' GPU-cd33' is not read as a UUID.*without a space"),
+    ("7", "no GPU is visible .*'7' names no GPU: they are 0 to 2"),
+    ("cuda:0", "no GPU is visible .*'cuda:0' is neither a number nor a UUID"),
+    ("1,1", "no GPU is visible .*'1' names a device for the second time, and CUDA then shows none"),
+    ("0,x,1", "'0,x,1': 'x' is neither a number nor a UUID, and CUDA reads no further: 1 of the devices count"),
+    ("0,GPU-cd33", "'GPU-cd33' is a UUID in a list of numbers: 1 of the devices count"),
+    ("GPU-cd33,1,GPU-ab11", "'1' is no UUID, in a list of UUIDs.*reads no further: 1 of the devices count"),
+    ("GPU-cd33,MIG-aa", "'MIG-aa' begins no UUID of this machine's devices: 1 of the devices count"),
+    ("GPU-", "'GPU-' has no digit of a UUID"),
+])  # fmt: skip
+def test_a_mask_that_shows_less_than_it_names_is_told(mask: str, told: str) -> None:
+    _, (note,) = usable_devices(ALIKE, {"CUDA_VISIBLE_DEVICES": mask})
+    assert re.search(told, note), note
+
+
+@pytest.mark.case("a20")
+@pytest.mark.parametrize("mask", ["0", "2,0", "GPU-cd33", "GPU-cd33,GPU-ab11", "0,-1", "0,", " 1 , 2"])
+def test_a_mask_that_shows_what_it_names_is_not_talked_about(mask: str) -> None:
+    assert usable_devices(ALIKE, {"CUDA_VISIBLE_DEVICES": mask})[1] == ()
+
+
+@pytest.mark.case("a20")
+@pytest.mark.parametrize("mask", ["2,0,1", "GPU-cd33,GPU-ab11,GPU-ab22"])
+def test_members_get_devices_in_the_order_of_the_mask(mask: str) -> None:
+    devices, _ = usable_devices(ALIKE, {"CUDA_VISIBLE_DEVICES": mask})
+    assert [device.index for device in devices] == [0, 1, 2]
+    roles = (RoleDemand("A", 2, accelerator_milli=1000), RoleDemand("B", 1, accelerator_milli=1000))
+    plan = make_plan(JobDemand(roles), [NodeInfo(0, "n", "h", "", 1, 8, 2**36, devices)])
+    given = [placement.devices[0].device.uuid for role in "AB" for placement in plan.of(role)]
+    assert given == ["GPU-cd33", "GPU-ab11", "GPU-ab22"]
+
+
+@pytest.mark.case("a20")
+@pytest.mark.parametrize(("env", "told"), [
+    ({"CUDA_VISIBLE_DEVICES": "-1"}, "node n: no GPU is visible since CUDA_VISIBLE_DEVICES is '-1' (3 GPUs are there)"),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-ff,0"}, "'GPU-ff' begins no UUID of this machine's devices, and CUDA reads no"),
+    ({"NVIDIA_VISIBLE_DEVICES": "none"}, "no GPU is visible since NVIDIA_VISIBLE_DEVICES is 'none'"),
+    ({"RLMESH_EXCLUDE_DEVICES": "gpu-"}, "RLMESH_EXCLUDE_DEVICES='gpu-': 'gpu-' is no UUID"),
+    ({"RLMESH_EXCLUDE_DEVICES": "0,1,2"}, "node n: GPU-ab22 is not used: RLMESH_EXCLUDE_DEVICES names it"),
+])  # fmt: skip
+def test_a_job_without_gpus_is_told_who_hides_them(env: dict[str, str], told: str) -> None:
+    devices, notes = usable_devices(ALIKE, env)
+    node = NodeInfo(0, "n", "h", "", 1, 8, 2**36, devices, notes=notes)
+    with pytest.raises(PlacementError) as caught:
+        make_plan(JobDemand((RoleDemand("A", accelerator_milli=1000),)), [node])
+    assert told in str(caught.value)
+    assert "no node has a GPU that it may use" in str(caught.value)
+
+
+@pytest.mark.case("a20")
+@pytest.mark.parametrize(("excluded", "left"), [
+    ("", "ab11 ab22 cd33"), (" , ", "ab11 ab22 cd33"), ("GPU-ab11", "ab22 cd33"), ("gpu-AB", "cd33"),
+    ("1", "ab11 cd33"), (" 2 , 0 ", "ab22"), ("00000000:02:00.0", "ab11 ab22"), ("0000:02:00.0", "ab11 ab22"),
+    ("02:00", "ab11 ab22"), ("02:00.1", "ab11 ab22 cd33"), ("GPU-ff,9,MIG-aa", "ab11 ab22 cd33"),
+])  # fmt: skip
+def test_excluded_devices_are_known_and_never_used(excluded: str, left: str) -> None:
+    devices, notes = usable_devices(ALIKE, {"RLMESH_EXCLUDE_DEVICES": excluded})
+    assert (len(devices), notes) == (3, ())
+    assert [d.uuid for d in devices if not d.fault] == [f"GPU-{uuid}" for uuid in left.split()]
+
+
+@pytest.mark.case("a20")
+def test_numbers_of_excluded_devices_count_the_machines_whatever_the_mask() -> None:
+    devices, _ = usable_devices(ALIKE, {"RLMESH_EXCLUDE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "2,1"})
+    assert [(d.uuid, bool(d.fault)) for d in devices] == [("GPU-cd33", True), ("GPU-ab22", False)]
+    slices, _ = usable_devices(MIG, {"RLMESH_EXCLUDE_DEVICES": "0"})
+    assert [(d.uuid, bool(d.fault)) for d in slices] == [("MIG-x1", True), ("MIG-x2", True), ("GPU-cd33", False)]
+    one, _ = usable_devices(MIG, {"RLMESH_EXCLUDE_DEVICES": "MIG-x2"})
+    assert [d.uuid for d in one if d.fault] == ["MIG-x2"]
+
+
+@pytest.mark.case("a20")
+@pytest.mark.parametrize("wrong", ["all", "GPU", "0-2", "cuda:0", "-1", "0x1", "GPU-ab11;GPU-cd33", "\u0661"])
+def test_a_list_of_excluded_devices_that_is_not_understood_uses_none(wrong: str) -> None:
+    devices, (note,) = usable_devices(ALIKE, {"RLMESH_EXCLUDE_DEVICES": f"GPU-ab11,{wrong}"})
+    assert devices == () and repr(wrong.lower()) in note and "until that is put right" in note
 
 
 @pytest.mark.parametrize(("mask", "count"), [("GPU-", 0), ("GPU-a", 1), ("GPU-b", 0)])
@@ -69,7 +189,7 @@ MIG = [
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [(None, "MIG-x1 MIG-x2 GPU-cd33"), ("MIG-x2", "MIG-x2"), ("MIG-x", ""), ("MIG-GPU-ab11/2/0", "MIG-x2"),
-     ("MIG-GPU-ab11/7/0", ""), ("0", "MIG-x1"), ("1,2", ""), ("GPU-cd33,MIG-x1", "MIG-x1 GPU-cd33"), ("2", "GPU-cd33")],
+     ("MIG-GPU-ab11/7/0", ""), ("0", "MIG-x1"), ("1,2", ""), ("GPU-cd33,MIG-x1", "GPU-cd33 MIG-x1"), ("2", "GPU-cd33")],
 )  # fmt: skip
 def test_masks_with_slices(mask: str | None, expected: str) -> None:
     """Of a divided GPU only slices can be used, and a number means its first one."""

@@ -14,16 +14,16 @@ from tests.slurm.cluster import SlurmCluster
 from tests.stalls import HANG_S
 
 
-def output(folder: Path) -> str:
-    path = folder / "out"
+def output(folder: Path, name: str = "out") -> str:
+    path = folder / name
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def wait_for(folder: Path, pattern: str, times: int = 1, timeout_s: float = 60.0) -> list[str]:
+def wait_for(folder: Path, pattern: str, times: int = 1, timeout_s: float = 60.0, name: str = "out") -> list[str]:
     """The matches in the job's output, when there are so many."""
     deadline = time.monotonic() + timeout_s
-    while len(found := re.findall(pattern, output(folder))) < times:
-        assert time.monotonic() < deadline, f"{pattern} did not come {times} times:\n{output(folder)}"
+    while len(found := re.findall(pattern, output(folder, name))) < times:
+        assert time.monotonic() < deadline, f"{pattern} did not come {times} times:\n{output(folder, name)}"
         time.sleep(0.1)
     return [str(each) for each in found]
 

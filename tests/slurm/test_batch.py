@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 LAUNCH = (sys.executable, "-m", "rlmesh.cli.main", "launch", "--slurm")
 STOPS = str(Path(__file__).parents[1] / "master" / "stop_job.py")
 TWO = ("--nodes=2", "--output=out")
+HET = "#SBATCH hetjob\n#SBATCH --nodes=1 --ntasks-per-node=1"
 OPTIONS = ("--", "--ranks", "2", "--per-node", "1")
 
 
@@ -182,6 +183,49 @@ def test_a_lost_node_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
             until_gone(everybody)
     for left in Path(os.environ["XDG_RUNTIME_DIR"]).glob("rlm-*"):
         shutil.rmtree(left)  # of the node that is off: it loses its /run with its power
+
+
+@pytest.mark.case("s01")
+def test_one_element_of_an_array_is_requeued_and_resumes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The last one, whose number is the array's own."""
+    words = ("--array=0-1", "--nodes=1", "--output=out-%a", "--requeue")
+    said = slurm.run(*LAUNCH, *words, STOPS, cwd=tmp_path)
+    array = re.findall(r"Slurm job (\d+)\n", said)[0]
+    assert f"one element: {array}_INDEX" in said
+    for element in (0, 1):
+        wait_for(tmp_path, r"rank 0 at step \d*[1-9]0\b", name=f"out-{element}")
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{array}_1")
+    wait_for(tmp_path, r"stops after step", 2, name="out-1")
+    resume_now(slurm, f"{array}_1")
+    wait_for(tmp_path, r"starts at step \d+, resume Resume\(count=1, step=\d+[,)]", 2, name="out-1")
+    assert "stops after" not in output(tmp_path, "out-0") and "Resume(" not in output(tmp_path, "out-0")
+    assert "Restarts=0" in slurm.run("scontrol", "show", "job", f"{array}_0")
+    assert slurm.job_state(f"{array}_0") == "RUNNING"
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{array}_0")
+    wait_for(tmp_path, r"stops after step", 2, name="out-0")
+    slurm.wait_job(f"{array}_0", "PENDING")
+    assert slurm.job_state(f"{array}_1") == "RUNNING"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [f"stop_job-{array}_{n}" for n in (0, 1)]
+
+
+@pytest.mark.case("s01")
+def test_a_heterogeneous_job_is_one_job_and_requeued_as_a_whole(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """With a script of one's own: that of --slurm, over two components."""
+    script = slurm.run(*LAUNCH, "--dry-run", "--nodes=1", "--requeue", "--output=out", STOPS, *OPTIONS, cwd=tmp_path)
+    lines = script.splitlines()
+    lines.insert(max(n for n, line in enumerate(lines) if line.startswith("#SBATCH")) + 1, HET)
+    text = "\n".join(lines).replace("srun ", "srun --het-group=0,1 ") + "\n"
+    (tmp_path / "het.sh").write_text(text)
+    job = slurm.run("sbatch", "--parsable", "het.sh", cwd=tmp_path).strip()
+    running(tmp_path)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_for(tmp_path, r"stops after step", 2)
+    deadline = time.monotonic() + HANG_S
+    while "Restarts=1" not in slurm.run("scontrol", "show", "job", job):
+        assert time.monotonic() < deadline, output(tmp_path)
+        time.sleep(0.2)
+    assert stopped_step(tmp_path) > 0
+    slurm.run("scancel", job)
 
 
 def test_arrays_have_run_directories_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:
