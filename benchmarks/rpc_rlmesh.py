@@ -21,7 +21,7 @@ from rpc_peer import Body, seconds_of, seconds_of_blocking
 
 from rlmesh import RoleGroup, Runtime, rpc
 from rlmesh.runtime.address import AddressBook, MemberAddress
-from rlmesh.runtime.runtime import set_default_runtime
+from rlmesh.runtime.default import set_default_runtime
 
 ROLE = "MEMBER"
 JOB_LIMIT_S = 60.0

@@ -16,17 +16,12 @@ Standard output and error are the member's log file itself.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
-import hashlib
 import logging
 import os
 import pickle
-import random
-import resource
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -48,6 +43,14 @@ from rlmesh.agent.reaper import Reaper, Started
 from rlmesh.agent.rejections import RejectionReporter
 from rlmesh.agent.tripwire import Tripwires
 from rlmesh.agent.watching import CallReporter
+from rlmesh.agent.worker_process import (
+    bound_exit,
+    exit_code,
+    flush_c_output_by_line,
+    memory_limits,
+    print_error,
+    reseed,
+)
 from rlmesh.errors import RLMeshError, UsageError
 from rlmesh.job.context import JobInfo, WorkerContext, acting_as, set_current_worker
 from rlmesh.job.status import Alarm
@@ -59,11 +62,12 @@ from rlmesh.placement.proof import prove, prove_by_torch
 from rlmesh.placement.system import Machine
 from rlmesh.runtime import clock
 from rlmesh.runtime.board import Board, board_path, link_board
+from rlmesh.runtime.default import set_default_runtime
 from rlmesh.runtime.forked import end_child, forget_in_children
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.rpc import exported, exported_functions
-from rlmesh.runtime.runtime import Runtime, set_default_runtime
+from rlmesh.runtime.runtime import Runtime
 from rlmesh.wire.failure import format_error
 
 if TYPE_CHECKING:
@@ -124,7 +128,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
     if spec.binding is not None:
         for failed in bind(spec.binding):  # before there are other threads, which inherit it
             print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")
-    _flush_c_output_by_line()
+    flush_c_output_by_line()
     own_output.protect()
     _link_logs(spec)
     take_over(spec.program, spec.import_roots, spec.main_path)
@@ -133,7 +137,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
     atexit.register(member.end_by_signal)  # first in, so that it runs after the handlers of the user's code
     code = member.live()
     set_current_worker(None)
-    _bound_exit(code, spec.grace_s)
+    bound_exit(code, spec.grace_s)
     return code
 
 
@@ -153,47 +157,6 @@ def _link_logs(spec: WorkerSpec) -> None:
             pass  # of the process before
         except OSError as error:
             print_error(f"{spec.name}: {link} could not be made: {error}")
-
-
-def _flush_c_output_by_line() -> None:
-    """Libraries that print from C buffer a file by the page: SIGKILL would lose it."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, ctypes.c_size_t(0))
-    except (OSError, ValueError, AttributeError):
-        pass
-
-
-def reseed(spec: WorkerSpec) -> None:
-    """Seed the generators that exist from job name, role, rank and incarnation: forks would share theirs.
-
-    Of a library that is imported later nothing is changed: it seeds itself.
-    """
-    who = f"{spec.job_name}/{spec.role}/{spec.rank}/{spec.incarnation}"
-    digest = hashlib.sha256(who.encode()).digest()
-    random.seed(digest)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(int.from_bytes(digest[:4], "big"))
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(int.from_bytes(digest[8:16], "big") >> 1)
-
-
-def _bound_exit(code: int, grace_s: float) -> None:
-    """From here on only the interpreter's end is left: exit handlers, threads that are no daemons. It may not
-    take forever, and after SIGTERM it ends in that signal."""
-
-    def give_up() -> None:
-        logger.error("the process did not end within %g s after teardown: threads or exit handlers hang", grace_s)
-        faulthandler.dump_traceback(2)
-        os._exit(code if code >= 0 else 128 - code)
-
-    timer = threading.Timer(grace_s, give_up)
-    timer.daemon = True
-    try:
-        timer.start()
-    except (RuntimeError, MemoryError):  # no thread can be had any more: the kernel ends it then
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, grace_s)
 
 
 class _Failed(Exception):
@@ -318,7 +281,7 @@ class Member:
         except _Failed:
             return 1
         except SystemExit as exit:
-            return _exit_code(exit)
+            return exit_code(exit)
         except RLMeshError:
             traceback.print_exc()
             return 1
@@ -445,7 +408,7 @@ class Member:
             try:
                 call_plainly("run()", run)
             except SystemExit as exit:
-                if _exit_code(exit) != 0:
+                if exit_code(exit) != 0:
                     raise
 
         self._orders.run_began_at = time.monotonic()
@@ -485,7 +448,7 @@ class Member:
             if not isinstance(error, Exception):
                 raise
             origin = origin_of(error)
-            text = format_error(error) + _memory_limits(error)
+            text = format_error(error) + memory_limits(error)
             if self._orders.told_to_end and origin.from_call:  # whom it called has ended before it
                 print_error(f"{name}: ends with the job, which cut a call short: {text.rstrip().splitlines()[-1]:.200}")
             else:
@@ -496,37 +459,6 @@ class Member:
             except RLMeshError as unheard:
                 print_error(f"{name}: the master could not be told: {unheard}")
             raise _Failed from error
-
-
-def _memory_limits(error: BaseException) -> str:
-    """What an allocation that failed had to get along with."""
-    if not isinstance(error, MemoryError):
-        return ""
-    names = {"RLIMIT_AS": resource.RLIMIT_AS, "RLIMIT_DATA": resource.RLIMIT_DATA}
-    limits = {name: resource.getrlimit(number)[0] for name, number in names.items()}
-    set_ones = [
-        f"{name} is {value / 2**20:,.0f} MiB" for name, value in limits.items() if value != resource.RLIM_INFINITY
-    ]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return f"\nout of memory: {', '.join(set_ones) or 'no limit is set on the process'}; its peak was {peak:,.0f} MiB\n"
-
-
-def print_error(text: str) -> None:
-    try:
-        sys.stderr.write(text.rstrip() + "\n")
-        sys.stderr.flush()
-    except OSError:
-        pass  # the disk of the log is full, which must not keep the master from hearing what failed
-
-
-def _exit_code(exit: SystemExit) -> int:
-    """As the interpreter itself would end: no code is 0, a text is printed and 1."""
-    if exit.code is None:
-        return 0
-    if isinstance(exit.code, int):
-        return exit.code & 0xFF
-    print_error(str(exit.code))
-    return 1
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ One JSON object per line and per report::
 
 ``at`` is in seconds since the epoch. ``number`` counts a sender's reports, so that a master that was started again
 knows which of them are here. Each process of a member is a sender: of a step that was made again after a restart the
-newest one's reports stand. Metrics have all their digits; whole numbers that were reported as ints are ints. Values that
-JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``. Seconds of calls end at nanoseconds.
+newest one's reports stand. Metrics have all their digits; whole numbers that were reported as ints are ints. Values
+that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``. Seconds of calls end at nanoseconds.
 Lines are written whole; a line that a dying machine tore is skipped by readers.
 """
 

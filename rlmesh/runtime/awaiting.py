@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.dispatch import Incoming
+    from rlmesh.runtime.incoming import Incoming
 
 _LOOK_S = 1.0
 """So often a thread that waits for a coroutine looks whether the process is ending."""

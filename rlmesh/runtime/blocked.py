@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import WouldDeadlock
 from rlmesh.runtime.context import InContext
-from rlmesh.runtime.dispatch import Dispatcher, Incoming
+from rlmesh.runtime.dispatch import Dispatcher
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import _Gathered
+from rlmesh.runtime.incoming import Incoming
 from rlmesh.runtime.outflow import Outflow
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries

@@ -17,11 +17,8 @@ from typing import Any
 
 from rlmesh.errors import (
     CallCancelled,
-    CallError,
     MalformedFrame,
     MethodNotFound,
-    PeerLost,
-    SlotGone,
     StaleIncarnation,
     WouldDeadlock,
 )
@@ -30,10 +27,11 @@ from rlmesh.runtime.address import split_name
 from rlmesh.runtime.awaiting import await_elsewhere, cancel_task
 from rlmesh.runtime.board import ASYNC, DEF, Board
 from rlmesh.runtime.channel import Channel
-from rlmesh.runtime.context import CallContext, InContext, current_call
+from rlmesh.runtime.context import InContext, current_call
 from rlmesh.runtime.forked import end_child
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.host import Host
+from rlmesh.runtime.incoming import Incoming
 from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
 from rlmesh.runtime.outflow import Outflow
 from rlmesh.runtime.passing import Arrivals
@@ -50,61 +48,6 @@ _CALLS_PER_TURN = 64
 """So many short calls of one method run before the loop's other tasks have their turn."""
 
 _NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(Flag.PASSED), int(Flag.KEEP)
-
-
-class Incoming:
-    """A call that arrived, until its reply left."""
-
-    # One is made per call: what most calls never change are defaults of the class.
-    started_ns = 0
-    exit: SystemExit | None = None
-    cancelled = False
-    task: asyncio.Task[Any] | None = None
-    outflow: Outflow | None = None
-    passed: Arrivals | None = None
-    keep = False
-    refused = False
-    hands_over = False
-    """Whoever runs it takes the next call of its method as well."""
-    following: Incoming | None = None
-
-    def __init__(self, channel: Channel, call: Call, frames: Frames, method: Method, run_queue_ns: int) -> None:
-        self.channel, self.call, self.frames, self.method = channel, call, frames, method
-        self.run_queue_ns = run_queue_ns
-        self.received_ns = self.ready_ns = time.perf_counter_ns()
-        chain = (*call.chain, method.slot) if method.serial else call.chain
-        self.context = CallContext(chain, clock.now() + call.timeout_s)
-        self.key = (channel.link, call.call_id)
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Decode them; once."""
-        call = self.call
-        self.refused = True
-        # Let go of now: what cannot be decoded must not hold its sender's memory until the next call comes.
-        frames, self.frames = self.frames, []
-        try:
-            if self.passed is None:
-                args, kwargs = codec.decode(frames)
-            else:
-                args, kwargs = self.passed.decode(frames)
-        except CallError:
-            raise
-        except SlotGone as error:
-            role, rank = split_name(call.target)
-            raise PeerLost(
-                f"the arguments of {call.target}.{call.method}() cannot be read by {call.target}: {error}",
-                role=role, rank=rank, method=call.method, executed="no",
-            ) from error  # fmt: skip
-        except BaseException as error:  # Of an argument's own code; none of it ends this process.
-            role, rank = split_name(call.target)
-            raise CallError(
-                f"the arguments of {call.target}.{call.method}() cannot be decoded by {call.target}: "
-                f"{type(error).__name__}: {error}. Is the same code importable there?",
-                role=role, rank=rank, method=call.method, executed="no",
-            ) from error  # fmt: skip
-        self.passed = None
-        self.refused = False
-        return args, kwargs
 
 
 class Dispatcher:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, overload
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.address import member_name, role_name
 from rlmesh.runtime.arguments import require
+from rlmesh.runtime.default import default_runtime
 from rlmesh.runtime.ended import CallGroup
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import GroupOutcomes, gather
@@ -17,7 +18,7 @@ from rlmesh.runtime.handle import A, CallOptions, Items, NoSuchAttribute, P, R, 
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
 from rlmesh.runtime.rounds import Round
 from rlmesh.runtime.rpc import method_name
-from rlmesh.runtime.runtime import Runtime, default_runtime
+from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.split import shared as shared

@@ -214,7 +214,7 @@ class _DefaultRuntime:
 
     @staticmethod
     def _runtime() -> Caller:
-        from rlmesh.runtime.runtime import default_runtime
+        from rlmesh.runtime.default import default_runtime
 
         return default_runtime()
 

@@ -21,7 +21,8 @@ from rlmesh.wire import codec
 from rlmesh.wire.envelope import Item
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.dispatch import Dispatcher, Incoming
+    from rlmesh.runtime.dispatch import Dispatcher
+    from rlmesh.runtime.incoming import Incoming
 
 
 class Outflow:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import re
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
@@ -19,11 +17,13 @@ from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime import clock, forked
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.arguments import require
+from rlmesh.runtime.at_exit import with_threads
 from rlmesh.runtime.blocked import BlockedCalls, CallKey, blocked_calls, refuse_queued
 from rlmesh.runtime.board import Board
 from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.calls import Calls
 from rlmesh.runtime.channel import Channel, turn_loops
+from rlmesh.runtime.default import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.dispatch import Dispatcher
 from rlmesh.runtime.door import Door
 from rlmesh.runtime.executors import SerialExecutor
@@ -222,7 +222,7 @@ class Runtime(Submission, Reception):
         forked.forget_in_children(runtime)
         if thread is not None:
             runtime._thread_owner = thread
-            _with_threads.add(runtime)
+            with_threads.add(runtime)
         register_loop_thread(name)
         turn_loops[runtime._loop_ident] = runtime._loop
         runtime._meter.add(threading.get_native_id())
@@ -237,7 +237,7 @@ class Runtime(Submission, Reception):
             if self._closed:
                 return
             self._closed = True
-        _with_threads.discard(self)
+        with_threads.discard(self)
         if default_runtime_or_none() is self:
             set_default_runtime(None)
         self._dispatcher.ending = True
@@ -258,7 +258,7 @@ class Runtime(Submission, Reception):
     def forked(self) -> None:
         """In a forked child: whatever is asked of the runtime raises; nothing of it talks, removes files or ends."""
         self._closed = self._dispatcher.forked = True
-        _with_threads.discard(self)
+        with_threads.discard(self)
         self._posts.forked()
         for thread in filter(None, (self._thread_owner, self._user)):
             thread.posts.forked()
@@ -487,40 +487,3 @@ class Runtime(Submission, Reception):
             self.exit_hook(code)
         else:
             logger.warning("%s: a served method called sys.exit(%r); it was answered as an error", self.name, code)
-
-
-_with_threads: weakref.WeakSet[Runtime] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """A program ends without closing its runtimes: their threads must not run while the interpreter is taken down
-    around them."""
-    for runtime in list(_with_threads):
-        runtime.close()
-
-
-# As concurrent.futures does it: before the handlers of atexit, one of which is pyzmq's, without which the frames that
-# ZeroMQ still holds cannot be freed.
-getattr(threading, "_register_atexit", atexit.register)(_close_all)
-
-
-_default: Runtime | None = None
-
-
-def set_default_runtime(runtime: Runtime | None) -> None:
-    """The runtime that ``RoleGroup("X")`` uses in this process."""
-    global _default
-    _default = runtime
-
-
-def default_runtime_or_none() -> Runtime | None:
-    return _default
-
-
-def default_runtime() -> Runtime:
-    if _default is None:
-        raise UsageError(
-            "this process is not part of a job, so it cannot call roles: RoleGroup works in role classes and entry "
-            "points that a job started. In a program of your own, pass RoleGroup(…, runtime=…)"
-        )
-    return _default

@@ -18,7 +18,7 @@ from rlmesh.runtime.outflow import refuse_call
 from rlmesh.runtime.rpc import exported_functions, mark_of
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.dispatch import Incoming
+    from rlmesh.runtime.incoming import Incoming
 
 
 class Method:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlmesh.runtime.dispatch import Incoming
+from rlmesh.runtime.incoming import Incoming
 from rlmesh.runtime.waiting import Serving
 from rlmesh.wire.envelope import Flag
 

@@ -26,10 +26,11 @@ from typing import Any, overload
 from rlmesh.errors import UsageError
 from rlmesh.runtime.address import role_name
 from rlmesh.runtime.arguments import require
+from rlmesh.runtime.default import default_runtime
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.kinds import is_on_loop
-from rlmesh.runtime.runtime import Runtime, default_runtime
+from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, split_call
 from rlmesh.wire.remote_type import CONTROL_FLOW

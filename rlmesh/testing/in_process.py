@@ -45,9 +45,10 @@ from rlmesh.runtime import network as networks
 from rlmesh.runtime.address import AddressBook, MemberAddress, member_name
 from rlmesh.runtime.arguments import require, require_choice
 from rlmesh.runtime.axes import Axes
+from rlmesh.runtime.default import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.network import NetworkOptions
-from rlmesh.runtime.runtime import Runtime, default_runtime_or_none, set_default_runtime
+from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.security import check_key, make_key
 from rlmesh.testing.acting import ActingMember
 from rlmesh.testing.faults import FaultPlan, faulty

@@ -30,10 +30,11 @@ from typing import Any
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.job.context import current_worker
 from rlmesh.runtime.arguments import require_number
+from rlmesh.runtime.default import default_runtime
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.runtime import Runtime, default_runtime
+from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.delivery import Command
 from rlmesh.weights.protocols import WeightSink, WeightSource
 from rlmesh.weights.receiving import Receiver, Tap

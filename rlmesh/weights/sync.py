@@ -26,9 +26,10 @@ from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.runtime.arguments import require, require_number, require_seconds
+from rlmesh.runtime.default import default_runtime
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.runtime import Runtime, default_runtime
+from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.delivery import Failure
 from rlmesh.weights.link import Answers, Link, Timeouts
 from rlmesh.weights.manifest import Casts

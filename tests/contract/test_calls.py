@@ -15,10 +15,11 @@ import torch
 
 from rlmesh.errors import CallCancelled, CallTimeout, MethodNotFound, RoleNotFound, UsageError, WouldDeadlock
 from rlmesh.runtime.address import MemberAddress
+from rlmesh.runtime.default import set_default_runtime
 from rlmesh.runtime.gathering import GroupOutcomes
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.runtime import Runtime, set_default_runtime
+from rlmesh.runtime.runtime import Runtime
 from tests.runtime.conftest import KEY, Mesh
 from tests.stalls import HANG_S, Stalls
 

@@ -16,7 +16,8 @@ from rlmesh.job.context import COLLOCATION_ENV, JobInfo, StopRequest, WorkerCont
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.address import AddressBook, MemberAddress
-from rlmesh.runtime.runtime import Runtime, set_default_runtime
+from rlmesh.runtime.default import set_default_runtime
+from rlmesh.runtime.runtime import Runtime
 from tests.stalls import HANG_S
 
 STATS = CallStats("ACTOR", "step", 1, 1.0, 0.9, 0.0, 0.0, 0.1, 0)

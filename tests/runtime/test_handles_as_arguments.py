@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.default import set_default_runtime
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.runtime import set_default_runtime
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S
 
