@@ -81,8 +81,8 @@ def _maker(layer: Any, adapter: str) -> Callable[[], Tensor]:
             others = [name for name in getattr(layer, "merged_adapters", [adapter]) if name != adapter]
             if others:
                 raise WeightSyncError(
-                    f"the adapters {', '.join(others)} are merged into the model's weights, and {adapter!r} is to be added "
-                    "to these without them: call unmerge_adapter() before the push"
+                    f"the adapters {', '.join(others)} are merged into the model's weights, and {adapter!r} is to be "
+                    "added to these without them: call unmerge_adapter() before the push"
                 )
             return weight
         merged: Tensor = weight + layer.get_delta_weight(adapter).to(weight.dtype)
