@@ -145,13 +145,13 @@ class Link:
 
     # A push.
 
-    def capture(self, push: int, version: int) -> Answers:
-        """Tell all ranks of the source to give their weights."""
+    def capture(self, push: int, version: int, *, again: bool = False) -> Answers:
+        """Tell all ranks of the source to give their weights; ``again``: those that they gave as this version."""
         limits = self._timeouts
         self._began["capture"] = time.perf_counter()
         return {
             name: self._source.call(
-                name, "weights_capture", self.session, push, version, limits.flip_s, limits.bucket_s,
+                name, "weights_capture", self.session, push, version, limits.flip_s, limits.bucket_s, again,
                 timeout_s=limits.push_s,
             )
             for name in self._source_names

@@ -230,9 +230,9 @@ class SendsWeights:
 
     @rpc
     def weights_capture(
-        self, session: str, push: int, version: int, flip_s: float, bucket_s: float
+        self, session: str, push: int, version: int, flip_s: float, bucket_s: float, again: bool
     ) -> list[Any] | None:
-        failure = self.weights_source.capture(session, push, version, flip_s, bucket_s)
+        failure = self.weights_source.capture(session, push, version, flip_s, bucket_s, again)
         return failure.to_wire() if failure is not None else None
 
     @rpc(concurrent=2)

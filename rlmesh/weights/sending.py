@@ -136,6 +136,8 @@ class Sender:
         self.restored = restored
         self.sent_version: int | None = None
         """The version that it gave last."""
+        self._given: object = None
+        """The source's stamp then."""
         self._sessions: dict[str, _Session] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -179,12 +181,14 @@ class Sender:
         for route in self._find(session).routes:
             route.outlet.connect()
 
-    def capture(self, session: str, push: int, version: int, flip_s: float, bucket_s: float) -> Failure | None:
+    def capture(
+        self, session: str, push: int, version: int, flip_s: float, bucket_s: float, again: bool = False
+    ) -> Failure | None:
         """Give all buckets to the routes. Returns when the weights may change: with a fenced source when all sinks
         have all of it, with a snapshot when all of it is copied; `sent` then waits for the sinks.
 
         All ranks run it side by side, since gathering may be a collective step: a rank whose sinks failed goes on
-        gathering for the others.
+        gathering for the others. ``again``: give the weights of that version once more, which they must be still.
         """
         found = self._find(session)
         self._check_form(found)
@@ -198,6 +202,11 @@ class Sender:
         for route, delivery in zip(found.routes, deliveries, strict=True):
             route.outlet.while_full = delivery.settle_answered
         before = self.source.stamp()
+        if again and self.sent_version is not None and (self.sent_version, self._given) != (version, before):
+            raise WeightSyncError(
+                f"{self.who} has other weights than those that it sent as version {version}: they were trained on "
+                "since. Push them under a number of their own, by push(version)"
+            )
         try:
             for bucket in buckets:
                 self._gather(bucket, found, deliveries)
@@ -217,7 +226,7 @@ class Sender:
             )
             failure = Failure(self.who, -1, "WeightSyncError", text)
         if failure is None:
-            self.sent_version = version
+            self.sent_version, self._given = version, before
         return failure
 
     def _check_form(self, found: _Session) -> None:

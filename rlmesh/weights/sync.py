@@ -171,7 +171,8 @@ class WeightSync:
         gives their names. The source must still have those weights.
 
         Raises:
-            SourceRestarted: it has not.
+            SourceRestarted: it restarted, and does not stand at that version.
+            WeightSyncError: it was trained on since, as its stamp says; nothing was committed.
         """
         with self._lock:
             self._wait_for_last()
@@ -182,7 +183,7 @@ class WeightSync:
                 link = Link.open(self._source, self._sinks, self._wishes, self._timeouts, only=behind)
                 try:
                     self._check_source(link, self.version, same=True)
-                    push = self._capture_over(link, self.version, self._clock())
+                    push = self._capture_over(link, self.version, self._clock(), again=True)
                     self._finish_later(push, done=False).result()
                 finally:
                     link.close()
@@ -268,6 +269,12 @@ class WeightSync:
         if link.checked and told is None:
             return
         left = self._left or link.left
+        if self._left is None and told is None and left is not None and version < left.version:
+            logger.warning(
+                "version %d is pushed, but the source sent version %d last, to another WeightSync: unless it went "
+                "back, which send_weights(restored=…) or source_restored() say, these are the weights of that one or later",
+                version, left.version,
+            )  # fmt: skip
         left = link.leaves(told.version) if link.checked and told else check(left, link.standings, told, version)
         if same:
             require_same(left, version)
@@ -287,10 +294,10 @@ class WeightSync:
             asked = link.ask()
         return push if link.is_open(asked) else self._capture_over(self._new_link(), version, began)
 
-    def _capture_over(self, link: Link, version: int, began: float) -> _Push:
+    def _capture_over(self, link: Link, version: int, began: float, *, again: bool = False) -> _Push:
         self._check_source(link, version)
         number = (secrets.randbits(31) << 20) + next(_pushes)
-        return _Push(link, number, version, began, link.capture(number, version))
+        return _Push(link, number, version, began, link.capture(number, version, again=again))
 
     def _finish_later(self, push: _Push, *, done: bool) -> Future[PushReport]:
         """``done``: then this is the version that was committed last."""

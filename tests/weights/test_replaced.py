@@ -314,3 +314,26 @@ def test_a_module_that_changes_while_its_snapshot_is_taken(mesh: WeightMesh, wha
     assert member.weights.version == 1
     sync.push(3).result(HANG_S)
     assert same(model, sink)
+
+
+@pytest.mark.case("a14")
+@pytest.mark.parametrize("local", [False, True])
+def test_who_catches_up_gets_that_version_and_no_later_one(mesh: WeightMesh, local: bool) -> None:
+    model, sink = Net(1), Net(2)
+    source = ModuleSource(model)
+    if not local:
+        mesh.add_source(source)
+    mesh.add_sink(ModuleSink(sink), 0)
+    sync = mesh.sync(source if local else None)
+    sync.push(1).result(HANG_S)
+    sync.push(2).result(HANG_S)
+    mesh.restart_sink(ModuleSink(sink), 0)
+    assert sync.catch_up() == ("ROLLOUT:0",) and same(model, sink)
+    back = mesh.restart_sink(ModuleSink(sink), 0)
+    with torch.no_grad():
+        model.head.weight += 1
+    with pytest.raises(WeightSyncError, match="other weights than those that it sent as version 2"):
+        sync.catch_up()
+    assert back.weights.version is None
+    sync.push(3).result(HANG_S)
+    assert same(model, sink)
