@@ -31,6 +31,7 @@ from rlmesh.master.options import Cluster, LaunchOptions, ambient
 from rlmesh.master.outcome import StoppedBySignal
 from rlmesh.master.telling import failure_lines
 from rlmesh.observe.shown import shown
+from rlmesh.runtime.forked import end_child
 from rlmesh.runtime.security import KEY_TEXT_VARIABLE, KEY_VARIABLE, find_key, parse_key
 
 if TYPE_CHECKING:
@@ -254,11 +255,7 @@ def run_script(
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
     try:
-        with started_as(sys.argv):
-            if module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
+        _run_as_main(script, module)
     except SystemExit as error:
         return _code_of(error)
     except KeyboardInterrupt as error:
@@ -281,6 +278,22 @@ def run_script(
     if jobs is not None and not jobs:
         print(f"rlmesh launch: {script} has ended and submitted no job", file=sys.stderr)
     return 0
+
+
+def _run_as_main(script: str, module: bool) -> None:
+    own = os.getpid()
+    try:
+        with started_as(sys.argv):
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+    except BaseException as error:
+        if os.getpid() != own:  # a child that the script forked: what follows is its parent's
+            end_child(error)
+        raise
+    if os.getpid() != own:
+        end_child(None)
 
 
 def tell_failure(error: JobFailed) -> str:

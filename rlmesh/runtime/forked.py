@@ -140,8 +140,9 @@ def _in_child() -> None:
     count += 1
     try:
         _put_handlers_back()
-    finally:
-        _after_fork()
+    except Exception:
+        logger.exception("a forked child keeps its parent's signal handlers")
+    _after_fork()
     for reset in _resets:
         reset()
     owners = list(_owners)

@@ -146,6 +146,27 @@ def test_children_of_a_service_that_embeds_a_runtime(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("b26")
+def test_children_of_a_script_under_the_launcher_end_where_the_script_does(tmp_path: Path) -> None:
+    done = run_script(
+        tmp_path,
+        """
+        from rlmesh.cli.main import main
+
+        open("job.py", "w").write(
+            "import os, sys\\n"
+            "def code(work):\\n"
+            "    if (pid := os.fork()) == 0: work(); return 'child'\\n"
+            "    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\\n"
+            "codes = [code(lambda: sys.exit(3)), code(lambda: 1 / 0), code(lambda: None)]\\n"
+            "if 'child' not in codes: print(codes)\\n"
+        )
+        print("ends", main(["launch", "job.py"]))
+        """,
+    )
+    assert done.stdout == "[3, 1, 0]\nends 0\n", done.stderr
+
+
+@pytest.mark.case("b26")
 def test_children_of_the_driver(tmp_path: Path) -> None:
     """A child outlives neither the job's guardians nor the driver's hold on the run directory, and ends on SIGTERM."""
     (tmp_path / "role.py").write_text(
@@ -281,3 +302,37 @@ def test_forks_at_any_moment_of_calls(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.case("b26")
+def test_a_signal_to_a_child_finds_no_handler_of_its_parents(tmp_path: Path) -> None:
+    """Also one that comes at once, and in a child that a thread forks."""
+    done = run_script(
+        tmp_path,
+        """
+        import threading
+        from rlmesh.runtime import forked
+
+        got = []
+        forked.handle(signal.SIGTERM, lambda number, frame: got.append(number))
+
+        def fork_and_end():
+            for _ in range(30):
+                if (pid := os.fork()) == 0:
+                    time.sleep(30)
+                    os._exit(3)
+                os.kill(pid, signal.SIGTERM)
+                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+        thread = threading.Thread(target=fork_and_end)
+        thread.start()
+        thread.join()
+        fork_and_end()
+        assert got == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert got == [signal.SIGTERM]
+        print("done")
+        """,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
