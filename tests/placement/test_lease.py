@@ -124,11 +124,8 @@ def test_two_roles_never_hold_one_device(operations: list[tuple[str, int]], grou
 
 def virtual(work: Any) -> None:
     """Run a coroutine in virtual time."""
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(work)
-    finally:
-        loop.close()
+    with VirtualLoop() as loop:
+        loop.run(work)
 
 
 def test_waiting_ends_at_its_deadline_and_says_who_has_it() -> None:
