@@ -150,7 +150,7 @@ def _folder(path: StrPath) -> int:
             )
         if found.st_mode & OTHERS_WRITE:
             raise UnsafeFile(
-                path, f"has mode {stat.S_IMODE(found.st_mode):04o}, so others can put files there: chmod go-w {path}"
+                path, f"has mode {stat.S_IMODE(found.st_mode):04o}, so others can put files there: chmod -R go-w {path}"
             )
     except BaseException:
         os.close(folder)
