@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     StrPath = str | os.PathLike[str]
 
 __all__ = [
-    "SHARE_WITH_GROUP", "UnsafeFile", "append_to", "check_folder", "files_in", "group_number", "hold",
+    "SHARE_WITH_GROUP", "UnsafeFile", "append_to", "check_folder", "files_in", "group_number", "hold", "log_to",
     "make_folder", "make_private", "open_file", "read", "refuse_odd", "share_with", "write_whole",
 ]  # fmt: skip
 
@@ -150,7 +150,7 @@ def _folder(path: StrPath) -> int:
             )
         if found.st_mode & OTHERS_WRITE:
             raise UnsafeFile(
-                path, f"has mode {stat.S_IMODE(found.st_mode):04o}, so others can put files there: chmod go-w {path}"
+                path, f"has mode {stat.S_IMODE(found.st_mode):04o}, so others can put files there: chmod -R go-w {path}"
             )
     except BaseException:
         os.close(folder)
@@ -282,6 +282,21 @@ def append_to(path: StrPath) -> int:
     """
     make_folder(os.path.dirname(os.fspath(path)) or ".")
     return open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def log_to(path: StrPath) -> int:
+    """A descriptor that appends to a log; to nothing where a full disk has no room for a new file: whoever logs goes
+    on without.
+
+    Raises:
+        UnsafeFile, OSError: as `open_file`, for any other reason.
+    """
+    try:
+        return append_to(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def read(path: StrPath, most: int = -1) -> bytes:

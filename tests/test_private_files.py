@@ -118,7 +118,7 @@ def test_folders_and_files_that_others_may_write_to(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "x").write_text("1")
     folder.chmod(0o770)
-    with pytest.raises(UnsafeFile, match=f"has mode 0770, so others can put files there: chmod go-w {folder}"):
+    with pytest.raises(UnsafeFile, match=f"has mode 0770, so others can put files there: chmod -R go-w {folder}"):
         private_files.read(folder / "x")
     folder.chmod(0o755)
     (folder / "x").chmod(0o664)

@@ -169,7 +169,7 @@ class Guardian:
         """Fork and exec; single-threaded, so a plain fork is safe here."""
         run_dir = str(self.config["run_dir"])
         log_path = os.path.join(run_dir, "logs", f"agent-{self.config['node_rank']}.log")
-        log = private_files.append_to(log_path)
+        log = private_files.log_to(log_path)
         config_out, self._agent_input = os.pipe2(os.O_CLOEXEC)
         self._agent_output, report_in = os.pipe2(os.O_CLOEXEC)
         fcntl.fcntl(self._agent_input, fcntl.F_SETPIPE_SZ, max(len(self.line) + 4096, 65536))

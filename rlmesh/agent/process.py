@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,9 +93,10 @@ def open_log(path: str) -> int:
     """A log file to append to; several writers and a reader may have it open. Makes the folder. A half line of whoever
     wrote it before is ended."""
     torn = ends_torn(Path(path))
-    fd = private_files.append_to(path)
+    fd = private_files.log_to(path)
     if torn:
-        os.write(fd, b"\n")
+        with suppress(OSError):  # the disk is full
+            os.write(fd, b"\n")
     return fd
 
 

@@ -22,6 +22,7 @@ from rlmesh.agent.checks import gather, judge
 from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
+from rlmesh.job.jsonable import jsonable
 from rlmesh.job.masking import know, masked, secrets_in
 from rlmesh.job.status import JobStatus
 from rlmesh.master.discovery import running_jobs
@@ -284,7 +285,11 @@ class Driver:
 
 def described(config: DLConfig) -> str:
     """A job's description for people, without its secrets: those go to the job by private ways."""
-    return json_text(masked(config.model_dump(mode="json")), indent=2)
+    try:
+        plain = config.model_dump(mode="json")
+    except ValueError:  # text that UTF-8 cannot encode
+        plain = jsonable(config.model_dump())
+    return json_text(jsonable(masked(plain)), indent=2)
 
 
 def _check_this_machine() -> None:

@@ -57,7 +57,7 @@ def encodable(text: str) -> str:
 def json_text(value: Any, *, indent: int | None = None) -> str:
     """``value`` as JSON that can be encoded; characters stay as they are where that is possible."""
     separators = (",", ":") if indent is None else None
-    return encodable_json(json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, allow_nan=False))
+    return encodable_json(json.dumps(value, ensure_ascii=False, indent=indent, separators=separators))
 
 
 def encodable_json(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
@@ -21,7 +22,9 @@ from typing import Any
 
 import pytest
 
+from rlmesh import DLJobBuilder
 from rlmesh.errors import UsageError
+from rlmesh.master.driver import described
 from rlmesh.master.last_state import last_graph
 from rlmesh.master.store import SCHEMA
 from rlmesh.private_files import SHARE_WITH_GROUP
@@ -236,7 +239,7 @@ def test_a_forged_journal_is_not_believed(whose: str, ended_run: Path, tmp_path:
         last_graph(run)
     if whose != "mine":
         os.chmod(run, 0o777)
-        with pytest.raises(UsageError, match="has mode 0777, so others can put files there: chmod go-w"):
+        with pytest.raises(UsageError, match="has mode 0777, so others can put files there: chmod -R go-w"):
             last_graph(run)
     assert not (tmp_path / "owned").exists()
 
@@ -337,5 +340,19 @@ def test_a_run_directory_that_others_may_write_to(tmp_path: Path) -> None:
     assert stat.S_IMODE(empty.stat().st_mode) == 0o700
     with Launched([*words, "--run-dir", "full", str(TOY)], tmp_path) as job:
         assert job.ended() == 1
-    assert f"{full} has mode 0777, so others can put files there: chmod go-w {full}" in job.output
+    assert f"{full} has mode 0777, so others can put files there: chmod -R go-w {full}" in job.output
     assert list(full.iterdir()) == [full / "notes.txt"]
+
+
+class Quiet:
+    def run(self) -> None: ...
+
+
+@pytest.mark.case("b03")
+def test_a_description_with_any_values_is_written() -> None:
+    config = {"half \ud83d": "of \ud83d", "loss": math.nan, "url": "mysql://me:pw@h"}
+    job = DLJobBuilder().config(config).role("TRAINER").run(Quiet).restart("member", window_s=math.inf).build()
+    text = described(job)
+    text.encode()
+    found = json.loads(text)["user_config"]
+    assert found == {"half \ud83d": "of \ud83d", "loss": "nan", "url": "mysql://me:***@h"}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,22 @@ def test_the_cursor_comes_back() -> None:
     view.close()
     view.close()
     assert console.file.getvalue().count("\x1b[?25h") == 1
+
+
+@pytest.mark.case("a15")
+def test_escapes_of_others_are_shown_and_not_obeyed(plain: Streams) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2Jred\r\u202eevil\ud83d"
+    said = r"\x1b]0;owned\x07\x1b[2Jred\r\u202eevil\ud83d"
+    plain.view.output(f"ACTOR:0 | {evil}")
+    plain.view.update(replace(status(member("ACTOR", 0, "ready")), note=evil, failures=(FailureInfo(f"died: {evil}"),)))
+    assert plain.out.getvalue() == f"ACTOR:0 | {said}\n"
+    assert said in plain.err.getvalue() and "\x1b" not in plain.err.getvalue()
+
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=200, color_system="standard")
+    live = LiveView(console, Clock())
+    live.output("ACTOR:0 | \x1b[31mred\x1b[0m \x1b[8mhidden\x1b[0m \x1b]0;owned\x07\x1b[2J")
+    written = stream.getvalue()
+    assert "\x1b[31mred" in written, "colours stay"
+    assert r"\x1b[8mhidden" in written and r"\x1b]0;owned\x07\x1b[2J" in written
+    assert "\x1b]0" not in written and "\x1b[2J" not in written and "\x1b[8m" not in written
