@@ -10,10 +10,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rlmesh.errors import (
     CallCancelled,
@@ -31,6 +31,7 @@ from rlmesh.runtime.awaiting import await_elsewhere, cancel_task
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext, InContext, current_call
 from rlmesh.runtime.future import Future
+from rlmesh.runtime.host import Host
 from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
 from rlmesh.runtime.outflow import Outflow
 from rlmesh.runtime.passing import Arrivals
@@ -39,8 +40,8 @@ from rlmesh.runtime.served import Method, Served
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
 from rlmesh.runtime.waiting import Serving
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Call, Credit, Flag, Frames, Kept, Reply
-from rlmesh.wire.passed import Elsewhere, Part, unpack_passed
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Call, Credit, Flag, Frames, Kept, Reply
+from rlmesh.wire.passed import Part, unpack_passed
 
 logger = logging.getLogger(__name__)
 
@@ -48,26 +49,6 @@ _CALLS_PER_TURN = 64
 """So many short calls of one method run before the loop's other tasks have their turn."""
 
 _NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(Flag.PASSED), int(Flag.KEEP)
-
-
-class Host(Protocol):
-    """What dispatch needs of its runtime."""
-
-    def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
-        """A result that another process keeps."""
-        ...
-
-    def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
-        """Frames of large buffers that no longer change."""
-        ...
-
-    def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Run ``fn`` on the loop that runs ``async def`` methods of members; at once where that loop runs."""
-        ...
-
-    def system_exit(self, code: object) -> None:
-        """User code called ``sys.exit``."""
-        ...
 
 
 class Incoming:
@@ -189,7 +170,7 @@ class Dispatcher:
         elif not self._prepare(incoming):
             return
         if self._starting is None:
-            self._start(incoming)
+            self.start(incoming)
         else:
             self._starting.append(incoming)
 
@@ -202,9 +183,10 @@ class Dispatcher:
     def let_go(self) -> None:
         starting, self._starting = self._starting, None
         for incoming in starting or ():
-            self._start(incoming)
+            self.start(incoming)
 
-    def _start(self, incoming: Incoming) -> None:
+    def start(self, incoming: Incoming) -> None:
+        """Begin a call as soon as its method has a place for it."""
         method = incoming.method
         if not method.is_async and method.serial:
             run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
@@ -245,6 +227,7 @@ class Dispatcher:
         except Exception as error:
             self._refuse(channel, call, error)
         else:
+            channel.backlog.sent(answer)
             channel.send(Reply(call.call_id, True, 0, 0, 0), answer)
 
     def on_credit(self, channel: Channel, credit: Credit) -> None:
@@ -347,6 +330,7 @@ class Dispatcher:
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
             self._keep(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
             return
+        incoming.channel.backlog.sent(frames)
         fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
         incoming.channel.put(tuple.__new__(Reply, fields), frames)  # Half the time of Reply(…).
         if self._incoming:
@@ -411,11 +395,24 @@ class Dispatcher:
             await InContext(self._run_async(incoming), context.copy())
             while task.cancelling():
                 task.uncancel()  # That call was cancelled, not those behind it.
-            incoming = incoming.following
+            incoming.following, incoming = None, incoming.following
             if number % _CALLS_PER_TURN == 0:
                 await asyncio.sleep(0)
 
+    def _sets_aside(self, incoming: Incoming) -> bool:
+        """Whether a call waits until its caller has taken in the answers that it was sent."""
+        if not incoming.channel.backlog.sets_aside(incoming):
+            return False
+        self._loop.call_soon_threadsafe(self._host.watch_backlog, incoming.channel)
+        if incoming.method.is_async or not incoming.method.serial:
+            incoming.task = None
+            self._give_place_back(incoming, time.perf_counter_ns())
+            incoming.hands_over = False
+        return True
+
     async def _run_async(self, incoming: Incoming) -> None:
+        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+            return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
@@ -440,6 +437,8 @@ class Dispatcher:
 
     def _execute(self, incoming: Incoming) -> None:
         served = incoming.method.owner
+        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+            return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return

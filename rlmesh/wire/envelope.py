@@ -17,7 +17,7 @@ import msgpack
 
 from rlmesh.errors import MalformedFrame
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = list[Buffer]
@@ -36,6 +36,7 @@ class Kind(IntEnum):
     KEEP = 11
     KEPT = 12
     RELEASE = 13
+    TAKEN = 14
     LANE_OFFER = 20
     OPEN_LANE = 21
     DETACHED = 22
@@ -122,6 +123,12 @@ class Release(NamedTuple):
     token: int
 
 
+class Taken(NamedTuple):
+    """How many large answers (`rlmesh.runtime.backlog`) the sender of this has taken in so far on this connection."""
+
+    count: int
+
+
 class Shares(NamedTuple):
     """Where the sender's shared memory lies: a peer with the same ``place`` can open it."""
 
@@ -177,7 +184,9 @@ class Part(NamedTuple):
 
 
 LaneHeader: TypeAlias = LaneOffer | OpenLane | Detached | Bulk | Part
-Header: TypeAlias = Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Shares | GiveBacks | LaneHeader
+Header: TypeAlias = (
+    Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Taken | Shares | GiveBacks | LaneHeader
+)
 Message: TypeAlias = tuple[Header, Frames]
 Lend: TypeAlias = Callable[[memoryview], Loan | None]
 Borrow: TypeAlias = Callable[[list[Buffer | Loan]], Frames]
@@ -191,6 +200,7 @@ _KIND_OF: dict[type[Any], int] = {
     Keep: int(Kind.KEEP),
     Kept: int(Kind.KEPT),
     Release: int(Kind.RELEASE),
+    Taken: int(Kind.TAKEN),
     Shares: int(Kind.SHARES),
     GiveBacks: int(Kind.GIVE_BACKS),
     LaneOffer: int(Kind.LANE_OFFER),
@@ -208,6 +218,7 @@ _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.KEEP: (Keep, (int,)),
     Kind.KEPT: (Kept, (int, int, int, int, int, int)),
     Kind.RELEASE: (Release, (int,)),
+    Kind.TAKEN: (Taken, (int,)),
     Kind.SHARES: (Shares, (str,)),
     Kind.GIVE_BACKS: (GiveBacks, (tuple,)),
     Kind.LANE_OFFER: (LaneOffer, (str, int)),
