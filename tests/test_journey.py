@@ -16,7 +16,7 @@ MODULES = [
         "errors", "memory.attach", "memory.device", "memory.exchange", "memory.pool", "runtime.calls",
         "runtime.channel", "runtime.deadlines", "runtime.dispatch", "runtime.executors", "runtime.future",
         "runtime.group", "runtime.handle", "runtime.lending", "runtime.pending", "runtime.reception",
-        "runtime.stream", "runtime.submission", "wire.codec", "wire.envelope",
+        "runtime.backlog", "runtime.stream", "runtime.submission", "runtime.unheard", "wire.codec", "wire.envelope",
     )
 ]  # fmt: skip
 

@@ -26,8 +26,10 @@ CALLS = 120
 class Member:
     def __init__(self) -> None:
         self.ran = 0
+        self.gate = threading.Event()
 
     def _make(self, number: int) -> Any:
+        self.gate.wait(HANG_S)
         self.ran += 1
         return np.full(2 * MIB, number, np.uint8)
 
@@ -91,8 +93,10 @@ def test_what_a_member_holds_is_bounded(mesh: Mesh, until: Callable[..., None], 
         other = second.peer("A:0", mesh.addresses[0].endpoint or "")
         other.call("echo", 1).result(HANG_S)
         group[0].call("echo", 1).result(HANG_S)
+        futures = [group[0].options(timeout_s=HANG_S).call(method, number % 250) for number in range(CALLS)]
+        until(lambda: len(mesh.runtimes[-1].serving()) == CALLS)
         with stopped(mesh.caller):
-            futures = [group[0].options(timeout_s=HANG_S).call(method, number % 250) for number in range(CALLS)]
+            member.gate.set()
             quiet(until, member, other)
             held = member.ran
         assert held * 2 * MIB <= backlog.LIMIT_BYTES + 16 * MIB, "not all of the answers"
@@ -109,8 +113,10 @@ def test_who_takes_nothing_is_cut_off(
     member = Member()
     group = mesh.serve("A", member)
     group[0].call("echo", 1).result(HANG_S)
+    futures = [group[0].options(timeout_s=HANG_S).call("make", number % 250) for number in range(CALLS)]
+    until(lambda: len(mesh.runtimes[-1].serving()) == CALLS)
     with stopped(mesh.caller):
-        futures = [group[0].options(timeout_s=HANG_S).call("make", number % 250) for number in range(CALLS)]
+        member.gate.set()
         until(lambda: "cuts" in caplog.text)
     assert "has not taken in" in caplog.text and "of its calls wait" in caplog.text
     errors = [future.exception(HANG_S) for future in futures]
@@ -121,6 +127,7 @@ def test_who_takes_nothing_is_cut_off(
 @pytest.mark.case("a09")
 def test_a_caller_that_reads_is_never_behind(mesh: Mesh) -> None:
     member = Member()
+    member.gate.set()
     group = mesh.serve("A", member)
     for _ in range(3):
         futures = [group[0].call("make", number) for number in range(60)]
