@@ -14,9 +14,10 @@ MODULES = [
     importlib.import_module(f"rlmesh.{name}")
     for name in (
         "errors", "memory.attach", "memory.device", "memory.exchange", "memory.pool", "runtime.calls",
-        "runtime.channel", "runtime.cohorts", "runtime.deadlines", "runtime.dispatch", "runtime.executors",
-        "runtime.future", "runtime.group", "runtime.group_retry", "runtime.handle", "runtime.lending",
-        "runtime.pending", "runtime.reception", "runtime.stream", "runtime.submission", "wire.codec", "wire.envelope",
+        "runtime.backlog", "runtime.channel", "runtime.cohorts", "runtime.deadlines", "runtime.dispatch",
+        "runtime.executors", "runtime.future", "runtime.group", "runtime.group_retry", "runtime.handle",
+        "runtime.incoming", "runtime.lending", "runtime.pending", "runtime.reception", "runtime.stream",
+        "runtime.submission", "runtime.unheard", "wire.codec", "wire.envelope",
     )
 ]  # fmt: skip
 

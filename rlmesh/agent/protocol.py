@@ -227,14 +227,16 @@ def origin_of(error: BaseException) -> CallOrigin:
 
 def portable_error(error: Exception) -> Exception:
     """The error itself if every process of the job can unpickle it, else one of the same name and text."""
+    from rlmesh.wire.failure import message_of  # Slow to import, and only needed by what fails.
+
     module = type(error).__module__
     if module == "builtins" or module.partition(".")[0] == "rlmesh":
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:  # whatever its own __reduce__ may raise
-            return named_error(type(error).__name__, str(error))
+            return named_error(type(error).__name__, message_of(error))
         return error
-    return named_error(type(error).__name__, str(error))
+    return named_error(type(error).__name__, message_of(error))
 
 
 def named_error(name: str, text: str) -> Exception:

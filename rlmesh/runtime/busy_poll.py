@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rlmesh.errors import MalformedFrame
 from rlmesh.runtime.stream import StreamLink
-from rlmesh.wire.envelope import Frames, Message, Reply, unpack
+from rlmesh.wire.envelope import Frames, Message, Reply, Taken, unpack
 
 if TYPE_CHECKING:
     from rlmesh.runtime.pending import PendingCall
@@ -101,7 +101,10 @@ class BusyPoll:
         if answer is not None:
             reply, frames = answer
             assert isinstance(reply, Reply)
+            channel = call.peer.channel
             call.table.on_reply(link, reply, frames)
+            if count := channel.backlog.took(frames):
+                channel.send(Taken(count), [])
 
 
 def _lone_answer(packet: Frames) -> Message | None:

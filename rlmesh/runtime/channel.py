@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlmesh.memory.device import contents
 from rlmesh.runtime import forked
+from rlmesh.runtime.backlog import Backlog
 from rlmesh.runtime.transport import Link
 from rlmesh.wire.envelope import Frames, Header, Lend, Message, pack
 from rlmesh.wire.greeting import Admission, Opening
@@ -38,8 +39,8 @@ class Channel:
     """
 
     __slots__ = (
-        "_lock", "_outbox", "_post", "_scheduled", "authenticated", "divert", "greeting", "incoming", "lend", "link",
-        "peer_name", "room", "unseal",
+        "_lock", "_outbox", "_post", "_scheduled", "authenticated", "backlog", "divert", "greeting", "incoming", "lend",
+        "link", "peer_name", "room", "unseal",
     )  # fmt: skip
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
@@ -54,6 +55,7 @@ class Channel:
         """What of the peer's messages waits for its payload."""
         self.unseal: Callable[[Frames], Frames] | None = None
         """Set for a connection that carries payloads only: gives the frames of a packet that the peer sent."""
+        self.backlog = Backlog()
         self.peer_name = link.peer
         self.room = NORMAL_ROOM
         """So many calls of one method may be on their way here, as far as the peer was told."""

@@ -120,7 +120,7 @@ class Dispatcher:
         elif not self._prepare(incoming):
             return
         if self._starting is None:
-            self._start(incoming)
+            self.start(incoming)
         else:
             self._starting.append(incoming)
 
@@ -133,9 +133,10 @@ class Dispatcher:
     def let_go(self) -> None:
         starting, self._starting = self._starting, None
         for incoming in starting or ():
-            self._start(incoming)
+            self.start(incoming)
 
-    def _start(self, incoming: Incoming) -> None:
+    def start(self, incoming: Incoming) -> None:
+        """Begin a call as soon as its method has a place for it."""
         method = incoming.method
         if not method.is_async and method.serial:
             run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
@@ -175,6 +176,7 @@ class Dispatcher:
         except Exception as error:
             self.refuse(channel, call, error)
         else:
+            channel.backlog.sent(answer)
             channel.send(Reply(call.call_id, True, 0, 0, 0), answer)
 
     def on_credit(self, channel: Channel, credit: Credit) -> None:
@@ -286,6 +288,7 @@ class Dispatcher:
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
             self._keep(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
             return
+        incoming.channel.backlog.sent(frames)
         fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
         incoming.channel.put(tuple.__new__(Reply, fields), frames)  # Half the time of Reply(…).
         if self._incoming:
@@ -350,11 +353,24 @@ class Dispatcher:
             await InContext(self._run_async(incoming), context.copy())
             while task.cancelling():
                 task.uncancel()  # That call was cancelled, not those behind it.
-            incoming = incoming.following
+            incoming.following, incoming = None, incoming.following
             if number % _CALLS_PER_TURN == 0:
                 await asyncio.sleep(0)
 
+    def _sets_aside(self, incoming: Incoming) -> bool:
+        """Whether a call waits until its caller has taken in the answers that it was sent."""
+        if not incoming.channel.backlog.sets_aside(incoming):
+            return False
+        self._loop.call_soon_threadsafe(self._host.watch_backlog, incoming.channel)
+        if incoming.method.is_async or not incoming.method.serial:
+            incoming.task = None
+            self._give_place_back(incoming, time.perf_counter_ns())
+            incoming.hands_over = False
+        return True
+
     async def _run_async(self, incoming: Incoming) -> None:
+        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+            return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
@@ -384,6 +400,8 @@ class Dispatcher:
 
     def _execute(self, incoming: Incoming) -> None:
         served = incoming.method.owner
+        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+            return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.future import Future
 from rlmesh.wire.envelope import Buffer
 from rlmesh.wire.passed import Elsewhere
@@ -29,4 +30,8 @@ class Host(Protocol):
 
     def system_exit(self, code: object) -> None:
         """User code called ``sys.exit``."""
+        ...
+
+    def watch_backlog(self, channel: Channel) -> None:
+        """A peer does not take its answers in. On the runtime's loop."""
         ...

@@ -168,6 +168,7 @@ class Outflow:
         incoming = self._incoming
         frames = codec.encode(item, self._dispatcher.capture)
         if not incoming.cancelled:
+            incoming.channel.backlog.sent(frames)
             incoming.channel.send(Item(incoming.call.call_id, self._sent), frames)
             self._dispatcher.active_at = clock.now()
         self._sent += 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import AuthenticationFailed, MalformedFrame, WireError
 from rlmesh.runtime import clock
+from rlmesh.runtime.backlog import LOOK_S
 from rlmesh.runtime.calls import CONNECT_TIMEOUT_S, Calls
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.network import NetworkOptions, plain
@@ -30,6 +31,7 @@ from rlmesh.wire.envelope import (
     Reply,
     Room,
     Shares,
+    Taken,
     unpack,
 )
 
@@ -93,6 +95,7 @@ class Reception:
         kind = type(header)
         if kind is Reply:
             self._calls.on_reply(link, header, payload)
+            self._took(channel, payload)
         elif kind is Call:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
         elif kind is Cancel:
@@ -104,6 +107,10 @@ class Reception:
             self._lending.on_give_backs(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
+            self._took(channel, payload)
+        elif kind is Taken:
+            for incoming in channel.backlog.told(header.count):
+                self._dispatcher.start(incoming)
         elif kind is Credit:
             self._dispatcher.on_credit(channel, header)
         elif kind is Keep:
@@ -116,6 +123,28 @@ class Reception:
             self._calls.on_room(link, header)
         else:
             self._lanes.on_message(channel, header, payload)
+
+    def _took(self, channel: Channel, answer: Frames) -> None:
+        if count := channel.backlog.took(answer):
+            channel.send(Taken(count), [])
+
+    def watch_backlog(self, channel: Channel) -> None:
+        """Look, from now on, whether a peer that is behind takes its answers in at last; cut it off if it does not."""
+        if not channel.backlog.watched:
+            channel.backlog.watched = True
+            self._loop.call_later(LOOK_S, self._look_at_backlog, channel)
+
+    def _look_at_backlog(self, channel: Channel) -> None:
+        backlog, now = channel.backlog, clock.now()
+        backlog.watched = False
+        if self._incoming.get(channel.link) is not channel or not backlog.is_behind:
+            return
+        if backlog.is_stuck(now):
+            what = backlog.describe(now)
+            logger.error("%s cuts %s off: %s", self.name, channel.peer_name, what)
+            self.end(channel, f"it was cut off: {what}")
+        else:
+            self.watch_backlog(channel)
 
     def _on_admitted(self, channel: Channel, link: Link) -> None:
         called = link.peer if self._calls.channel_of(link) is not None else None

@@ -88,7 +88,7 @@ class Inbox:
         if error is None:
             self._close_one()
             return
-        if isinstance(error, CallError) and source.arrived and error.executed == "maybe":
+        if isinstance(error, CallError) and source.arrived and CallError.details(error).executed == "maybe":
             error.executed = "yes"  # It sent items, so it ran.
         self.put(source, error)
 

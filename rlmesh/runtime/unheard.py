@@ -6,9 +6,12 @@ import logging
 import sys
 
 from rlmesh.errors import CallCancelled, CallError, RemoteError, ShuttingDown
+from rlmesh.runtime import clock
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 10.0
+_KINDS = 1000
 _OWN = ("@", "weights_")
 """Targets and methods of rlmesh's own calls begin so."""
 
@@ -46,6 +49,27 @@ class Unheard:
             pass  # The collector runs this anywhere; nobody could take an error of it.
 
 
+class Alike:
+    """Of many failures of one kind within `AGAIN_S` the first is told, and later how many there were."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def skip(self, kind: tuple[str, str], now: float) -> int | None:
+        """None if this one is not told; else how many were not since the last one that was."""
+        at, silent = self._told.get(kind, (-AGAIN_S, 0))
+        if now - at < AGAIN_S:
+            self._told[kind] = (at, silent + 1)
+            return None
+        if len(self._told) > _KINDS:
+            self._told.clear()
+        self._told[kind] = (now, 0)
+        return silent
+
+
+_alike = Alike()
+
+
 def tell(error: BaseException) -> None:
     """Log an error that nobody will be given."""
     if isinstance(error, CallCancelled | ShuttingDown):
@@ -57,6 +81,10 @@ def tell(error: BaseException) -> None:
     member = str(details.role) if details.rank is None else f"{details.role}:{details.rank}"
     own = member.startswith(_OWN) or str(details.method).startswith(_OWN)
     what = f"{member}.{details.method}()" if details.method else "a call"
+    if (alike := _alike.skip((what, type(error).__name__), clock.now())) is None:
+        return
+    if alike:
+        what = f"{what} (and {alike} such calls before it)"
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RemoteError):
         text = f"{error}\n{details.remote_traceback.rstrip()}"

@@ -17,7 +17,7 @@ import msgpack
 
 from rlmesh.errors import MalformedFrame
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = list[Buffer]
@@ -37,6 +37,7 @@ class Kind(IntEnum):
     KEPT = 12
     RELEASE = 13
     ROOM = 14
+    TAKEN = 15
     LANE_OFFER = 20
     OPEN_LANE = 21
     DETACHED = 22
@@ -129,6 +130,12 @@ class Room(NamedTuple):
     calls: int
 
 
+class Taken(NamedTuple):
+    """How many large answers (`rlmesh.runtime.backlog`) the sender of this has taken in so far on this connection."""
+
+    count: int
+
+
 class Shares(NamedTuple):
     """Where the sender's shared memory lies: a peer with the same ``place`` can open it."""
 
@@ -185,7 +192,7 @@ class Part(NamedTuple):
 
 LaneHeader: TypeAlias = LaneOffer | OpenLane | Detached | Bulk | Part
 Header: TypeAlias = (
-    Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Room | Shares | GiveBacks | LaneHeader
+    Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Room | Taken | Shares | GiveBacks | LaneHeader
 )
 Message: TypeAlias = tuple[Header, Frames]
 Lend: TypeAlias = Callable[[memoryview], Loan | None]
@@ -201,6 +208,7 @@ _KIND_OF: dict[type[Any], int] = {
     Kept: int(Kind.KEPT),
     Release: int(Kind.RELEASE),
     Room: int(Kind.ROOM),
+    Taken: int(Kind.TAKEN),
     Shares: int(Kind.SHARES),
     GiveBacks: int(Kind.GIVE_BACKS),
     LaneOffer: int(Kind.LANE_OFFER),
@@ -219,6 +227,7 @@ _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.KEPT: (Kept, (int, int, int, int, int, int)),
     Kind.RELEASE: (Release, (int,)),
     Kind.ROOM: (Room, (int,)),
+    Kind.TAKEN: (Taken, (int,)),
     Kind.SHARES: (Shares, (str,)),
     Kind.GIVE_BACKS: (GiveBacks, (tuple,)),
     Kind.LANE_OFFER: (LaneOffer, (str, int)),

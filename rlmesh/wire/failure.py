@@ -60,7 +60,7 @@ def record(error: BaseException, *, executed: Executed = "yes") -> FailureRecord
     module, qualname = _name(error)
     group = isinstance(error, BaseExceptionGroup)
     return FailureRecord(
-        module, qualname, _message(error), format_error(error), _HOST, os.getpid(), executed, _pickled(error),
+        module, qualname, message_of(error), format_error(error), _HOST, os.getpid(), executed, _pickled(error),
         tuple(_safely(lambda: _causes(error), [])), _safely(lambda: remote_type.state_of(error), {}),
         _safely(lambda: _members(error), None) if group else None,
     )  # fmt: skip
@@ -86,7 +86,8 @@ def _name(error: BaseException) -> tuple[str, str]:
     return module, qualname
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """Its text. Never raises."""
     try:
         return "".join((str(error),))  # Of a class of text its plain text.
     except BaseException as broken:
@@ -103,7 +104,7 @@ def format_error(error: BaseException) -> str:
     except BaseException as broken:
         why = f"(its own {type(broken).__name__} keeps the rest from being told)"
         frames = _safely(lambda: "".join(traceback.format_tb(_user_traceback(error))), "")
-        return f"Traceback (most recent call last):\n{frames}{'.'.join(_name(error))}: {_message(error)} {why}\n"
+        return f"Traceback (most recent call last):\n{frames}{'.'.join(_name(error))}: {message_of(error)} {why}\n"
 
 
 def _end_in_user_code(told: traceback.TracebackException) -> None:

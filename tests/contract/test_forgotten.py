@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import RemoteError
+from rlmesh.runtime import unheard
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S
@@ -50,6 +51,18 @@ class Worker:
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     gc.collect()
     return [record.getMessage() for record in caplog.records if SAID in record.getMessage()]
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unheard, "_alike", unheard.Alike())
+
+
+@pytest.mark.case("n16")
+def test_many_alike_are_told_as_one() -> None:
+    alike, kind, other = unheard.Alike(), ("W:0.f()", "ValueError"), ("W:0.f()", "KeyError")
+    assert [alike.skip(kind, now) for now in (0.0, 1.0, 9.9)] == [0, None, None]
+    assert [alike.skip(other, 5.0), alike.skip(kind, 10.1), alike.skip(kind, 30.0)] == [0, 2, 0]
 
 
 def all_done(group: Any) -> None:

@@ -68,7 +68,7 @@ def test_what_is_injected_ends_the_connection(
         while True:
             tcp.handle.call("echo", data).result(HANG_S)
     assert not made.exists(), "nothing of it was decoded"
-    assert victim.strangers.total == 1 and "unencrypted connection" in caplog.text, "and it is told"
+    assert victim.strangers.counts["wrong key"] == 1 and "unencrypted connection" in caplog.text, "and it is told"
 
 
 @pytest.mark.case("a06")

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from rlmesh.agent.protocol import portable_error
 from rlmesh.errors import CallError, CallTimeout, RemoteError
 from rlmesh.wire import failure
 from rlmesh.wire.remote_type import CONTROL_FLOW
@@ -254,6 +255,14 @@ def test_the_users_attributes_win_and_all_is_told(error: Exception, text: str, h
     for twin in (pickle.loads(pickle.dumps(back)), copy.copy(back)):
         assert str(twin) == str(back) and type(twin) is type(back) and twin.args == back.args
         assert isinstance(twin, RemoteError) and CallError.details(twin) == details
+
+
+@pytest.mark.case("b02")
+@pytest.mark.parametrize("error", [NoText("seven"), NoRepr("quiet"), Lies("truth"), RefusesToTravel("stays")], ids=type)
+def test_the_master_is_told_of_what_a_role_raises_itself(error: Exception) -> None:
+    there = pickle.loads(pickle.dumps(portable_error(error)))
+    assert type(there).__name__ == type(error).__name__
+    assert failure.message_of(error) == str(there)
 
 
 @pytest.mark.case("b02")
