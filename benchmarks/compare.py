@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 HERE = Path(__file__).resolve().parent
 RPC = "rpc.py"
@@ -124,24 +124,21 @@ def rows_of(text: str) -> dict[str, Figure]:
 
 
 def _of_object(found: Mapping[str, Any]) -> dict[str, Figure]:
-    if "row" in found:
-        value = found.get("value")
-        return (
-            {str(found["row"]): Figure(value, found.get("unit", ""), found.get("better", "lower"))}
-            if _is_number(value)
-            else {}
-        )
-    if "what" in found:
-        seconds = found.get("seconds")
-        return {str(found["what"]): Figure(seconds, "s")} if _is_number(seconds) else {}
+    if "row" in found or "what" in found:
+        row = "row" in found
+        name, value = found["row" if row else "what"], found.get("value" if row else "seconds")
+        unit = found.get("unit", "") if row else "s"
+        return {str(name): Figure(value, unit, found.get("better", "lower"))} if _is_number(value) else {}
     return {
-        name: Figure(value, "s" if name.endswith("_s") else "", "higher" if name.endswith("_per_s") else "lower")
+        name: Figure(value, "", "higher")
+        if name.endswith("_per_s")
+        else Figure(value, "s" if name.endswith("_s") else "")
         for name, value in found.items()
         if _is_number(value)
     }
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

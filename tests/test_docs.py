@@ -21,6 +21,7 @@ SOURCES = sorted(
 OF_OTHERS = {
     "--gpus-per-node",
     "--gpus-per-task",
+    "--het-group",
     "--kill-on-bad-exit",
     "--wait",
     "--scope",

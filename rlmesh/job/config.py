@@ -212,6 +212,32 @@ class DLConfig(Spec):
 
         return plan_job(self, cluster)
 
+    @property
+    def node_num(self) -> int | None:
+        """``node_number``, by DLRover's name."""
+        return self.node_number
+
+    @property
+    def config(self) -> Any:
+        """``user_config``, by DLRover's name."""
+        return self.user_config
+
+    @property
+    def env(self) -> dict[str, str]:
+        """``global_env``, by DLRover's name."""
+        return self.global_env
+
+    def get_workload(self, role: str) -> WorkloadDesc:
+        """The description of a role; the same object as in ``workloads``.
+
+        Raises:
+            UsageError: the job has no such role.
+        """
+        try:
+            return self.workloads[role]
+        except KeyError:
+            raise UsageError(f"the job has no role {role!r}.{did_you_mean(str(role), self.workloads)}") from None
+
     def envs_of(self, role: str) -> dict[str, str]:
         """The variables that the job sets for the members of a role: ``global_env``, then the role's own."""
         return {**self.global_env, **self.workloads[role].envs}

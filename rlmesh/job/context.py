@@ -154,6 +154,11 @@ class WorkerContext:
         return f"{self.role}:{self.rank}"
 
     @property
+    def actor_info(self) -> WorkerContext:
+        """The same object, by the name that DLRover gives to what a worker knows about itself."""
+        return self
+
+    @property
     def step(self) -> int | None:
         """The last step given to ``report`` or ``step_boundary``."""
         return self._step

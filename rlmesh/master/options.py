@@ -99,9 +99,11 @@ class RunningJob(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Ambient:
-    """One block of options, and the jobs that were submitted in it."""
+    """One block of options, and the jobs that were submitted in it. ``yields``: what a call to ``submit`` itself says
+    wins over it."""
 
     options: LaunchOptions
+    yields: bool = False
     jobs: list[RunningJob] = field(default_factory=list)
 
 
@@ -109,10 +111,10 @@ _ambient: list[Ambient] = []
 
 
 @contextmanager
-def ambient(options: LaunchOptions) -> Iterator[Ambient]:
+def ambient(options: LaunchOptions, *, yields: bool = False) -> Iterator[Ambient]:
     """Options for every job that is submitted in this block, from any thread. An outer block's win: it was
-    set by whoever is nearer to the machine."""
-    block = Ambient(options)
+    set by whoever is nearer to the machine. One that ``yields``, of the program itself, gives defaults."""
+    block = Ambient(options, yields)
     _ambient.append(block)
     try:
         yield block
@@ -124,7 +126,7 @@ def effective(options: LaunchOptions | None) -> LaunchOptions:
     """``options`` under what was set around the script."""
     result = options or LaunchOptions()
     for block in reversed(_ambient):
-        result = block.options.over(result)
+        result = result.over(block.options) if block.yields else block.options.over(result)
     return result
 
 

@@ -35,12 +35,14 @@ class RoleGroup(Generic[A]):
     ``group.call(Actor.forward, x)`` and find wrong methods and arguments. ``group[1:3]``, ``group.along("dp")`` and
     ``group.options(…)`` are views of the same members. ``RoleGroup("ROLLOUT/prefill")``, or with ``group="prefill"``,
     are the members of one of the groups that ``.with_groups(prefill=…, decode=…)`` made of a role.
+    ``RoleGroup("REFERENCE", optional=True)`` is empty, and false, where the job has no such role.
     """
 
     def __init__(
         self, role: str | Enum | type[A], *, group: str = "", runtime: Runtime | None = None,
-        ranks: tuple[int, ...] | None = None, options: CallOptions | None = None,
+        ranks: tuple[int, ...] | None = None, options: CallOptions | None = None, optional: bool = False,
     ) -> None:  # fmt: skip
+        require("RoleGroup(optional=…)", optional, bool, "True or False")
         if runtime is not None:
             require("RoleGroup(runtime=…)", runtime, Runtime, "a Runtime")
         if options is not None:
@@ -55,6 +57,7 @@ class RoleGroup(Generic[A]):
         self._ranks = ranks
         self._options = options or CallOptions()
         self._round = Round()
+        self._optional = optional
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -62,6 +65,8 @@ class RoleGroup(Generic[A]):
         if self._ranks is not None:
             return self._ranks
         book = self._caller().address_book()
+        if self._optional and self.role not in book.roles():
+            return ()
         members = book.group(self.role, self.group) if self.group else book.role(self.role)
         return tuple(member.rank for member in members)
 
@@ -250,6 +255,7 @@ class RoleGroup(Generic[A]):
             One result per item; the method returns one per item that it was given.
         """
         ranks = self.ranks
+        self._check_present(ranks)
         calls = split_call(size, len(ranks), args, kwargs)
         futures = self._submit(method, ranks[: len(calls)], calls)
         return FutureSequence(futures, balanced_sizes(size, len(ranks))[: len(calls)], method_name(method))
@@ -270,7 +276,9 @@ class RoleGroup(Generic[A]):
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Stream[Any]: ...
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> Stream[Any]:
         """Call a generator method of every member; items come as they arrive, with ``for`` or ``async for``."""
-        return self._caller().stream_group(self.role, self.ranks, method_name(method), args, kwargs, self._options)
+        ranks = self.ranks
+        self._check_present(ranks)
+        return self._caller().stream_group(self.role, ranks, method_name(method), args, kwargs, self._options)
 
     @overload
     def notify(self, method: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
@@ -280,22 +288,31 @@ class RoleGroup(Generic[A]):
     def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
     def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
         """Call every member without waiting for ends or errors (the members log them)."""
-        self._caller().notify_group(self.role, self.ranks, method_name(method), args, kwargs, self._options)
+        ranks = self.ranks
+        self._check_present(ranks)
+        self._caller().notify_group(self.role, ranks, method_name(method), args, kwargs, self._options)
 
     def _submit(
         self, method: Any, ranks: tuple[int, ...], calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Future[Any]]:
         if not ranks:
+            self._check_present(ranks)
             return []
         caller, remote = self._caller(), method_name(method)
         group = CallGroup(len(ranks)) if len(ranks) > 1 else None
         frames = caller.encode_calls(remote, calls)
         return caller.submit_group(self.role, ranks, remote, frames, self._options, group=group)
 
+    def _check_present(self, ranks: tuple[int, ...]) -> None:
+        """An optional role that is absent is asked for before it is called: a call to nobody would give nothing."""
+        if self._optional and not ranks:
+            raise RoleNotFound(f"the job has no role {self._name}, which is optional here: call it only `if group:`")
+
     def _view(self, ranks: tuple[int, ...] | None, options: CallOptions | None = None) -> RoleGroup[A]:
         view: RoleGroup[A] = RoleGroup(
-            self.role, group=self.group, runtime=self._runtime, ranks=ranks, options=options or self._options
-        )
+            self.role, group=self.group, runtime=self._runtime, ranks=ranks, options=options or self._options,
+            optional=self._optional,
+        )  # fmt: skip
         view._round = self._round
         return view
 
@@ -320,12 +337,14 @@ class RoleGroup(Generic[A]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As an argument or a result: where it arrives, it calls by that process's own runtime.
-        return _arrived, (self.role, self.group, self._ranks, self._options)
+        return _arrived, (self.role, self.group, self._ranks, self._options, self._optional)
 
     def __repr__(self) -> str:
         ranks = "" if self._ranks is None else f" ranks {list(self._ranks)}"
         return f"<RoleGroup {self._name}{ranks}>"
 
 
-def _arrived(role: str, group: str, ranks: tuple[int, ...] | None, options: CallOptions) -> RoleGroup[Any]:
-    return RoleGroup(role, group=group, ranks=ranks, options=options)
+def _arrived(
+    role: str, group: str, ranks: tuple[int, ...] | None, options: CallOptions, optional: bool
+) -> RoleGroup[Any]:
+    return RoleGroup(role, group=group, ranks=ranks, options=options, optional=optional)

@@ -131,6 +131,10 @@ class FutureSequence(Sequence[T_co]):
         gather(self._shards).result(timeout)
         return list(self)
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for all results and leave them here; the first failure of any shard raises at once."""
+        self.result(timeout)
+
     def done(self) -> bool:
         return all(shard.done() for shard in self._shards)
 

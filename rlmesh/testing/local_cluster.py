@@ -31,7 +31,7 @@ class LocalCluster:
     Args:
         nodes: how many.
         devices_per_node: virtual accelerators of each.
-        view: how jobs are shown.
+        view: how jobs are shown for which ``submit`` does not say it.
         run_root: folder for the jobs' run directories; ``runs`` if not given.
         limits: deadlines of the jobs' phases.
         nvml: ``module:attribute`` of a :class:`FakeNvml`, whose GPUs every node then has in place of virtual slots.
@@ -60,7 +60,7 @@ class LocalCluster:
         self._jobs: Ambient | None = None
 
     def __enter__(self) -> LocalCluster:
-        self._jobs = self._stack.enter_context(ambient(self._options))
+        self._jobs = self._stack.enter_context(ambient(self._options, yields=True))
         return self
 
     def __exit__(

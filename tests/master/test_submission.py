@@ -142,3 +142,15 @@ def test_options_around_the_script_win_and_leave_the_rest() -> None:
         result = effective(mine)
     assert (result.view, result.run_dir, result.cluster) == ("plain", Path("mine"), Cluster(("n",)))
     assert effective(mine) == mine
+
+
+@pytest.mark.case("s08")
+def test_what_a_call_says_wins_over_the_programs_own_block_and_not_over_the_launcher() -> None:
+    mine, silent = LaunchOptions(view="plain"), LaunchOptions()
+    limits = Limits(setup_s=7.0)
+    cluster = LaunchOptions(view="none", cluster=Cluster(("n",)), limits=limits)
+    with ambient(cluster, yields=True):
+        assert (effective(mine).view, effective(silent).view) == ("plain", "none")
+        assert (effective(mine).cluster, effective(mine).limits) == (Cluster(("n",)), limits)
+    with ambient(LaunchOptions(view="live")), ambient(cluster, yields=True):
+        assert effective(mine).view == "live"

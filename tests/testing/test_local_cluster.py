@@ -63,3 +63,17 @@ def test_lost_node_is_named(tmp_path: Path) -> None:
 def test_impossible_sizes(sizes: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="a whole number from"):
         LocalCluster(**sizes)  # type: ignore[arg-type]
+
+
+class Once:
+    def run(self) -> None: ...
+
+
+@pytest.mark.case("s08")
+def test_a_view_that_submit_names_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with LocalCluster(run_root=tmp_path):
+        job = DLJobBuilder().role("TRAINER").run(Once).build()
+        job.submit("unseen")
+        assert capfd.readouterr() == ("", "")
+        job.submit("seen", view="plain")
+    assert "seen succeeded after" in capfd.readouterr().err
