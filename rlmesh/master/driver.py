@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from rlmesh.agent.checks import gather, judge
+from rlmesh.agent.oom import at_the_limit
 from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
@@ -141,6 +142,10 @@ class Driver:
         """Run the job; to be called once. Raises as ``run_job``."""
         try:
             return self._make_session().run()
+        except Exception as error:
+            if short := at_the_limit():
+                error.add_note(short)
+            raise
         finally:
             self._ended.set()
             self._interrupt.close()
