@@ -32,7 +32,7 @@ DRIVER_STOPS_S = 3.0
 AGAIN = 3
 CAUSES = {
     "guardian": ("guardian",), "agent": ("agent",), "master": ("master",), "zygote": ("zygote",),
-    "worker": ("WORKER", "TRAINER"), "driver": ("MemoryError", "emory", "thread", "failed to map segment"),
+    "worker": ("WORKER", "TRAINER"), "driver": ("MemoryError", "emory", "thread", "failed to map segment", "RLIMIT_AS"),
 }  # fmt: skip
 """One of these stands in the error of a job that did not succeed."""
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["OomCounters"]
+__all__ = ["OomCounters", "at_the_limit"]
+
+
+NEARLY = 0.9
+"""Of its limit of address space: with so much a process fails in places that say nothing of memory."""
+
+
+def at_the_limit(status: Path = Path("/proc/self/statm")) -> str:
+    """In words, how near this process is to its limit of address space; empty if it is not, or has none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        used = int(status.read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):
+        return ""
+    if limit == resource.RLIM_INFINITY or used < NEARLY * limit:
+        return ""
+    return f"this process uses {_mib(used)} of address space, and RLIMIT_AS allows {_mib(limit)}: ulimit -v"
 
 
 class OomCounters:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from rlmesh import private_files
 from rlmesh.agent.checks import gather, judge
+from rlmesh.agent.oom import at_the_limit
 from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.config import DLConfig
 from rlmesh.job.context import current_worker
@@ -166,6 +167,10 @@ class Driver:
         """Run the job; to be called once. Raises as ``run_job``."""
         try:
             return self._make_session().run()
+        except Exception as error:
+            if short := at_the_limit():
+                error.add_note(short)
+            raise
         finally:
             self._ended.set()
             self._interrupt.close()

@@ -82,3 +82,22 @@ def test_an_allocation_beyond_a_limit_of_the_process(tmp_path: Path) -> None:
     text = run_job(tmp_path, "env", "A=1", "B=1", "--", "limit")
     assert "EATER:0" in text and "MemoryError" in text
     assert "out of memory: RLIMIT_AS is 1,024 MiB; its peak was" in text, text
+
+
+@pytest.mark.case("a13")
+def test_a_process_near_its_limit_says_so() -> None:
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from rlmesh.agent.oom import at_the_limit\n"
+        "print(repr(at_the_limit()))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\n"
+        "print(repr(at_the_limit()))\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), used + (8 << 20)))\n"
+        "print(at_the_limit())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    free, far, near = done.stdout.splitlines()
+    assert free == far == "''", done.stderr
+    assert "MiB of address space, and RLIMIT_AS allows" in near
