@@ -45,7 +45,7 @@ def pool() -> int:
     assert workers.map(square, range(4)) == [0, 1, 4, 9]
     workers.close()
     workers.join()
-    return max(abs(worker.exitcode) for worker in workers._pool)  # type: ignore[attr-defined]
+    return max(abs(int(worker.exitcode)) for worker in workers._pool)  # type: ignore[attr-defined]
 
 
 def executor() -> int:
@@ -59,7 +59,7 @@ def loader() -> int:
     import torch
     from torch.utils.data import DataLoader
 
-    data = DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)  # type: ignore[arg-type]
+    data: DataLoader[torch.Tensor] = DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)  # type: ignore[arg-type]
     assert sum(float(batch.sum()) for batch in data) == 28.0
     return 0
 

@@ -15,7 +15,7 @@ from rlmesh.runtime import clock
 from rlmesh.wire.envelope import Frames
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.dispatch import Incoming
+    from rlmesh.runtime.incoming import Incoming
 
 LIMIT_BYTES = 64 << 20
 CUT_OFF_S = 60.0

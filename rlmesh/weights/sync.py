@@ -271,8 +271,9 @@ class WeightSync:
         left = self._left or link.left
         if self._left is None and told is None and left is not None and version < left.version:
             logger.warning(
-                "version %d is pushed, but the source sent version %d last, to another WeightSync: unless it went back, "
-                "which send_weights(restored=…) or source_restored() say, these are the weights of that one or later",
+                "version %d is pushed, but the source sent version %d last, to another WeightSync: unless it went "
+                "back, which send_weights(restored=…) or source_restored() say, these are the weights of that one "
+                "or later",
                 version, left.version,
             )  # fmt: skip
         left = link.leaves(told.version) if link.checked and told else check(left, link.standings, told, version)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,8 +46,10 @@ def stand_still() -> None:
 
 
 class Entry:
+    bucket: dict[int, Any] | None = None
+
     def __init__(self, seconds: float) -> None:
-        self.deadline, self.bucket, self.call_id = clock.now() + seconds, None, 1
+        self.deadline, self.call_id = clock.now() + seconds, 1
 
 
 @pytest.mark.case("b20")

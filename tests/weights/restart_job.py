@@ -82,7 +82,7 @@ class Trainer:
 
     def lost(self) -> dict[str, Any]:
         """The actor dies after step 3. The trainer notices by the error, and goes back if there is a checkpoint."""
-        served, error, events, step, died = [], None, list[RestartEvent](), 0, False
+        served, error, events, step, died, pid = [], None, list[RestartEvent](), 0, False, 0
         with WeightSync(self.actor, self.rollout) as sync:
             while step < STEPS:
                 try:
