@@ -36,7 +36,7 @@ def test_running_time_leaves_standstills_out() -> None:
         source[0] += step
         running()
     assert running() == pytest.approx(100.0 + 0.5 + 1.9 + 0.5 + 0.1)
-    assert told == [(pytest.approx(102.4), pytest.approx(30.0)), (pytest.approx(102.9), pytest.approx(3600.0))]
+    assert told == [(pytest.approx(102.4), pytest.approx(30.0)), (pytest.approx(102.9), pytest.approx(3600.0))]  # type: ignore[comparison-overlap]
     assert clock.RunningTime(lambda: source[0], lost_s=3630.0)() == running(), "the next one goes on from there"
 
 
