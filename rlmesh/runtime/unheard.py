@@ -6,7 +6,7 @@ import logging
 import sys
 
 from rlmesh.errors import CallCancelled, CallError, RemoteError, ShuttingDown
-from rlmesh.runtime import clock
+from rlmesh.runtime import clock, forked
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,12 @@ class Told:
 class Unheard:
     """A future's error until somebody asks for it. It is collected with the future."""
 
-    __slots__ = ("_error", "_together")
+    __slots__ = ("_error", "_fork", "_together")
 
     def __init__(self, error: BaseException, together: Told | None) -> None:
         self._error: BaseException | None = error
         self._together = together
+        self._fork = forked.count
 
     def heard(self) -> None:
         self._error = None
@@ -40,6 +41,8 @@ class Unheard:
     def __del__(self) -> None:
         error, together = self._error, self._together
         if error is None or (together is not None and together.told) or sys.is_finalizing():
+            return
+        if self._fork != forked.count:  # the parent of this forked child tells it
             return
         if together is not None:
             together.told = True

@@ -42,7 +42,8 @@ class WeightSource(Protocol):
     """`gather` gives the weights themselves, which stay where they are; not what it makes for the occasion."""
 
     def manifest(self) -> Manifest:
-        """All tensors, whole: the same on every rank."""
+        """All tensors, whole, as they are now: the same on every rank. Asked at every push, so it should be cheap, and
+        an equal one as long as nothing was replaced."""
         ...
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Any]]:
@@ -51,7 +52,8 @@ class WeightSource(Protocol):
         ...
 
     def stamp(self) -> object:
-        """A value that changes when the weights do: a fenced push fails if it is another one at its end."""
+        """A value that changes when the weights do: a push fails if it is another one when all is sent or, with a
+        snapshot, when all is copied."""
         ...
 
 

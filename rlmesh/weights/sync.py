@@ -272,8 +272,7 @@ class WeightSync:
         if self._left is None and told is None and left is not None and version < left.version:
             logger.warning(
                 "version %d is pushed, but the source sent version %d last, to another WeightSync: unless it went "
-                "back, which send_weights(restored=…) or source_restored() say, these are the weights of that one "
-                "or later",
+                "back, as send_weights(restored=…) or source_restored() would say, these are weights of that or later",
                 version, left.version,
             )  # fmt: skip
         left = link.leaves(told.version) if link.checked and told else check(left, link.standings, told, version)

@@ -57,7 +57,7 @@ def test_an_adapter_that_is_merged_or_not_at_each_push(mesh: WeightMesh) -> None
         lambda: None,
         trained.merge_adapter,
         trained.unmerge_adapter,
-        lambda: trained.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"])),
+        lambda: trained.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first", "second"])),
         lambda: trained.base_model.model.second.base_layer.weight.data.add_(1),
     ]
     for version, change in enumerate(changes):
