@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rlmesh import DLJobBuilder, current_worker
 
@@ -45,7 +46,8 @@ def pool() -> int:
     assert workers.map(square, range(4)) == [0, 1, 4, 9]
     workers.close()
     workers.join()
-    return max(abs(int(worker.exitcode)) for worker in workers._pool)  # type: ignore[attr-defined]
+    started: list[Any] = workers._pool  # type: ignore[attr-defined]
+    return max(abs(int(worker.exitcode)) for worker in started)
 
 
 def executor() -> int:
@@ -59,7 +61,7 @@ def loader() -> int:
     import torch
     from torch.utils.data import DataLoader
 
-    data: DataLoader[torch.Tensor] = DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)  # type: ignore[arg-type]
+    data: Any = DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)  # type: ignore[arg-type]
     assert sum(float(batch.sum()) for batch in data) == 28.0
     return 0
 

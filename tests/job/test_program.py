@@ -167,7 +167,7 @@ class Worker:
     @rpc
     def options(self):
         import late_module
-        return [ARGS.n, HERE, os.getcwd(), sys.flags.optimize, "tracemalloc" in sys._xoptions, __debug__,
+        return [ARGS.n, HERE, os.getcwd(), sys.flags.optimize, "job_flag" in sys._xoptions, __debug__,
                 ["error", "error::UserWarning"].count(sys.warnoptions[-1]) if sys.warnoptions else 0]
 
 class Trainer:
@@ -192,9 +192,7 @@ def test_workers_import_as_the_submitter_did(tmp_path: Path, way: str) -> None:
     (tmp_path / "late").mkdir()
     (tmp_path / "late" / "late_module.py").touch()
     launch = ["-m", "rlmesh.cli.main", "launch", "--view", "plain"] if way == "launch" else []
-    with Launched(
-        ["-O", "-X", "tracemalloc=1", "-Werror::UserWarning", *launch, "job.py", "--n", "7"], tmp_path
-    ) as job:
+    with Launched(["-O", "-X", "job_flag=1", "-Werror::UserWarning", *launch, "job.py", "--n", "7"], tmp_path) as job:
         assert job.ended() == 0, job.output
     seen = json.loads(job.wait_for(r"SEEN (.*)").group(1))
     assert seen == [7, str(tmp_path), str(tmp_path / "elsewhere"), 1, True, False, 1]
