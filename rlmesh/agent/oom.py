@@ -10,8 +10,8 @@ from pathlib import Path
 __all__ = ["OomCounters", "at_the_limit"]
 
 
-NEARLY = 0.9
-"""Of its limit of address space: with so much a process fails in places that say nothing of memory."""
+NEARLY_BYTES = 32 << 20
+"""With so little address space left a process fails in places that say nothing of memory."""
 
 
 def at_the_limit(status: Path = Path("/proc/self/statm")) -> str:
@@ -21,7 +21,7 @@ def at_the_limit(status: Path = Path("/proc/self/statm")) -> str:
         used = int(status.read_text().split()[0]) * resource.getpagesize()
     except (OSError, ValueError):
         return ""
-    if limit == resource.RLIM_INFINITY or used < NEARLY * limit:
+    if limit == resource.RLIM_INFINITY or limit - used > NEARLY_BYTES:
         return ""
     return f"this process uses {_mib(used)} of address space, and RLIMIT_AS allows {_mib(limit)}: ulimit -v"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,6 +14,7 @@ from rlmesh.agent.lease import Lease
 from rlmesh.agent.protocol import Grant, MemberProcess
 from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
+from rlmesh.master.agent_watch import AgentWatch
 from rlmesh.master.jobspec import RestartRule
 from rlmesh.master.leases import MARGIN_S, Leases
 from rlmesh.placement.demand import JobDemand, RoleDemand
@@ -270,3 +272,19 @@ def test_an_order_from_before_a_node_was_given_up_is_not_carried_out_when_it_is_
 
 TestNothingRunsTwice = CutNetwork.TestCase
 TestNothingRunsTwice.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.case("b20")
+def test_a_node_that_was_given_up_gets_no_renewal_before_everybody_knows() -> None:
+    """Its members may be on their way elsewhere, while its agent, which stood still, asks whether they may go on."""
+    now = [0.0]
+    lost: list[int] = []
+    watch = AgentWatch("j", lambda rank, how: lost.append(rank), lambda rank: (), lease_s=3.0, clock=lambda: now[0])
+    watch.renew(1)
+    watch.renew(2)
+    while not lost:
+        now[0] += 0.5
+        watch.renew(2)
+        watch.look()
+    assert lost == [1] and now[0] == 3.0 + MARGIN_S
+    assert watch.gave_up(1) and not watch.gave_up(2)
