@@ -94,7 +94,8 @@ def test_a_view_that_sees_reports_one_by_one_ends_where_a_reader_does(
     made: list[tuple[int, int, int, float]],
 ) -> None:
     records = [replace(record(step, rank=rank, x=x), sender=f"{sender}") for sender, step, rank, x in made]
-    progress, replays, left = JobProgress(), Replays(), []
+    progress, replays = JobProgress(), Replays()
+    left: list[MetricRecord] = []
     progress.update(status(records=tuple(records)))
     for report in records:
         stands, replaced = replays.take(report)
