@@ -7,6 +7,7 @@ of the job's state: after a restart of the master it is asked again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from rlmesh.job.status import JobStatus, Serving
 from rlmesh.runtime.handle import MemberHandle
 
 __all__ = ["Doings", "LookAround"]
+
+logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 LOOK_WAIT_S = 2.0
@@ -103,7 +106,10 @@ class LookAround:
     async def _look_again(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            await asyncio.gather(*(self._look(agent, keys) for agent, keys in self._agents() if keys))
+            try:
+                await asyncio.gather(*(self._look(agent, keys) for agent, keys in self._agents() if keys))
+            except Exception:  # what is shown must not touch the job
+                logger.exception("what the members do was not seen")
 
     async def _look(self, agent: MemberHandle, keys: Sequence[Key]) -> None:
         try:

@@ -17,7 +17,7 @@ from rlmesh.job.status import MemberStatus
 from rlmesh.master.telling import shorten
 from rlmesh.observe.folding import Folding
 
-FAILURE_LINES = 16
+FAILURE_LINES = 12
 _FAILED = re.compile(r" failed$")
 STALL_S = 2.0
 """How long the end waits for a reader that takes nothing."""

@@ -23,7 +23,7 @@ def failure_lines(error: JobFailed) -> list[str]:
     first, *others = [str(one) for one in error.exceptions]
     cause = first.splitlines() or [""]
     if error.shown:
-        cause = [line for line in _until_traceback(cause) if line.strip()]
+        cause = _without_traceback(cause)
     lines = [f"{error.message.partition(' failed: ')[0]} failed. First cause:"]
     lines += [f"  {line}" for line in shorten(cause, MOST_LINES - SHOWN_OTHERS)]
     if others:
@@ -47,12 +47,19 @@ def shorten(lines: list[str], most: int, rest: str = "") -> list[str]:
     return [*lines[:head], f"… {left} more lines{f' in {rest}' if rest else ''} …", *lines[len(lines) - tail :]]
 
 
-def _until_traceback(lines: list[str]) -> list[str]:
-    """What comes before tracebacks and the ends of logs."""
-    for number, line in enumerate(lines):
-        if line.startswith(("traceback of ", "--- traceback of ", "last lines of ", "peak memory: ")):
-            return lines[:number]
-    return lines
+def _without_traceback(lines: list[str]) -> list[str]:
+    """A failure without tracebacks, and without the end of the log that holds the same one."""
+    kept: list[str] = []
+    inside = had_one = False
+    for line in lines:
+        if line.startswith("--- traceback of "):
+            break
+        if line.startswith("traceback of ") or (had_one and line.startswith("last lines of ")):
+            inside = had_one = True
+        elif not (inside and (line.startswith("    ") or not line.strip())):
+            inside = False
+            kept.append(line)
+    return kept
 
 
 def tell_ends_shortly() -> None:
