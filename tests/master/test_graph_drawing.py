@@ -109,5 +109,5 @@ def test_a_store_that_others_could_have_written_is_not_read(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="not a database"):
         last_graph(tmp_path)
     os.chmod(tmp_path / "state.db", 0o622)
-    with pytest.raises(UsageError, match="writable by you only"):
+    with pytest.raises(UsageError, match="has mode 0622, so others can change it"):
         last_graph(tmp_path)
