@@ -126,7 +126,7 @@ class Release(NamedTuple):
 class Taken(NamedTuple):
     """How many large answers (`rlmesh.runtime.backlog`) the sender of this has taken in so far on this connection."""
 
-    count: int
+    total: int
 
 
 class Shares(NamedTuple):

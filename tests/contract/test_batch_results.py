@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,7 +107,7 @@ def test_what_is_no_sequence_is_refused_by_name(mesh: Mesh, method: str, kind: s
     async def completed() -> Any:
         return [item async for item in group.call_batch(method, 4, kind, batch).as_completed()]
 
-    ways = [
+    ways: list[Callable[[], Any]] = [
         lambda: list(group.call_batch(method, 4, kind, batch)),
         lambda: group.call_batch(method, 4, kind, batch).result(HANG_S),
         lambda: group.call_batch(method, 4, kind, batch)[3],

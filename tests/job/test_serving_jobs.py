@@ -134,7 +134,7 @@ async def test_a_plain_block_does_not_block_a_loop() -> None:
     driver = FakeDriver()
     handle = handle_of(driver)
     for block, instead in ((handle, r"async with job\.start\(\)"), (handle.join(), r"async with handle\.join\(\)")):
-        with pytest.raises(UsageError, match=instead), block:  # type: ignore[attr-defined]
+        with pytest.raises(UsageError, match=instead), block:
             pass
     with (
         pytest.raises(UsageError, match=r"async with Runtime\.join\(\)"),

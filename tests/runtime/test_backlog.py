@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PeerLost
-from rlmesh.runtime import backlog
+from rlmesh.runtime import backlog, clock
 from rlmesh.runtime.backlog import Backlog
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.wire.envelope import Frames
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S
 
@@ -142,13 +143,14 @@ def _channels(mesh: Mesh) -> list[Any]:
 @pytest.mark.case("a09")
 def test_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(backlog.clock, "now", lambda: now[0])
+    monkeypatch.setattr(clock, "now", lambda: now[0])
     account, peer, call = Backlog(), Backlog(), object()
-    large = [b"head", bytes(8 * MIB)]
+    large: Frames = [b"head", bytes(8 * MIB)]
+    small: Frames = [b"small"]
     for _ in range(7):
-        account.sent([b"small"])
+        account.sent(small)
         account.sent(large)
-        assert peer.took([b"small"]) == 0
+        assert peer.took(small) == 0
     assert not account.sets_aside(call)  # type: ignore[arg-type]
     account.sent(large)
     assert account.is_behind and account.sets_aside(call)  # type: ignore[arg-type]

@@ -18,8 +18,9 @@ def pair() -> tuple[Seal, Seal]:
 @pytest.mark.case("a06")
 def test_packets_arrive_as_they_were_sent() -> None:
     sender, receiver = pair()
-    for frames in ([b"one"], [b"", b"two", memoryview(b"three" * 1000)], [b"one"]):
-        opened = receiver.open([bytes(frame) for frame in sender.close(list(frames))])
+    packets: list[Frames] = [[b"one"], [b"", b"two", memoryview(b"three" * 1000)], [b"one"]]
+    for frames in packets:
+        opened = receiver.open([bytes(frame) for frame in sender.close(frames)])
         assert opened == [bytes(frame) for frame in frames]
 
 
