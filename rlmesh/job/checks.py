@@ -106,7 +106,7 @@ def driver_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
     if any(workload.resolved.runs is not False for workload in candidates):
         return []
     return [
-        "workloads: no role has a run() for whose return submit() could wait: give one a run() method, or start a job "
+        "workloads: no role has a run() for whose return the job could wait: give one a run() method, or start a job "
         "that only serves calls by start(), as in 'with job.start() as handle, handle.join() as runtime:' "
         "('async with' on an event loop); it lives until the block is left"
     ]

@@ -337,7 +337,8 @@ class Future(concurrent.futures.Future[T]):
             # garbage collector some time later, and so is the shared memory that it may lie in.
             self._origin = None
         if unheard is not None and self._heard:
-            self.heard()
+            unheard.heard()  # Itself, since another thread may just be taking it from this future.
+            self._unheard = None
         for gate in blocked:
             gate.release()
         if condition is not None:

@@ -109,7 +109,7 @@ class Reception:
             self._calls.on_item(link, header, payload)
             self._took(channel, payload)
         elif kind is Taken:
-            for incoming in channel.backlog.told(header.answers):
+            for incoming in channel.backlog.told(header.total):
                 self._dispatcher.start(incoming)
         elif kind is Credit:
             self._dispatcher.on_credit(channel, header)

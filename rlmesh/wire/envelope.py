@@ -133,7 +133,7 @@ class Room(NamedTuple):
 class Taken(NamedTuple):
     """How many large answers (`rlmesh.runtime.backlog`) the sender of this has taken in so far on this connection."""
 
-    answers: int
+    total: int
 
 
 class Shares(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh import DLJob, DLJobBuilder, RoleGroup, Runtime
-from rlmesh.errors import JobFailed, JobSpecError, PeerLost, UsageError
+from rlmesh.errors import JobFailed, JobSpecError, JobStopped, PeerLost, UsageError
 from rlmesh.job.handle import JobHandle
 from rlmesh.testing import LocalCluster
 from tests.job import serving
@@ -53,7 +53,7 @@ def test_it_lives_until_it_is_stopped(tmp_path: Path, ask: object) -> None:
             assert echo(runtime).call("echo", "one").result(HANG_S) == ["ECHO:0 one", "ECHO:1 one"]
             pending = echo(runtime)[0].options(timeout_s=HANG_S)
             ask(handle, "enough")  # type: ignore[operator]
-            with pytest.raises((JobFailed, RuntimeError), match="enough"):
+            with pytest.raises((JobFailed, JobStopped), match="enough"):
                 handle.result(HANG_S)
             with pytest.raises(PeerLost, match="job serves "):
                 pending.call("echo", "two").result(HANG_S)
@@ -61,7 +61,8 @@ def test_it_lives_until_it_is_stopped(tmp_path: Path, ask: object) -> None:
 
 @pytest.mark.case("n07")
 async def test_pending_calls_and_the_block_say_why_it_failed(tmp_path: Path) -> None:
-    with LocalCluster(devices_per_node=2, run_root=tmp_path):
+    at_the_end = pytest.raises(JobFailed, match="job fragile failed: ECHO:1")
+    with LocalCluster(devices_per_node=2, run_root=tmp_path), at_the_end:
         async with job_of(serving.Fragile).start("fragile") as handle:
             with pytest.raises(JobFailed, match=r"job fragile failed: ECHO:1 .*exited with code 7") as caught:
                 async with handle.join() as runtime:

@@ -16,7 +16,7 @@ from rlmesh.runtime import backlog, clock
 from rlmesh.runtime.backlog import Backlog
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.wire.envelope import Buffer
+from rlmesh.wire.envelope import Frames
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S
 
@@ -145,8 +145,8 @@ def test_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(clock, "now", lambda: now[0])
     account, peer, call = Backlog(), Backlog(), object()
-    large: list[Buffer] = [b"head", bytes(8 * MIB)]
-    small: list[Buffer] = [b"small"]
+    large: Frames = [b"head", bytes(8 * MIB)]
+    small: Frames = [b"small"]
     for _ in range(7):
         account.sent(small)
         account.sent(large)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlmesh.errors import AuthenticationFailed
-from rlmesh.wire.envelope import Buffer, Frames
+from rlmesh.wire.envelope import Frames
 from rlmesh.wire.seal import Seal
 
 KEY = b"k" * 32
@@ -18,9 +18,9 @@ def pair() -> tuple[Seal, Seal]:
 @pytest.mark.case("a06")
 def test_packets_arrive_as_they_were_sent() -> None:
     sender, receiver = pair()
-    packets: list[list[Buffer]] = [[b"one"], [b"", b"two", memoryview(b"three" * 1000)], [b"one"]]
+    packets: list[Frames] = [[b"one"], [b"", b"two", memoryview(b"three" * 1000)], [b"one"]]
     for frames in packets:
-        opened = receiver.open([bytes(frame) for frame in sender.close(list(frames))])
+        opened = receiver.open([bytes(frame) for frame in sender.close(frames)])
         assert opened == [bytes(frame) for frame in frames]
 
 
