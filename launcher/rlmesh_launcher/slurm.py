@@ -90,7 +90,7 @@ class Allocation:
             tasks = _counts(env, tasks_name, nodes_name, nodes)
         cpus: tuple[int, ...] = ()
         # Of a heterogeneous job it tells those of one component.
-        het = int(env.get("SLURM_HET_SIZE") or 1) > 1
+        het = env.get("SLURM_HET_SIZE", "1") != "1"
         if (
             env.get("SLURM_JOB_CPUS_PER_NODE")
             and not het
