@@ -53,7 +53,7 @@ class Trainer:
     def held(self, worker: Any) -> Any:
         future = worker.call("hold", 60.0)
         words = "busy in W:0.hold() for"
-        seen = {name: until(words, name) for name in ("status", "ps")}
+        seen: dict[str, Any] = {name: until(words, name) for name in ("status", "ps")}
         seen["pending"] = until(words, "ps", "--pending")
         try:
             worker.options(timeout_s=0.5).call("facts").result()
@@ -68,7 +68,7 @@ class Trainer:
     def stopped(self, worker: Any) -> Any:
         pid, _ = worker.call("facts").result()
         os.kill(pid, signal.SIGSTOP)
-        seen = {name: until("stopped for", name) for name in ("status", "ps")}
+        seen: dict[str, Any] = {name: until("stopped for", name) for name in ("status", "ps")}
         try:
             worker.options(timeout_s=0.5).call("facts").result()
         except CallTimeout as error:
