@@ -88,7 +88,7 @@ def pending_lines(members: Iterable[MemberWaits]) -> Iterable[str]:
         step = f"  step {member.step}" if member.step is not None else ""
         yield f"  {name}  {member.state}{step}  {member.process or f'pid {member.pid}'}"
         if member.error:
-            yield f"    {member.error}" if member.doing else f"    does not say whom it waits for: {member.error}"
+            yield f"    does not say whom it waits for: {member.error}"
         for waiting in member.waits:
             yield f"    waits for {waiting}"
         for serving in member.serves:

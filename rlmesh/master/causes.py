@@ -16,10 +16,10 @@ failure has no connection, explains nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from rlmesh.job.status import ExitInfo, FailureInfo, RestartRecord
 from rlmesh.master.graph import CallGraph
@@ -62,18 +62,24 @@ class Failure:
         return self.info.role == role and self.info.rank == rank
 
 
+class HasGraph(Protocol):
+    """A job's context, which is saved apart from what was decided."""
+
+    graph: CallGraph
+
+
 class Failures:
     """The failures of one job that are not dealt with yet.
 
     Args:
         settle_s: how long one waits for a better explanation.
-        graph: gives the job's calls, as far as they are known.
+        job: has the graph of calls, as far as they are known.
     """
 
     KEPT: ClassVar[Mapping[str, object]] = {"_found": list[Failure], "_settle_at": float | None}
 
-    def __init__(self, settle_s: float, graph: Callable[[], CallGraph]) -> None:
-        self._settle_s, self._graph = settle_s, graph
+    def __init__(self, settle_s: float, job: HasGraph) -> None:
+        self._settle_s, self._job = settle_s, job
         self._found: list[Failure] = []
         self._settle_at: float | None = None
 
@@ -103,11 +109,11 @@ class Failures:
     def settled(self, now: float) -> bool:
         """Whether no better explanation is waited for."""
         late = self._settle_at is not None and now >= self._settle_at
-        return bool(self._found) and (late or is_settled(self._found, self._graph()))
+        return bool(self._found) and (late or is_settled(self._found, self._job.graph))
 
     def causes(self, restarts: Sequence[RestartRecord] = ()) -> list[FailureInfo]:
         """First cause first. ``restarts``: of the job so far, one of which may be behind the failures."""
-        return first_causes(self._found, self._graph(), restarts)
+        return first_causes(self._found, self._job.graph, restarts)
 
 
 def first_causes(

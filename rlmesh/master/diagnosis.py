@@ -164,7 +164,8 @@ class DiagnosisManager:
         for key, seen in self._seen.items():
             for_s, doing = quiet_for(seen.progress, now - seen.at)
             if not doing and seen.silent_since is not None:  # it began something that keeps it from answering
-                for_s, doing = now - seen.silent_since, seen.looks or self._silent(key)
+                for_s, doing = now - seen.silent_since, self._silent(key)
+                doing += f" ({seen.looks})" if seen.looks else ""
             if doing:
                 waits = tuple(name for name in seen.progress.waits if not name.startswith("@"))
                 found = Quiet(key, for_s, doing, waits, seen.silent_since is not None)

@@ -56,7 +56,7 @@ class Failing:
         self._state, self._context = state, state.context
         self._failover, self._moves, self._recoveries = failover, moves, recoveries
         self._ending, self._together = ending, together
-        self._failures = Failures(state.limits.settle_s, lambda: self._context.graph)
+        self._failures = Failures(state.limits.settle_s, state.context)
 
     def __bool__(self) -> bool:
         return bool(self._failures)

@@ -70,8 +70,8 @@ def tell_ends_shortly() -> None:
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, JobFailed):
-        print("\n".join(["", *failure_lines(error)]), file=sys.stderr)
+        sys.stderr.write("\n".join(["", *failure_lines(error), ""]))
     elif isinstance(error, StoppedBySignal | JobStopped):
-        print(f"rlmesh: {error}", file=sys.stderr)
+        sys.stderr.write(f"rlmesh: {error}\n")
     else:
         sys.__excepthook__(kind, error, trace)

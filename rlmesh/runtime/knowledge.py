@@ -131,7 +131,8 @@ class Knowledge:
             state = f"connected; {len(peer.pending)} other calls to it are on their way"
         if member is None or not peer.endpoint.startswith(("unix:", "ipc:")):
             return state
-        known = [state, process_state(member.pid), self._why_silent(call)]
+        why = self._why_silent(call)
+        known = [state, process_state(member.pid), "" if why.startswith("stopped") else why]
         return "; ".join(filter(None, known))
 
     def _why_silent(self, call: PendingCall) -> str:

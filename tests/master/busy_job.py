@@ -68,7 +68,7 @@ class Trainer:
     def stopped(self, worker: Any) -> Any:
         pid, _ = worker.call("facts").result()
         os.kill(pid, signal.SIGSTOP)
-        seen = {name: until("stopped for", name) for name in ("status", "ps")}
+        seen: dict[str, Any] = {name: until("stopped for", name) for name in ("status", "ps")}
         try:
             worker.options(timeout_s=0.5).call("facts").result()
         except CallTimeout as error:
