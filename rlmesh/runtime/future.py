@@ -202,6 +202,12 @@ class Future(concurrent.futures.Future[T]):
             self.heard()
         return error
 
+    def share(self, together: Told) -> None:
+        """Of the errors of futures that share it, one is told."""
+        self.together = together
+        if (unheard := self._unheard) is not None:
+            unheard.together = together
+
     def heard(self) -> None:
         """Somebody knows of its error, or will by other means: it is not logged when this future is collected."""
         self._heard = True
@@ -339,6 +345,8 @@ class Future(concurrent.futures.Future[T]):
         if unheard is not None and self._heard:
             unheard.heard()  # Itself, since another thread may just be taking it from this future.
             self._unheard = None
+        if unheard is not None:
+            unheard.together = self.together  # It may have been shared meanwhile.
         for gate in blocked:
             gate.release()
         if condition is not None:

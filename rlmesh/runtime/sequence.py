@@ -55,7 +55,8 @@ class FutureSequence(Sequence[T_co]):
         self._method = method
         self._together = Told()
         for shard in shards:
-            shard.what, shard.together = f"{method}()", self._together
+            shard.what = f"{method}()"
+            shard.share(self._together)
 
     def __len__(self) -> int:
         return self._starts[-1]

@@ -28,18 +28,18 @@ class Told:
 class Unheard:
     """A future's error until somebody asks for it. It is collected with the future."""
 
-    __slots__ = ("_error", "_fork", "_together")
+    __slots__ = ("_error", "_fork", "together")
 
     def __init__(self, error: BaseException, together: Told | None) -> None:
         self._error: BaseException | None = error
-        self._together = together
+        self.together = together
         self._fork = forked.count
 
     def heard(self) -> None:
         self._error = None
 
     def __del__(self) -> None:
-        error, together = self._error, self._together
+        error, together = self._error, self.together
         if error is None or (together is not None and together.told) or sys.is_finalizing():
             return
         if self._fork != forked.count:  # the parent of this forked child tells it
