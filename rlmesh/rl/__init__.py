@@ -3,6 +3,10 @@
 Nothing here knows of processes or calls: a function gets tensors and gives tensors, so that it can be
 tested, read and copied alone. Import from the modules themselves:
 
+``types``
+    Turns, episodes and groups: token ids with a source, from which masks are derived; outcomes of rewards.
+``packing``, ``balance``, ``prefix``
+    Episodes in rows without padding, distributed over ranks, the prompt of a group computed once; attention over them.
 ``masking``
     Means, sums and whitening over the valid tokens only, and checks that wait for the device once per step.
 ``kl``

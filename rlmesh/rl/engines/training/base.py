@@ -29,6 +29,7 @@ from rlmesh.rl.engines.training.protocol import (
     StepReport,
     TrainingOptions,
 )
+from rlmesh.rl.masking import deferred_checks
 
 _LOSS = "\0loss"
 
@@ -98,13 +99,15 @@ class ModuleEngine(ABC):
         sums: dict[str, Tensor] = {}
         self._before_step(lr)
         try:
-            for index, part in enumerate(parts):
-                with self._one_pass(last=index == len(parts) - 1):
-                    with self._autocast():
-                        share, statistics = loss(self.model, part)
-                    self._backward(share)
-                for name, value in {**statistics, _LOSS: share}.items():
-                    sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach()
+            # The checks of all passes are looked at once, before anything is applied.
+            with deferred_checks():
+                for index, part in enumerate(parts):
+                    with self._one_pass(last=index == len(parts) - 1):
+                        with self._autocast():
+                            share, statistics = loss(self.model, part)
+                        self._backward(share)
+                    for name, value in {**statistics, _LOSS: share}.items():
+                        sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach()
             norm = self._apply()
         except BaseException:
             self._forget_gradients()
