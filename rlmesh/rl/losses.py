@@ -112,6 +112,7 @@ def gspo_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
+    rows: Tensor | None = None,
     clip_low: float = 3e-4,
     clip_high: float | None = 4e-4,
 ) -> PolicyTerms:
@@ -123,10 +124,12 @@ def gspo_loss(
     sequence it is GSPO).
 
     Args:
-        log_probs: of the policy that is trained, ``[batch, time]``; each row is one whole sequence.
-        old_log_probs: of the policy that the advantages belong to, ``[batch, time]``; without gradient.
-        advantages: ``[batch, time]``; no gradient flows to it.
-        mask: ``[batch, time]``.
+        log_probs: of the policy that is trained, ``[batch, time]``; each row is one whole sequence. Or ``[tokens]`` of
+            whole sequences, with ``rows``.
+        old_log_probs: of the policy that the advantages belong to, the same shape; without gradient.
+        advantages: the same shape; no gradient flows to it.
+        mask: the same shape.
+        rows: ``[tokens]``, integers ≥ 0, equal for the tokens of a sequence; ``None`` for a rectangular batch.
         clip_low: in [0, 1); the paper's values are far below those of PPO, since s is a mean.
         clip_high: ≥ 0; ``None`` means as ``clip_low``.
 
@@ -136,7 +139,7 @@ def gspo_loss(
     """
     low, high = _clip_range(clip_low, clip_high)
     new, log_ratio, advantage, valid = _ratio_terms(log_probs, old_log_probs, advantages, mask)
-    of_sequence = masked_mean(log_ratio.detach(), valid, dim=1).unsqueeze(1)
+    of_sequence = _mean_of_rows(log_ratio.detach(), valid, rows)
     ratio = torch.where(valid, (of_sequence + new - new.detach()).exp(), 1.0).to(new.dtype)
     plain = keep(ratio * advantage, valid, name="ratio · advantage")
     bounded = ratio.clamp(low, high) * advantage
@@ -333,3 +336,13 @@ def _ratio_terms(
     advantage = keep(advantages.detach(), valid, name="advantages")
     new = keep(log_probs, valid, name="log_probs")
     return new, new - keep(old_log_probs.detach(), valid, name="old_log_probs"), advantage, valid
+
+
+def _mean_of_rows(x: Tensor, valid: Tensor, rows: Tensor | None) -> Tensor:
+    """The mean over the valid tokens of each token's sequence, in a shape that broadcasts to ``x``."""
+    if rows is None:
+        return masked_mean(x, valid, dim=1).unsqueeze(1)
+    _, place = rows.unique(return_inverse=True)
+    zeros = x.new_zeros(len(x))  # at least as many as there are sequences
+    counts = zeros.scatter_add(0, place, valid.to(x.dtype))
+    return (zeros.scatter_add(0, place, x) / counts.clamp(min=1))[place]
