@@ -35,10 +35,12 @@ class Score:
     Attributes:
         value: finite.
         metrics: numbers for the report, averaged over the samples that have them.
+        reason: for people who read samples, such as ``"no answer"``.
     """
 
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
 
     def __post_init__(self) -> None:
         value: Any = self.value

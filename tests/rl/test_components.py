@@ -82,14 +82,15 @@ def test_any_cut_gives_the_loss_and_gradient_of_the_whole(
 
     def total(**cut: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
         leaf = now.clone().requires_grad_()
-        shares, sums = [], {}
+        shares: list[float] = []
+        sums: dict[str, float] = {}
         for packs in pack(drawn.episodes, groups=drawn.groups, **cut).by_rank:
             for one in packs:
                 rows, places = torch.from_numpy(one.rows), torch.from_numpy(one.places)
                 columns = Columns.of(one, batch, weights, "cpu", torch.float64)
                 terms = TokenTerms(leaf[rows, places], entropy[rows, places])
                 part, statistics = policy_share(terms, columns, weights.normalisers, loss_settings)
-                part.backward()  # type: ignore[no-untyped-call]
+                part.backward()
                 shares.append(part.item())
                 for name, value in statistics.items():
                     sums[name] = sums.get(name, 0.0) + value.item()

@@ -124,6 +124,7 @@ def test_ppo_is_gae_of_the_rewards_with_their_penalty() -> None:
     rewards = reference.token_rewards(given.rewards.numpy(), kl, mask, coefficient=0.1)
     wanted, returns = reference.gae(rewards, given.values.numpy(), mask, gamma=0.9, lam=0.8)  # type: ignore[union-attr]
     np.testing.assert_allclose(weights.advantages, wanted, atol=1e-9)
+    assert weights.returns is not None
     np.testing.assert_allclose(weights.returns, returns, atol=1e-9)
     white = PPO(gamma=0.9, lam=0.8, kl=0.1).weigh(given)
     np.testing.assert_allclose(white.advantages, reference.masked_whiten(wanted, mask), atol=1e-9)
