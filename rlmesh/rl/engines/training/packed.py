@@ -2,10 +2,17 @@
 
 A model is prepared once, by :func:`prepare`; after that it computes padded batches as before, and packs through the
 attention of :mod:`rlmesh.rl.prefix`. What crosses layers is the packed row alone: no mask over tokens × tokens exists.
+
+A pack goes through the model's own ``forward``, so that the wrappers of training engines (DDP, FSDP2, DeepSpeed) see
+the pass and gather what it needs::
+
+    terms = model(packed=PackedInputs(pack, device), temperature=1.0)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +22,10 @@ from torch import Tensor, nn
 from rlmesh.errors import UsageError
 from rlmesh.rl.head import TokenTerms, chunked_log_probs
 from rlmesh.rl.packing import Pack, Segment
+from rlmesh.rl.packing import pack as build_packs
 from rlmesh.rl.prefix import Layout, packed_attention
 
-__all__ = ["PackedInputs", "packed_hidden", "packed_log_probs", "packed_values", "prepare"]
+__all__ = ["PackedBatch", "PackedInputs", "PackedPart", "packed_hidden", "packed_log_probs", "packed_values", "prepare"]
 
 NAME = "rlmesh_packed"
 
@@ -46,6 +54,53 @@ class PackedInputs:
         self.layout = Layout.of(pack.segments if len(pack) else [Segment(0, 1)], device)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedPart:
+    """One forward and backward pass: a pack, and whatever the loss needs of its targets."""
+
+    inputs: PackedInputs
+    columns: Any
+
+
+class PackedBatch:
+    """A rank's packs of one optimizer step, one pass for each; what `TrainingEngine.train_step` takes.
+
+    Args:
+        packs: of this rank.
+        columns: of each pack, for the loss function.
+        empty: the columns of a pack without targets: a rank with fewer packs than others takes part with empty ones.
+        device: of the model.
+    """
+
+    def __init__(
+        self, packs: Sequence[Pack], columns: Sequence[Any], empty: Any, device: torch.device | str = "cpu"
+    ) -> None:
+        if len(packs) != len(columns):
+            raise UsageError(f"{len(packs)} packs need as many columns, got {len(columns)}")
+        self.packs, self.columns, self.empty, self.device = list(packs), list(columns), empty, device
+
+    @property
+    def passes(self) -> int:
+        """How many passes this rank needs."""
+        return max(len(self.packs), 1)
+
+    def __len__(self) -> int:
+        """How many targets."""
+        return sum(len(pack.targets) for pack in self.packs)
+
+    def split(self, parts: int) -> list[PackedPart]:
+        """A part per pack, and empty ones up to ``parts``."""
+        if parts < len(self.packs):
+            raise UsageError(f"{len(self.packs)} packs cannot go through the model in {parts} passes")
+        missing = parts - len(self.packs)
+        packs, columns = [*self.packs, *[EMPTY] * missing], [*self.columns, *[self.empty] * missing]
+        return [PackedPart(PackedInputs(pack, self.device), own) for pack, own in zip(packs, columns, strict=True)]
+
+
+EMPTY = build_packs([], token_budget=1).by_rank[0][0]
+"""A pack without tokens."""
+
+
 def prepare(model: nn.Module) -> None:
     """Let a transformers model compute packs. Twice is once.
 
@@ -71,6 +126,23 @@ def prepare(model: nn.Module) -> None:
         )
     if config._attn_implementation != NAME:
         change(NAME)
+    if not hasattr(model, "get_output_embeddings") or getattr(model.forward, "takes_packs", False):
+        return
+    plain = model.forward
+
+    def forward(
+        *args: Any,
+        packed: PackedInputs | None = None,
+        temperature: float = 1.0,
+        chunk_tokens: int | None = None,
+        **options: Any,
+    ) -> Any:
+        if packed is None:
+            return plain(*args, **options)
+        return packed_log_probs(model, packed, temperature=temperature, chunk_tokens=chunk_tokens)
+
+    forward.takes_packs = True  # type: ignore[attr-defined]
+    model.forward = forward
 
 
 def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
