@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from rlmesh import ReceivesWeights, RoleGroup, SendsWeights, WeightSync, current_worker, rpc
 from rlmesh.errors import CallError, WeightSyncError
-from rlmesh.rl.advantages import grpo
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import Sample, SamplingParams
 from rlmesh.rl.engines.training.ddp import DDPEngine
 from rlmesh.rl.engines.training.forward import response_log_probs
 from rlmesh.rl.engines.training.protocol import TrainingOptions
+from rlmesh.rl.group_advantages import grpo
 from rlmesh.rl.losses import aggregate, ppo_clip_loss, valid_count
 
 from .config import GRPOConfig

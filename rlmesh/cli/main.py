@@ -12,7 +12,8 @@ from rlmesh.errors import UsageError
 from rlmesh.master.standard_streams import fill_standard_streams
 
 COMMANDS = (
-    "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "keygen", "version",
+    "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "keygen",
+    "version",
 )  # fmt: skip
 """Each has its module here. What one command needs is not loaded for another: a job starts sooner."""
 

@@ -3,16 +3,30 @@
 Nothing here knows of processes or calls: a function gets tensors and gives tensors, so that it can be
 tested, read and copied alone. Import from the modules themselves:
 
+``types``
+    Turns, episodes and groups: token ids with a source, from which masks are derived; outcomes of rewards.
+``packing``, ``balance``, ``prefix``
+    Episodes in rows without padding, distributed over ranks, the prompt of a group computed once; attention over them.
 ``masking``
-    Means, sums and whitening over the valid tokens only.
+    Means, sums and whitening over the valid tokens only, and checks that wait for the device once per step.
 ``kl``
     Estimators of the divergence from the reference policy, and rewards that carry it as a penalty.
 ``advantages``
-    Discounted returns, generalized advantage estimation, and GRPO's comparison within groups.
+    Returns and advantages per token: discounted returns, generalized advantage estimation, REINFORCE++.
+``group_advantages``
+    Advantages per response, by comparison within groups: GRPO, Dr. GRPO, RLOO, ReMax, OPO, pass@k.
+``head``
+    Log-probabilities and entropy, from logits, or from hidden states in chunks.
 ``losses``
-    PPO's clipped policy and value losses, entropy, and sums that do not depend on how a batch is split.
+    Losses of policy (PPO, GSPO, CISPO, SAPO) and critic, and sums that do not depend on how a batch is split.
+``correction``
+    Weights for samples of an engine that is not quite the trainer's policy.
+``distillation``
+    Divergences from a teacher.
 ``drift``
     The gap between an engine's log-probabilities and the trainer's, and an alarm.
+``invariants``
+    Facts that hold at every step of a healthy run, as checks.
 ``engines``
     What samples and what trains, behind protocols.
 ``reference``

@@ -3,6 +3,8 @@
 A masked slot inside a row (tool output, say) is a stretch of time in which the policy chose nothing: it
 carries no reward and no advantage, and time goes on, so γ discounts over it. λ does not: it mixes
 estimates of the policy's own decisions. Padding at the end of a row is no time at all.
+
+The recurrences over time run as a scan: log2(time) passes over the batch instead of one pass per token.
 """
 
 from __future__ import annotations
@@ -10,9 +12,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlmesh.rl.masking import keep, require_mask
+from rlmesh.rl.masking import keep, masked_whiten, require_mask
 
-__all__ = ["discounted_returns", "gae", "grpo"]
+__all__ = ["discounted_returns", "gae", "reinforce_plus_plus", "suffix_scan"]
+
+
+def suffix_scan(inputs: Tensor, decays: Tensor) -> Tensor:
+    """The linear recurrence ``y[t] = inputs[t] + decays[t] · y[t + 1]``, from the end of the last axis backwards.
+
+    Recursive doubling (Hillis & Steele 1986): after pass p each slot holds the sum over the 2^p slots from its own
+    on, so log2(time) passes suffice. A decay of 0 ends a stretch: nothing of what stands behind it is read.
+
+    Args:
+        inputs: ``[…, time]``, finite.
+        decays: the same shape, finite.
+
+    Returns:
+        ``[…, time]``.
+    """
+    sums, products = inputs, decays
+    reach, time = 1, inputs.shape[-1]
+    while reach < time:
+        ahead = torch.nn.functional.pad(sums[..., reach:], (0, reach))
+        sums = sums + products * ahead
+        # A product that reaches beyond the end multiplies nothing any more.
+        products = products * torch.nn.functional.pad(products[..., reach:], (0, reach))
+        reach *= 2
+    return sums
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
@@ -34,12 +60,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
     """
     valid = require_mask(mask, like=rewards, name="rewards")
     reward = keep(rewards.detach(), valid, name="rewards")
-    returns = torch.zeros_like(reward)
-    later = reward.new_zeros(reward.shape[0])
-    for t in reversed(range(reward.shape[1])):
-        later = reward[:, t] + gamma * later
-        returns[:, t] = later
-    return keep(returns, valid, name="returns")
+    return keep(suffix_scan(reward, torch.full_like(reward, gamma)), valid, name="returns")
 
 
 def gae(
@@ -81,51 +102,43 @@ def gae(
     valid = require_mask(mask, like=rewards, name="rewards")
     reward = keep(rewards.detach(), valid, name="rewards")
     value = keep(values.detach(), valid, name="values")
-    advantages = torch.zeros_like(value)
-    later_advantage = later_value = value.new_zeros(value.shape[0])
+    if not value.shape[1]:
+        return torch.zeros_like(value), torch.zeros_like(value)
+    # Between two valid tokens γ counts each step; behind the last one no time passes.
+    later_valid = valid.flip(1).cumsum(1).flip(1) - valid.long() > 0
+    gap = torch.ones_like(value).masked_fill(later_valid, gamma)
+    seen_value = suffix_scan(value, gap.masked_fill(valid, 0.0))
     if last_values is not None:
-        later_value = keep(last_values.detach().to(value.dtype), valid.any(1), name="last_values")
-    inside = valid.new_zeros(valid.shape[0])  # a valid token comes later in this row
-    for t in reversed(range(value.shape[1])):
-        now = valid[:, t]
-        advantage = reward[:, t] + gamma * later_value - value[:, t] + gamma * lam * later_advantage
-        advantages[:, t] = advantage
-        gap = torch.where(inside, gamma, 1.0).to(value.dtype)
-        later_advantage = torch.where(now, advantage, gap * later_advantage)
-        later_value = torch.where(now, value[:, t], gap * later_value)
-        inside = inside | now
+        last = keep(last_values.detach().to(value.dtype), valid.any(1), name="last_values")
+        # The value after the row is seen by the last valid token, and by the padding behind that token.
+        seen_value = torch.where(later_valid | valid, seen_value, last.unsqueeze(1))
+        end = last.unsqueeze(1)
+    else:
+        end = value.new_zeros(value.shape[0], 1)
+    next_value = torch.cat([seen_value[:, 1:], end], 1)
+    delta = keep(reward + gamma * next_value - value, valid, name="temporal differences")
+    advantages = suffix_scan(delta, gap.masked_fill(valid, gamma * lam))
     advantages = keep(advantages, valid, name="advantages")
     return advantages, keep(advantages + value, valid, name="returns")
 
 
-def grpo(rewards: Tensor, groups: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """Advantages of whole responses, by comparison with the others to the same prompt.
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """REINFORCE++: discounted returns of the tokens, whitened over the whole batch.
 
-    ``A[i] = (r[i] − mean r of its group) / (std r of its group + eps)`` with the standard deviation of n − 1 (Shao et
-    al. 2024, arXiv:2402.03300, section 4.1.2). Without ``scale`` the division is left out, which weighs easy and hard
-    prompts alike (Liu et al. 2025, arXiv:2503.20783).
-
-    A group of one, and a group whose rewards are all equal, say nothing: advantages of 0.
+    ``A = (G − mean G) / std G`` with G of :func:`discounted_returns` and the statistics over all valid tokens of the
+    batch (Hu et al. 2025, arXiv:2501.03262). The KL penalty belongs into the rewards
+    (:func:`rlmesh.rl.kl.token_rewards`).
 
     Args:
-        rewards: one per response, ``[batch]``.
-        groups: ``[batch]``, integers; equal where the prompt is.
+        rewards: per token, ``[batch, time]``.
+        mask: ``[batch, time]``; of the *whole* batch, as the statistics are.
+        gamma: discount in [0, 1].
 
     Returns:
-        ``[batch]``; every token of a response has its advantage. No gradient flows to them.
+        ``[batch, time]``, 0 in masked slots. No gradient flows to them.
 
     Raises:
         ValueError: shapes differ.
-        FloatingPointError: a reward is not finite.
+        FloatingPointError: a valid slot is not finite.
     """
-    if groups.shape != rewards.shape or rewards.ndim != 1:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)}: expected one each per row")
-    reward = keep(rewards.detach().float(), torch.ones_like(rewards, dtype=torch.bool), name="rewards")
-    _, places = groups.unique(return_inverse=True)
-    size = torch.zeros(int(places.max()) + 1 if len(places) else 0, device=reward.device)
-    counts = size.scatter_add(0, places, torch.ones_like(reward))
-    centred = reward - (size.scatter_add(0, places, reward) / counts)[places]
-    if not scale:
-        return centred
-    variance = size.scatter_add(0, places, centred.square()) / (counts - 1).clamp(min=1)
-    return centred / (variance.sqrt()[places] + eps)
+    return masked_whiten(discounted_returns(rewards, mask, gamma=gamma), mask)

@@ -11,12 +11,13 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rlmesh import current_worker
 from rlmesh.errors import UsageError
 from rlmesh.rl.kl import kl_estimate
-from rlmesh.rl.masking import keep, masked_mean
+from rlmesh.rl.masking import deferred_checks, keep, masked_mean
 
 __all__ = ["LIMITS", "Drift", "DriftAlarm", "Limits", "drift"]
 
@@ -76,11 +77,16 @@ def drift(trainer: Tensor, engine: Tensor, mask: Tensor) -> Drift:
         ValueError: shapes differ.
         FloatingPointError: a valid slot is not finite.
     """
-    mine, theirs = trainer.detach().float(), engine.detach().float()
-    gap = (keep(mine, mask, name="trainer") - keep(theirs, mask, name="engine")).abs()
-    k3 = kl_estimate(theirs, mine, mask, "k3")
-    count = int((mask != 0).sum())
-    return Drift(masked_mean(gap, mask).item(), gap.max().item() if count else 0.0, masked_mean(k3, mask).item(), count)
+    wide = torch.promote_types(torch.promote_types(trainer.dtype, engine.dtype), torch.float32)
+    mine, theirs = trainer.detach().to(wide), engine.detach().to(wide)
+    if not mine.numel():
+        return Drift(0.0, 0.0, 0.0, 0)
+    with deferred_checks():
+        gap = (keep(mine, mask, name="trainer") - keep(theirs, mask, name="engine")).abs()
+        k3 = kl_estimate(theirs, mine, mask, "k3")
+        found = torch.stack([masked_mean(gap, mask), gap.max(), masked_mean(k3, mask), (mask != 0).sum().to(wide)])
+    mean_abs, max_abs, mean_k3, count = found.tolist()
+    return Drift(mean_abs, max_abs, mean_k3, int(count))
 
 
 class DriftAlarm:

@@ -15,7 +15,14 @@ __all__ = ["KLController", "KLEstimator", "kl_estimate", "token_rewards"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
+def kl_estimate(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    estimator: KLEstimator,
+    *,
+    unbiased_gradient: bool = False,
+) -> Tensor:
     """Estimate KL(policy ‖ reference) at each token from the log-probabilities of the sampled token.
 
     With d = log π(token) − log π_ref(token):
@@ -30,13 +37,18 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimato
 
     ``k1`` is for rewards, where no gradient flows. As a term of a *loss* its gradient is ∇ log π, the
     same whatever the reference is, and zero on average: it regularises nothing. Hence it is refused where a
-    gradient would flow. Use ``k2`` there.
+    gradient would flow. Use ``k2`` there, or ``unbiased_gradient``.
+
+    The gradient of ``k3`` as a loss is that of the reverse divergence, KL(reference ‖ policy), to first order. With
+    ``unbiased_gradient`` the value is the estimator's and the gradient is d · ∇ log π, that of ``k2``, whose mean over
+    the policy's own samples is the gradient of KL(policy ‖ reference).
 
     Args:
         log_probs: of the policy, ``[batch, time]``.
         ref_log_probs: of the reference, ``[batch, time]``; no gradient flows to it.
         mask: ``[batch, time]``.
         estimator: ``k1``, ``k2`` or ``k3``.
+        unbiased_gradient: give the estimate the gradient of the divergence; for losses.
 
     Returns:
         ``[batch, time]``, 0 in masked slots.
@@ -47,12 +59,15 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimato
     """
     if estimator not in get_args(KLEstimator):
         raise ValueError(f"unknown KL estimator {estimator!r}: use one of {', '.join(get_args(KLEstimator))}")
-    if estimator == "k1" and log_probs.requires_grad and torch.is_grad_enabled():
+    if estimator == "k1" and not unbiased_gradient and log_probs.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "k1 inside a loss has a gradient that does not depend on the reference: use 'k2' for a KL loss, "
-            "or detach log_probs (or torch.no_grad()) for a KL penalty in the reward"
+            "k1 inside a loss has a gradient that does not depend on the reference: use 'k2' or unbiased_gradient=True "
+            "for a KL loss, or detach log_probs (or torch.no_grad()) for a KL penalty in the reward"
         )
     d = keep(log_probs, mask, name="log_probs") - keep(ref_log_probs.detach(), mask, name="ref_log_probs")
+    if unbiased_gradient:
+        value, slope = kl_estimate(log_probs.detach(), ref_log_probs, mask, estimator), d.square() / 2
+        return value + (slope - slope.detach())
     if estimator == "k1":
         return d
     if estimator == "k2":

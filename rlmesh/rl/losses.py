@@ -1,4 +1,4 @@
-"""PPO's losses per token, and sums of them that do not depend on how a batch is split.
+"""Losses of policy and critic per token, and sums of them that do not depend on how a batch is split.
 
 Each loss is a tensor ``[batch, time]``; :func:`aggregate` makes it a number. The two are apart because the
 divisor belongs to the whole batch, while a call sees one micro-batch of one rank::
@@ -10,6 +10,8 @@ divisor belongs to the whole batch, while a call sees one micro-batch of one ran
 
 Dividing each part by its own count instead gives short answers more weight, by an amount that changes with
 the micro-batch size and the number of ranks.
+
+Log-probabilities and entropy come from :mod:`rlmesh.rl.head`.
 """
 
 from __future__ import annotations
@@ -19,23 +21,28 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rlmesh.rl.masking import keep, masked_mean, masked_sum, require_mask
+from rlmesh.rl.head import entropy, token_log_probs
+from rlmesh.rl.masking import keep, masked_mean, masked_sum, require, require_mask
 
 __all__ = [
     "Aggregation",
     "PolicyTerms",
     "ValueTerms",
     "aggregate",
+    "cispo_loss",
     "entropy",
+    "gspo_loss",
     "ppo_clip_loss",
+    "sapo_loss",
     "token_log_probs",
     "valid_count",
     "value_clip_loss",
 ]
 
-Aggregation = Literal["token-mean", "sequence-mean"]
+Aggregation = Literal["token-mean", "sequence-mean", "constant"]
 """``token-mean``: every valid token weighs the same. ``sequence-mean``: every sequence that has a valid token
-does, and within it every token."""
+does, and within it every token. ``constant``: every valid token weighs the same, and the divisor is the number of
+sequences times a constant, whatever the lengths are."""
 
 
 class PolicyTerms(NamedTuple):
@@ -54,54 +61,6 @@ class ValueTerms(NamedTuple):
     clipped: Tensor
 
 
-def token_log_probs(logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of the given tokens.
-
-    ``log softmax(logits / temperature)[token]``. Use the temperature of sampling, else the ratio of policies
-    that are equal is not 1.
-
-    Args:
-        logits: ``[batch, time, vocabulary]``; those that predict ``tokens``, so shifted already.
-        tokens: ``[batch, time]``, integers.
-        mask: ``[batch, time]``.
-        temperature: > 0.
-
-    Returns:
-        ``[batch, time]``, in float32 at least, 0 in masked slots.
-
-    Raises:
-        ValueError: shapes differ, or the temperature is not positive.
-        FloatingPointError: a result in a valid slot is not finite.
-    """
-    if temperature <= 0:
-        raise ValueError(f"temperature must be > 0, got {temperature}: greedy choices have no log-probability")
-    valid = require_mask(mask, like=tokens, name="tokens")
-    if logits.shape[:-1] != tokens.shape:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} do not match tokens {tuple(tokens.shape)}")
-    log_probs = _clean_logits(logits, valid).div(temperature).log_softmax(-1)
-    chosen = torch.where(valid, tokens, torch.zeros_like(tokens))
-    return keep(log_probs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), valid, name="log_probs")
-
-
-def entropy(logits: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Entropy at each token, in nats: ``−Σ p log p`` with p = softmax(logits / temperature).
-
-    Args:
-        logits: ``[batch, time, vocabulary]``.
-        mask: ``[batch, time]``.
-
-    Returns:
-        ``[batch, time]``, 0 in masked slots. As a bonus, subtract its mean from the loss (Mnih et al. 2016,
-        arXiv:1602.01783).
-    """
-    valid = require_mask(mask, like=logits[..., 0], name="logits[..., 0]")
-    log_probs = _clean_logits(logits, valid).div(temperature).log_softmax(-1)
-    probs = log_probs.exp()
-    # p · log p is 0 at p = 0, where the log is −inf for a token that was ruled out.
-    terms = torch.where(probs > 0, probs * log_probs.clamp(min=torch.finfo(log_probs.dtype).min), 0.0)
-    return keep(-terms.sum(-1), valid, name="entropy")
-
-
 def ppo_clip_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -110,12 +69,14 @@ def ppo_clip_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> PolicyTerms:
     """PPO's clipped surrogate, negated so that it is minimised.
 
     With r = exp(log π − log π_old): ``loss = −min(r · A, clip(r, 1 − clip_low, 1 + clip_high) · A)``
     (Schulman et al. 2017, arXiv:1707.06347, equation 7). A ``clip_high`` above ``clip_low`` leaves unlikely
-    tokens more room to grow (Yu et al. 2025, arXiv:2503.14476, "clip-higher").
+    tokens more room to grow (Yu et al. 2025, arXiv:2503.14476, "clip-higher"). With ``dual_clip`` c, the loss of a
+    token with A < 0 is at most ``−c · A``, whatever its ratio (Ye et al. 2019, arXiv:1912.09729, equation 4).
 
     Args:
         log_probs: of the policy that is trained, ``[batch, time]``.
@@ -124,21 +85,140 @@ def ppo_clip_loss(
         mask: ``[batch, time]``.
         clip_low: in [0, 1).
         clip_high: ≥ 0; ``None`` means as ``clip_low``.
+        dual_clip: > 1, usually 3; ``None`` leaves the loss of tokens with A < 0 unbounded.
 
     Raises:
         ValueError: shapes differ, or a clip bound is out of range.
         FloatingPointError: a valid slot is not finite, in an argument or in the ratio.
     """
-    high = clip_low if clip_high is None else clip_high
-    if not 0 <= clip_low < 1 or high < 0:
-        raise ValueError(f"clip_low must be in [0, 1) and clip_high ≥ 0, got {clip_low} and {high}")
-    valid = require_mask(mask, like=log_probs, name="log_probs")
-    advantage = keep(advantages.detach(), valid, name="advantages")
-    new = keep(log_probs, valid, name="log_probs")
-    ratio = (new - keep(old_log_probs.detach(), valid, name="old_log_probs")).exp()
+    low, high = _clip_range(clip_low, clip_high)
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"dual_clip must be > 1, or None for none; got {dual_clip}")
+    _, log_ratio, advantage, valid = _ratio_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = log_ratio.exp()
     plain = keep(ratio * advantage, valid, name="ratio · advantage")
-    bounded = ratio.clamp(1 - clip_low, 1 + high) * advantage
+    bounded = ratio.clamp(low, high) * advantage
+    objective, clipped = torch.minimum(plain, bounded), bounded < plain
+    if dual_clip is not None:
+        floor = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)
+        clipped = clipped | (floor > objective)
+        objective = torch.maximum(objective, floor)
+    return PolicyTerms(-objective, ratio.detach(), clipped.detach())
+
+
+def gspo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    rows: Tensor | None = None,
+    clip_low: float = 3e-4,
+    clip_high: float | None = 4e-4,
+) -> PolicyTerms:
+    """GSPO: PPO's clipped surrogate with one ratio per sequence.
+
+    ``s = exp(mean over the valid tokens of log π − log π_old)``, and per token
+    ``loss = −min(s′ · A, clip(s′) · A)`` with ``s′ = sg(s) · π / sg(π)``, which has the value of s and lets each
+    token's advantage have its own gradient (Zheng et al. 2025, arXiv:2507.18071, GSPO-token; with equal advantages in a
+    sequence it is GSPO).
+
+    Args:
+        log_probs: of the policy that is trained, ``[batch, time]``; each row is one whole sequence. Or ``[tokens]`` of
+            whole sequences, with ``rows``.
+        old_log_probs: of the policy that the advantages belong to, the same shape; without gradient.
+        advantages: the same shape; no gradient flows to it.
+        mask: the same shape.
+        rows: ``[tokens]``, integers ≥ 0, equal for the tokens of a sequence; ``None`` for a rectangular batch.
+        clip_low: in [0, 1); the paper's values are far below those of PPO, since s is a mean.
+        clip_high: ≥ 0; ``None`` means as ``clip_low``.
+
+    Raises:
+        ValueError: shapes differ, or a clip bound is out of range.
+        FloatingPointError: a valid slot is not finite, in an argument or in the ratio.
+    """
+    low, high = _clip_range(clip_low, clip_high)
+    new, log_ratio, advantage, valid = _ratio_terms(log_probs, old_log_probs, advantages, mask)
+    of_sequence = _mean_of_rows(log_ratio.detach(), valid, rows)
+    ratio = torch.where(valid, (of_sequence + new - new.detach()).exp(), 1.0).to(new.dtype)
+    plain = keep(ratio * advantage, valid, name="ratio · advantage")
+    bounded = ratio.clamp(low, high) * advantage
     return PolicyTerms(-torch.minimum(plain, bounded), ratio.detach(), (bounded < plain).detach())
+
+
+def cispo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float | None = None,
+    clip_high: float = 4.0,
+) -> PolicyTerms:
+    """CISPO: the policy gradient weighted by the clipped ratio, through which no gradient flows.
+
+    ``loss = −sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π`` (MiniMax 2025, arXiv:2506.13585, equation 4). Every
+    token keeps a gradient; the clip bounds its weight only.
+
+    Args:
+        log_probs: of the policy that is trained, ``[batch, time]``.
+        old_log_probs: of the policy that the advantages belong to, ``[batch, time]``; without gradient.
+        advantages: ``[batch, time]``; no gradient flows to it.
+        mask: ``[batch, time]``.
+        clip_low: in [0, 1]; ``None`` sets no lower bound, as in the paper.
+        clip_high: ≥ 0.
+
+    Returns:
+        as :func:`ppo_clip_loss`; ``clipped`` is True where the weight is bounded.
+
+    Raises:
+        ValueError: shapes differ, or a clip bound is out of range.
+        FloatingPointError: a valid slot is not finite, in an argument or in the ratio.
+    """
+    if clip_high < 0 or (clip_low is not None and not 0 <= clip_low <= 1):
+        raise ValueError(f"clip_low must be in [0, 1] and clip_high ≥ 0, got {clip_low} and {clip_high}")
+    new, log_ratio, advantage, valid = _ratio_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = keep(log_ratio.detach().exp(), torch.ones_like(valid), name="ratio")
+    weight = ratio.clamp(0.0 if clip_low is None else 1 - clip_low, 1 + clip_high)
+    return PolicyTerms(-weight * advantage * new, ratio, weight != ratio)
+
+
+def sapo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    temperature_up: float = 1.0,
+    temperature_down: float = 1.05,
+) -> PolicyTerms:
+    """SAPO: a smooth gate in place of PPO's clip.
+
+    ``loss = −(4 / τ) · σ(τ · (r − 1)) · A`` with ``τ = temperature_up`` where A > 0 and ``temperature_down`` elsewhere
+    (Gao et al. 2025, arXiv:2511.20347). At r = 1 the gradient is that of the plain policy gradient,
+    and it fades as the ratio leaves 1, faster with a larger temperature.
+
+    Args:
+        log_probs: of the policy that is trained, ``[batch, time]``.
+        old_log_probs: of the policy that the advantages belong to, ``[batch, time]``; without gradient.
+        advantages: ``[batch, time]``; no gradient flows to it.
+        mask: ``[batch, time]``.
+        temperature_up, temperature_down: > 0.
+
+    Returns:
+        as :func:`ppo_clip_loss`; nothing is ever ``clipped``.
+
+    Raises:
+        ValueError: shapes differ, or a temperature is not positive.
+        FloatingPointError: a valid slot is not finite, in an argument or in the ratio.
+    """
+    if temperature_up <= 0 or temperature_down <= 0:
+        raise ValueError(f"temperatures must be > 0, got {temperature_up} and {temperature_down}")
+    _, log_ratio, advantage, valid = _ratio_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = keep(log_ratio.exp(), torch.ones_like(valid), name="ratio")
+    temperature = torch.full_like(ratio, temperature_down).masked_fill(advantage > 0, temperature_up)
+    gate = 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
+    return PolicyTerms(-gate * advantage, ratio.detach(), torch.zeros_like(valid))
 
 
 def value_clip_loss(
@@ -181,18 +261,21 @@ def valid_count(mask: Tensor, mode: Aggregation) -> Tensor:
         mask: ``[batch, time]``.
 
     Returns:
-        a scalar int64: valid tokens, or sequences with a valid token.
+        a scalar int64: valid tokens, or sequences with a valid token (``sequence-mean`` and ``constant``).
     """
     valid = mask != 0
     return valid.sum() if _known(mode) == "token-mean" else valid.any(1).sum()
 
 
-def aggregate(per_token: Tensor, mask: Tensor, mode: Aggregation, *, denominator: Tensor | float) -> Tensor:
+def aggregate(
+    per_token: Tensor, mask: Tensor, mode: Aggregation, *, denominator: Tensor | float, constant: float | None = None
+) -> Tensor:
     """This part's share of a mean over the whole batch.
 
     * ``token-mean``: Σ over the valid tokens / denominator (Yu et al. 2025, arXiv:2503.14476, section 3.3);
     * ``sequence-mean``: Σ over the sequences of the mean of their valid tokens / denominator (Shao et al.
-      2024, arXiv:2402.03300, equation 3).
+      2024, arXiv:2402.03300, equation 3);
+    * ``constant``: Σ over the valid tokens / (denominator · constant) (Liu et al. 2025, arXiv:2503.20783, section 3.2).
 
     The shares of all micro-batches and ranks *add up* to the mean, and so do their gradients. Where the
     training engine averages gradients over N ranks (DDP and FSDP do), multiply the loss by N to get the sum.
@@ -202,26 +285,33 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: Aggregation, *, denominator
         mask: ``[batch, time]``.
         mode: see :data:`Aggregation`.
         denominator: :func:`valid_count` of the *whole* batch.
+        constant: for the mode ``constant`` only, > 0: usually the most tokens that a response may have.
 
     Returns:
         a scalar; 0, with gradients 0, where nothing is valid here.
 
     Raises:
-        ValueError: shapes differ, the mode is unknown, or the denominator is below the count at hand, so
-            that it cannot be that of the whole batch.
+        ValueError: shapes differ, the mode is unknown, ``constant`` is missing or not wanted, or the denominator is
+            below the count at hand, so that it cannot be that of the whole batch.
         FloatingPointError: a valid slot is not finite.
     """
-    here, whole = float(valid_count(mask, mode)), float(denominator)
-    if here > whole:
-        raise ValueError(
-            f"denominator is {whole:g}, but this part alone has {here:g}: pass valid_count() summed over "
-            "all micro-batches and ranks"
-        )
-    if mode == "token-mean":
-        total = masked_sum(per_token, mask, name="per_token")
-    else:
+    if (mode == "constant") != (constant is not None) or (constant is not None and constant <= 0):
+        raise ValueError(f"the aggregation 'constant', and no other, takes a constant > 0; got {mode!r} and {constant}")
+    here = valid_count(mask, mode)
+    whole = denominator if isinstance(denominator, Tensor) else torch.tensor(float(denominator), device=here.device)
+    require(here > whole, _denominator_too_small, here, whole)
+    if mode == "sequence-mean":
         total = masked_mean(per_token, mask, dim=1, name="per_token").sum()
-    return total / max(whole, 1.0)
+    else:
+        total = masked_sum(per_token, mask, name="per_token")
+    return total / (whole.clamp(min=1) * (1.0 if constant is None else constant))
+
+
+def _denominator_too_small(_: bool, here: float, whole: float) -> ValueError:
+    return ValueError(
+        f"denominator is {whole:g}, but this part alone has {here:g}: pass valid_count() summed over "
+        "all micro-batches and ranks"
+    )
 
 
 def _known(mode: Aggregation) -> Aggregation:
@@ -230,8 +320,29 @@ def _known(mode: Aggregation) -> Aggregation:
     return mode
 
 
-def _clean_logits(logits: Tensor, valid: Tensor) -> Tensor:
-    """Logits with masked slots set to 0 (before the softmax, for its slope there), in float32 at least."""
-    zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
-    clean = torch.where(valid.unsqueeze(-1), logits, zero)
-    return clean.float() if clean.dtype in (torch.float16, torch.bfloat16) else clean
+def _clip_range(clip_low: float, clip_high: float | None) -> tuple[float, float]:
+    """The lowest and the highest ratio that are not clipped."""
+    high = clip_low if clip_high is None else clip_high
+    if not 0 <= clip_low < 1 or high < 0:
+        raise ValueError(f"clip_low must be in [0, 1) and clip_high ≥ 0, got {clip_low} and {high}")
+    return 1 - clip_low, 1 + high
+
+
+def _ratio_terms(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Checked and masked: log π, log π − log π_old, the advantages, and the mask as booleans."""
+    valid = require_mask(mask, like=log_probs, name="log_probs")
+    advantage = keep(advantages.detach(), valid, name="advantages")
+    new = keep(log_probs, valid, name="log_probs")
+    return new, new - keep(old_log_probs.detach(), valid, name="old_log_probs"), advantage, valid
+
+
+def _mean_of_rows(x: Tensor, valid: Tensor, rows: Tensor | None) -> Tensor:
+    """The mean over the valid tokens of each token's sequence, in a shape that broadcasts to ``x``."""
+    if rows is None:
+        return masked_mean(x, valid, dim=1).unsqueeze(1)
+    _, place = rows.unique(return_inverse=True)
+    zeros = x.new_zeros(len(x))  # at least as many as there are sequences
+    counts = zeros.scatter_add(0, place, valid.to(x.dtype))
+    return (zeros.scatter_add(0, place, x) / counts.clamp(min=1))[place]

@@ -1,15 +1,105 @@
-"""Statistics over the valid tokens only.
+"""Statistics over the valid tokens only, and checks that the valid tokens are finite.
 
 A mask is applied with ``where``, never by multiplication: zero times NaN is NaN, so a product would let one
 bad value in a padded slot poison the whole batch.
+
+Each check waits for the device. A training step that checks many tensors collects the checks and waits once::
+
+    with deferred_checks():
+        loss = …            # any number of functions of rlmesh.rl
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["keep", "masked_mean", "masked_sum", "masked_whiten", "require_finite", "require_mask"]
+__all__ = [
+    "deferred_checks",
+    "keep",
+    "masked_mean",
+    "masked_sum",
+    "masked_whiten",
+    "require_finite",
+    "require_mask",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One check whose outcome is still on the device.
+
+    Attributes:
+        failed: a scalar; not 0 if the check failed.
+        details: scalars that the message needs.
+        error: makes the exception from ``failed`` and ``details``.
+    """
+
+    failed: Tensor
+    details: tuple[Tensor, ...]
+    error: Callable[..., Exception]
+
+    def raise_if_failed(self) -> None:
+        if bool(self.failed):
+            raise self.error(self.failed.item(), *(detail.item() for detail in self.details))
+
+
+_deferred: ContextVar[list[_Check] | None] = ContextVar("_deferred", default=None)
+
+
+@contextmanager
+def deferred_checks() -> Iterator[None]:
+    """Collect the checks of the block and look at their outcome once, at the end of the block.
+
+    On a GPU each check costs a wait for the device; one training step makes about twenty. In this block the checks
+    compute their outcome on the device, and one transfer at the end brings all of them. The first check that failed
+    raises. A block that raises on its own raises that error: its collected checks are dropped.
+
+    Blocks may be nested: the inner block's checks are looked at where the inner block ends.
+
+    Raises:
+        FloatingPointError: a valid slot was not finite.
+        ValueError: a denominator was too small (:func:`rlmesh.rl.losses.aggregate`).
+    """
+    checks: list[_Check] = []
+    token = _deferred.set(checks)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+    by_device: dict[torch.device, list[_Check]] = {}
+    for check in checks:
+        by_device.setdefault(check.failed.device, []).append(check)
+    failed = {
+        id(check)
+        for group in by_device.values()
+        for check, bad in zip(group, torch.stack([c.failed != 0 for c in group]).tolist(), strict=True)
+        if bad
+    }
+    for check in checks:
+        if id(check) in failed:
+            check.raise_if_failed()
+
+
+def require(failed: Tensor, error: Callable[..., Exception], *details: Tensor) -> None:
+    """Raise ``error(failed, *details)`` if ``failed`` is not 0: now, or at the end of :func:`deferred_checks`.
+
+    Args:
+        failed: a scalar.
+        error: makes the exception from the Python numbers of ``failed`` and ``details``.
+        details: scalars on any device.
+    """
+    check = _Check(failed.detach(), tuple(detail.detach() for detail in details), error)
+    checks = _deferred.get()
+    if checks is None:
+        check.raise_if_failed()
+    else:
+        checks.append(check)
 
 
 def require_mask(mask: Tensor, *, like: Tensor, name: str) -> Tensor:
@@ -37,18 +127,29 @@ def require_mask(mask: Tensor, *, like: Tensor, name: str) -> Tensor:
 def require_finite(x: Tensor, mask: Tensor, *, name: str) -> None:
     """Check that no valid slot holds NaN or infinity.
 
-    Waits for the device once, which is little against the step that would train on NaN.
+    Waits for the device, unless inside :func:`deferred_checks`.
+
+    Args:
+        x: any shape.
+        mask: boolean, the same shape.
+        name: what ``x`` is called in the message.
 
     Raises:
         FloatingPointError: at least one does; the message gives how many, where, and the first value.
     """
-    bad = mask & ~torch.isfinite(x.detach())
-    if bool(bad.any()):
-        first = tuple(int(i) for i in bad.nonzero()[0])
-        raise FloatingPointError(
-            f"{name} holds {int(bad.sum())} values that are not finite in valid slots, "
-            f"the first at {list(first)}: {x[first].item()}"
+    if not x.numel():
+        return
+    shape = tuple(x.shape)
+    bad = (mask & ~torch.isfinite(x.detach())).reshape(-1)
+    first = bad.to(torch.uint8).argmax(keepdim=True)
+
+    def error(count: int, place: int, value: float) -> FloatingPointError:
+        index = [int(i) for i in torch.unravel_index(torch.tensor(place), shape)] if shape else []
+        return FloatingPointError(
+            f"{name} holds {int(count)} values that are not finite in valid slots, the first at {index}: {value}"
         )
+
+    require(bad.sum(), error, first[0], x.detach().reshape(-1).gather(0, first)[0])
 
 
 def keep(x: Tensor, mask: Tensor, *, name: str = "x") -> Tensor:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.rl import reference
-from rlmesh.rl.advantages import discounted_returns, gae
+from rlmesh.rl.advantages import discounted_returns, gae, reinforce_plus_plus, suffix_scan
 from rlmesh.rl.kl import token_rewards
 from tests.rl.batches import Batch, batches, poisoned
 
@@ -28,7 +28,8 @@ def test_gae_agrees_with_numpy(batch: Batch, gamma: float, lam: float, cut_off: 
     )
     expected = reference.gae(rewards, values, batch.mask, gamma=gamma, lam=lam, last_values=last)
     for mine, theirs in zip(got, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+        assert mine.dtype == torch.float64
+        np.testing.assert_allclose(mine, theirs, atol=1e-9)
 
 
 @given(batches(), unit)
@@ -103,3 +104,31 @@ def test_an_empty_response_is_no_error() -> None:
 def test_nan_in_a_valid_slot_raises() -> None:
     with pytest.raises(FloatingPointError, match="values"):
         gae(torch.zeros(1, 1), torch.tensor([[float("nan")]]), torch.ones(1, 1), gamma=1, lam=1)
+
+
+@given(batches(), unit)
+def test_reinforce_plus_plus_agrees_with_numpy(batch: Batch, gamma: float) -> None:
+    rewards = batch.normal(1)
+    got = reinforce_plus_plus(torch.tensor(poisoned(rewards, batch.mask)), torch.tensor(batch.mask), gamma=gamma)
+    np.testing.assert_allclose(got, reference.reinforce_plus_plus(rewards, batch.mask, gamma=gamma), atol=1e-6)
+
+
+@given(st.integers(0, 40), st.integers(0, 2**31))
+def test_a_scan_is_the_recurrence(time: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    inputs, decays = random.normal(size=(2, time)), random.choice([0.0, 0.5, 1.0], size=(2, time))
+    expected, later = np.zeros((2, time)), np.zeros(2)
+    for t in reversed(range(time)):
+        later = inputs[:, t] + decays[:, t] * later
+        expected[:, t] = later
+    np.testing.assert_allclose(suffix_scan(torch.tensor(inputs), torch.tensor(decays)), expected, atol=1e-12)
+
+
+def test_long_rows_keep_their_precision() -> None:
+    rewards = torch.randn(2, 20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 20_000, dtype=torch.bool)
+    expected, later = torch.zeros_like(rewards), torch.zeros(2, dtype=torch.float64)
+    for t in reversed(range(20_000)):
+        later = rewards[:, t] + 0.999 * later
+        expected[:, t] = later
+    torch.testing.assert_close(discounted_returns(rewards, mask, gamma=0.999), expected, atol=1e-10, rtol=0)

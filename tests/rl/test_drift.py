@@ -1,21 +1,18 @@
-"""The gap between engine and trainer, its alarm, and GRPO's advantages."""
+"""The gap between engine and trainer, and its alarm."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from rlmesh.cli.status import end_lines, status_lines
 from rlmesh.master.records import read_end, write_end
 from rlmesh.observe.eventlog import read_events
 from rlmesh.rl import reference
-from rlmesh.rl.advantages import grpo
 from rlmesh.rl.drift import LIMITS, DriftAlarm, Limits, drift
 from rlmesh.testing import LocalCluster
 from tests.rl import drifting_job
@@ -64,21 +61,6 @@ def test_patience_and_stopping() -> None:
     with pytest.raises(ValueError, match=r"no limits are known for 'float31': use one of float32"):
         DriftAlarm("float31")
     assert sorted(LIMITS.values(), key=lambda limits: limits.k3) == list(LIMITS.values())
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3, width=32)), min_size=1, max_size=12), st.booleans())
-def test_grpo_agrees_with_numpy(rows: list[tuple[int, float]], scale: bool) -> None:
-    groups = np.array([group for group, _ in rows])
-    rewards = np.array([reward for _, reward in rows], dtype=np.float64)
-    got = grpo(torch.tensor(rewards), torch.tensor(groups), scale=scale, eps=1e-3)
-    np.testing.assert_allclose(got, reference.grpo(rewards, groups, scale=scale, eps=1e-3), atol=1e-3)
-
-
-def test_groups_that_say_nothing_give_nothing() -> None:
-    rewards, groups = torch.tensor([1.0, 1.0, 0.5, 0.0, 1.0]), torch.tensor([7, 7, 9, 4, 4])
-    assert grpo(rewards, groups)[:3].tolist() == [0, 0, 0] and grpo(rewards, groups)[3:].sum().abs() < 1e-6
-    with pytest.raises(ValueError, match="expected one each per row"):
-        grpo(rewards, groups[:2])
 
 
 def test_in_a_job_it_is_an_event_and_the_status_shows_it(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_the_gradient_of_k2_is_that_of_the_kl() -> None:
 def test_k1_is_refused_inside_a_loss_and_allowed_in_a_reward() -> None:
     lp = torch.zeros(1, 1, requires_grad=True)
     ref, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match="use 'k2' for a KL loss"):
+    with pytest.raises(ValueError, match="use 'k2' or unbiased_gradient=True for a KL loss"):
         kl_estimate(lp, ref, mask, "k1")
     with torch.no_grad():
         assert kl_estimate(lp, ref, mask, "k1").item() == 0
@@ -134,3 +134,19 @@ def test_a_controller_refuses_impossible_settings() -> None:
     ):
         with pytest.raises(ValueError, match="coefficient must be"):
             KLController(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_an_unbiased_gradient_is_that_of_the_divergence(estimator: KLEstimator) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(6, dtype=torch.float64, generator=generator, requires_grad=True)
+    ref = torch.randn(6, dtype=torch.float64, generator=generator).log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    exact = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), logits, retain_graph=True)[0]
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    each = kl_estimate(policy.unsqueeze(0), ref.unsqueeze(0), mask, estimator, unbiased_gradient=True)[0]
+    # The mean over the policy's own samples, computed exactly: weighted by the probability of each token.
+    mean = torch.autograd.grad((policy.exp().detach() * each).sum(), logits)[0]
+    torch.testing.assert_close(mean, exact)
+    plain = kl_estimate(policy.detach().unsqueeze(0), ref.unsqueeze(0), mask, estimator)[0]
+    torch.testing.assert_close(each.detach(), plain)

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.rl import reference
+from rlmesh.rl import losses, reference
 from rlmesh.rl.losses import (
     Aggregation,
+    PolicyTerms,
     aggregate,
+    cispo_loss,
     entropy,
+    gspo_loss,
     ppo_clip_loss,
+    sapo_loss,
     token_log_probs,
     valid_count,
     value_clip_loss,
@@ -20,7 +26,11 @@ from rlmesh.rl.masking import masked_mean
 from tests.rl.batches import Batch, batches, poisoned
 
 NAN = float("nan")
-MODES: list[Aggregation] = ["token-mean", "sequence-mean"]
+MODES: list[Aggregation] = ["token-mean", "sequence-mean", "constant"]
+
+
+def constant_of(mode: Aggregation) -> float | None:
+    return 5.0 if mode == "constant" else None
 
 
 @given(batches(), st.floats(0.25, 4))
@@ -129,6 +139,70 @@ def test_clip_bounds_are_checked() -> None:
         value_clip_loss(x, x, x, x, clip=0)
 
 
+@given(batches(), st.sampled_from(["ppo_clip_loss", "gspo_loss", "cispo_loss", "sapo_loss"]), st.data())
+def test_policy_losses_agree_with_numpy(batch: Batch, name: str, data: st.DataObject) -> None:
+    choices: dict[str, dict[str, st.SearchStrategy[float | None]]] = {
+        "ppo_clip_loss": {"dual_clip": st.none() | st.floats(1.1, 4)},
+        "gspo_loss": {"clip_low": st.floats(0, 0.9), "clip_high": st.none() | st.floats(0, 1)},
+        "cispo_loss": {"clip_low": st.none() | st.floats(0, 1), "clip_high": st.floats(0, 5)},
+        "sapo_loss": {"temperature_up": st.floats(0.5, 2), "temperature_down": st.floats(0.5, 2)},
+    }
+    options = st.fixed_dictionaries(choices[name])
+    chosen = data.draw(options)
+    values = [batch.normal(i) for i in (1, 2, 3)]
+    tensors = [torch.tensor(poisoned(x, batch.mask)) for x in values]
+    terms = getattr(losses, name)(*tensors, torch.tensor(batch.mask), **chosen)
+    loss, ratio, clipped = getattr(reference, name)(*values, batch.mask, **chosen)
+    np.testing.assert_allclose(terms.loss, loss, atol=1e-9)
+    np.testing.assert_allclose(terms.ratio, ratio, atol=1e-9)
+    np.testing.assert_array_equal(terms.clipped, clipped)
+
+
+@pytest.mark.parametrize("loss", [ppo_clip_loss, gspo_loss, cispo_loss, sapo_loss])
+def test_on_policy_every_loss_has_the_plain_policy_gradient(loss: Callable[..., PolicyTerms]) -> None:
+    old = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    advantages = torch.tensor([[1.0, 1.0, 1.0], [-2.0, -2.0, -2.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    new = old.clone().requires_grad_()
+    loss(new, old, advantages, mask).loss.sum().backward()
+    torch.testing.assert_close(new.grad, torch.where(mask, -advantages, 0.0))
+
+
+def test_the_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
+    new = torch.tensor([[2.0, 2.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([[-1.0, 1.0, -1.0]], dtype=torch.float64)
+    terms = ppo_clip_loss(new, torch.zeros(1, 3).double(), advantages, torch.ones(1, 3), dual_clip=3.0)
+    terms.loss.sum().backward()
+    assert terms.loss[0].tolist() == pytest.approx([3.0, -1.2, np.exp(0.5)])
+    assert terms.clipped.tolist() == [[True, True, False]]
+    assert new.grad is not None and new.grad[0].tolist() == pytest.approx([0, 0, np.exp(0.5)])
+
+
+def test_a_sequence_has_one_ratio_in_gspo() -> None:
+    old = torch.zeros(1, 2).double()
+    new = torch.tensor([[0.4, -0.2]], dtype=torch.float64, requires_grad=True)
+    terms = gspo_loss(new, old, torch.ones(1, 2).double(), torch.ones(1, 2), clip_low=0.5, clip_high=0.5)
+    assert terms.ratio[0].tolist() == pytest.approx([np.exp(0.1)] * 2)
+    terms.loss.sum().backward()
+    assert new.grad is not None and new.grad[0].tolist() == pytest.approx([-np.exp(0.1)] * 2)
+
+
+def test_wrong_settings_of_losses_are_refused() -> None:
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="dual_clip must be > 1"):
+        ppo_clip_loss(x, x, x, x, dual_clip=1.0)
+    with pytest.raises(ValueError, match="clip_low must be in"):
+        gspo_loss(x, x, x, x, clip_low=1.0)
+    with pytest.raises(ValueError, match="clip_high"):
+        cispo_loss(x, x, x, x, clip_high=-1.0)
+    with pytest.raises(ValueError, match="temperatures must be > 0"):
+        sapo_loss(x, x, x, x, temperature_up=0)
+    with pytest.raises(ValueError, match="takes a constant"):
+        aggregate(x, x, "constant", denominator=1)
+    with pytest.raises(ValueError, match="takes a constant"):
+        aggregate(x, x, "token-mean", denominator=1, constant=2.0)
+
+
 @given(batches(), st.none() | st.floats(0.01, 2))
 def test_the_value_loss_agrees_with_numpy(batch: Batch, clip: float | None) -> None:
     new, old, returns = (batch.normal(i) for i in (1, 2, 3))
@@ -153,8 +227,9 @@ def test_aggregation_agrees_with_numpy(batch: Batch, mode: Aggregation) -> None:
     x, mask = batch.normal(1), torch.tensor(batch.mask)
     n = valid_count(mask, mode)
     assert n.item() == reference.valid_count(batch.mask, mode)
-    got = aggregate(torch.tensor(poisoned(x, batch.mask)), mask, mode, denominator=n)
-    expected = reference.aggregate(x, batch.mask, mode, denominator=n.item())
+    constant = constant_of(mode)
+    got = aggregate(torch.tensor(poisoned(x, batch.mask)), mask, mode, denominator=n, constant=constant)
+    expected = reference.aggregate(x, batch.mask, mode, denominator=n.item(), constant=constant)
     assert got.item() == pytest.approx(expected, abs=1e-12)
 
 
@@ -166,11 +241,13 @@ def test_the_loss_does_not_depend_on_the_split(batch: Batch, mode: Aggregation, 
     rows = batch.shape[0]
     cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
     whole = torch.tensor(batch.normal(1), requires_grad=True)
-    total = aggregate(whole, mask, mode, denominator=n)
+    constant = constant_of(mode)
+    total = aggregate(whole, mask, mode, denominator=n, constant=constant)
     total.backward()
     parts = torch.tensor(batch.normal(1), requires_grad=True)
     shares = [
-        aggregate(parts[a:b], mask[a:b], mode, denominator=n) for a, b in zip([0, *cuts], [*cuts, rows], strict=True)
+        aggregate(parts[a:b], mask[a:b], mode, denominator=n, constant=constant)
+        for a, b in zip([0, *cuts], [*cuts, rows], strict=True)
     ]
     for share in shares:
         share.backward()
@@ -195,7 +272,7 @@ def test_split_golden_numbers() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_without_valid_tokens_contributes_0(mode: Aggregation) -> None:
     per_token = torch.full((2, 3), NAN, requires_grad=True)
-    share = aggregate(per_token, torch.zeros(2, 3), mode, denominator=7)
+    share = aggregate(per_token, torch.zeros(2, 3), mode, denominator=7, constant=constant_of(mode))
     share.backward()
     assert share.item() == 0
     assert per_token.grad is not None and per_token.grad.tolist() == [[0] * 3] * 2
@@ -207,5 +284,5 @@ def test_the_count_of_a_part_is_refused_as_that_of_the_whole() -> None:
 
 
 def test_an_unknown_aggregation_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown aggregation 'mean': use one of token-mean, sequence-mean"):
+    with pytest.raises(ValueError, match="unknown aggregation 'mean': use one of token-mean, sequence-mean, constant"):
         valid_count(torch.ones(1, 1), "mean")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.rl import reference
-from rlmesh.rl.masking import keep, masked_mean, masked_sum, masked_whiten
+from rlmesh.rl.masking import deferred_checks, keep, masked_mean, masked_sum, masked_whiten
 from tests.rl.batches import Batch, batches, poisoned
 
 NAN, INF = float("nan"), float("inf")
@@ -76,3 +76,53 @@ def test_a_mask_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
 
 def test_a_mask_of_integers_counts_as_booleans() -> None:
     assert masked_mean(torch.tensor([[1.0, 9.0]]), torch.tensor([[1, 0]])).item() == 1.0
+
+
+def test_deferred_checks_raise_what_immediate_ones_do() -> None:
+    x = torch.tensor([[0.0, 1.0], [float("inf"), NAN]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    with pytest.raises(FloatingPointError) as now:
+        keep(x, mask, name="scores")
+    ran_on = False
+    with pytest.raises(FloatingPointError) as later, deferred_checks():
+        keep(torch.zeros(3), torch.ones(3), name="fine")
+        keep(x, mask, name="scores")
+        keep(x, mask, name="told second")
+        ran_on = True
+    assert ran_on and str(later.value) == str(now.value)
+    assert "scores holds 2 values" in str(now.value) and "[1, 0]: inf" in str(now.value)
+
+
+def test_deferred_checks_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    as_bool = torch.Tensor.__bool__
+
+    def counted(tensor: torch.Tensor) -> bool:
+        looks.append(tensor)
+        return as_bool(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "__bool__", counted)
+    with deferred_checks():
+        for _ in range(20):
+            masked_mean(torch.ones(2, 2), torch.ones(2, 2))
+    assert not looks
+
+
+def test_the_errors_of_a_block_come_before_its_checks() -> None:
+    with pytest.raises(KeyError), deferred_checks():
+        keep(torch.tensor([NAN]), torch.ones(1))
+        raise KeyError("mine")
+    keep(torch.tensor([0.0]), torch.ones(1))
+
+
+def test_blocks_of_deferred_checks_may_be_nested() -> None:
+    with deferred_checks():
+        with pytest.raises(FloatingPointError, match="inner"), deferred_checks():
+            keep(torch.tensor([NAN]), torch.ones(1), name="inner")
+        keep(torch.tensor([1.0]), torch.ones(1), name="outer")
+
+
+def test_empty_tensors_and_scalars_are_checked_too() -> None:
+    keep(torch.zeros(0, 3), torch.ones(0, 3))
+    with pytest.raises(FloatingPointError, match=r"at \[\]: nan"):
+        keep(torch.tensor(NAN), torch.tensor(True))

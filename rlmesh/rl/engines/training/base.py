@@ -20,6 +20,7 @@ from rlmesh.rl.engines.training.checkpoints import SavingThread
 from rlmesh.rl.engines.training.exporting import write_safetensors
 from rlmesh.rl.engines.training.forward import response_log_probs, response_values
 from rlmesh.rl.engines.training.offload import Offloaded
+from rlmesh.rl.engines.training.packed import PackedBatch, prepare
 from rlmesh.rl.engines.training.protocol import (
     Lora,
     LossFunction,
@@ -29,6 +30,9 @@ from rlmesh.rl.engines.training.protocol import (
     StepReport,
     TrainingOptions,
 )
+from rlmesh.rl.head import TokenTerms
+from rlmesh.rl.masking import deferred_checks
+from rlmesh.rl.packing import Pack
 
 _LOSS = "\0loss"
 
@@ -79,6 +83,22 @@ class ModuleEngine(ABC):
         with torch.no_grad(), self._autocast():
             return torch.cat([function(*piece) for piece in pieces]).float()
 
+    def packed_log_probs(self, packs: Sequence[Pack], *, temperature: float = 1.0) -> list[TokenTerms]:
+        self._require_here("compute")
+        prepare(self.plain)
+        self.model.eval()
+        found = []
+        passes = PackedBatch(packs, [None] * len(packs), None, self.device).split(self._passes(len(packs)))
+        with torch.no_grad(), self._autocast():
+            for part in passes:
+                terms = self.model(packed=part.inputs, temperature=temperature)
+                found.append(TokenTerms(terms.log_probs, terms.entropy))
+        return found[: len(packs)]
+
+    def _passes(self, packs: int) -> int:
+        """Number of passes over packs: that of the rank with the most."""
+        return max(1, ranks.largest(packs, self.device))
+
     def _parts(self, rows: int) -> int:
         """Number of micro-batches: that of the fullest rank."""
         size = self.options.micro_batch_size or max(rows, 1)
@@ -93,18 +113,24 @@ class ModuleEngine(ABC):
     def train_step(self, batch: Splittable, loss: LossFunction) -> StepReport:
         self._require_here("train")
         self.model.train()
-        parts = batch.split(self._parts(len(batch)))
+        if isinstance(batch, PackedBatch):
+            prepare(self.plain)
+            parts: Sequence[Any] = batch.split(self._passes(batch.passes))
+        else:
+            parts = batch.split(self._parts(len(batch)))
         lr = self.options.lr_after(self.steps)
         sums: dict[str, Tensor] = {}
         self._before_step(lr)
         try:
-            for index, part in enumerate(parts):
-                with self._one_pass(last=index == len(parts) - 1):
-                    with self._autocast():
-                        share, statistics = loss(self.model, part)
-                    self._backward(share)
-                for name, value in {**statistics, _LOSS: share}.items():
-                    sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach()
+            # The checks of all passes are looked at once, before anything is applied.
+            with deferred_checks():
+                for index, part in enumerate(parts):
+                    with self._one_pass(last=index == len(parts) - 1):
+                        with self._autocast():
+                            share, statistics = loss(self.model, part)
+                        self._backward(share)
+                    for name, value in {**statistics, _LOSS: share}.items():
+                        sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach()
             norm = self._apply()
         except BaseException:
             self._forget_gradients()

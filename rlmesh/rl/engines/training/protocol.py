@@ -20,6 +20,9 @@ from rlmesh.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from rlmesh.rl.head import TokenTerms
+    from rlmesh.rl.packing import Pack
+
 Precision = Literal["float32", "bfloat16"]
 Lora = Literal["", "adapter", "merged"]
 
@@ -172,9 +175,21 @@ class TrainingEngine(Protocol):
         """
         ...
 
+    def packed_log_probs(self, packs: Sequence[Pack], *, temperature: float = 1.0) -> list[TokenTerms]:
+        """Log-probability of each target of this rank's packs, and the entropy at it, without gradient.
+
+        Args:
+            packs: of this rank; ranks may have different numbers of them.
+            temperature: that of sampling.
+        """
+        ...
+
     def train_step(self, batch: Splittable, loss: LossFunction) -> StepReport:
         """One optimizer step on this rank's share of a batch: forward and backward passes over its parts, the gradient
         summed over parts and ranks, clipped, applied.
+
+        A :class:`rlmesh.rl.engines.training.packed.PackedBatch` makes one pass per pack; other batches are split into
+        micro-batches of rows.
 
         The ranks' shares may differ in size: each rank makes as many passes as the fullest needs.
 

@@ -1,0 +1,43 @@
+"""``rlmesh prepare SET --from PATH --to DIR``: well-known data sets as parquet files for training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlmesh.errors import UsageError
+
+NAMES = ("gsm8k", "math", "hellaswag", "hh_rlhf")
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to ``rlmesh``'s subparsers."""
+    parser = commands.add_parser(
+        "prepare",
+        help="make the parquet files of a well-known data set",
+        description="Turn the usual files of a data set (parquet, JSON lines or JSON, one per split) into parquet "
+        "files with the columns prompt, data_source, reward_model and extra_info. Nothing is downloaded.",
+    )
+    parser.add_argument("name", metavar="SET", choices=NAMES, help=", ".join(NAMES))
+    parser.add_argument("--from", dest="source", metavar="PATH", type=Path, required=True, help="its file or folder")
+    parser.add_argument("--to", dest="target", metavar="DIR", type=Path, required=True, help="where to write")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """Write the files and return the exit code."""
+    try:
+        from rlmesh.rl.data.prepare import prepare
+
+        found = prepare(options.name, options.source, options.target)
+    except UsageError as error:
+        print(f"rlmesh prepare: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"rlmesh prepare: {error}; pip install 'rlmesh[data,torch]'", file=sys.stderr)
+        return 2
+    for split, count in found.items():
+        print(f"{options.target / split}.parquet: {count} rows")
+    return 0

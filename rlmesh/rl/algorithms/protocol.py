@@ -1,0 +1,222 @@
+"""`Algorithm`: from the episodes of a batch to the weights of what is trained.
+
+The trainer knows no algorithm. Each token of the policy has a weight in three components of the loss:
+
+``policy``
+    The clipped ratio: pulls the probability of the token up or down, by its advantage.
+``likelihood``
+    Cross-entropy: pulls the probability of the token up.
+``divergence``
+    The divergence from a reference policy or a teacher.
+
+The loss is the sum over the components of ``Σ weight · term / normaliser``, over all micro-batches and ranks. PPO, GRPO
+and its relatives, supervised fine-tuning, behaviour cloning and distillation are different weights of the same step.
+
+An algorithm of one's own is a class with `weigh`::
+
+    @dataclass(frozen=True)
+    class BestOnly(Algorithm):
+        samples: int = 8
+
+        def weigh(self, batch: Evaluated) -> TokenWeights:
+            best = batch.rewards == group_max(batch)
+            return TokenWeights.of(batch.mask, likelihood=best)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlmesh.rl.group_advantages import spread
+from rlmesh.rl.losses import PolicyTerms, cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
+
+__all__ = ["Algorithm", "Evaluated", "Need", "Normalisers", "PolicyLoss", "TokenWeights", "policy_terms"]
+
+Need = Literal["critic", "reference", "greedy"]
+"""What an algorithm asks for besides rewards: values of a critic, log-probabilities of the reference policy, the
+reward of a greedy response to each prompt."""
+
+PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
+"""The term of the policy component: :mod:`rlmesh.rl.losses` has one function for each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluated:
+    """A batch with all that the roles say of it. Time counts all tokens of an episode, the prompt included.
+
+    Attributes:
+        mask: ``[episodes, time]``, True at the tokens that the policy chose.
+        groups: ``[episodes]``, equal where the prompt is.
+        rewards: ``[episodes]``, float64; anything where not valid.
+        valid: ``[episodes]``, False where the reward failed or abstained.
+        log_probs: ``[episodes, time]``, by the trainer's weights before the step.
+        sampled_log_probs: ``[episodes, time]``, by the engine when it sampled, of the whole vocabulary.
+        ref_log_probs: ``[episodes, time]``, by the reference policy, for an algorithm that needs it.
+        values: ``[episodes, time]``, before each token was chosen, for an algorithm that needs a critic.
+        greedy_rewards: ``[episodes]``, for an algorithm that needs them.
+        cut_off: ``[episodes]``, True where the episode was ended by a limit.
+    """
+
+    mask: Tensor
+    groups: Tensor
+    rewards: Tensor
+    valid: Tensor
+    log_probs: Tensor
+    sampled_log_probs: Tensor
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    greedy_rewards: Tensor | None = None
+    cut_off: Tensor | None = None
+
+    @property
+    def usable(self) -> Tensor:
+        """``[episodes, time]``, the policy's tokens of episodes that have a reward."""
+        return self.mask & self.valid.unsqueeze(1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """``[episodes]``, tokens that the policy chose."""
+        return self.mask.sum(1)
+
+
+class Normalisers(NamedTuple):
+    """The divisor of each component, of the whole batch over all ranks; 1 where the component is empty."""
+
+    policy: float
+    likelihood: float
+    divergence: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenWeights:
+    """What one step trains.
+
+    Attributes:
+        advantages: ``[episodes, time]``, of the policy component.
+        policy, likelihood, divergence: ``[episodes, time]``, ≥ 0, 0 where a token takes no part.
+        normalisers: of the three components.
+        returns: ``[episodes, time]``, targets of the critic.
+        metrics: numbers for the report.
+    """
+
+    advantages: Tensor
+    policy: Tensor
+    likelihood: Tensor
+    divergence: Tensor
+    normalisers: Normalisers
+    returns: Tensor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        mask: Tensor,
+        *,
+        advantages: Tensor | None = None,
+        policy: Tensor | float = 0.0,
+        likelihood: Tensor | float = 0.0,
+        divergence: Tensor | float = 0.0,
+        normalisers: Normalisers | None = None,
+        returns: Tensor | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> TokenWeights:
+        """Weights from what is at hand: a number for all tokens, one per episode, or one per token.
+
+        Args:
+            mask: ``[episodes, time]``; outside of it every weight is 0.
+            advantages: one per episode or per token.
+            policy, likelihood, divergence: a number, ``[episodes]`` or ``[episodes, time]``.
+            normalisers: ``None``: of each component the sum of its weights, at least 1.
+            returns, metrics: as they are.
+        """
+        wide = torch.float64
+
+        def full(weight: Tensor | float) -> Tensor:
+            if not isinstance(weight, Tensor):
+                return mask.to(wide) * weight
+            if weight.ndim == 1:
+                return spread(weight.to(wide), mask)
+            return torch.where(mask, weight.to(wide), 0.0)
+
+        parts = full(policy), full(likelihood), full(divergence)
+        return cls(
+            full(0.0 if advantages is None else advantages),
+            policy=parts[0],
+            likelihood=parts[1],
+            divergence=parts[2],
+            normalisers=normalisers or Normalisers(*(max(float(part.sum()), 1.0) for part in parts)),
+            returns=returns,
+            metrics=dict(metrics or {}),
+        )
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What every algorithm says of itself; `weigh` is what makes it one.
+
+    Attributes:
+        samples: responses per prompt.
+    """
+
+    samples: int = 1
+
+    policy_loss: PolicyLoss = field(default="ppo", init=False)
+    """The term of the policy component."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What `Evaluated` must have besides rewards and log-probabilities."""
+        return frozenset()
+
+    @property
+    def policy_options(self) -> Mapping[str, Any]:
+        """Keyword arguments of the policy component's term."""
+        return {}
+
+    @property
+    def entropy_coefficient(self) -> float:
+        """The weight of the entropy bonus, on the tokens of the policy component."""
+        return 0.0
+
+    def weigh(self, batch: Evaluated) -> TokenWeights:
+        """The weights of one step.
+
+        Pure: the same batch gives the same weights, and the trainer may call it on another process than the last time.
+        """
+        raise TypeError(f"{type(self).__name__} is no algorithm: it defines no weigh(batch) that gives TokenWeights")
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"{type(self).__name__}(samples={self.samples}): at least 1 response per prompt")
+
+
+def policy_terms(
+    kind: PolicyLoss,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    rows: Tensor,
+    options: Mapping[str, Any],
+) -> PolicyTerms:
+    """The term of the policy component at each target of a pack, ``[targets]`` each.
+
+    Args:
+        log_probs: with gradient.
+        old_log_probs, advantages: without.
+        rows: ``[targets]``, the episode of each target: a pack holds episodes whole, which sequence-level ratios need.
+        options: of the loss function.
+    """
+    every = torch.ones_like(log_probs, dtype=torch.bool)
+    if kind == "gspo":
+        return gspo_loss(log_probs, old_log_probs, advantages, every, rows=rows, **options)
+    if kind == "cispo":
+        return cispo_loss(log_probs, old_log_probs, advantages, every, **options)
+    if kind == "sapo":
+        return sapo_loss(log_probs, old_log_probs, advantages, every, **options)
+    return ppo_clip_loss(log_probs, old_log_probs, advantages, every, **options)

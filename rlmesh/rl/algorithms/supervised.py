@@ -1,0 +1,57 @@
+"""Algorithms without a reward: supervised fine-tuning, behaviour cloning, distillation on policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Need, Normalisers, TokenWeights
+from rlmesh.rl.distillation import sampled_reverse_kl_advantages
+
+__all__ = ["SFT", "BehaviourCloning", "OnPolicyDistillation"]
+
+
+@dataclass(frozen=True)
+class SFT(Algorithm):
+    """Supervised fine-tuning: cross-entropy of the given responses, every token weighs the same."""
+
+    def weigh(self, batch: Evaluated) -> TokenWeights:
+        return TokenWeights.of(batch.mask, likelihood=1.0)
+
+
+@dataclass(frozen=True)
+class BehaviourCloning(Algorithm):
+    """Cross-entropy of the policy's own responses whose reward reaches a threshold (rejection sampling).
+
+    Attributes:
+        at_least: the least reward of a response that is imitated.
+    """
+
+    samples: int = 8
+    at_least: float = 1.0
+
+    def weigh(self, batch: Evaluated) -> TokenWeights:
+        good = batch.valid & (batch.rewards >= self.at_least)
+        return TokenWeights.of(batch.mask, likelihood=good, metrics={"imitated": float(good.double().mean())})
+
+
+@dataclass(frozen=True)
+class OnPolicyDistillation(Algorithm):
+    """The reverse divergence from a teacher on the student's own samples, as a policy gradient.
+
+    The teacher takes the place of the reference policy; rewards are not looked at
+    (:func:`rlmesh.rl.distillation.sampled_reverse_kl_advantages`).
+    """
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset(["reference"])
+
+    def weigh(self, batch: Evaluated) -> TokenWeights:
+        if batch.ref_log_probs is None:
+            raise ValueError("the batch has no log-probabilities of the teacher: give the run a reference")
+        advantages = sampled_reverse_kl_advantages(batch.log_probs, batch.ref_log_probs, batch.mask)
+        tokens = max(float(batch.mask.sum()), 1.0)
+        metrics = {"teacher_kl": -float(advantages.sum()) / tokens}
+        return TokenWeights.of(
+            batch.mask, advantages=advantages, policy=1.0, normalisers=Normalisers(tokens, 1.0, 1.0), metrics=metrics
+        )

@@ -1,0 +1,183 @@
+"""The loss of a training step on packs: three components with per-token weights, each with its own normaliser.
+
+:mod:`rlmesh.rl.algorithms.protocol` says what the components are, and an algorithm gives the weights. The share of one
+pack *adds up* with those of all other packs and ranks to the loss of the whole batch, whatever the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Normalisers, PolicyLoss, TokenWeights, policy_terms
+from rlmesh.rl.head import TokenTerms
+from rlmesh.rl.kl import KLEstimator, kl_estimate
+from rlmesh.rl.losses import value_clip_loss
+from rlmesh.rl.packing import Pack
+
+__all__ = ["Columns", "LossSettings", "policy_share", "value_share"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """What of an algorithm the loss needs.
+
+    Attributes:
+        policy_loss, policy_options: the term of the policy component.
+        entropy: weight of the entropy bonus.
+        kl_estimator: of the divergence component.
+    """
+
+    policy_loss: PolicyLoss
+    policy_options: Mapping[str, Any]
+    entropy: float
+    kl_estimator: KLEstimator
+
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> LossSettings:
+        estimator: KLEstimator = getattr(algorithm, "kl_estimator", "k3")
+        return cls(algorithm.policy_loss, algorithm.policy_options, algorithm.entropy_coefficient, estimator)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """What the loss needs of each target of a pack, ``[targets]`` each, on the device of the model.
+
+    Attributes:
+        rows: the episode of each target.
+        old_log_probs, advantages: of the policy component.
+        policy, likelihood, divergence: weights.
+        ref_log_probs: of the divergence component.
+        old_values, returns: of a critic.
+    """
+
+    rows: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    policy: Tensor
+    likelihood: Tensor
+    divergence: Tensor
+    ref_log_probs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, pack: Pack, batch: Evaluated, weights: TokenWeights, device: torch.device | str, dtype: torch.dtype
+    ) -> Columns:
+        """The entries of a pack's targets, out of tensors ``[episodes, time]`` (time counts an episode's tokens)."""
+        rows, places = torch.from_numpy(pack.rows), torch.from_numpy(pack.places)
+
+        def take(matrix: Tensor | None) -> Tensor | None:
+            return None if matrix is None else matrix[rows, places].to(device, dtype)
+
+        def required(matrix: Tensor) -> Tensor:
+            return matrix[rows, places].to(device, dtype)
+
+        return cls(
+            rows.to(device),
+            old_log_probs=required(batch.log_probs),
+            advantages=required(weights.advantages),
+            policy=required(weights.policy),
+            likelihood=required(weights.likelihood),
+            divergence=required(weights.divergence),
+            ref_log_probs=take(batch.ref_log_probs),
+            old_values=take(batch.values),
+            returns=take(weights.returns),
+        )
+
+
+def policy_share(
+    terms: TokenTerms, columns: Columns, normalisers: Normalisers, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A pack's share of the policy's loss, and shares of statistics over the tokens of the policy component.
+
+    ``Σ policy · term / N_policy − Σ likelihood · log π / N_likelihood + Σ divergence · kl / N_divergence − entropy ·
+    Σ policy · H / N_policy``.
+
+    Args:
+        terms: log-probabilities and entropy of the pack's targets, with gradient.
+        columns: of the same targets.
+        normalisers: of the whole batch.
+        settings: of the algorithm.
+
+    Returns:
+        a scalar with gradient, and scalars without: ``tokens`` and sums of ``ratio``, ``clipped``, ``entropy`` and
+        ``kl`` (from the old policy to the new one, k3) over them.
+
+    Raises:
+        FloatingPointError: a log-probability or a ratio is not finite.
+        ValueError: a divergence has weight but no reference.
+    """
+    log_probs = terms.log_probs
+    trained = policy_terms(
+        settings.policy_loss,
+        log_probs,
+        columns.old_log_probs,
+        columns.advantages,
+        rows=columns.rows,
+        options=settings.policy_options,
+    )
+    share = (columns.policy * trained.loss).sum() / normalisers.policy
+    share = share - (columns.likelihood * log_probs).sum() / normalisers.likelihood
+    if settings.entropy:
+        share = share - settings.entropy * (columns.policy * terms.entropy).sum() / normalisers.policy
+    every = torch.ones_like(log_probs, dtype=torch.bool)
+    if columns.ref_log_probs is not None:
+        kl = kl_estimate(log_probs, columns.ref_log_probs, every, settings.kl_estimator, unbiased_gradient=True)
+        share = share + (columns.divergence * kl).sum() / normalisers.divergence
+    with torch.no_grad():
+        counted = (columns.policy > 0) | (columns.likelihood > 0)
+        moved = kl_estimate(columns.old_log_probs, log_probs, every, "k3")
+        statistics = {
+            name: torch.where(counted, value.to(log_probs.dtype), 0.0).sum()
+            for name, value in {
+                "tokens": counted,
+                "ratio": trained.ratio,
+                "clipped": trained.clipped,
+                "entropy": terms.entropy,
+                "kl": moved,
+            }.items()
+        }
+    return share, statistics
+
+
+def value_share(
+    values: Tensor, columns: Columns, *, tokens: float, clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A pack's share of the critic's loss: the mean over the tokens of :func:`rlmesh.rl.losses.value_clip_loss`.
+
+    Args:
+        values: before each target was chosen, ``[targets]``, with gradient.
+        columns: with ``old_values`` and ``returns``.
+        tokens: of the whole batch, over all ranks.
+        clip: see there.
+
+    Returns:
+        a scalar with gradient, and scalars without: ``tokens``, and sums of ``clipped`` and of the squared ``error``
+        over them.
+    """
+    if columns.old_values is None or columns.returns is None:
+        raise ValueError("the batch has no values or no returns: the algorithm gives returns where it needs a critic")
+    counted = columns.policy > 0
+    terms = value_clip_loss(values, columns.old_values, columns.returns, counted, clip=clip)
+    share = terms.loss.sum() / max(tokens, 1.0)
+    with torch.no_grad():
+        error = torch.where(counted, (values - columns.returns).square(), 0.0)
+        clipped = terms.clipped & counted
+        statistics = {"tokens": counted.sum(), "clipped": clipped.sum(), "error": error.sum()}
+    return share, {name: value.to(values.dtype) for name, value in statistics.items()}
+
+
+def padded(rows: list[np.ndarray[Any, Any]], *, fill: float = 0.0) -> Tensor:
+    """One tensor ``[episodes, longest]`` of an array per episode, ``fill`` after its end."""
+    longest = max(map(len, rows), default=0)
+    matrix = np.full((len(rows), longest), fill, dtype=rows[0].dtype if rows else np.float32)
+    for row, values in enumerate(rows):
+        matrix[row, : len(values)] = values
+    return torch.from_numpy(matrix)

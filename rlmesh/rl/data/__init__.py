@@ -1,0 +1,15 @@
+"""Prompts: data sets, chat templates, an order that can be resumed, and the preparation of well-known sets.
+
+::
+
+    data = RLHFDataset("data/train.parquet", tokenizer, max_prompt_tokens=512)
+    loader = PromptLoader(data, batch_size=128, seed=1)
+    rows = loader.batch(step)        # a function of step, seed and the data alone
+"""
+
+from __future__ import annotations
+
+from rlmesh.rl.data.dataset import Prompt, RLHFDataset
+from rlmesh.rl.data.loader import Mixture, PromptLoader
+
+__all__ = ["Mixture", "Prompt", "PromptLoader", "RLHFDataset"]

@@ -1,0 +1,127 @@
+"""Rows of parquet, JSON-lines and JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmesh.errors import UsageError
+
+__all__ = ["Row", "expand", "read_rows", "write_parquet"]
+
+Row = dict[str, Any]
+
+SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+def expand(files: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files that are meant: themselves, and those of folders in the order of their names.
+
+    Raises:
+        UsageError: a file does not exist, a folder has none that can be read, or a suffix is unknown.
+    """
+    found: list[Path] = []
+    for given in [files] if isinstance(files, (str, Path)) else files:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            inside = sorted(child for child in path.iterdir() if child.suffix in SUFFIXES)
+            if not inside:
+                raise UsageError(f"the folder {path} has no {', '.join(SUFFIXES)} file")
+            found += inside
+        elif not path.exists():
+            raise UsageError(f"there is no data file {path}{_similar(path)}")
+        elif path.suffix not in SUFFIXES:
+            raise UsageError(f"{path} cannot be read: the suffix must be one of {', '.join(SUFFIXES)}")
+        else:
+            found.append(path)
+    if not found:
+        raise UsageError("no data file given")
+    return found
+
+
+def read_rows(files: str | Path | Sequence[str | Path]) -> list[Row]:
+    """All rows of all files.
+
+    Raises:
+        UsageError: a file cannot be read; the message names the file, and the line where there is one.
+    """
+    rows: list[Row] = []
+    for path in expand(files):
+        rows += _READERS[path.suffix](path)
+    return rows
+
+
+def write_parquet(rows: Iterable[Row], path: Path) -> int:
+    """Write rows to a parquet file, whole or not at all; gives how many there are.
+
+    Raises:
+        UsageError: there is no row.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    listed = list(rows)
+    if not listed:
+        raise UsageError(f"nothing to write to {path}: no row is left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        pq.write_table(pa.Table.from_pylist(listed), aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return len(listed)
+
+
+def _parquet(path: Path) -> list[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows: list[Row] = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise UsageError(f"{path} is no parquet file that can be read: {error}") from error
+    return rows
+
+
+def _json_lines(path: Path) -> list[Row]:
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                rows.append(_mapping(_parsed(line, f"{path}:{number}"), f"{path}:{number}"))
+    return rows
+
+
+def _json(path: Path) -> list[Row]:
+    whole = _parsed(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(whole, list):
+        raise UsageError(f"{path} must hold a list of rows, it holds {type(whole).__name__}")
+    return [_mapping(row, f"{path}, row {number}") for number, row in enumerate(whole)]
+
+
+_READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json}
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is no JSON: {error}") from error
+
+
+def _mapping(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where} must be a row with names, it is {type(row).__name__}")
+    return row
+
+
+def _similar(path: Path) -> str:
+    from difflib import get_close_matches
+
+    if not path.parent.is_dir():
+        return f": there is no folder {path.parent}"
+    near = get_close_matches(path.name, [child.name for child in path.parent.iterdir()], 1)
+    return f" (did you mean {near[0]}?)" if near else ""

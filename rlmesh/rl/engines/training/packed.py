@@ -1,0 +1,220 @@
+"""Packed forward passes of transformers models: from a pack to log-probabilities, entropy and values per target.
+
+A model is prepared once, by :func:`prepare`; after that it computes padded batches as before, and packs through the
+attention of :mod:`rlmesh.rl.prefix`. What crosses layers is the packed row alone: no mask over tokens × tokens exists.
+
+A pack goes through the model's own ``forward``, so that the wrappers of training engines (DDP, FSDP2, DeepSpeed) see
+the pass and gather what it needs::
+
+    terms = model(packed=PackedInputs(pack, device), temperature=1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.head import TokenTerms, chunked_log_probs
+from rlmesh.rl.packing import Pack, Segment
+from rlmesh.rl.packing import pack as build_packs
+from rlmesh.rl.prefix import Layout, packed_attention
+
+__all__ = ["PackedBatch", "PackedInputs", "PackedPart", "packed_hidden", "packed_log_probs", "packed_values", "prepare"]
+
+NAME = "rlmesh_packed"
+
+
+class PackedInputs:
+    """A pack on a device. An empty pack becomes one token that nothing is predicted from: a pass is a collective step,
+    which a rank without tokens takes part in.
+
+    Attributes:
+        ids, positions: ``[tokens]``.
+        sources, targets: ``[targets]``.
+        layout: for the attention of every layer.
+    """
+
+    def __init__(self, pack: Pack, device: torch.device | str) -> None:
+        filler = np.zeros(0 if len(pack) else 1, dtype=np.int64)
+        self.ids, self.positions, self.sources, self.targets = (
+            torch.from_numpy(column).to(device)
+            for column in (
+                np.concatenate([pack.ids, filler]),
+                np.concatenate([pack.positions, filler]),
+                pack.sources,
+                pack.targets,
+            )
+        )
+        self.layout = Layout.of(pack.segments if len(pack) else [Segment(0, 1)], device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedPart:
+    """One forward and backward pass: a pack, and whatever the loss needs of its targets."""
+
+    inputs: PackedInputs
+    columns: Any
+
+
+class PackedBatch:
+    """A rank's packs of one optimizer step, one pass for each; what `TrainingEngine.train_step` takes.
+
+    Args:
+        packs: of this rank.
+        columns: of each pack, for the loss function.
+        empty: the columns of a pack without targets: a rank with fewer packs than others takes part with empty ones.
+        device: of the model.
+    """
+
+    def __init__(
+        self, packs: Sequence[Pack], columns: Sequence[Any], empty: Any, device: torch.device | str = "cpu"
+    ) -> None:
+        if len(packs) != len(columns):
+            raise UsageError(f"{len(packs)} packs need as many columns, got {len(columns)}")
+        self.packs, self.columns, self.empty, self.device = list(packs), list(columns), empty, device
+
+    @property
+    def passes(self) -> int:
+        """How many passes this rank needs."""
+        return max(len(self.packs), 1)
+
+    def __len__(self) -> int:
+        """How many targets."""
+        return sum(len(pack.targets) for pack in self.packs)
+
+    def split(self, parts: int) -> list[PackedPart]:
+        """A part per pack, and empty ones up to ``parts``."""
+        if parts < len(self.packs):
+            raise UsageError(f"{len(self.packs)} packs cannot go through the model in {parts} passes")
+        missing = parts - len(self.packs)
+        packs, columns = [*self.packs, *[EMPTY] * missing], [*self.columns, *[self.empty] * missing]
+        return [PackedPart(PackedInputs(pack, self.device), own) for pack, own in zip(packs, columns, strict=True)]
+
+
+EMPTY = build_packs([], token_budget=1).by_rank[0][0]
+"""A pack without tokens."""
+
+
+def prepare(model: nn.Module) -> None:
+    """Let a transformers model compute packs. Twice is once.
+
+    Raises:
+        UsageError: the model's attention cannot be replaced, or attends to a window only.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config: Any = getattr(model, "config", None)
+    change = getattr(model, "set_attn_implementation", None)
+    if config is None or change is None:
+        raise UsageError(
+            f"{type(model).__name__} cannot compute packs: it is no model of transformers whose attention can be "
+            "replaced. Train it with padded batches"
+        )
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UsageError(
+            f"{type(model).__name__} attends to a sliding window in some layers, which packs do not support yet. Train "
+            "it with padded batches"
+        )
+    if config._attn_implementation != NAME:
+        change(NAME)
+    if not hasattr(model, "get_output_embeddings") or getattr(model.forward, "takes_packs", False):
+        return
+    plain = model.forward
+
+    def forward(
+        *args: Any,
+        packed: PackedInputs | None = None,
+        temperature: float = 1.0,
+        chunk_tokens: int | None = None,
+        **options: Any,
+    ) -> Any:
+        if packed is None:
+            return plain(*args, **options)
+        return packed_log_probs(model, packed, temperature=temperature, chunk_tokens=chunk_tokens)
+
+    forward.takes_packs = True  # type: ignore[attr-defined]
+    model.forward = forward
+
+
+def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
+    """The last hidden states ``[tokens, width]``, with gradient.
+
+    Args:
+        model: the backbone of a prepared model, without its head.
+    """
+    output: Any = model(
+        input_ids=inputs.ids.unsqueeze(0),
+        position_ids=inputs.positions.unsqueeze(0),
+        # A mask of four dimensions is taken as it is: none is made from the positions. The attention ignores it.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.ids.device),
+        use_cache=False,
+        packed_layout=inputs.layout,
+    )
+    hidden: Tensor = output.last_hidden_state
+    return hidden[0]
+
+
+def packed_log_probs(
+    model: nn.Module, inputs: PackedInputs, *, temperature: float = 1.0, chunk_tokens: int | None = None
+) -> TokenTerms:
+    """Log-probability of each target and entropy at it, each ``[targets]``, with gradient.
+
+    Args:
+        model: a prepared causal language model.
+        temperature: that of sampling.
+        chunk_tokens: of the head (:func:`rlmesh.rl.head.chunked_log_probs`).
+    """
+    causal: Any = model
+    head = causal.get_output_embeddings()
+    hidden = packed_hidden(causal.base_model, inputs)
+    return chunked_log_probs(
+        hidden.index_select(0, inputs.sources),
+        head.weight,
+        inputs.targets,
+        bias=head.bias,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def packed_values(model: nn.Module, head: nn.Module, inputs: PackedInputs) -> Tensor:
+    """The value before each target was chosen, ``[targets]`` in float32 at least, with gradient.
+
+    Args:
+        model: the backbone of a prepared model.
+        head: from ``[…, width]`` to ``[…, 1]``.
+    """
+    values: Tensor = head(packed_hidden(model, inputs).index_select(0, inputs.sources)).squeeze(-1)
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """What transformers' layers call: the attention of a pack if there is one, otherwise torch's own.
+
+    Args:
+        query: ``[batch, heads, tokens, width]``.
+        key, value: ``[batch, key heads, tokens, width]``.
+
+    Returns:
+        ``[batch, tokens, heads, width]``, and no attention weights.
+    """
+    layout: Layout | None = options.pop("packed_layout", None)
+    if layout is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return result
+    if options.get("dropout"):
+        raise UsageError("packs are computed without dropout in the attention: set attention_dropout to 0")
+    return packed_attention(query[0], key[0], value[0], layout, scale=options.get("scaling")).unsqueeze(0), None

@@ -1,0 +1,212 @@
+"""Packs: episodes laid end to end in one row, without padding, and with the prompt of a group only once.
+
+A row of a rectangular batch is as long as its longest episode: with long-tailed lengths, half of the computation and
+more goes into padding, and a prompt with eight responses is computed eight times. A pack is one row of tokens made of
+segments. A segment attends to itself (causally) and, if it has a prefix, to that whole prefix. So the prompt of a group
+is one segment, and each of its episodes' remaining tokens are one more, with the prompt as prefix.
+
+Each token keeps the position that it has in its episode, so a pack computes what the episodes alone compute.
+
+Pure NumPy: :mod:`rlmesh.rl.prefix` has the attention over a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlmesh.rl.balance import fill
+from rlmesh.rl.types import Episode
+
+__all__ = ["Pack", "Packs", "Segment", "pack"]
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a pack's tokens.
+
+    Attributes:
+        start, length: the tokens ``[start, start + length)`` of the pack.
+        prefix_start, prefix_length: the tokens that the segment attends to besides its own; none if the length is 0.
+    """
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """One forward pass.
+
+    ``targets`` are the policy's tokens, in a fixed order. Everything per target (log-probabilities, advantages,
+    weights) is ``[targets]`` in that order.
+
+    Attributes:
+        ids, positions: ``[tokens]``.
+        segments: in the order of the tokens, without gaps.
+        sources: ``[targets]``, the token whose state predicts the target.
+        targets: ``[targets]``, the target's id.
+        rows: ``[targets]``, the target's episode, as an index into the episodes that were packed.
+        places: ``[targets]``, the target's place among its episode's tokens.
+    """
+
+    ids: Index
+    positions: Index
+    segments: tuple[Segment, ...]
+    sources: Index
+    targets: Index
+    rows: Index
+    places: Index
+
+    def __len__(self) -> int:
+        """How many tokens are computed."""
+        return len(self.ids)
+
+    def take(self, per_episode: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
+        """``[targets]`` of one array per episode, each ``[tokens of the episode]``."""
+        if not len(self.targets):
+            return np.zeros(0, dtype=per_episode[0].dtype if len(per_episode) else np.float32)
+        edges = np.flatnonzero(np.diff(self.rows)) + 1
+        runs = zip(np.split(self.rows, edges), np.split(self.places, edges), strict=True)
+        return np.concatenate([per_episode[rows[0]][places] for rows, places in runs])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packs:
+    """The packs of a batch, rank by rank.
+
+    Attributes:
+        by_rank: ``by_rank[rank][i]``; each rank has equally many, the last of which may be empty.
+        episode_tokens: tokens of all episodes, each prompt counted once per episode.
+    """
+
+    by_rank: tuple[tuple[Pack, ...], ...]
+    episode_tokens: int
+    tokens: int = field(init=False)
+    """Tokens that are computed, over all ranks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", sum(len(each) for packs in self.by_rank for each in packs))
+
+    @property
+    def saved_share(self) -> float:
+        """The share of the episodes' tokens that sharing prompts saves, in [0, 1)."""
+        return 1 - self.tokens / self.episode_tokens if self.episode_tokens else 0.0
+
+
+def pack(
+    episodes: Sequence[Episode],
+    *,
+    token_budget: int,
+    ranks: int = 1,
+    groups: Sequence[int] | None = None,
+    share_prompts: bool = True,
+) -> Packs:
+    """Distribute episodes over packs and ranks.
+
+    Episodes of one group stay together where the budget allows, so that their prompt is computed once; a group that
+    does not fit is split, and its prompt is computed once per part.
+
+    Args:
+        episodes: of the whole batch.
+        token_budget: the most tokens of a pack. An episode that is longer gets a pack of its own.
+        ranks: how many get packs.
+        groups: ``[episodes]``, equal where the prompt is; ``None``: each episode is a group of its own.
+        share_prompts: False computes a prompt once per episode.
+
+    Raises:
+        ValueError: the budget or the ranks are below 1, the number of groups is wrong, or two episodes of a group have
+            different prompts.
+    """
+    if token_budget < 1 or ranks < 1:
+        raise ValueError(f"token_budget and ranks must be ≥ 1, got {token_budget} and {ranks}")
+    names = list(range(len(episodes))) if groups is None else list(groups)
+    if len(names) != len(episodes):
+        raise ValueError(f"{len(episodes)} episodes need as many groups, got {len(names)}")
+    units = _units(episodes, names, token_budget) if share_prompts else [[i] for i in range(len(episodes))]
+    sizes = [_size(episodes, unit) for unit in units]
+    bins = fill(sizes, token_budget, multiple_of=ranks)
+    bins.sort(key=lambda items: -sum(sizes[i] for i in items))
+    # Dealt out by falling size, to and fro, the ranks get about equally many tokens.
+    by_rank: list[list[Pack]] = [[] for _ in range(ranks)]
+    for turn, items in enumerate(bins):
+        lap, place = divmod(turn, ranks)
+        rank = place if lap % 2 == 0 else ranks - 1 - place
+        by_rank[rank].append(_build(episodes, [units[i] for i in items]))
+    return Packs(tuple(map(tuple, by_rank)), sum(map(len, episodes)))
+
+
+def _units(episodes: Sequence[Episode], names: Sequence[int], budget: int) -> list[list[int]]:
+    """Episodes that share one prompt in one pack: groups, split where they exceed the budget."""
+    members: dict[int, list[int]] = {}
+    for i, name in enumerate(names):
+        members.setdefault(name, []).append(i)
+    units = []
+    for name, group in members.items():
+        prompt = episodes[group[0]].prompt_ids
+        for i in group[1:]:
+            if not np.array_equal(episodes[i].prompt_ids, prompt):
+                raise ValueError(f"episodes {group[0]} and {i} are of group {name} but have different prompts")
+        rest = [len(episodes[i]) - len(prompt) for i in group]
+        parts = fill(rest, max(budget - len(prompt), 1))
+        units += [[group[i] for i in part] for part in parts if part]
+    return units
+
+
+def _size(episodes: Sequence[Episode], unit: Sequence[int]) -> int:
+    prompt = len(episodes[unit[0]].prompt_ids)
+    return prompt + sum(len(episodes[i]) - prompt for i in unit)
+
+
+def _build(episodes: Sequence[Episode], units: Sequence[Sequence[int]]) -> Pack:
+    ids: list[NDArray[np.int32]] = []
+    positions: list[Index] = []
+    sources, targets, rows, places = (list[Index]() for _ in range(4))
+    segments: list[Segment] = []
+    at = 0
+
+    def add(tokens: NDArray[np.int32], first: int, prefix: tuple[int, int]) -> int:
+        nonlocal at
+        start, at = at, at + len(tokens)
+        ids.append(tokens)
+        positions.append(np.arange(first, first + len(tokens)))
+        segments.append(Segment(start, len(tokens), *prefix))
+        return start
+
+    for unit in units:
+        prompt = len(episodes[unit[0]].prompt_ids)
+        shared = len(unit) > 1
+        prompt_at = add(episodes[unit[0]].prompt_ids, 0, (0, 0)) if shared else at
+        for row in unit:
+            whole, mask = episodes[row].ids, episodes[row].mask
+            if shared and len(whole) == prompt:
+                continue
+            start = add(whole[prompt:], prompt, (prompt_at, prompt)) if shared else add(whole, 0, (0, 0)) + prompt
+            chosen = np.flatnonzero(mask)
+            # The first token after the prompt is predicted by the prompt's last one.
+            before = chosen - 1
+            sources.append(np.where(before < prompt, prompt_at + before, start + before - prompt))
+            targets.append(whole[chosen].astype(np.int64))
+            rows.append(np.full(len(chosen), row))
+            places.append(chosen)
+
+    def joined(parts: Sequence[NDArray[np.integer[Any]]]) -> Index:
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    return Pack(
+        joined(ids),
+        joined(positions),
+        tuple(segments),
+        sources=joined(sources),
+        targets=joined(targets),
+        rows=joined(rows),
+        places=joined(places),
+    )

@@ -1,0 +1,214 @@
+"""Attention over a pack: each segment sees itself causally, and its prefix whole.
+
+On CUDA the segments go through torch's variable-length kernel: keys and values of a prefix are repeated per segment,
+queries and everything outside of attention are not. On CPU, short segments of about equal length go through one batched
+call with a small mask, and long ones one by one, by blocks of queries, so that no mask is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlmesh.rl.packing import Segment
+
+__all__ = ["Layout", "packed_attention"]
+
+LONG = 1024
+"""Segments that see more tokens than this go alone, and in blocks of this many queries."""
+WASTE = 0.25
+"""The most padding of a batched call, as a share of its scores."""
+
+
+class _Batch(NamedTuple):
+    """Short segments in one call.
+
+    Attributes:
+        queries: ``[segments, longest]``, token indices; the padding repeats the segment's last token.
+        keys: ``[segments, longest]``, likewise.
+        mask: ``[segments, 1, queries, keys]``, True where a query sees a key; padding sees the first key.
+        where: ``[tokens of the segments]``, the places of real queries in the flattened ``queries``.
+        tokens: ``[tokens of the segments]``, the token of each of these.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor
+    where: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The segments of a pack, prepared for the attention of every layer.
+
+    Attributes:
+        tokens: length of the pack.
+        segments: as given.
+        batches: short segments, for CPUs.
+        alone: long segments, for CPUs.
+        query_starts, key_starts: ``[segments + 1]``, int32, for the variable-length kernel.
+        key_tokens: ``[keys]``, the token of each key; ``None`` where keys are the tokens as they are.
+        longest_query, longest_keys: of any segment.
+    """
+
+    tokens: int
+    segments: tuple[Segment, ...]
+    batches: tuple[_Batch, ...] = ()
+    alone: tuple[Segment, ...] = ()
+    query_starts: Tensor | None = None
+    key_starts: Tensor | None = None
+    key_tokens: Tensor | None = None
+    longest_query: int = 0
+    longest_keys: int = 0
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device | str) -> Layout:
+        """Prepare ``segments`` for a device."""
+        kept = tuple(segment for segment in segments if segment.length)
+        tokens = sum(segment.length for segment in kept)
+        if torch.device(device).type == "cpu":
+            short = [s for s in kept if s.prefix_length + s.length <= LONG]
+            alone = tuple(s for s in kept if s.prefix_length + s.length > LONG)
+            return cls(tokens, kept, tuple(_batches(short)), alone)
+        keys = [s.prefix_length + s.length for s in kept]
+        prefixed = any(s.prefix_length for s in kept)
+        return cls(
+            tokens,
+            kept,
+            query_starts=_starts([s.length for s in kept]).to(device),
+            key_starts=_starts(keys).to(device),
+            key_tokens=torch.cat([_keys(s) for s in kept]).to(device) if prefixed else None,
+            longest_query=max((s.length for s in kept), default=0),
+            longest_keys=max(keys, default=0),
+        )
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scale: float | None = None
+) -> Tensor:
+    """Softmax attention of each segment over its prefix and itself.
+
+    Args:
+        query: ``[heads, tokens, width]``.
+        key, value: ``[key heads, tokens, width]``; the heads of queries are a multiple of these (grouped queries).
+        layout: of the pack.
+        scale: of the scores; ``None``: 1 / √width.
+
+    Returns:
+        ``[tokens, heads, width]``.
+
+    Raises:
+        ValueError: the pack has another number of tokens.
+    """
+    if query.shape[1] != layout.tokens:
+        raise ValueError(f"the layout is of {layout.tokens} tokens, the query of {query.shape[1]}")
+    if query.device.type == "cpu":
+        return _on_cpu(query, key, value, layout, scale)
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert layout.query_starts is not None and layout.key_starts is not None
+    rows = [x.transpose(0, 1) for x in (key, value)]
+    if layout.key_tokens is not None:
+        rows = [x.index_select(0, layout.key_tokens) for x in rows]
+    repeats = query.shape[0] // key.shape[0]
+    keys, values = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in rows)
+    result = varlen_attn(
+        query.transpose(0, 1).contiguous(),
+        keys.contiguous(),
+        values.contiguous(),
+        layout.query_starts,
+        layout.key_starts,
+        layout.longest_query,
+        layout.longest_keys,
+        scale=scale,
+        window_size=(-1, 0),
+    )
+    assert isinstance(result, Tensor)  # with the extra outputs that are not asked for, it is a tuple
+    return result
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None) -> Tensor:
+    grouped = query.shape[0] != key.shape[0]
+    places, results = [], []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+
+    for batch in layout.batches:
+        q, k, v = (
+            x[:, index].transpose(0, 1) for x, index in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
+        )
+        rows = attend(q, k, v, batch.mask).transpose(1, 2).flatten(0, 1)
+        results.append(rows[batch.where])
+        places.append(batch.tokens)
+    for segment in layout.alone:
+        own = slice(segment.start, segment.start + segment.length)
+        places.append(torch.arange(own.start, own.stop))
+        if not segment.prefix_length:
+            q, k, v = (x[:, own].unsqueeze(0) for x in (query, key, value))
+            results.append(attend(q, k, v, None)[0].transpose(0, 1))
+            continue
+        seen = _keys(segment)
+        k, v = (x[:, seen].unsqueeze(0) for x in (key, value))
+        for first in range(0, segment.length, LONG):
+            last = min(first + LONG, segment.length)
+            q = query[:, own.start + first : own.start + last].unsqueeze(0)
+            upto = segment.prefix_length + last
+            mask = torch.arange(upto) <= segment.prefix_length + torch.arange(first, last).unsqueeze(1)
+            results.append(attend(q, k[:, :, :upto], v[:, :, :upto], mask)[0].transpose(0, 1))
+    if not results:
+        return query.transpose(0, 1)
+    order = torch.cat(places).argsort()
+    return torch.cat(results)[order]
+
+
+def _batches(segments: Sequence[Segment]) -> list[_Batch]:
+    """Segments by length, in batches that waste at most `WASTE` of their scores."""
+    found: list[_Batch] = []
+    waiting: list[Segment] = []
+
+    def scores(rows: Sequence[Segment]) -> tuple[int, int]:
+        q, k = max(s.length for s in rows), max(s.prefix_length + s.length for s in rows)
+        return len(rows) * q * k, sum(s.length * (s.prefix_length + s.length) for s in rows)
+
+    for segment in sorted(segments, key=lambda s: (s.prefix_length + s.length, s.length)):
+        padded, real = scores([*waiting, segment])
+        # Many tiny segments are cheaper padded than called one by one.
+        if waiting and padded - real > max(WASTE * padded, 64 * 64):
+            found.append(_batch(waiting))
+            waiting = []
+        waiting.append(segment)
+    return [*found, _batch(waiting)] if waiting else found
+
+
+def _batch(segments: Sequence[Segment]) -> _Batch:
+    longest_query = max(s.length for s in segments)
+    longest_keys = max(s.prefix_length + s.length for s in segments)
+    lengths = torch.tensor([s.length for s in segments]).unsqueeze(1)
+    prefixes = torch.tensor([s.prefix_length for s in segments]).unsqueeze(1)
+    starts = torch.tensor([s.start for s in segments]).unsqueeze(1)
+    prefix_starts = torch.tensor([s.prefix_start for s in segments]).unsqueeze(1)
+    q, k = torch.arange(longest_query), torch.arange(longest_keys)
+    queries = starts + torch.minimum(q, lengths - 1)
+    keys = torch.where(k < prefixes, prefix_starts + k, starts + torch.minimum(k - prefixes, lengths - 1))
+    real = q < lengths
+    sees = (k <= prefixes.unsqueeze(1) + q.unsqueeze(1)) & (k < (prefixes + lengths).unsqueeze(1))
+    # A padded query sees all that its segment has: a row without any key would be NaN.
+    where = real.flatten().nonzero().squeeze(1)
+    return _Batch(queries, keys, sees.unsqueeze(1), where, queries.flatten()[where])
+
+
+def _keys(segment: Segment) -> Tensor:
+    """The tokens that a segment sees, in order."""
+    prefix = torch.arange(segment.prefix_start, segment.prefix_start + segment.prefix_length)
+    return torch.cat([prefix, torch.arange(segment.start, segment.start + segment.length)])
+
+
+def _starts(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -1,0 +1,34 @@
+"""Exact match of the text."""
+
+from __future__ import annotations
+
+import string
+import unicodedata
+
+from rlmesh.rl.types import Score
+
+__all__ = ["compute_score"]
+
+
+def compute_score(solution_str: str, ground_truth: object, *, normalise: bool = True, score: float = 1.0) -> Score:
+    """Compare a response with the right text.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the right text, or a list of texts of which any is right.
+        normalise: compare without case, punctuation, articles and superfluous white space, as SQuAD does (Rajpurkar et
+            al. 2016, arXiv:1606.05250).
+        score: of a right answer; a wrong one has 0.
+    """
+    rights = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+    if normalise:
+        right = _normalised(solution_str) in {_normalised(str(text)) for text in rights}
+    else:
+        right = solution_str in {str(text) for text in rights}
+    return Score(score) if right else Score(0.0, reason="wrong answer")
+
+
+def _normalised(text: str) -> str:
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    plain = "".join(" " if letter in string.punctuation else letter for letter in plain)
+    return " ".join(word for word in plain.split() if word not in ("a", "an", "the"))

@@ -1,0 +1,99 @@
+"""From what reward functions return to outcomes, and from several outcomes to one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlmesh.rl.types import Abstain, Failed, Outcome, Score
+
+__all__ = ["combine", "metrics_of", "to_outcome"]
+
+
+def to_outcome(value: Any) -> Outcome:
+    """What a reward function returned, as an outcome.
+
+    ============================  ==========================================================================
+    a number, also of NumPy       its score; NaN and infinity are failures
+    ``True``, ``False``           1 and 0
+    ``None``                      abstains
+    a mapping with ``score``      that score, the other numbers as metrics
+    an outcome                    itself
+    anything else                 a failure that names the type
+    ============================  ==========================================================================
+    """
+    if isinstance(value, (Score, Abstain, Failed)):
+        return value
+    if value is None:
+        return Abstain()
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            return Failed(f"the scorer returned a mapping without 'score': {sorted(map(str, value))}")
+        inner = to_outcome(value["score"])
+        if not isinstance(inner, Score):
+            return inner
+        numbers = {str(name): number for name, number in value.items() if name != "score" and _is_number(number)}
+        return Score(inner.value, {name: float(number) for name, number in numbers.items()})
+    if isinstance(value, (bool, np.bool_)):
+        return Score(float(value))
+    if _is_number(value):
+        number = float(value)
+        return Score(number) if np.isfinite(number) else Failed(f"the scorer returned {number}")
+    return Failed(f"the scorer returned {type(value).__name__}, which is no score: {str(value)[:80]!r}")
+
+
+def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Outcome:
+    """One outcome of an episode from those of its rewards.
+
+    A failure of one reward is a failure of the whole: a sum without it would be another reward. Rewards that abstain
+    are left out of the sum; if all abstain, so does the whole.
+
+    Args:
+        outcomes: by the name of the reward.
+        weights: by the same names.
+
+    Returns:
+        ``Σ weight · score``; the metrics of all, each under ``name/metric``.
+    """
+    failed = [f"{name}: {outcome.reason}" for name, outcome in outcomes.items() if isinstance(outcome, Failed)]
+    if failed:
+        return Failed("; ".join(failed))
+    scores = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Score)}
+    if not scores:
+        return Abstain("; ".join(outcome.reason for outcome in outcomes.values() if isinstance(outcome, Abstain)))
+    total = sum(weights[name] * score.value for name, score in scores.items())
+    metrics = {f"{name}/{key}": number for name, score in scores.items() for key, number in score.metrics.items()}
+    reasons = [score.reason for score in scores.values() if score.reason]
+    return Score(total, metrics, "; ".join(reasons))
+
+
+def metrics_of(outcomes: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
+    """Numbers for the report, over the episodes of a batch.
+
+    Args:
+        outcomes: of each episode, by the name of the reward.
+
+    Returns:
+        per reward ``reward/NAME`` (mean of the scores), ``reward/NAME/abstained`` and ``/failed`` (shares), and the
+        mean of each metric over the episodes that have it.
+    """
+    values: dict[str, list[float]] = {}
+    for each in outcomes:
+        for name, outcome in each.items():
+            key = f"reward/{name}"
+            values.setdefault(f"{key}/abstained", []).append(float(isinstance(outcome, Abstain)))
+            values.setdefault(f"{key}/failed", []).append(float(isinstance(outcome, Failed)))
+            if isinstance(outcome, Score):
+                values.setdefault(key, []).append(outcome.value)
+                for metric, number in outcome.metrics.items():
+                    values.setdefault(f"{key}/{metric}", []).append(number)
+    return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (int, float, np.number)):
+        return True
+    # Tensors and arrays of one number, without importing torch.
+    return hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,))

@@ -1,0 +1,182 @@
+"""`ScoringPool`: reward functions in processes of their own, with a deadline and a memory limit for each call.
+
+A scorer that loops, calls into C for minutes or eats memory is killed alone: its sample is `Failed`, and a new process
+takes its place. Deadlines by signals cannot do that: they work on main threads only, and not inside of C.
+
+The pool is pebble's (``pip install rlmesh[rewards]``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import resource
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+from pebble import ProcessExpired, ProcessPool
+
+from rlmesh.rl.rewards.outcomes import to_outcome
+from rlmesh.rl.types import Failed, Outcome
+
+__all__ = ["ScoringPool"]
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+_functions: dict[str, Callable[..., Any]] = {}
+_broken: str | None = None
+
+
+class ScoringPool:
+    """A pool of processes that score.
+
+    ::
+
+        with ScoringPool({"gsm8k": gsm8k.compute_score}, workers=4, timeout_s=5) as pool:
+            outcome = pool.submit("gsm8k", solution_str="#### 4", ground_truth="4").result()
+
+    Its methods may be called from any thread; `submit` never blocks.
+
+    Args:
+        functions: by name. They are sent once to each process, by cloudpickle.
+        workers: processes.
+        timeout_s: of one call, from its start.
+        memory_bytes: what one process may allocate beyond what it has once the functions are loaded.
+
+    Raises:
+        ValueError: a setting is out of range.
+        TypeError: a function cannot be sent to another process; the message names it.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        *,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        memory_bytes: int = 2 * 2**30,
+    ) -> None:
+        if workers < 1 or timeout_s <= 0 or memory_bytes < 2**20:
+            raise ValueError(
+                f"workers must be ≥ 1, timeout_s > 0 and memory_bytes ≥ 1 MiB, got {workers}, {timeout_s} and "
+                f"{memory_bytes}"
+            )
+        self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
+        self._names = frozenset(functions)
+        self._waiting: set[Future[Outcome]] = set()
+        self._lock = threading.Lock()
+        self._pool = ProcessPool(
+            workers,
+            initializer=_begin,
+            initargs=(_pickled(functions), memory_bytes),
+            # Forked children inherit the threads' locks of this process, in whatever state they are.
+            context=multiprocessing.get_context("spawn"),
+        )
+
+    def submit(self, name: str, /, **arguments: Any) -> Future[Outcome]:
+        """Score with the function of that name.
+
+        Args:
+            name: of the function.
+            arguments: of the call; they must be picklable.
+
+        Returns:
+            a future that never raises: whatever goes wrong is a `Failed`.
+
+        Raises:
+            KeyError: no function has that name.
+        """
+        if name not in self._names:
+            raise KeyError(f"no reward function is named {name!r}: there are {', '.join(sorted(self._names))}")
+        outcome: Future[Outcome] = Future()
+        outcome.set_running_or_notify_cancel()
+        with self._lock:
+            self._waiting.add(outcome)
+        running = self._pool.schedule(_score, args=(name, arguments), timeout=self.timeout_s)
+        running.add_done_callback(lambda done: self._finish(outcome, self._outcome(done)))
+        return outcome
+
+    def _finish(self, outcome: Future[Outcome], result: Outcome) -> None:
+        with self._lock:
+            if outcome not in self._waiting:
+                return
+            self._waiting.remove(outcome)
+        outcome.set_result(result)
+
+    def _outcome(self, done: Future[Any]) -> Outcome:
+        try:
+            result: Outcome = done.result()
+        except TimeoutError:
+            return Failed(f"timeout: the scorer ran longer than {self.timeout_s:g} s")
+        except MemoryError:
+            return Failed(f"memory: the scorer wanted more than {self.memory_bytes / 2**20:.0f} MiB")
+        except CancelledError:
+            return Failed("the pool was closed")
+        except ProcessExpired as error:
+            return Failed(f"the scorer's process ended with exit code {error.exitcode}")
+        except BaseException as error:
+            return Failed(f"{type(error).__name__}: {error}")
+        return result
+
+    def close(self) -> None:
+        """End all processes; calls that still run are failed. Twice is once."""
+        self._pool.stop()  # type: ignore[no-untyped-call]
+        self._pool.join()
+        # What ran when the pool was stopped is never answered by the pool itself.
+        for outcome in list(self._waiting):
+            self._finish(outcome, Failed("the pool was closed"))
+
+    def __enter__(self) -> ScoringPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _pickled(functions: Mapping[str, Callable[..., Any]]) -> bytes:
+    for name, function in functions.items():
+        try:
+            cloudpickle.dumps(function)
+        except Exception as error:
+            raise TypeError(
+                f"the reward function {name!r} cannot be sent to another process: {error}. Define it in a module, and "
+                "load what it needs inside of it"
+            ) from error
+    return bytes(cloudpickle.dumps(dict(functions)))
+
+
+def _begin(functions: bytes, memory_bytes: int) -> None:
+    """Prepare a process of the pool."""
+    global _broken
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        _functions.update(cloudpickle.loads(functions))
+    except BaseException as error:  # told with each sample: a pool whose initializer fails only breaks
+        _broken = f"the reward functions cannot be loaded in the scorer's process: {type(error).__name__}: {error}"
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + memory_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _score(name: str, arguments: dict[str, Any]) -> Outcome:
+    """Run in a process of the pool."""
+    if _broken is not None:
+        return Failed(_broken)
+    try:
+        return to_outcome(_functions[name](**arguments))
+    except MemoryError:
+        raise
+    except Exception as error:
+        return Failed(f"{type(error).__name__}: {error}")

@@ -1,0 +1,189 @@
+"""`Reward`: a function that scores a response, with a name, a weight, and the rows that it is for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.types import Episode
+
+__all__ = ["Response", "Reward"]
+
+_SINGLE = {
+    "sample": "the response with its tokens (Response)",
+    "row": "the row of the data set",
+    "response": "the text of the response",
+    "solution_str": "the text of the response",
+    "prompt": "the text of the prompt",
+    "ground_truth": "the right answer of the row",
+    "data_source": "the name of the row's data set",
+    "extra_info": "what else the row has",
+}
+_BATCHED = {
+    "samples": "sample",
+    "rows": "row",
+    "responses": "response",
+    "solution_strs": "solution_str",
+    "prompts": "prompt",
+    "ground_truths": "ground_truth",
+    "data_sources": "data_source",
+    "extra_infos": "extra_info",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Response:
+    """A response as reward functions see it.
+
+    Attributes:
+        token_ids: all tokens that the policy chose.
+        text: of all tokens that the policy chose, without special tokens.
+        prompt: the text of the prompt.
+        episode: turn by turn.
+    """
+
+    token_ids: Sequence[int]
+    text: str
+    prompt: str
+    episode: Episode
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the response ended."""
+        return self.episode.finish_reason
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function and how it counts.
+
+    The function names what it wants by its parameters, in any order: ``sample``, ``row``, ``response`` (or
+    ``solution_str``), ``prompt``, ``ground_truth``, ``data_source``, ``extra_info``. With the plurals (``samples``,
+    ``rows``, …) it gets lists and returns a list of the same length. It may be ``async``. What it may return says
+    :func:`rlmesh.rl.rewards.outcomes.to_outcome`.
+
+    Attributes:
+        function: scores one response, or a batch of them.
+        weight: in the sum of an episode's rewards.
+        name: in metrics; ``""``: that of the function.
+        sources: names of data sets whose rows it scores; it abstains on others. Empty: all rows.
+        inline: call it in this process. Plain functions run in a process pool otherwise, which ends what hangs.
+        timeout_s: of one call.
+        options: further keyword arguments of the function.
+    """
+
+    function: Callable[..., Any]
+    weight: float = 1.0
+    name: str = ""
+    sources: tuple[str, ...] = ()
+    inline: bool = False
+    timeout_s: float = 10.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise UsageError(f"a reward is a function, got {type(self.function).__name__}: Reward(compute_score)")
+        if not self.name:
+            object.__setattr__(self, "name", _name_of(self.function))
+        if self.timeout_s <= 0:
+            raise UsageError(f"reward {self.name!r}: timeout_s={self.timeout_s} must be > 0")
+        self.wanted()
+
+    @property
+    def is_async(self) -> bool:
+        """The function is a coroutine function."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004 - an object with an async __call__
+        )
+
+    @property
+    def batched(self) -> bool:
+        """The function takes lists."""
+        return any(name in _BATCHED for name in self.wanted())
+
+    def wanted(self) -> tuple[str, ...]:
+        """The names of what the function wants of a response and its row.
+
+        Raises:
+            UsageError: it wants something that there is not, or single values and lists at once.
+        """
+        parameters = inspect.signature(self.function).parameters.values()
+        known = {**_SINGLE, **_BATCHED}
+        wanted = [p.name for p in parameters if p.name in known and p.name not in self.options]
+        unknown = [
+            p.name
+            for p in parameters
+            if p.name not in known
+            and p.name not in self.options
+            and p.default is p.empty
+            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if unknown:
+            near = get_close_matches(unknown[0], known, 1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise UsageError(
+                f"reward {self.name!r} has a parameter {unknown[0]!r} without a default{meant}: it may have "
+                f"{', '.join(_SINGLE)}, or their plurals for a batch"
+            )
+        if not wanted:
+            raise UsageError(f"reward {self.name!r} looks at nothing: give it parameters out of {', '.join(_SINGLE)}")
+        if len({name in _BATCHED for name in wanted}) > 1:
+            raise UsageError(f"reward {self.name!r} wants single values and lists at once: {', '.join(wanted)}")
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        if positional:
+            raise UsageError(f"reward {self.name!r}: {positional[0]!r} is positional only; arguments go by name")
+        return tuple(wanted)
+
+    def scores(self, row: Mapping[str, Any]) -> bool:
+        """The reward is for this row."""
+        return not self.sources or row.get("data_source") in self.sources
+
+    def arguments(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The keyword arguments of a call: for one response, or for a batch of them.
+
+        Raises:
+            UsageError: a row lacks what the function wants.
+        """
+        found: dict[str, Any] = dict(self.options)
+        for name in self.wanted():
+            single = _BATCHED.get(name, name)
+            values = [self._value(single, response, row) for response, row in zip(responses, rows, strict=True)]
+            found[name] = values if name in _BATCHED else values[0]
+        return found
+
+    def _value(self, name: str, response: Response, row: Mapping[str, Any]) -> Any:
+        if name in ("response", "solution_str"):
+            return response.text
+        if name == "sample":
+            return response
+        if name == "prompt":
+            return response.prompt
+        if name == "row":
+            return row
+        if name == "extra_info":
+            return row.get("extra_info")
+        value = ground_truth_of(row) if name == "ground_truth" else row.get(name)
+        if value is None:
+            where = "reward_model.ground_truth or ground_truth" if name == "ground_truth" else name
+            raise UsageError(f"reward {self.name!r} wants {name!r}, but the row has no {where}: it has {sorted(row)}")
+        return value
+
+
+def ground_truth_of(row: Mapping[str, Any]) -> Any:
+    """The right answer of a row: ``reward_model.ground_truth``, or a column ``ground_truth``; ``None`` if neither."""
+    nested = row.get("reward_model")
+    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
+        return nested["ground_truth"]
+    return row.get("ground_truth")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """``gsm8k`` for ``gsm8k.compute_score``, otherwise the function's own name."""
+    name = str(getattr(function, "__name__", type(function).__name__))
+    if name == "compute_score":
+        return str(getattr(function, "__module__", name)).rpartition(".")[2]
+    return name

@@ -1,0 +1,192 @@
+"""`Rewards`: all rewards of a run, applied to the groups of a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
+from rlmesh.rl.rewards.process_pool import ScoringPool
+from rlmesh.rl.rewards.reward import Response, Reward
+from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
+
+__all__ = ["Decoder", "Rewards"]
+
+logger = logging.getLogger(__name__)
+
+
+class Decoder(Protocol):
+    """What of a tokenizer is needed: tokenizers of transformers have it."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class Rewards:
+    """Scores the episodes of groups, all at once.
+
+    Plain functions run in a pool of processes, async functions together on one loop, inline functions here.
+
+    Args:
+        rewards: at least one; names must differ.
+        tokenizer: for the text of responses.
+        workers: processes of the pool.
+        memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
+        examine: log this many scored responses of each batch.
+
+    Raises:
+        UsageError: no reward, or two of one name.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        tokenizer: Decoder,
+        *,
+        workers: int = 2,
+        memory_bytes: int = 2 * 2**30,
+        examine: int = 0,
+    ) -> None:
+        names = [reward.name for reward in rewards]
+        twice = {name for name in names if names.count(name) > 1}
+        if not rewards or twice:
+            raise UsageError(
+                f"two rewards are named {', '.join(sorted(twice))}: give Reward(…, name=…)"
+                if twice
+                else "no reward given"
+            )
+        self.rewards = {reward.name: reward for reward in rewards}
+        self.tokenizer, self.examine = tokenizer, examine
+        self._pools: dict[float, ScoringPool] = {}
+        self._workers, self._memory_bytes = workers, memory_bytes
+
+    def response(self, episode: Episode) -> Response:
+        """An episode as reward functions see it."""
+        chosen = episode.ids[episode.mask].tolist()
+        text = self.tokenizer.decode(chosen, skip_special_tokens=True)
+        prompt = self.tokenizer.decode(episode.prompt_ids.tolist(), skip_special_tokens=False)
+        return Response(chosen, text, prompt, episode)
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """The same groups, whose episodes have the outcome of each reward."""
+        responses = [self.response(episode) for group in groups for episode in group.episodes]
+        rows = [group.row for group in groups for _ in group.episodes]
+        outcomes = self.outcomes(responses, rows)
+        for place in np.linspace(0, len(responses) - 1, min(self.examine, len(responses))).round().astype(int):
+            logger.info("%s\n%s\n→ %s", responses[place].prompt, responses[place].text, outcomes[place])
+        each = iter(outcomes)
+        return [
+            replace(group, episodes=tuple(replace(episode, outcomes=next(each)) for episode in group.episodes))
+            for group in groups
+        ]
+
+    def outcomes(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
+        """Per response, the outcome of each reward by its name."""
+        found: list[dict[str, Outcome]] = [{} for _ in responses]
+        pending: list[tuple[str, int, Future[Outcome]]] = []
+        coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
+        for reward in self.rewards.values():
+            places = [i for i, row in enumerate(rows) if reward.scores(row)]
+            for i in set(range(len(rows))).difference(places):
+                found[i][reward.name] = Abstain("the reward is for other data")
+            for part in [places] if reward.batched and places else [[i] for i in places]:
+                arguments = reward.arguments([responses[i] for i in part], [rows[i] for i in part])
+                if reward.is_async:
+                    coroutines.append((reward, part, arguments))
+                elif reward.inline or reward.batched:
+                    self._here(reward, part, arguments, found)
+                else:
+                    future = self._pool(reward.timeout_s).submit(reward.name, **arguments)
+                    pending.append((reward.name, part[0], future))
+        if coroutines:
+            asyncio.run(self._together(coroutines, found))
+        for name, place, future in pending:
+            found[place][name] = future.result()
+        return [{name: each[name] for name in self.rewards} for each in found]
+
+    def total(self, episode: Episode) -> Outcome:
+        """The weighted sum of an episode's rewards."""
+        return combine(episode.outcomes, {name: reward.weight for name, reward in self.rewards.items()})
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Numbers for the report: per reward, and over their sum."""
+        episodes = Group.episodes_of(groups)
+        totals = [self.total(episode) for episode in episodes]
+        scores = [outcome.value for outcome in totals if isinstance(outcome, Score)]
+        return {
+            **metrics_of([episode.outcomes for episode in episodes]),
+            "reward_mean": float(np.mean(scores)) if scores else float("nan"),
+            "reward_failed": sum(isinstance(outcome, Failed) for outcome in totals) / max(len(totals), 1),
+        }
+
+    def close(self) -> None:
+        """End the processes. Twice is once."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def _pool(self, timeout_s: float) -> ScoringPool:
+        if timeout_s not in self._pools:
+            functions = {
+                reward.name: reward.function
+                for reward in self.rewards.values()
+                if not (reward.inline or reward.is_async or reward.batched) and reward.timeout_s == timeout_s
+            }
+            self._pools[timeout_s] = ScoringPool(
+                functions, workers=self._workers, timeout_s=timeout_s, memory_bytes=self._memory_bytes
+            )
+        return self._pools[timeout_s]
+
+    @staticmethod
+    def _here(reward: Reward, places: list[int], arguments: dict[str, Any], found: list[dict[str, Outcome]]) -> None:
+        try:
+            value = reward.function(**arguments)
+        except Exception as error:
+            logger.warning("reward %r failed on %d responses", reward.name, len(places), exc_info=True)
+            value = [Failed(f"{type(error).__name__}: {error}")] * len(places) if reward.batched else _failed(error)
+        _put(reward, places, value, found)
+
+    @staticmethod
+    async def _together(calls: list[tuple[Reward, list[int], dict[str, Any]]], found: list[dict[str, Outcome]]) -> None:
+        async def one(reward: Reward, places: list[int], arguments: dict[str, Any]) -> None:
+            try:
+                value = await asyncio.wait_for(reward.function(**arguments), reward.timeout_s)
+            except TimeoutError:
+                failed = Failed(f"timeout: the scorer ran longer than {reward.timeout_s:g} s")
+                value = [failed] * len(places) if reward.batched else failed
+            except Exception as error:
+                value = [_failed(error)] * len(places) if reward.batched else _failed(error)
+            _put(reward, places, value, found)
+
+        await asyncio.gather(*(one(*call) for call in calls))
+
+
+def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Outcome]]) -> None:
+    """Note what a call gave for its responses."""
+    if not reward.batched:
+        found[places[0]][reward.name] = to_outcome(value)
+        return
+    try:
+        values = list(value)
+    except TypeError:
+        values = []
+    if len(values) != len(places) or isinstance(value, (str, bytes, Mapping)):
+        reason = f"the scorer returned {_described(value)} for {len(places)} responses: expected a list of as many"
+        values = [Failed(reason)] * len(places)
+    for place, one in zip(places, values, strict=True):
+        found[place][reward.name] = to_outcome(one)
+
+
+def _described(value: Any) -> str:
+    size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
+    return f"{type(value).__name__}{size}"
+
+
+def _failed(error: Exception) -> Failed:
+    return Failed(f"{type(error).__name__}: {error}")

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlmesh.cli.main import main
+from rlmesh.errors import UsageError
+from rlmesh.rl.data import Mixture, PromptLoader, RLHFDataset
+from rlmesh.rl.data.files import read_rows, write_parquet
+from rlmesh.rl.data.loader import order
+from rlmesh.rl.data.prepare.sets import last_boxed
+
+
+class Letters:
+    """A tokenizer whose tokens are characters, with a chat template where it is asked for."""
+
+    name_or_path = "letters"
+
+    def __init__(self, template: bool = True) -> None:
+        self.chat_template = "…" if template else None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(map(ord, text))}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> dict[str, list[int]]:
+        assert options == {"tokenize": True, "add_generation_prompt": True, "return_dict": True}
+        return self("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+
+
+def text_of(ids: Any) -> str:
+    return "".join(map(chr, ids))
+
+
+def write_lines(path: Path, rows: list[Mapping[str, Any]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def test_prompts_are_text_or_messages(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    write_parquet([{"prompt": CHAT, "data_source": "a", "reward_model": {"ground_truth": "4"}}], path)
+    data = RLHFDataset(path, Letters())
+    assert text_of(data[0].ids) == "<user>hi<assistant>" and data[0].row["reward_model"]["ground_truth"] == "4"
+    assert data[0].ids.dtype.name == "int32"
+    lines = write_lines(tmp_path / "more.jsonl", [{"question": "2 + 2"}])
+    assert text_of(RLHFDataset(lines, Letters(False), prompt_key="question")[0].ids) == "2 + 2"
+    write_lines(tmp_path / "zzz.jsonl", [{"prompt": "last"}])
+    lines.unlink()
+    assert [text_of(prompt.ids)[-4:] for prompt in RLHFDataset(tmp_path, Letters())] == ["ant>", "last"]  # type: ignore[attr-defined]
+
+
+def test_rows_that_are_too_long_or_empty_are_counted() -> None:
+    rows = [{"prompt": "x" * n} for n in (3, 9, 5, 0, 12)]
+    data = RLHFDataset(rows, Letters(), max_prompt_tokens=8)
+    assert str(data.counts) == "5 rows read, 2 too long, 1 empty, 2 left"
+    assert [prompt.index for prompt in data] == [0, 2]  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"30 rows read, 30 too long, 0 empty, 0 left\..*max_prompt_tokens=2"):
+        RLHFDataset([{"prompt": "long"}] * 30, Letters(), max_prompt_tokens=2)
+
+
+def test_faults_of_the_data_name_the_row() -> None:
+    with pytest.raises(UsageError, match=r"has no chat template"):
+        RLHFDataset([{"prompt": CHAT}], Letters(False))
+    with pytest.raises(
+        UsageError, match=r"row 0 has no column 'prompt'.*prompt_key='prompts'.*Row 0: .*\"prompts\": \"hi\""
+    ):
+        RLHFDataset([{"prompts": "hi"}], Letters())
+    with pytest.raises(UsageError, match="row 0 has a int as 'prompt'"):
+        RLHFDataset([{"prompt": 3}], Letters())
+    with pytest.raises(UsageError, match="row 1: a message has 'role' and 'content'"):
+        RLHFDataset([{"prompt": CHAT}, {"prompt": [{"text": "hi"}]}], Letters())
+    with pytest.raises(UsageError, match="must be ≥ 1"):
+        RLHFDataset([{"prompt": "hi"}], Letters(), limit=0)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"no parquet")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    (tmp_path / "b.json").write_text('{"prompt": "x"}')
+    (tmp_path / "c.csv").write_text("prompt\n")
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "train.parquet": "is no parquet file that can be read",
+        "trian.parquet": r"there is no data file .*did you mean train\.parquet",
+        "nowhere/x.parquet": "there is no folder",
+        "a.jsonl": r"a\.jsonl:2 is no JSON",
+        "b.json": "must hold a list of rows, it holds dict",
+        "c.csv": "the suffix must be one of .parquet",
+        "empty": "has no .parquet",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            read_rows(tmp_path / name)
+
+
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 5), st.booleans())
+def test_each_prompt_comes_up_exactly_once_per_epoch(count: int, batch_size: int, seed: int, shuffle: bool) -> None:
+    if count < batch_size:
+        return
+    data = RLHFDataset([{"prompt": str(i)} for i in range(count)], Letters())
+    loader = PromptLoader(data, batch_size, seed=seed, shuffle=shuffle)
+    steps = loader.steps_of(3)
+    drawn = [one for step in range(steps) for one in loader.batch(step)]
+    assert len({one.key for one in drawn}) == len(drawn) and len(drawn) == steps * batch_size
+    for epoch in range(3):
+        assert sorted(index for of, index in (one.key for one in drawn) if of == epoch) == list(range(count))
+    assert all(one.prompt.index == one.key[1] for one in drawn)
+    again = PromptLoader(data, batch_size, seed=seed, shuffle=shuffle)
+    assert [one.key for one in again.batch(steps - 1)] == [one.key for one in loader.batch(steps - 1)]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    assert len({tuple(order(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}) == 9
+    with pytest.raises(UsageError, match="3 prompts are too few for a batch of 4"):
+        PromptLoader(RLHFDataset([{"prompt": "x"}] * 3, Letters()), 4)
+    with pytest.raises(UsageError, match="batch_size=0"):
+        PromptLoader(RLHFDataset([{"prompt": "x"}] * 3, Letters()), 0)
+
+
+def test_mixtures_have_their_proportions_and_repeat_nothing() -> None:
+    few = RLHFDataset([{"prompt": f"a{i}"} for i in range(10)], Letters())
+    many = RLHFDataset([{"prompt": f"b{i}"} for i in range(100)], Letters())
+    mixture = Mixture([few, many], [1, 3])
+    texts = [text_of(mixture[i].ids) for i in range(len(mixture))]
+    assert len(set(texts)) == len(texts) == 40
+    assert sum(text.startswith("a") for text in texts) == 10
+    assert len(Mixture([few, many])) == 110
+    assert [text_of(Mixture([few, many], [1, 3], seed=1)[i].ids) for i in range(40)] != texts
+    for wrong in ([], [1], [1, 0]):
+        with pytest.raises(UsageError):
+            Mixture([few, many][: 2 if wrong else 0], wrong)
+    with pytest.raises(IndexError):
+        mixture[40]
+
+
+PREPARED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
+    "gsm8k": (
+        {"question": "2 + 2?", "answer": "So 4.\n#### 1,004"},
+        "openai/gsm8k",
+        "1004",
+        'output the final answer after "####"',
+    ),
+    "math": (
+        {"problem": "Half?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "level": "Level 1", "type": "Algebra"},
+        "lighteval/MATH",
+        r"\frac{1}{2}",
+        r"within \boxed{}",
+    ),
+    "hellaswag": (
+        {"ctx": "[header] He jumps. [step] Then", "endings": ["he lands.", "it rains.", "no", "yes"], "label": "1"},
+        "Rowan/hellaswag",
+        "B",
+        "A. he lands.\nB. it rains.",
+    ),
+    "hh_rlhf": (
+        {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: go away"},
+        "Anthropic/hh-rlhf",
+        None,
+        "\n\nHuman: hi\n\nAssistant:",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_data_sets_are_prepared(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row, source, truth, part = PREPARED[name]
+    (tmp_path / "raw").mkdir()
+    write_lines(tmp_path / "raw" / "train-00000-of-00001.jsonl", [row, row])
+    write_parquet([row], tmp_path / "raw" / "test.parquet")
+    assert main(["prepare", name, "--from", str(tmp_path / "raw"), "--to", str(tmp_path / "out")]) == 0
+    assert f"{tmp_path / 'out' / 'train'}.parquet: 2 rows" in capsys.readouterr().out
+    rows = read_rows(tmp_path / "out" / "train.parquet")
+    assert [r["data_source"] for r in rows] == [source] * 2 and rows[1]["extra_info"]["index"] == 1
+    assert rows[0]["reward_model"]["ground_truth"] == truth and part in rows[0]["prompt"][0]["content"]
+    assert len(RLHFDataset(tmp_path / "out" / "test.parquet", Letters())) == 1
+
+
+def test_rows_of_another_form_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for row, message in (
+        ({"question": "2 + 2?"}, "row 0 of openai/gsm8k has no answer: it has question"),
+        ({"question": "2 + 2?", "answer": "4"}, "row 0 of openai/gsm8k: the answer has no ####"),
+    ):
+        write_lines(tmp_path / "train.jsonl", [row])
+        assert main(["prepare", "gsm8k", "--from", str(tmp_path / "train.jsonl"), "--to", str(tmp_path)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["prepare", "gsm8k", "--from", str(tmp_path / "none"), "--to", str(tmp_path)]) == 2
+
+
+def test_boxed_answers_keep_their_braces() -> None:
+    assert last_boxed(r"\boxed{1} then \boxed{a_{b{c}}}") == "a_{b{c}}"
+    assert last_boxed("none") is None and last_boxed(r"\boxed{open") is None

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.rewards import Reward, Rewards, gsm8k
+from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
+from rlmesh.rl.types import Abstain, Episode, Failed, Group, Score, Turn
+
+
+class Letters:
+    """A tokenizer whose tokens are characters; 0 is special."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        return "".join("<end>" if i == 0 else chr(i) for i in token_ids if i or not skip_special_tokens)
+
+
+def episode(text: str, prompt: str = "What is 2 + 2?") -> Episode:
+    ids = np.array([*map(ord, text), 0], dtype=np.int32)
+    sampled = Turn(ids, "policy", np.zeros(len(ids), np.float32), version_spans=((0, 0, len(ids)),))
+    return Episode((Turn.said(list(map(ord, prompt))), sampled))
+
+
+def group(*texts: str, key: int = 0, **row: Any) -> Group:
+    return Group((0, key), tuple(map(episode, texts)), {"reward_model": {"ground_truth": "4"}, **row})
+
+
+def brief(sample: Any, row: Any) -> Score:
+    return Score(float(len(sample.token_ids) < 8), metrics={"tokens": len(sample.token_ids)})
+
+
+async def later(response: str) -> float:
+    await asyncio.sleep(10 if response == "hangs" else 0.01)
+    return float(len(response))
+
+
+def lengths(responses: list[str]) -> list[float | None]:
+    return [len(text) or None for text in responses]
+
+
+@pytest.fixture
+def score() -> Iterator[Any]:
+    made: list[Rewards] = []
+
+    def run(rewards: list[Reward], groups: list[Group], **options: Any) -> tuple[list[dict[str, Any]], Rewards]:
+        scorer = Rewards(rewards, Letters(), **options)
+        made.append(scorer)
+        scored = scorer.score(groups)
+        assert [len(a) for a in scored] == [len(b) for b in groups]
+        return [dict(e.outcomes) for e in Group.episodes_of(scored)], scorer
+
+    yield run
+    for scorer in made:
+        scorer.close()
+
+
+def test_rewards_are_applied_to_every_episode(score: Any) -> None:
+    found, scorer = score(
+        [Reward(gsm8k.compute_score), Reward(brief, weight=0.1)], [group("#### 4", "it is 5"), group("#### 4")]
+    )
+    assert [each["gsm8k"].value for each in found] == [1, 0, 1]
+    assert found[1]["gsm8k"].reason == "no answer"
+    assert [each["brief"].metrics["tokens"] for each in found] == [7, 8, 7]
+    groups = scorer.score([group("#### 4", "it is 5")])
+    assert [scorer.total(e).value for e in groups[0].episodes] == [1.1, 0.0]
+    metrics = scorer.metrics(groups)
+    assert metrics["reward/gsm8k"] == 0.5 and metrics["reward/brief/tokens"] == 7.5
+    assert metrics["reward_mean"] == pytest.approx(0.55) and metrics["reward_failed"] == 0
+
+
+def test_async_batched_and_inline_functions(score: Any) -> None:
+    rewards = [Reward(later, timeout_s=0.5), Reward(lengths), Reward(brief, inline=True)]
+    found, _ = score(rewards, [group("ab", "hangs"), group("", "abc")])
+    assert [each["later"] for each in (found[0], found[2])] == [Score(2.0), Score(0.0)]
+    assert isinstance(found[1]["later"], Failed) and "timeout" in found[1]["later"].reason
+    assert [each["lengths"] for each in found] == [Score(2.0), Score(5.0), Abstain(), Score(3.0)]
+    assert all(isinstance(each["brief"], Score) for each in found)
+
+
+def test_a_reward_is_for_the_rows_of_its_data(score: Any) -> None:
+    rewards = [Reward(gsm8k.compute_score, sources=("openai/gsm8k",)), Reward(brief, name="b", sources=("other",))]
+    found, _ = score(rewards, [group("#### 4", data_source="openai/gsm8k"), group("#### 4", data_source="other")])
+    assert [type(each["gsm8k"]) for each in found] == [Score, Abstain]
+    assert [type(each["b"]) for each in found] == [Abstain, Score]
+
+
+def test_wrong_lengths_and_exceptions_fail_and_never_become_0(score: Any) -> None:
+    def short(responses: list[str]) -> list[float]:
+        return [1.0]
+
+    def text(responses: list[str]) -> str:
+        return "ab"
+
+    def raises(responses: list[str]) -> list[float]:
+        raise RuntimeError("no luck")
+
+    def nan(response: str) -> float:
+        return math.nan
+
+    rewards = [Reward(short), Reward(text), Reward(raises), Reward(nan, inline=True)]
+    found, scorer = score(rewards, [group("a", "b")])
+    for each in found:
+        assert all(isinstance(outcome, Failed) for outcome in each.values())
+        assert (
+            each["short"].reason == "the scorer returned list of length 1 for 2 responses: expected a list of as many"
+        )
+        assert "str of length 2" in each["text"].reason and each["raises"].reason == "RuntimeError: no luck"
+        assert each["nan"].reason == "the scorer returned nan"
+    metrics = scorer.metrics(scorer.score([group("a")]))
+    assert metrics["reward_failed"] == 1 and math.isnan(metrics["reward_mean"]) and metrics["reward/nan/failed"] == 1
+
+
+def test_what_functions_return_becomes_an_outcome() -> None:
+    assert (
+        to_outcome(True) == Score(1.0) and to_outcome(np.float32(0.5)) == Score(0.5) and to_outcome(None) == Abstain()
+    )
+    assert to_outcome({"score": 1, "steps": 3, "text": "x"}) == Score(1.0, {"steps": 3.0})
+    for wrong in ("1.0", [1.0], {"reward": 1}, math.inf, {"score": "x"}):
+        assert isinstance(to_outcome(wrong), Failed)
+
+
+def test_one_failure_fails_the_sum_and_abstentions_are_left_out() -> None:
+    weights = {"a": 1.0, "b": 2.0}
+    assert combine({"a": Score(1.0, {"n": 2.0}), "b": Score(0.5)}, weights) == Score(2.0, {"a/n": 2.0})
+    assert combine({"a": Score(1.0), "b": Abstain()}, weights) == Score(1.0)
+    assert isinstance(combine({"a": Abstain(), "b": Abstain()}, weights), Abstain)
+    assert combine({"a": Score(1.0), "b": Failed("timeout")}, weights) == Failed("b: timeout")
+    assert metrics_of([{"a": Score(1.0, {"n": 2.0})}, {"a": Failed("x")}]) == {
+        "reward/a": 1.0,
+        "reward/a/n": 2.0,
+        "reward/a/abstained": 0.0,
+        "reward/a/failed": 0.5,
+    }
+
+
+def test_rewards_with_wrong_arguments_are_refused_by_name() -> None:
+    def wrong(solution: str, ground_truth: str) -> float:
+        return 0.0
+
+    def nothing(scale: float = 1.0) -> float:
+        return scale
+
+    def mixed(sample: Any, rows: Any) -> float:
+        return 0.0
+
+    with pytest.raises(UsageError, match=r"parameter 'solution' without a default \(did you mean 'solution_str'\?\)"):
+        Reward(wrong)
+    with pytest.raises(UsageError, match="looks at nothing"):
+        Reward(nothing)
+    with pytest.raises(UsageError, match="single values and lists at once"):
+        Reward(mixed)
+    with pytest.raises(UsageError, match="a reward is a function"):
+        Reward("gsm8k")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="two rewards are named brief"):
+        Rewards([Reward(brief), Reward(brief)], Letters())
+    with pytest.raises(UsageError, match="no reward given"):
+        Rewards([], Letters())
+
+
+def test_a_row_without_what_the_function_wants_is_told() -> None:
+    reward = Reward(gsm8k.compute_score)
+    response = Rewards([reward], Letters()).response(episode("#### 4"))
+    with pytest.raises(
+        UsageError, match=r"'gsm8k' wants 'ground_truth', but the row has no reward_model\.ground_truth"
+    ):
+        reward.arguments([response], [{"prompt": "x"}])
+    assert reward.arguments([response], [{"ground_truth": "4"}]) == {"solution_str": "#### 4", "ground_truth": "4"}
+    assert (response.prompt, response.finish_reason) == ("What is 2 + 2?", "stop")
+
+
+def test_options_reach_the_function(score: Any) -> None:
+    found, _ = score([Reward(gsm8k.compute_score, options={"method": "flexible"})], [group("it is 4")])
+    assert found[0]["gsm8k"] == Score(1.0)

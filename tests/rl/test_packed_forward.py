@@ -1,0 +1,172 @@
+"""A transformers model gives the same on packs, on rows alone and on padded batches; values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training.checkpointing import checkpoint_activations
+from rlmesh.rl.engines.training.forward import response_log_probs
+from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, packed_log_probs, packed_values, prepare
+from rlmesh.rl.packing import pack
+from tests.rl.episodes import VOCABULARY, Episodes, episodes_of
+
+DRAWN = episodes_of([(3, [4, 0, 7, 2]), (9, [5, 11, 3]), (5, [1]), (1, [6, 6])], 11)
+CUTS = [
+    pytest.param({"token_budget": 1000}, id="one pack"),
+    pytest.param({"token_budget": 30}, id="several packs"),
+    pytest.param({"token_budget": 30, "share_prompts": False}, id="prompts repeated"),
+]
+
+
+class ExactNorm(nn.Module):
+    """RMS norm in the dtype of its input: that of transformers rounds to float32 inside."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def exact(model: nn.Module) -> nn.Module:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                norm: Any = child
+                setattr(parent, name, ExactNorm(norm.weight, norm.variance_epsilon))
+    return model.double()
+
+
+def make(kind: str, **options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    if kind == "qwen2":
+        return exact(Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True, **options)))
+    return exact(LlamaForCausalLM(LlamaConfig(**sizes, **options)))
+
+
+@pytest.fixture(params=["qwen2", "llama"])
+def model(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield make(request.param)
+
+
+def weights_of(drawn: Episodes) -> list[np.ndarray]:
+    return drawn.normal()
+
+
+def row_by_row(model: Any, drawn: Episodes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probabilities of each episode's tokens (but the first) by a plain forward, and the gradients of their sum."""
+    model.zero_grad()
+    found = []
+    for episode, weights in zip(drawn.episodes, weights_of(drawn), strict=True):
+        ids = torch.from_numpy(episode.ids).long().unsqueeze(0)
+        log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        chosen = log_probs.gather(-1, ids[0, 1:].unsqueeze(-1)).squeeze(-1)
+        (chosen * torch.from_numpy(weights[1:] * episode.mask[1:])).sum().backward()
+        found.append(chosen.detach())
+    return found, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_packs_give_values_and_gradients_of_the_rows_alone(model: Any, cut: dict[str, Any]) -> None:
+    expected, gradients = row_by_row(model, DRAWN)
+    prepare(model)
+    model.zero_grad()
+    targets = 0
+    for one in pack(DRAWN.episodes, groups=DRAWN.groups, **cut).by_rank[0]:
+        terms = packed_log_probs(model, PackedInputs(one, "cpu"), chunk_tokens=7)
+        alone = torch.stack([expected[row][place - 1] for row, place in zip(one.rows, one.places, strict=True)])
+        torch.testing.assert_close(terms.log_probs.detach(), alone, atol=1e-9, rtol=0)
+        (terms.log_probs * torch.from_numpy(one.take(weights_of(DRAWN)))).sum().backward()
+        targets += len(one.targets)
+    assert targets == sum(episode.response_tokens for episode in DRAWN.episodes)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-9, rtol=0)
+
+
+def test_a_prepared_model_still_computes_padded_batches(model: Any) -> None:
+    expected, _ = row_by_row(model, DRAWN)
+    prepare(model)
+    prepare(model)
+    single = [i for i, episode in enumerate(DRAWN.episodes) if len(episode.turns) == 2 and episode.response_tokens]
+    widest = max(DRAWN.episodes[i].response_tokens for i in single)
+    longest = max(len(DRAWN.episodes[i].prompt_ids) for i in single)
+    sequences = torch.zeros(len(single), longest + widest, dtype=torch.long)
+    attention = torch.zeros_like(sequences, dtype=torch.bool)
+    for row, i in enumerate(single):
+        episode, start = DRAWN.episodes[i], longest - len(DRAWN.episodes[i].prompt_ids)
+        sequences[row, start : start + len(episode)] = torch.from_numpy(episode.ids)
+        attention[row, start : start + len(episode)] = True
+    got = response_log_probs(model, sequences, attention, attention[:, longest:])
+    for row, i in enumerate(single):
+        episode = DRAWN.episodes[i]
+        alone = expected[i][len(episode.prompt_ids) - 1 :]
+        torch.testing.assert_close(got[row, : len(alone)].detach(), alone, atol=1e-9, rtol=0)
+
+
+def test_checkpointed_activations_change_nothing(model: Any) -> None:
+    prepare(model)
+    one = pack(DRAWN.episodes, token_budget=1000, groups=DRAWN.groups).by_rank[0][0]
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            checkpoint_activations(model)
+        model.train().zero_grad()
+        packed_log_probs(model, PackedInputs(one, "cpu")).log_probs.sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*found, atol=1e-12, rtol=0)
+
+
+def test_values_are_those_before_each_token(model: Any) -> None:
+    prepare(model)
+    head = nn.Linear(32, 1).double()
+    one = pack(DRAWN.episodes, token_budget=1000, groups=DRAWN.groups).by_rank[0][0]
+    got = packed_values(model.base_model, head, PackedInputs(one, "cpu"))
+    for value, row, place in zip(got, one.rows, one.places, strict=True):
+        ids = torch.from_numpy(DRAWN.episodes[row].ids).long().unsqueeze(0)
+        alone = head(model.base_model(input_ids=ids).last_hidden_state)[0, place - 1, 0]
+        assert value.item() == pytest.approx(alone.item(), abs=1e-9)
+
+
+def test_an_empty_pack_takes_part_with_gradients_of_zero(model: Any) -> None:
+    prepare(model)
+    empty = pack([], token_budget=10).by_rank[0][0]
+    terms = packed_log_probs(model, PackedInputs(empty, "cpu"))
+    (terms.log_probs.sum() + terms.entropy.sum()).backward()
+    assert terms.log_probs.shape == (0,)
+    assert len(empty) == 0 and packed_hidden(model.base_model, PackedInputs(empty, "cpu")).shape == (1, 32)
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def test_models_that_cannot_compute_packs_are_refused() -> None:
+    with pytest.raises(UsageError, match="Linear cannot compute packs"):
+        prepare(nn.Linear(2, 2))
+    windowed = make("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    with pytest.raises(UsageError, match="sliding window"):
+        prepare(windowed)
+
+
+def test_dropout_in_the_attention_is_refused() -> None:
+    model = make("llama", attention_dropout=0.1).train()
+    prepare(model)
+    one = pack(DRAWN.episodes, token_budget=1000).by_rank[0][0]
+    with pytest.raises(UsageError, match="without dropout"):
+        packed_log_probs(model, PackedInputs(one, "cpu"))

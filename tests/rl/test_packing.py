@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlmesh.rl import prefix
+from rlmesh.rl.balance import fill, spread_evenly
+from rlmesh.rl.packing import Pack, pack
+from rlmesh.rl.prefix import Layout, packed_attention
+from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes
+
+sizes_drawn = st.lists(st.integers(0, 40), max_size=20)
+
+
+@given(sizes_drawn, st.integers(1, 5))
+def test_every_item_is_in_one_bin_and_no_bin_is_far_above_the_mean(sizes: list[int], bins: int) -> None:
+    found = spread_evenly(sizes, bins)
+    assert len(found) == bins and sorted(i for items in found for i in items) == list(range(len(sizes)))
+    costliest = max(sum(sizes[i] for i in items) for items in found)
+    assert costliest <= max(sum(sizes) / bins + max(sizes, default=0), 0)
+
+
+@given(sizes_drawn, st.integers(1, 50), st.integers(1, 3))
+def test_no_bin_is_beyond_its_capacity(sizes: list[int], capacity: int, ranks: int) -> None:
+    found = fill(sizes, capacity, multiple_of=ranks)
+    assert len(found) % ranks == 0 and len(found) >= ranks
+    assert sorted(i for items in found for i in items) == list(range(len(sizes)))
+    for items in found:
+        assert len(items) <= 1 or sum(sizes[i] for i in items) <= capacity
+
+
+def test_as_few_bins_as_the_sum_allows() -> None:
+    assert len(fill([5, 5, 5, 5], 10)) == 2
+    assert len(fill([6, 6, 6], 10)) == 3
+    assert fill([], 10, multiple_of=2) == [[], []]
+    with pytest.raises(ValueError, match="capacity"):
+        fill([1], 0)
+    with pytest.raises(ValueError, match="bins"):
+        spread_evenly([1], 0)
+
+
+@given(groups_of_episodes(), st.integers(1, 60), st.integers(1, 3), st.booleans())
+def test_each_token_of_the_policy_is_one_target(drawn: Episodes, budget: int, ranks: int, share: bool) -> None:
+    packs = pack(drawn.episodes, token_budget=budget, ranks=ranks, groups=drawn.groups, share_prompts=share)
+    assert len(packs.by_rank) == ranks and len({len(rank) for rank in packs.by_rank}) == 1
+    seen = set()
+    values = drawn.normal()
+    for one in (one for rank in packs.by_rank for one in rank):
+        assert sum(segment.length for segment in one.segments) == len(one) == len(one.positions)
+        for source, target, row, place, taken in zip(
+            one.sources, one.targets, one.rows, one.places, one.take(values), strict=True
+        ):
+            ids = drawn.episodes[row].ids
+            assert drawn.episodes[row].mask[place] and ids[place] == target
+            assert one.ids[source] == ids[place - 1] and one.positions[source] == place - 1
+            assert taken == values[row][place]
+            seen.add((int(row), int(place)))
+    assert len(seen) == sum(episode.response_tokens for episode in drawn.episodes)
+    assert packs.episode_tokens == sum(map(len, drawn.episodes)) and 0 <= packs.saved_share < 1
+    if not share:
+        assert packs.tokens == packs.episode_tokens
+
+
+def test_a_prompt_is_computed_once_per_pack() -> None:
+    drawn = episodes_of([(100, [10, 10, 10, 10])], 0)
+    assert pack(drawn.episodes, token_budget=1000, groups=drawn.groups).tokens == 140
+    parts = pack(drawn.episodes, token_budget=120, groups=drawn.groups)
+    assert [len(one) for one in parts.by_rank[0]] == [120, 120]
+    assert pack(drawn.episodes, token_budget=1000, groups=drawn.groups, share_prompts=False).tokens == 440
+
+
+def test_ranks_get_about_equally_many_tokens() -> None:
+    drawn = episodes_of([(3, [n]) for n in (1, 3, 4, 6, 7, 9, 10, 12) * 4], 1)
+    packs = pack(drawn.episodes, token_budget=40, ranks=3)
+    totals = [sum(map(len, rank)) for rank in packs.by_rank]
+    assert max(totals) <= 1.15 * min(totals)
+
+
+def test_an_episode_beyond_the_budget_goes_alone() -> None:
+    drawn = episodes_of([(4, [30]), (4, [1]), (4, [1])], 2)
+    packs = pack(drawn.episodes, token_budget=12)
+    assert sorted(len(one) for one in packs.by_rank[0]) == [10, 34]
+
+
+def test_wrong_arguments_are_refused() -> None:
+    drawn = episodes_of([(2, [1]), (2, [1])], 3)
+    with pytest.raises(ValueError, match="token_budget and ranks"):
+        pack(drawn.episodes, token_budget=0)
+    with pytest.raises(ValueError, match="as many groups"):
+        pack(drawn.episodes, token_budget=10, groups=[0])
+    with pytest.raises(ValueError, match="episodes 0 and 1 are of group 5 but have different prompts"):
+        pack(drawn.episodes, token_budget=10, groups=[5, 5])
+    assert [len(one) for one in pack([], token_budget=10, ranks=1).by_rank[0]] == [0]
+
+
+@pytest.mark.parametrize("long", [1024, 4])
+@given(drawn=groups_of_episodes())
+def test_packed_attention_is_that_of_each_segment(long: int, drawn: Episodes) -> None:
+    one = pack(drawn.episodes, token_budget=10_000, groups=drawn.groups).by_rank[0][0]
+    generator = torch.Generator().manual_seed(drawn.seed)
+    query, key, value = (
+        torch.randn(heads, len(one), 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix, "LONG", long)
+        got = packed_attention(query, key, value, Layout.of(one.segments, "cpu"))
+    assert got.shape == (len(one), 4, 8)
+    torch.testing.assert_close(got, reference_attention(query, key, value, one), atol=1e-12, rtol=0)
+
+
+def reference_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, one: Pack) -> torch.Tensor:
+    results = []
+    for segment in one.segments:
+        own = torch.arange(segment.start, segment.start + segment.length)
+        seen = torch.cat([torch.arange(segment.prefix_start, segment.prefix_start + segment.prefix_length), own])
+        mask = torch.ones(len(own), len(seen), dtype=torch.bool).tril(segment.prefix_length)
+        part = scaled_dot_product_attention(
+            query[None, :, own], key[None, :, seen], value[None, :, seen], mask, enable_gqa=True
+        )
+        results.append(part[0].transpose(0, 1))
+    return torch.cat(results)
+
+
+def test_the_layout_of_another_pack_is_refused() -> None:
+    one = pack(episodes_of([(2, [1])], 4).episodes, token_budget=10).by_rank[0][0]
+    with pytest.raises(ValueError, match="the layout is of 3 tokens, the query of 5"):
+        x = torch.zeros(1, 5, 8)
+        packed_attention(x, x, x, Layout.of(one.segments, "cpu"))
+
+
+def test_no_mask_is_larger_than_a_block_of_queries() -> None:
+    drawn = episodes_of([(1500, [1500, 1500])], 5)
+    one = pack(drawn.episodes, token_budget=100_000, groups=drawn.groups).by_rank[0][0]
+    layout = Layout.of(one.segments, "cpu")
+    assert not layout.batches and len(layout.alone) == 3
+    short = Layout.of(
+        pack(episodes_of([(20, [30] * 8)], 6).episodes, token_budget=10_000).by_rank[0][0].segments, "cpu"
+    )
+    assert len(short.batches) == 1 and not short.alone
+    assert np.prod(short.batches[0].mask.shape) <= 8 * 90 * 90
