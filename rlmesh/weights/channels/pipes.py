@@ -1,11 +1,13 @@
 """Pipes for bytes between two processes that share a secret: plain TCP, and ZeroMQ under CURVE.
 
 A pipe carries buffers that both ends know the sizes of, in one direction, without frames of its own. All waits are
-bounded; errors are OSError.
+bounded; errors are OSError. On plain TCP each call's bytes are followed by a keyed hash, so that nobody on the network
+can change, add or repeat a byte without the receiver's refusal.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import socket
@@ -40,15 +42,38 @@ class StoppedSending(OSError):
     """A sink has failed, so nobody waits for the rest."""
 
 
+class AlteredBytes(ConnectionError):
+    """The bytes that arrived are not those that the source sent."""
+
+
 def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, role + nonce, "sha256")
+
+
+class _Tags:
+    """The keyed hashes (HMAC-SHA-256) of one connection, one after the bytes of each call.
+
+    Args:
+        secret: of the session.
+        nonces: of both sides, so that no two connections have one key.
+    """
+
+    def __init__(self, secret: bytes, nonces: bytes) -> None:
+        self._key = hmac.digest(secret, b"bytes" + nonces, "sha256")
+        self._count = 0
+
+    def begin(self) -> hmac.HMAC:
+        """The hash of the next call's bytes, which the caller adds."""
+        digest = hmac.new(self._key, self._count.to_bytes(8, "little"), hashlib.sha256)
+        self._count += 1
+        return digest
 
 
 class PlainPipe:
     """TCP, with a handshake in which each side proves that it knows the secret."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, connection: socket.socket, tags: _Tags) -> None:
+        self._socket, self._tags = connection, tags
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
@@ -65,34 +90,52 @@ class PlainPipe:
         except BaseException:
             connection.close()
             raise
-        return cls(connection)
+        return cls(connection, _Tags(secret, theirs + mine))
 
     def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
-        end = clock.now() + timeout_s
+        end, tag = clock.now() + timeout_s, self._tags.begin()
         self._socket.settimeout(SLICE_S)
         for buffer in buffers:
-            rest = buffer.cast("B")
-            while rest.nbytes:
-                try:
-                    rest = rest[self._socket.send(rest) :]
-                except TimeoutError:
-                    _go_on(end, stopped)
+            data = buffer.cast("B")
+            for at in range(0, data.nbytes, PART_BYTES):
+                part = data[at : at + PART_BYTES]
+                tag.update(part)
+                self._send(part, end, stopped)
+        self._send(memoryview(tag.digest()), end, stopped)
+
+    def _send(self, rest: memoryview, end: float, stopped: Callable[[], bool]) -> None:
+        while rest.nbytes:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except TimeoutError:
+                _go_on(end, stopped)
 
     def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
-        end = clock.now() + timeout_s
+        end, tag = clock.now() + timeout_s, self._tags.begin()
         for buffer in buffers:
-            rest = buffer.cast("B")
-            while rest.nbytes:
-                self._socket.settimeout(max(1e-3, end - clock.now()))
-                try:
-                    count = self._socket.recv_into(rest)
-                except TimeoutError:
-                    if clock.now() < end:
-                        continue  # the process stood still
-                    raise
-                if not count:
-                    raise ConnectionResetError("the source closed the connection")
-                rest = rest[count:]
+            self._receive(buffer.cast("B"), end, tag)
+        theirs = bytearray(tag.digest_size)
+        self._receive(memoryview(theirs), end, None)
+        if not hmac.compare_digest(theirs, tag.digest()):
+            raise AlteredBytes(
+                "the weights that arrived are not those that were sent: somebody on the network may be changing bytes. "
+                "They are dropped; without RLMESH_PRIVATE_NETWORK the connection is encrypted"
+            )
+
+    def _receive(self, rest: memoryview, end: float, tag: hmac.HMAC | None) -> None:
+        while rest.nbytes:
+            self._socket.settimeout(max(1e-3, end - clock.now()))
+            try:
+                count = self._socket.recv_into(rest)
+            except TimeoutError:
+                if clock.now() < end:
+                    continue  # the process stood still
+                raise
+            if not count:
+                raise ConnectionResetError("the source closed the connection")
+            if tag is not None:
+                tag.update(rest[:count])
+            rest = rest[count:]
 
     def close(self) -> None:
         try:
@@ -127,7 +170,7 @@ class PlainListener:
                 if hmac.compare_digest(proof, _proof(self._secret, b"sink", nonce)):
                     connection.sendall(_proof(self._secret, b"source", theirs))
                     self.close()
-                    return PlainPipe(connection)
+                    return PlainPipe(connection, _Tags(self._secret, nonce + theirs))
             except OSError:
                 pass
             connection.close()
