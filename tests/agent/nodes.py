@@ -99,7 +99,7 @@ class Master:
         await self._note("bound", f"{hello.role}:{hello.rank}", hello)
 
     @rpc
-    async def member_ready(self, role: str, rank: int, incarnation: int) -> None:
+    async def member_ready(self, role: str, rank: int, incarnation: int, restored: int | None = None) -> None:
         await self._note("ready", f"{role}:{rank}")
 
     @rpc

@@ -142,7 +142,8 @@ def test_terminal_escapes_are_shown_and_not_obeyed(runs: Path, capsys: pytest.Ca
     bad = runs / "bad"
     failures = (FailureInfo(f"A:0 died of {ESCAPES}"),)
     write_end(JobStatus(f"bad{ESCAPES}", "bad-1", "failed", 101.0, str(bad), failures=failures), 160.0)
-    (bad / "logs" / "A-0.log").write_bytes(f"log {ESCAPES[:-1]} end\n".encode())
+    # Of a line that a program writes over, readers of logs show the last state.
+    (bad / "logs" / "A-0.log").write_bytes(f"bar\rlog {ESCAPES[:-1]} end\n".replace("\b\r", "\b").encode())
     for words in (("ps", "--all"), ("status", str(bad)), ("logs", "--job", str(bad)), ("status", f"no{ESCAPES}")):
         _, out, err = said(capsys, *words)
         assert [hex(ord(char)) for char in out + err if char != "\n" and not char.isprintable()] == [], words

@@ -92,7 +92,7 @@ def test_every_attribute_of_what_decides_is_kept_or_given() -> None:
         "Moves": {"_state", "_scheduler"},
         "NodeLosses": {"_state", "_failover", "_moves", "_recoveries"},
         "Failing": {"_state", "_context", "_failover", "_moves", "_recoveries", "_ending", "_together"},
-        "Failures": {"_settle_s"},
+        "Failures": {"_settle_s", "_job"},
         "Watch": {"_state", "_fail"},
         "DiagnosisManager": {"limit_s"},
         "Ending": {"_state", "_together"},
