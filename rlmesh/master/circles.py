@@ -187,7 +187,8 @@ class CircleWatch:
         known = {circle.calls: numbers for circle, numbers in self._seen.items()}
         certain = [circle for circle in found if self._is_certain(circle, known.get(circle.calls))]
         self._seen = {
-            circle: known.get(circle.calls) or {name: self._reports[name].number for name in circle.processes}
+            # The same calls can be drawn by way of other processes, which then have to be heard once more.
+            circle: {name: self._reports[name].number for name in circle.processes} | dict(known.get(circle.calls, {}))
             for circle in found
             if circle not in certain
         }
@@ -197,7 +198,9 @@ class CircleWatch:
         return certain
 
     def _is_certain(self, circle: Circle, first: Mapping[str, int] | None) -> bool:
-        return first is not None and all(self._reports[name].number > first[name] for name in circle.processes)
+        return first is not None and all(
+            name in first and self._reports[name].number > first[name] for name in circle.processes
+        )
 
     def keep(self, living: Mapping[str, int]) -> None:
         """Forget what processes said that have ended or were replaced. ``living``: incarnations by name."""

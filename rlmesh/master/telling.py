@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from rlmesh.errors import JobFailed, JobStopped
+from rlmesh.errors import JobFailed, JobStopped, RestartBudgetExhausted
 from rlmesh.master.outcome import StoppedBySignal
 
 __all__ = ["failure_lines", "shorten", "tell_ends_shortly"]
@@ -22,7 +22,8 @@ def failure_lines(error: JobFailed) -> list[str]:
     """
     first, *others = [str(one) for one in error.exceptions]
     cause = first.splitlines() or [""]
-    if error.shown:
+    # The first failure of a restart budget may be hours old, and the shown output ends with other ones.
+    if error.shown and not isinstance(error.exceptions[0], RestartBudgetExhausted):
         cause = _without_traceback(cause)
     lines = [f"{error.message.partition(' failed: ')[0]} failed. First cause:"]
     lines += [f"  {line}" for line in shorten(cause, MOST_LINES - SHOWN_OTHERS)]
@@ -54,6 +55,9 @@ def _without_traceback(lines: list[str]) -> list[str]:
     for line in lines:
         if line.startswith("--- traceback of "):
             break
+        if line.strip().startswith("out of memory: "):  # stands behind the traceback, and says more than it
+            kept.append(line)
+            continue
         if line.startswith("traceback of ") or (had_one and line.startswith("last lines of ")):
             inside = had_one = True
         elif not (inside and (line.startswith("    ") or not line.strip())):

@@ -34,6 +34,7 @@ commands:
     plan      print where a job's members would run
     timeline  a job as a trace for Perfetto
     chaos     rehearse the failure of a running job
+    prepare   make the parquet files of a well-known data set
     keygen    make a job's key
     version   print the versions of rlmesh and Python
 

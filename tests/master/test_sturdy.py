@@ -78,5 +78,5 @@ def test_a_spent_budget_shows_the_first_failure_with_its_traceback(tmp_path: Pat
     assert done.returncode == 1
     said = done.stdout + done.stderr
     assert "UNLUCKY:0 was restarted 2 times within" in said and "the disk is gone" in said
-    told = said[said.rindex("RestartBudgetExhausted") :]
+    told = said[said.rindex("failed. First cause:") :]
     assert "in open_the_data" in told, "the traceback of the first failure"
