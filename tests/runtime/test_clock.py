@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 from rlmesh.runtime import clock
 from rlmesh.runtime import deadlines as deadlines_module
 from rlmesh.runtime.deadlines import Deadlines
+from tests.stalls import HANG_S
 
 STILL_S = clock.STILL_S + 0.5
 
@@ -126,33 +128,56 @@ def test_the_time_of_another_start_of_the_machine_is_not_used() -> None:
 
 
 @pytest.mark.case("b20")
-def test_waits_of_tasks_and_threads_leave_standstills_out(own_clock: None) -> None:
-    condition = threading.Condition()
-    waited: list[tuple[bool, float]] = []
-
-    def wait() -> None:
-        began = time.monotonic()
-        with condition:
-            waited.append((clock.wait_for(condition, lambda: False, 1.2), time.monotonic() - began))
-
+def test_waits_of_tasks_leave_standstills_out(own_clock: None) -> None:
     async def main() -> float:
         deadlines = Deadlines(asyncio.get_running_loop(), threading.Lock(), lambda entry: None)
-        thread = threading.Thread(target=wait)
-        thread.start()
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             async with clock.timeout(1.2):
                 await asyncio.sleep(0.1)
                 stand_still()
                 await asyncio.sleep(60.0)
-        took_s = time.monotonic() - began
-        await asyncio.to_thread(thread.join)
         deadlines.close()
-        return took_s
+        return time.monotonic() - began
 
-    least_s = 1.2 + clock.STILL_S
-    assert asyncio.run(main()) > least_s
-    assert waited[0][0] is False and waited[0][1] > least_s
+    assert asyncio.run(main()) > 1.2 + clock.STILL_S
+
+
+@pytest.mark.case("b20")
+def test_waits_of_threads_leave_standstills_out() -> None:
+    code = (
+        "import threading, time\n"
+        "from rlmesh.runtime import clock\n"
+        "condition = threading.Condition()\n"
+        "print('begins', flush=True)\n"
+        "began = time.monotonic()\n"
+        "with condition:\n"
+        "    came = clock.wait_for(condition, lambda: False, 1.5)\n"
+        "print(came, time.monotonic() - began)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout is not None and waiting.stdout.readline() == "begins\n"
+        time.sleep(0.2)
+        waiting.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        waiting.send_signal(signal.SIGCONT)
+        came, took_s = waiting.stdout.readline().split()
+    assert came == "False" and float(took_s) > 3.0 + 1.5 - clock.STILL_S
+
+
+def test_a_wait_ends_in_time_although_nobody_looks_at_the_clock(
+    own_clock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runtime whose loop is no longer run does not make others believe in a standstill."""
+    clock.begin()
+    try:
+        monkeypatch.setattr(clock, "_beat_at", time.monotonic() - 3600)
+        condition, began = threading.Condition(), time.monotonic()
+        with condition:
+            assert not clock.wait_for(condition, lambda: False, 0.05)
+        assert time.monotonic() - began < HANG_S / 2
+    finally:
+        clock.end()
 
 
 def test_without_a_standstill_waits_end_in_time() -> None:
