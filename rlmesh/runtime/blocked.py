@@ -24,6 +24,7 @@ from rlmesh.runtime.context import InContext
 from rlmesh.runtime.dispatch import Dispatcher
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import _Gathered
+from rlmesh.runtime.group_retry import RetriedPart
 from rlmesh.runtime.incoming import Incoming
 from rlmesh.runtime.outflow import Outflow
 from rlmesh.runtime.pending import PendingCall
@@ -222,6 +223,9 @@ def _calls_of(future: Future[Any]) -> Iterator[PendingCall]:
             yield from _calls_of(member)
     elif isinstance(origin, Retries) and origin._current is not None:
         yield from _calls_of(origin._current)
+    elif isinstance(origin, RetriedPart):
+        for member in origin.attempt():
+            yield from _calls_of(member)
 
 
 def _calls_of_stream(stream: Stream[Any]) -> Iterator[PendingCall]:

@@ -47,18 +47,18 @@ class GroupRetries:
         self._deadline = clock.now() + timeout_s
         self._lock = allocate_lock()
         self._attempt = 0
-        self._current: Cohort | None = None
+        self.current: Cohort | None = None
         self._left = 0
         self._over = False
         """No further attempt is made: what the parts of this one answer is passed on."""
-        self.futures: list[Future[Any]] = [Future(_Part(self, index)) for index in range(size)]
+        self.futures: list[Future[Any]] = [Future(RetriedPart(self, index)) for index in range(size)]
 
     def start(self, newer_than: int = -1) -> None:
         """Make the call for the first time, or again."""
         self._attempt += 1
         cohort = self._launch(max(0.0, self._deadline - clock.now()), newer_than)
         with self._lock:
-            self._current, self._left = cohort, len(cohort.parts)
+            self.current, self._left = cohort, len(cohort.parts)
         for part in cohort.parts:
             assert part.future is not None
             part.future.add_done_callback(partial(self._ended, cohort))
@@ -67,16 +67,16 @@ class GroupRetries:
 
     def _ended(self, cohort: Cohort, answer: Future[Any]) -> None:
         with self._lock:
-            if cohort is not self._current:
+            if cohort is not self.current:
                 return  # Another part had failed before, and the attempt is made again.
             self._left -= 1
             last = self._left == 0
         error = answer.exception()
         if not self._over and error is not None and (pause_s := self._pause(error)) is not None:
             with self._lock:
-                if cohort is not self._current:
+                if cohort is not self.current:
                     return
-                self._current = None
+                self.current = None
             logger.info("attempt %d failed and is made again in %.2f s: %s", self._attempt, pause_s, error)
             self._cancel_parts(cohort)
             self._later(pause_s, partial(self._start_again, cohort, error))
@@ -126,13 +126,13 @@ class GroupRetries:
     def cancel(self) -> None:
         self._over = True
         with self._lock:
-            cohort = self._current
+            cohort = self.current
         if cohort is not None:
             self._cancel_parts(cohort)
 
     def text(self, index: int, *, explained: bool) -> str:
         """Whom the part waits for."""
-        cohort = self._current
+        cohort = self.current
         if cohort is None:
             return f"the next attempt, after attempt {self._attempt} failed"
         part = cohort.parts[index]
@@ -140,11 +140,16 @@ class GroupRetries:
         return f"{text} (attempt {self._attempt})" if self._attempt > 1 else text
 
 
-class _Part:
+class RetriedPart:
     """The origin of the future of one rank."""
 
     def __init__(self, retries: GroupRetries, index: int) -> None:
         self._retries, self._index = retries, index
+
+    def attempt(self) -> list[Future[Any]]:
+        """What the rank's future waits for: an attempt's results are told once it has them all."""
+        cohort = self._retries.current
+        return [part.future for part in cohort.parts if part.future is not None] if cohort is not None else []
 
     def describe(self) -> str:
         return self._retries.text(self._index, explained=False)
