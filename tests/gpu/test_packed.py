@@ -29,7 +29,8 @@ def build(dtype: torch.dtype) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    return Qwen2ForCausalLM(config).to("cuda", dtype)
+    model: torch.nn.Module = Qwen2ForCausalLM(config)
+    return model.to("cuda", dtype)
 
 
 def row_by_row(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
