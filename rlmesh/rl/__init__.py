@@ -1,7 +1,7 @@
-"""The RL layer: what turns rewards into gradients, as plain functions of tensors.
+"""The RL layer: what turns prompts and rewards into gradients.
 
-Nothing here knows of processes or calls: a function gets tensors and gives tensors, so that it can be
-tested, read and copied alone. Import from the modules themselves:
+The maths knows nothing of processes or calls: a function gets tensors and gives tensors, so that it can be tested,
+read and copied alone. Import from the modules themselves:
 
 ``types``
     Turns, episodes and groups: token ids with a source, from which masks are derived; outcomes of rewards.
@@ -27,6 +27,10 @@ tested, read and copied alone. Import from the modules themselves:
     The gap between an engine's log-probabilities and the trainer's, and an alarm.
 ``invariants``
     Facts that hold at every step of a healthy run, as checks.
+``algorithms``, ``components``
+    Weights of the three components of the loss (policy, likelihood, divergence), and that loss on packed rows.
+``rewards``, ``data``
+    Functions that score responses, and prompts from files.
 ``engines``
     What samples and what trains, behind protocols.
 ``reference``

@@ -12,7 +12,7 @@ from rlmesh.errors import CallError
 from rlmesh.runtime import clock
 from rlmesh.runtime.cohorts import Cohort
 from rlmesh.runtime.future import Future
-from rlmesh.runtime.retry import pause_before_retry
+from rlmesh.runtime.retry import RetriedOrigin, pause_before_retry
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class GroupRetries:
         return f"{text} (attempt {self._attempt})" if self._attempt > 1 else text
 
 
-class RetriedPart:
+class RetriedPart(RetriedOrigin):
     """The origin of the future of one rank."""
 
     def __init__(self, retries: GroupRetries, index: int) -> None:
@@ -159,18 +159,3 @@ class RetriedPart:
 
     def cancel(self) -> None:
         self._retries.cancel()
-
-    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
-        pass  # The attempts measure their own time.
-
-    def stay(self) -> None:
-        pass  # A call that may be made again answers its caller.
-
-    def want(self, *, blocks: bool = False) -> None:
-        pass
-
-    def settled(self) -> bool:
-        return False
-
-    def members(self) -> None:
-        return None

@@ -32,7 +32,26 @@ def pause_before_retry(error: BaseException | None, attempt: int, left_s: float,
     return pause_s if attempt < MAX_ATTEMPTS and pause_s < left_s else None
 
 
-class Retries:
+class RetriedOrigin:
+    """What all origins have in common that stand for several attempts."""
+
+    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
+        pass  # The attempts measure their own time.
+
+    def stay(self) -> None:
+        pass  # A call that may be made again answers its caller.
+
+    def want(self, *, blocks: bool = False) -> None:
+        pass
+
+    def settled(self) -> bool:
+        return False
+
+    def members(self) -> None:
+        return None
+
+
+class Retries(RetriedOrigin):
     """One idempotent call, made as often as it may be; the origin of the future that its caller holds.
 
     Args:
@@ -97,18 +116,3 @@ class Retries:
         self._cancelled = True
         if self._current is not None:
             self._current.cancel()
-
-    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
-        pass  # The attempts measure their own time.
-
-    def stay(self) -> None:
-        pass  # A call that may be made again answers its caller.
-
-    def want(self, *, blocks: bool = False) -> None:
-        pass
-
-    def settled(self) -> bool:
-        return False
-
-    def members(self) -> None:
-        return None
