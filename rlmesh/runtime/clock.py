@@ -66,26 +66,27 @@ class RunningTime:
 
 # The clock of this process. As long as it has not stood still, `now` is the kernel's clock itself, which costs least.
 
-_beaters = 0
+_beaters: list[asyncio.AbstractEventLoop] = []
 _beat_at = 0.0
 _beating = threading.Lock()
 _lost_s = 0.0
 
 
-def begin() -> None:
-    """Somebody will call `beat` every 0.1 s from now on."""
-    global _beaters, _beat_at
+def begin(loop: asyncio.AbstractEventLoop) -> None:
+    """The loop calls `beat` every 0.1 s from now on, as long as it runs."""
+    global _beat_at
     with _beating:
-        if not _beaters:
+        _beaters[:] = [each for each in _beaters if not each.is_closed()]
+        if not any(each.is_running() for each in _beaters if each is not loop):
+            # Loops that no longer run left the last beat behind: its age is no standstill.
             _beat_at = time.monotonic()
-        _beaters += 1
+        _beaters.append(loop)
 
 
-def end() -> None:
-    """Somebody will not call `beat` any more."""
-    global _beaters
-    with _beating:
-        _beaters = max(0, _beaters - 1)
+def end(loop: asyncio.AbstractEventLoop) -> None:
+    """The loop does not call `beat` any more."""
+    with _beating, contextlib.suppress(ValueError):
+        _beaters.remove(loop)
 
 
 def beat() -> None:
@@ -106,21 +107,28 @@ def _running() -> float:
 
 
 class Timer:
-    """Calls something on a loop after a delay in which the process was running; `cancel` keeps it from that."""
+    """Calls something on a loop after a delay in which the process was running; `cancel` keeps it from that.
+
+    It waits in parts. A part that ends too late stood still for the rest, whoever else looks at the clock.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, delay_s: float, callback: Callable[..., object], *args: Any
     ) -> None:  # fmt: skip
-        self._loop, self._due, self._call = loop, now() + delay_s, (callback, args)
-        self._handle = loop.call_later(delay_s, self._look)
+        self._loop, self._left_s, self._call = loop, delay_s, (callback, args)
+        self._wait()
 
     def cancel(self) -> None:
         self._handle.cancel()
 
-    def _look(self) -> None:
-        beat()
-        if (left_s := self._due - now()) > STILL_S / 2:  # the loop's own clock went on while the process stood still
-            self._handle = self._loop.call_later(left_s, self._look)
+    def _wait(self) -> None:
+        part_s = max(0.0, min(self._left_s, STILL_S / 2))
+        self._handle = self._loop.call_later(part_s, self._look, part_s)
+
+    def _look(self, part_s: float) -> None:
+        self._left_s -= part_s
+        if self._left_s > 0:
+            self._wait()
             return
         callback, args = self._call
         callback(*args)
@@ -209,8 +217,9 @@ def _boot() -> str:
 
 def _forked() -> None:
     """No loop of the parent ticks in its child."""
-    global _beaters, _beating
-    _beaters, _beating = 0, threading.Lock()
+    global _beating
+    _beating = threading.Lock()
+    _beaters.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -63,7 +63,7 @@ class Deadlines:
         self, loop: asyncio.AbstractEventLoop, lock: AbstractContextManager[Any], expired: Callable[[Entry], None]
     ) -> None:
         self._loop, self._lock, self._expired = loop, lock, expired
-        clock.begin()
+        clock.begin(loop)
         self._fine, self._coarse = _Wheel(FINE_S), _Wheel(COARSE_S)
         self._timer = loop.call_later(_IDLE_TICK_S, self._tick)
         self._closed = False
@@ -80,7 +80,7 @@ class Deadlines:
 
     def close(self) -> None:
         if not self._closed:
-            clock.end()
+            clock.end(self._loop)
         self._closed = True
         self._timer.cancel()
 

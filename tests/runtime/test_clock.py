@@ -165,19 +165,40 @@ def test_waits_of_threads_leave_standstills_out() -> None:
     assert came == "False" and float(took_s) > 3.0 + 1.5 - clock.STILL_S
 
 
-def test_a_wait_ends_in_time_although_nobody_looks_at_the_clock(
-    own_clock: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A runtime whose loop is no longer run does not make others believe in a standstill."""
-    clock.begin()
-    try:
-        monkeypatch.setattr(clock, "_beat_at", time.monotonic() - 3600)
-        condition, began = threading.Condition(), time.monotonic()
-        with condition:
-            assert not clock.wait_for(condition, lambda: False, 0.05)
-        assert time.monotonic() - began < HANG_S / 2
-    finally:
-        clock.end()
+@pytest.fixture
+def left_behind(own_clock: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A runtime whose loop no longer runs and that nobody closed; its last beat is an hour old."""
+    loop = asyncio.new_event_loop()
+    clock.begin(loop)
+    monkeypatch.setattr(clock, "_beat_at", time.monotonic() - 3600)
+    yield
+    clock.end(loop)
+    loop.close()
+
+
+def test_waits_end_in_time_although_a_runtime_was_left_behind(left_behind: None) -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with clock.timeout(0.05):
+                await asyncio.sleep(2 * HANG_S)
+
+    began = time.monotonic()
+    asyncio.run(main())
+    condition = threading.Condition()
+    with condition:
+        assert not clock.wait_for(condition, lambda: False, 0.05)
+    assert time.monotonic() - began < HANG_S
+
+
+def test_a_deadline_passes_in_time_although_a_runtime_was_left_behind(left_behind: None) -> None:
+    async def main() -> None:
+        passed = asyncio.Event()
+        deadlines = Deadlines(asyncio.get_running_loop(), threading.Lock(), lambda entry: passed.set())
+        deadlines.add(Entry(0.5), 0.5)
+        await asyncio.wait_for(passed.wait(), HANG_S)
+        deadlines.close()
+
+    asyncio.run(main())
 
 
 def test_without_a_standstill_waits_end_in_time() -> None:
