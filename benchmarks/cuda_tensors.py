@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.connections.network import NetworkOptions
 from tests.gpu.test_cuda_tensors import Pair, pair_of
 
 ROUNDS, WARM_UP = 9, 3

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rlmesh.placement.affinity import bind, memory_nodes
 from rlmesh.placement.binding import Binding, ranges
-from rlmesh.placement.gpus import usable_devices
-from rlmesh.placement.nvml import Nvml, library
-from rlmesh.placement.system import Machine
+from rlmesh.placement.machine.affinity import bind, memory_nodes
+from rlmesh.placement.machine.gpus import usable_devices
+from rlmesh.placement.machine.nvml import Nvml, library
+from rlmesh.placement.machine.system import Machine
 from rlmesh.testing.cuda_sees import cuda_sees, masks
 
 

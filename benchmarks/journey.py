@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rlmesh import RoleGroup, Runtime, rpc
-from rlmesh.runtime.address import AddressBook, MemberAddress
-from rlmesh.runtime.channel import Channel
-from rlmesh.runtime.dispatch import Dispatcher
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
+from rlmesh.runtime.connections.channel import Channel
+from rlmesh.runtime.connections.network import NetworkOptions
+from rlmesh.runtime.serving.dispatch import Dispatcher
 from rlmesh.wire import codec
 
 CALLS, WARM_UP = 1000, 200

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlmesh.errors import PlacementError
-from rlmesh.placement.cluster import nodes_of
 from rlmesh.placement.demand import JobDemand, RoleDemand, Separation
-from rlmesh.placement.inventory import NodeInfo
+from rlmesh.placement.machine.cluster_file import nodes_of
+from rlmesh.placement.machine.inventory import NodeInfo
 from rlmesh.placement.planner import Plan, make_plan
 
 GOAL_S = 1.0

@@ -20,8 +20,8 @@ from typing import Any
 from rpc_peer import Body, seconds_of, seconds_of_blocking
 
 from rlmesh import RoleGroup, Runtime, rpc
-from rlmesh.runtime.address import AddressBook, MemberAddress
-from rlmesh.runtime.default import set_default_runtime
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
+from rlmesh.runtime.default_runtime import set_default_runtime
 
 ROLE = "MEMBER"
 JOB_LIMIT_S = 60.0

@@ -31,7 +31,7 @@ from weights_member import KEY, MemberSpec, Tensors  # noqa: E402
 from weights_member import main as member_main  # noqa: E402
 
 from rlmesh import ModuleSource, RoleGroup, Runtime, WeightSync  # noqa: E402
-from rlmesh.runtime.address import AddressBook, MemberAddress  # noqa: E402
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress  # noqa: E402
 
 GIB = 1 << 30
 BUCKET_GPU = 2 * GIB

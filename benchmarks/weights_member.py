@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from rlmesh import ModuleSink, ModuleSource, ReceivesWeights, Runtime, SendsWeights
-from rlmesh.runtime.address import member_name
-from rlmesh.weights.plan import Mode
+from rlmesh.runtime.connections.address_book import member_name
+from rlmesh.weights.planning.plan import Mode
 
 KEY = b"benchmarks/weights.py is a test!"
 

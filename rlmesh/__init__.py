@@ -11,47 +11,47 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlmesh import errors as errors
-    from rlmesh.job.builder import DLJobBuilder as DLJobBuilder
-    from rlmesh.job.config import DLConfig as DLConfig
-    from rlmesh.job.config import DLJob as DLJob
-    from rlmesh.job.descriptors import CustomWorkloadDesc as CustomWorkloadDesc
-    from rlmesh.job.descriptors import ElasticWorkloadDesc as ElasticWorkloadDesc
-    from rlmesh.job.descriptors import ResourceDesc as ResourceDesc
-    from rlmesh.job.descriptors import SimpleWorkloadDesc as SimpleWorkloadDesc
-    from rlmesh.job.restart_policy import RestartPolicy as RestartPolicy
+    from rlmesh.job.description.builder import DLJobBuilder as DLJobBuilder
+    from rlmesh.job.description.config import DLConfig as DLConfig
+    from rlmesh.job.description.config import DLJob as DLJob
+    from rlmesh.job.description.descriptors import CustomWorkloadDesc as CustomWorkloadDesc
+    from rlmesh.job.description.descriptors import ElasticWorkloadDesc as ElasticWorkloadDesc
+    from rlmesh.job.description.descriptors import ResourceDesc as ResourceDesc
+    from rlmesh.job.description.descriptors import SimpleWorkloadDesc as SimpleWorkloadDesc
+    from rlmesh.job.description.restart_policy import RestartPolicy as RestartPolicy
+    from rlmesh.job.description.rl_builder import RLJobBuilder as RLJobBuilder
+    from rlmesh.job.description.roles import RLRoleType as RLRoleType
     from rlmesh.job.restarts import RestartEvent as RestartEvent
-    from rlmesh.job.rl_builder import RLJobBuilder as RLJobBuilder
-    from rlmesh.job.roles import RLRoleType as RLRoleType
     from rlmesh.job.workload import BaseRLTrainer as BaseRLTrainer
     from rlmesh.job.workload import BaseRLWorkload as BaseRLWorkload
     from rlmesh.job.workload import BaseTrainer as BaseTrainer
     from rlmesh.job.workload import BaseWorkload as BaseWorkload
     from rlmesh.job.workload import current_worker as current_worker
     from rlmesh.master.prime_master import PrimeMaster as PrimeMaster
+    from rlmesh.runtime.batch_split import shared as shared
     from rlmesh.runtime.future import Future as Future
     from rlmesh.runtime.group import RoleGroup as RoleGroup
     from rlmesh.runtime.handle import MemberHandle as MemberHandle
     from rlmesh.runtime.rpc import rpc as rpc
     from rlmesh.runtime.runtime import Runtime as Runtime
     from rlmesh.runtime.sequence import FutureSequence as FutureSequence
-    from rlmesh.runtime.split import shared as shared
     from rlmesh.runtime.streams import Stream as Stream
     from rlmesh.runtime.subgraphs import Mesh as Mesh
     from rlmesh.runtime.subgraphs import Subgraph as Subgraph
     from rlmesh.weights.arrays import ArraySink as ArraySink
     from rlmesh.weights.arrays import ArraySource as ArraySource
-    from rlmesh.weights.gate import VersionGate as VersionGate
     from rlmesh.weights.manifest import Manifest as Manifest
     from rlmesh.weights.manifest import TensorSpec as TensorSpec
     from rlmesh.weights.members import ReceivesWeights as ReceivesWeights
     from rlmesh.weights.members import SendsWeights as SendsWeights
     from rlmesh.weights.module_sink import ModuleSink as ModuleSink
-    from rlmesh.weights.modules import ModuleSource as ModuleSource
+    from rlmesh.weights.module_source import ModuleSource as ModuleSource
     from rlmesh.weights.protocols import WeightSink as WeightSink
     from rlmesh.weights.protocols import WeightSource as WeightSource
-    from rlmesh.weights.spans import VersionSpans as VersionSpans
     from rlmesh.weights.sync import WeightSync as WeightSync
-    from rlmesh.weights.zero import ZeroSource as ZeroSource
+    from rlmesh.weights.version_gate import VersionGate as VersionGate
+    from rlmesh.weights.version_spans import VersionSpans as VersionSpans
+    from rlmesh.weights.zero_source import ZeroSource as ZeroSource
 
 __version__ = "0.1.0"
 
@@ -62,41 +62,41 @@ _WHERE = {
     "BaseRLWorkload": "rlmesh.job.workload",
     "BaseTrainer": "rlmesh.job.workload",
     "BaseWorkload": "rlmesh.job.workload",
-    "CustomWorkloadDesc": "rlmesh.job.descriptors",
-    "DLConfig": "rlmesh.job.config",
-    "DLJob": "rlmesh.job.config",
-    "DLJobBuilder": "rlmesh.job.builder",
-    "ElasticWorkloadDesc": "rlmesh.job.descriptors",
+    "CustomWorkloadDesc": "rlmesh.job.description.descriptors",
+    "DLConfig": "rlmesh.job.description.config",
+    "DLJob": "rlmesh.job.description.config",
+    "DLJobBuilder": "rlmesh.job.description.builder",
+    "ElasticWorkloadDesc": "rlmesh.job.description.descriptors",
     "Future": "rlmesh.runtime.future",
     "FutureSequence": "rlmesh.runtime.sequence",
     "MemberHandle": "rlmesh.runtime.handle",
     "Manifest": "rlmesh.weights.manifest",
     "ModuleSink": "rlmesh.weights.module_sink",
-    "ModuleSource": "rlmesh.weights.modules",
+    "ModuleSource": "rlmesh.weights.module_source",
     "Mesh": "rlmesh.runtime.subgraphs",
     "PrimeMaster": "rlmesh.master.prime_master",
-    "RLJobBuilder": "rlmesh.job.rl_builder",
-    "RLRoleType": "rlmesh.job.roles",
+    "RLJobBuilder": "rlmesh.job.description.rl_builder",
+    "RLRoleType": "rlmesh.job.description.roles",
     "ReceivesWeights": "rlmesh.weights.members",
-    "ResourceDesc": "rlmesh.job.descriptors",
+    "ResourceDesc": "rlmesh.job.description.descriptors",
     "RestartEvent": "rlmesh.job.restarts",
-    "RestartPolicy": "rlmesh.job.restart_policy",
+    "RestartPolicy": "rlmesh.job.description.restart_policy",
     "RoleGroup": "rlmesh.runtime.group",
     "Runtime": "rlmesh.runtime.runtime",
     "SendsWeights": "rlmesh.weights.members",
-    "SimpleWorkloadDesc": "rlmesh.job.descriptors",
+    "SimpleWorkloadDesc": "rlmesh.job.description.descriptors",
     "Stream": "rlmesh.runtime.streams",
     "TensorSpec": "rlmesh.weights.manifest",
-    "VersionGate": "rlmesh.weights.gate",
-    "VersionSpans": "rlmesh.weights.spans",
+    "VersionGate": "rlmesh.weights.version_gate",
+    "VersionSpans": "rlmesh.weights.version_spans",
     "WeightSink": "rlmesh.weights.protocols",
     "WeightSource": "rlmesh.weights.protocols",
     "WeightSync": "rlmesh.weights.sync",
-    "ZeroSource": "rlmesh.weights.zero",
+    "ZeroSource": "rlmesh.weights.zero_source",
     "Subgraph": "rlmesh.runtime.subgraphs",
     "current_worker": "rlmesh.job.workload",
     "rpc": "rlmesh.runtime.rpc",
-    "shared": "rlmesh.runtime.split",
+    "shared": "rlmesh.runtime.batch_split",
 }
 
 __all__ = ["__version__", "errors", *sorted(_WHERE)]

@@ -59,7 +59,7 @@ def leak_check(pytestconfig: pytest.Config) -> Iterator[LeakCheck]:
         patch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
         patch.setenv("XDG_STATE_HOME", str(state_dir))
         # Jobs of this session are found, and no others that this user runs on the machine.
-        patch.setattr("rlmesh.master.discovery.socket_bases", lambda: (str(runtime_dir),))
+        patch.setattr("rlmesh.run_directory.discovery.socket_bases", lambda: (str(runtime_dir),))
         grace_s = float(pytestconfig.getini("leak_grace_s"))
         yield LeakCheck(session, runtime_dir, grace_s, own_segments=own_segments)
     shutil.rmtree(runtime_dir, ignore_errors=True)

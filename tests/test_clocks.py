@@ -12,16 +12,16 @@ ROOT = Path(__file__).parents[1]
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "datetime.datetime.now"}
 FILE_TIMES = {"st_mtime", "st_ctime", "st_atime", "getmtime", "getctime", "getatime"}
 READ_FOR = {
-    "rlmesh/runtime/clock.py": "sets the job's own time, once",
-    "rlmesh/master/starts.py": "says to people since when a run directory is held",
-    "rlmesh/master/store.py": "says to people when a store was made, and names one that was put aside",
-    "rlmesh/master/head.py": "compares the wall clocks of nodes, which is what is asked",
-    "rlmesh/master/preflight.py": "compares the wall clocks of nodes, which is what is asked",
-    "rlmesh/agent/checks.py": "says whether the wall clock is set",
-    "rlmesh/observe/tensorboard.py": "names a file, as TensorBoard does",
-    "rlmesh/cli/status.py": "says to people how long ago a job that has ended restarted a member",
-    "rlmesh/master/records.py": "says to people when a job that left no end was started",
-    "launcher/rlmesh_launcher/meeting.py": "removes files that are a week old",
+    "rlmesh/runtime/process/clock.py": "sets the job's own time, once",
+    "rlmesh/run_directory/starts.py": "says to people since when a run directory is held",
+    "rlmesh/master/state/store.py": "says to people when a store was made, and names one that was put aside",
+    "rlmesh/rendezvous/server.py": "compares the wall clocks of nodes, which is what is asked",
+    "rlmesh/rendezvous/preflight.py": "compares the wall clocks of nodes, which is what is asked",
+    "rlmesh/agent/machine_checks.py": "says whether the wall clock is set",
+    "rlmesh/observe/files/tensorboard.py": "names a file, as TensorBoard does",
+    "rlmesh/cli/commands/status.py": "says to people how long ago a job that has ended restarted a member",
+    "rlmesh/run_directory/records.py": "says to people when a job that left no end was started",
+    "launcher/rlmesh_launcher/slurm_rendezvous.py": "removes files that are a week old",
 }
 """Each file that reads the wall clock or a file's time, and what for; never for a duration that decides anything."""
 
@@ -51,7 +51,7 @@ def test_the_wall_clock_is_read_for_people_alone() -> None:
     reads = {name: lines for name, lines in found.items() if lines}
     new = {name: lines for name, lines in reads.items() if name not in READ_FOR}
     assert not new, (
-        f"{new}: use rlmesh.runtime.clock.now() for durations and clock.epoch() for times that are told or written; "
+        f"{new}: use rlmesh.runtime.process.clock.now() for durations and clock.epoch() for times that are told or written; "
         "if people read the wall clock here, say so in READ_FOR"
     )
     assert set(READ_FOR) <= set(reads), "these read no wall clock any more"

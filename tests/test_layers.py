@@ -30,7 +30,7 @@ LAYERS = (
 )
 """From the bottom up; a package imports from its own layer's packages and from those below."""
 
-UPWARD = {("rlmesh.job", "rlmesh.master.driver"), ("rlmesh.job", "rlmesh.placement.preview")}
+UPWARD = {("rlmesh.job", "rlmesh.driver.driver"), ("rlmesh.job", "rlmesh.placement.preview")}
 """``submit`` starts the driver, ``plan`` the planner: imports upwards, made when they are called."""
 UPWARD_IN_ANNOTATIONS = UPWARD | {
     ("rlmesh.runtime", "rlmesh.job.status"),
@@ -47,13 +47,13 @@ HEAVY = {
     "transformers": ("rlmesh.rl",),
     "datasets": ("rlmesh.rl",),
     "numpy": ("rlmesh.rl", "rlmesh.weights", "rlmesh.wire", "rlmesh.runtime"),
-    "matplotlib": ("rlmesh.observe.report",),
+    "matplotlib": ("rlmesh.observe.run_report",),
     "tensorboard": (),
     "omegaconf": (),
     "gymnasium": (),
     "vllm": ("rlmesh.rl.engines",),
-    "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero"),
-    "pynvml": ("rlmesh.placement.nvml",),
+    "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero_source"),
+    "pynvml": ("rlmesh.placement.machine.nvml",),
 }
 """What a login node may lack, and the packages or modules that may import it."""
 
@@ -177,7 +177,7 @@ def test_outside_the_rl_layer_heavy_packages_are_imported_inside_functions(name:
         str(each)
         for each in IMPORTS
         if within(each.imports, (name,))
-        and not within(each.module, ("rlmesh.rl", "rlmesh.weights.triton_kernels", "rlmesh.memory.cuda"))
+        and not within(each.module, ("rlmesh.rl", "rlmesh.weights.cuda.triton_kernels", "rlmesh.memory.cuda"))
         and each.at_top
         and not each.typing_only
     ]
@@ -187,7 +187,7 @@ def test_outside_the_rl_layer_heavy_packages_are_imported_inside_functions(name:
 def test_the_guardian_needs_the_standard_library_only() -> None:
     """It runs as ``python -I -S``, without site-packages, and must start within milliseconds."""
     its_own = (
-        "rlmesh.agent.guardian", "rlmesh.agent.ownership", "rlmesh.agent.control_groups", "rlmesh.agent.stopped",
+        "rlmesh.agent.processes.guardian", "rlmesh.agent.processes.ownership", "rlmesh.agent.processes.control_groups", "rlmesh.agent.processes.stopped",
         "rlmesh.private_files",
     )  # fmt: skip
     top = [each for each in IMPORTS if each.module in its_own and each.at_top and not each.typing_only]

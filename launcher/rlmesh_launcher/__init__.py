@@ -1,5 +1,5 @@
 """Gets one agent onto each node of a job, and does nothing else.
 
-On this machine the driver itself starts the agent (``rlmesh.agent.start``); what is here reaches other
+On this machine the driver itself starts the agent (``rlmesh.agent.node_start``); what is here reaches other
 machines.
 """

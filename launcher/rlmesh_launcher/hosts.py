@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.job.nearest import did_you_mean
+from rlmesh.job.nearest_name import did_you_mean
 
 __all__ = ["Host", "parse_hosts", "read_hosts"]
 

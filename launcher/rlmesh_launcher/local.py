@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import rlmesh
 from rlmesh.errors import LaunchError, UsageError
-from rlmesh.master.head import Head, HeadOptions, host_name
-from rlmesh.master.joined import NodeOptions, join_and_serve
-from rlmesh.master.rendezvous import ANY_RANK
-from rlmesh.runtime.inet import is_local, join_host_port, resolve
+from rlmesh.rendezvous.client import NodeOptions, join_and_serve
+from rlmesh.rendezvous.server import Head, HeadOptions, host_name
+from rlmesh.rendezvous.state import ANY_RANK
+from rlmesh.runtime.transport.inet import is_local, join_host_port, resolve
 
 __all__ = ["NodePlace", "is_head", "run_node"]
 

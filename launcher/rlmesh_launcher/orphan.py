@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.inet import probe
+from rlmesh.runtime.transport.inet import probe
 from rlmesh_launcher.hostlist import expand_nodes
 from rlmesh_launcher.slurm import Task
 

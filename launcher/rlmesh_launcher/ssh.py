@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO
 
 from rlmesh.errors import LaunchError
-from rlmesh.runtime.inet import join_host_port
+from rlmesh.runtime.transport.inet import join_host_port
 from rlmesh_launcher.hosts import Host
 
 __all__ = ["LISTENS", "TOGETHER", "HostCommand", "reached_by", "render", "run"]

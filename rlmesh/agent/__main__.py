@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from rlmesh.agent import ownership
 from rlmesh.agent.boot import boot
-from rlmesh.agent.start import decode_config
+from rlmesh.agent.node_start import decode_config
+from rlmesh.agent.processes import ownership
 
 
 def main() -> int:
@@ -18,7 +18,7 @@ def main() -> int:
     config = decode_config(line)
     started = boot(config, line)
 
-    from rlmesh.agent.life import run_agent
+    from rlmesh.agent.lifecycle import run_agent
 
     return run_agent(config, started)
 

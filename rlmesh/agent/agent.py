@@ -20,29 +20,29 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlmesh.agent import ownership
-from rlmesh.agent.allegiance import Allegiance, Ties
 from rlmesh.agent.boot import Boot
-from rlmesh.agent.device_watch import DeviceWatch
-from rlmesh.agent.freezing import Freezer
-from rlmesh.agent.leases import Leases
-from rlmesh.agent.leavings import Leavings
+from rlmesh.agent.device_lease_server import Leases
 from rlmesh.agent.master_keeper import GiveUp, MasterKeeper, failed_start
+from rlmesh.agent.master_session import Allegiance, Ties
 from rlmesh.agent.members import MemberKey, Members
-from rlmesh.agent.node import node_info
-from rlmesh.agent.outbox import Outbox
-from rlmesh.agent.process import Ended
+from rlmesh.agent.monitoring.device_watch import DeviceWatch
+from rlmesh.agent.monitoring.rejections import RejectionReporter
+from rlmesh.agent.monitoring.usage import NodeUse, read_use
+from rlmesh.agent.node_description import node_info
+from rlmesh.agent.processes import ownership
+from rlmesh.agent.processes.cleanup import Leavings
+from rlmesh.agent.processes.freezing import Freezer
+from rlmesh.agent.processes.process import Ended
+from rlmesh.agent.processes.process_table import Child, ProcessTable, stop
+from rlmesh.agent.processes.spawner import Spawner
+from rlmesh.agent.processes.stopped import LOOK_S, LOOKS, StoppedLooks
 from rlmesh.agent.protocol import MASTER, AgentConfig, ExitReport, MemberProcess, WorkerSpec
-from rlmesh.agent.rejections import RejectionReporter
+from rlmesh.agent.reliable_outbox import Outbox
 from rlmesh.agent.socket_folder import SocketFolder
-from rlmesh.agent.spawner import Spawner
-from rlmesh.agent.stopped import LOOK_S, LOOKS, StoppedLooks
-from rlmesh.agent.table import Child, ProcessTable, stop
-from rlmesh.agent.usage import NodeUse, read_use
 from rlmesh.errors import LaunchError, RLMeshError, ShuttingDown
 from rlmesh.job.status import ExitInfo, MemberStack
-from rlmesh.placement.health import DeviceBad
-from rlmesh.placement.lease import LeaseAnswer
+from rlmesh.placement.device_leases import LeaseAnswer
+from rlmesh.placement.machine.gpu_health import DeviceBad
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 

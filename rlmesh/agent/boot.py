@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlmesh.agent.process import held_input, start_process
+from rlmesh.agent.processes.process import held_input, start_process
 from rlmesh.agent.protocol import AgentConfig
 
 __all__ = ["Boot", "MasterStart", "ZygoteStart", "boot", "start_master", "start_zygotes", "worker_environment"]
@@ -84,7 +84,7 @@ def start_zygotes(config: AgentConfig, env: Mapping[str, str]) -> ZygoteStart:
         preload, preload_theirs = socket.socketpair()
         inherit[PRELOAD_FD] = preload_theirs.fileno()
     python = [sys.executable, *config.python_flags, "-P", "-u"]
-    argv = [*python, "-m", "rlmesh.agent.zygote", str(os.getpid()), json.dumps(config.preload)]
+    argv = [*python, "-m", "rlmesh.agent.processes.zygote", str(os.getpid()), json.dumps(config.preload)]
     try:
         pid = start_process(argv, env, inherit=inherit)
     finally:

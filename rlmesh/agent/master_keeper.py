@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlmesh.agent.boot import MasterStart, start_master
-from rlmesh.agent.logs import last_lines
-from rlmesh.agent.process import Ended
+from rlmesh.agent.monitoring.logs import last_lines
+from rlmesh.agent.node_start import encode_config
+from rlmesh.agent.processes.process import Ended
 from rlmesh.agent.protocol import STATE_REFUSED, AgentConfig
-from rlmesh.agent.start import encode_config
 
 __all__ = ["GiveUp", "MasterBudget", "MasterKeeper", "Verdict"]
 

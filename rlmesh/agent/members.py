@@ -12,19 +12,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlmesh.agent.error_file import read_error_file
-from rlmesh.agent.examination import examine
-from rlmesh.agent.leavings import Leavings
-from rlmesh.agent.logs import LAST_LINES, last_lines
-from rlmesh.agent.oom import OomCounters
-from rlmesh.agent.process import Ended
+from rlmesh.agent.monitoring.examination import examine
+from rlmesh.agent.monitoring.logs import LAST_LINES, last_lines
+from rlmesh.agent.processes.cleanup import Leavings
+from rlmesh.agent.processes.error_file import read_error_file
+from rlmesh.agent.processes.oom import OomCounters
+from rlmesh.agent.processes.process import Ended
+from rlmesh.agent.processes.process_table import Child, ProcessTable, stop
+from rlmesh.agent.processes.spawner import Spawner
 from rlmesh.agent.protocol import AgentConfig, Leftover, MemberProcess, WorkerSpec
-from rlmesh.agent.spawner import Spawner
-from rlmesh.agent.table import Child, ProcessTable, stop
 from rlmesh.job.status import ExitInfo, MemberStack
-from rlmesh.runtime.board import board_path, does_not_answer, look_at
-from rlmesh.runtime.inet import interface_of
-from rlmesh.runtime.waiting import state_letter
+from rlmesh.runtime.calling.peer_status import state_letter
+from rlmesh.runtime.serving.activity_board import board_path, does_not_answer, look_at
+from rlmesh.runtime.transport.inet import interface_of
 
 __all__ = ["MemberKey", "Members"]
 

@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 from rlmesh.errors import CallError, CallRejected, PeerLost
 from rlmesh.job.context import Resume
-from rlmesh.job.entry import Entry as Entry
-from rlmesh.job.entry import EntryKind as EntryKind
-from rlmesh.job.program import Program as Program
+from rlmesh.job.entry_points.entry import Entry as Entry
+from rlmesh.job.entry_points.entry import EntryKind as EntryKind
+from rlmesh.job.entry_points.program import Program as Program
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.placement.binding import Binding as Binding
-from rlmesh.placement.inventory import Device as Device
-from rlmesh.placement.inventory import NodeInfo as NodeInfo
+from rlmesh.placement.machine.inventory import Device as Device
+from rlmesh.placement.machine.inventory import NodeInfo as NodeInfo
 
 MASTER = "@master"
 """Name under which the master's endpoint serves its control object."""
@@ -170,7 +170,7 @@ class Leftover:
 class ExitReport:
     """What was found when a node was made sure to be empty.
 
-    From the agent's ``shutdown`` it covers the members, from the guardian (:mod:`rlmesh.agent.start`) all.
+    From the agent's ``shutdown`` it covers the members, from the guardian (:mod:`rlmesh.agent.node_start`) all.
 
     Attributes:
         processes_started: members and what served them; -1 if the agent died before it could say.

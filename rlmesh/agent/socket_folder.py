@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from rlmesh.agent.protocol import AgentConfig
-from rlmesh.runtime.transport import make_again
+from rlmesh.runtime.transport.base import make_again
 
 __all__ = ["SocketFolder"]
 

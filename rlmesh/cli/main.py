@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from rlmesh.cli.script_words import split_at_script
+from rlmesh.cli.launching.command_line import split_at_script
+from rlmesh.driver.standard_streams import fill_standard_streams
 from rlmesh.errors import UsageError
-from rlmesh.master.standard_streams import fill_standard_streams
 
 COMMANDS = (
     "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "keygen",
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words[:1] == ["launch"]:
-        from rlmesh.cli import launch, slurm
+        from rlmesh.cli.commands import launch
+        from rlmesh.cli.launching import slurm
 
         if slurm.FLAG in words:
             parser = argparse.ArgumentParser(prog="rlmesh launch --slurm", allow_abbrev=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from rlmesh.runtime.arguments import MOST_S
+from rlmesh.runtime.argument_types import MOST_S
 
 
 def seconds(text: str) -> float:

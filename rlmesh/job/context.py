@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
-from rlmesh.job.lease import DeviceLease, Hook, LeaseDesk, LeaseLink
-from rlmesh.job.reported import as_number, as_step
+from rlmesh.job.device_lease import DeviceLease, Hook, LeaseDesk, LeaseLink
+from rlmesh.job.reported_metrics import as_number, as_step
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
-from rlmesh.runtime.clock import epoch
-from rlmesh.runtime.forked import refusal
+from rlmesh.runtime.process.clock import epoch
+from rlmesh.runtime.process.forked import refusal
 
 __all__ = [
     "COLLOCATION_ENV",

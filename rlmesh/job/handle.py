@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import JobFailed, PeerLost, RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, first_cause
-from rlmesh.runtime.arguments import refuse_inside_loop
-from rlmesh.runtime.forked import forget_in_children, refusal
+from rlmesh.runtime.argument_types import refuse_inside_loop
+from rlmesh.runtime.process.forked import forget_in_children, refusal
 
 if TYPE_CHECKING:
-    from rlmesh.master.driver import Driver, JobResult
-    from rlmesh.runtime.joining import Joining
-    from rlmesh.runtime.knowledge import JobEnd
+    from rlmesh.driver.driver import Driver, JobResult
+    from rlmesh.runtime.calling.peer_table import JobEnd
+    from rlmesh.runtime.connections.joining import Joining
     from rlmesh.runtime.runtime import Runtime
 
 __all__ = ["JobHandle", "JoinedJob"]
@@ -140,7 +140,7 @@ class JobHandle:
 
     def why_ends(self) -> JobEnd | None:
         """Why the job is ending, or has ended; None as long as it goes on."""
-        from rlmesh.runtime.knowledge import JobEnd
+        from rlmesh.runtime.calling.peer_table import JobEnd
 
         if self._future.done():
             error = self._future.exception()

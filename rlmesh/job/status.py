@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlmesh.job.restarts import Scope
-from rlmesh.runtime.ended import CallStats as CallStats
-from rlmesh.runtime.ended import EdgeStats as EdgeStats
-from rlmesh.runtime.waiting import Serving as Serving
-from rlmesh.runtime.waiting import Waiting as Waiting
+from rlmesh.runtime.calling.call_stats import CallStats as CallStats
+from rlmesh.runtime.calling.call_stats import EdgeStats as EdgeStats
+from rlmesh.runtime.calling.peer_status import Serving as Serving
+from rlmesh.runtime.calling.peer_status import Waiting as Waiting
 
 SHOWN_FRAMES = 5
 MAIN_THREAD = ("Main thread", "Current thread")

@@ -21,7 +21,7 @@ from rlmesh.job.context import (
     current_worker,
     set_current_worker,
 )
-from rlmesh.job.roles import RLRoleType, role_name
+from rlmesh.job.description.roles import RLRoleType, role_name
 
 if TYPE_CHECKING:
     from rlmesh.runtime.group import MemberHandle

@@ -19,9 +19,9 @@ from rlmesh import private_files
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.errors import CallError
 from rlmesh.master import events as ev
+from rlmesh.master.chaos_plan import MASTER, Kill, parse_kill
 from rlmesh.master.context import JobContext, Member
-from rlmesh.master.kills import MASTER, Kill, parse_kill
-from rlmesh.observe.append import AppendFile
+from rlmesh.observe.files.append_file import AppendFile
 from rlmesh.runtime.runtime import Runtime
 
 __all__ = ["CHAOS_FILE", "Chaos"]

@@ -1,6 +1,6 @@
 """What the master knows about its job: members, incarnations, stage, failures, records.
 
-Each change is saved (``rlmesh.master.snapshot``). Fields of ``Member`` are values that are replaced, not changed in
+Each change is saved (``rlmesh.master.state.snapshot``). Fields of ``Member`` are values that are replaced, not changed in
 place: that is how a change is found.
 """
 
@@ -21,14 +21,14 @@ from rlmesh.job.status import (
     RestartRecord,
     Stage,
 )
-from rlmesh.master.graph import CallGraph
 from rlmesh.master.jobspec import JobSpec
-from rlmesh.placement.groups import node_groups
-from rlmesh.placement.inventory import NodeInfo
+from rlmesh.master.monitoring.graph import CallGraph
+from rlmesh.placement.machine.inventory import NodeInfo
+from rlmesh.placement.node_groups import node_groups
 from rlmesh.placement.planner import Placement, Plan
-from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.axes import Axes
-from rlmesh.runtime.clock import epoch
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
+from rlmesh.runtime.process.clock import epoch
 
 SAMPLES_TRAINED = "samples_trained"
 """The metric that is part of the job's state."""

@@ -10,8 +10,8 @@ from rlmesh.job.context import StopRequest
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, ExitInfo, MemberProgress, MemberStack, MetricRecord
 from rlmesh.master.context import MemberId
-from rlmesh.placement.inventory import NodeInfo
-from rlmesh.runtime.address import AddressBook
+from rlmesh.placement.machine.inventory import NodeInfo
+from rlmesh.runtime.connections.address_book import AddressBook
 
 ProcessKey: TypeAlias = tuple[str, int, int]
 """Role, rank, incarnation."""

@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh import private_files
-from rlmesh.agent.node import machine_id
+from rlmesh.agent.node_description import machine_id
 from rlmesh.agent.protocol import AGENT, CONTROL, MemberProcess, WorkerSpec
 from rlmesh.errors import CallError, PeerLost, ShuttingDown
 from rlmesh.job.context import StopRequest
 from rlmesh.job.status import ExitInfo, MemberWaits
 from rlmesh.master import events as ev
-from rlmesh.master.circles import Circle
 from rlmesh.master.context import Member, MemberId
+from rlmesh.master.decisions.scheduler import Scheduler
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.member_stacks import examine, stack_text
-from rlmesh.master.scheduler import Scheduler
-from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.blocked import CallKey
-from rlmesh.runtime.clock import epoch
+from rlmesh.master.monitoring.member_stacks import examine, stack_text
+from rlmesh.master.monitoring.wait_circles import Circle
+from rlmesh.runtime.calling.peer_status import process_state
+from rlmesh.runtime.connections.address_book import AddressBook
 from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.process.clock import epoch
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.waiting import process_state
+from rlmesh.runtime.serving.wait_report import CallKey
 
 logger = logging.getLogger(__name__)
 

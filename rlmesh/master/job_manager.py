@@ -21,22 +21,22 @@ from rlmesh.agent.protocol import MemberProcess
 from rlmesh.errors import PlacementError
 from rlmesh.job.status import FailureInfo, JobStatus, MetricRecord
 from rlmesh.master import events as ev
-from rlmesh.master.adoption import say_again, strays, unseen
-from rlmesh.master.causes import Weight
 from rlmesh.master.context import JobContext, Member
-from rlmesh.master.deadlines import Deadlines
-from rlmesh.master.ending import Ending
-from rlmesh.master.failing import Failing
-from rlmesh.master.failover import FailoverCoordinator
-from rlmesh.master.job_state import SERVING, JobState, LastLines
+from rlmesh.master.decisions.adoption import say_again, strays, unseen
+from rlmesh.master.decisions.deadlines import Deadlines
+from rlmesh.master.decisions.ending import Ending
+from rlmesh.master.decisions.failover import FailoverCoordinator
+from rlmesh.master.decisions.failure_handling import Failing
+from rlmesh.master.decisions.job_state import SERVING, JobState, LastLines
+from rlmesh.master.decisions.node_loss import NodeLosses
+from rlmesh.master.decisions.recovery import Recoveries
+from rlmesh.master.decisions.replacement import Moves
+from rlmesh.master.decisions.root_cause import Weight
+from rlmesh.master.decisions.scheduler import Scheduler, by_node
+from rlmesh.master.decisions.stop_together import StopTogether
 from rlmesh.master.jobspec import JobSpec
-from rlmesh.master.moves import Moves
-from rlmesh.master.node_loss import NodeLosses
-from rlmesh.master.recovery import Recoveries
-from rlmesh.master.scheduler import Scheduler, by_node
-from rlmesh.master.stop_together import StopTogether
-from rlmesh.master.watch import Watch
-from rlmesh.placement.inventory import NodeInfo
+from rlmesh.master.monitoring.health_watch import Watch
+from rlmesh.placement.machine.inventory import NodeInfo
 
 
 class JobManager:
@@ -53,7 +53,7 @@ class JobManager:
         "_state": JobState, "_together": StopTogether, "_recoveries": Recoveries, "_moves": Moves,
         "_losses": NodeLosses, "_failing": Failing, "_watch": Watch,
     }  # fmt: skip
-    """What decisions depend on besides ``context``: all that a restarted master needs (`rlmesh.master.schema`)."""
+    """What decisions depend on besides ``context``: all that a restarted master needs (`rlmesh.master.state.schema`)."""
 
     def __init__(
         self, spec: JobSpec, scheduler: Scheduler, now: float, last_lines: LastLines = lambda path: ()

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlmesh.job.context import Resume
-from rlmesh.job.entry import Entry
-from rlmesh.job.limits import Limits as Limits
-from rlmesh.job.program import Program
+from rlmesh.job.description.time_limits import Limits as Limits
+from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.program import Program
 from rlmesh.job.restarts import Scope
 from rlmesh.placement.demand import JobDemand
 
@@ -36,7 +36,7 @@ REJECTED = "rejected"
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """What happens when a member of a role fails; see :class:`rlmesh.job.restart_policy.RestartPolicy`.
+    """What happens when a member of a role fails; see :class:`rlmesh.job.description.restart_policy.RestartPolicy`.
 
     ``of_job``: how many restarts of all roles that have this there may be in the job's whole life, besides.
     """
@@ -55,7 +55,7 @@ class ObserveOptions:
     """What is watched and rehearsed.
 
     Attributes:
-        chaos: kills, as texts (``rlmesh.master.kills``).
+        chaos: kills, as texts (``rlmesh.master.chaos_plan``).
         metrics: where Prometheus may ask: ``HOST:PORT`` or ``unix:PATH``; empty: nowhere.
         timeline: note single calls, for ``rlmesh timeline``.
     """

@@ -18,21 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh import private_files
-from rlmesh.agent.logs import last_lines
-from rlmesh.agent.node import machine_id
-from rlmesh.agent.own_logs import log_to_standard_error
+from rlmesh.agent.monitoring.logs import last_lines
+from rlmesh.agent.monitoring.own_logs import log_to_standard_error
+from rlmesh.agent.node_description import machine_id
+from rlmesh.agent.node_start import decode_config
 from rlmesh.agent.protocol import MASTER, STATE_REFUSED, AgentConfig, CallOrigin, Grant, MemberHello, MemberProcess
-from rlmesh.agent.start import decode_config
 from rlmesh.errors import CallError
 from rlmesh.job.masking import know, secrets_in
 from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord, Serving
 from rlmesh.master import events as ev
-from rlmesh.master.agent_watch import AgentWatch
-from rlmesh.master.circles import CircleWatch
 from rlmesh.master.context import Member
-from rlmesh.master.doings import Doings, LookAround
+from rlmesh.master.decisions.scheduler import Scheduler, Site
+from rlmesh.master.event_loop import Pump
 from rlmesh.master.executor import Executor
-from rlmesh.master.followers import Followers, why_ends
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.jobspec import (
     AGENT_PIDS,
@@ -44,21 +42,23 @@ from rlmesh.master.jobspec import (
     WANTED_NODES,
     JobSpec,
 )
-from rlmesh.master.observer import Observer
-from rlmesh.master.persistence import Persistence
-from rlmesh.master.pump import Pump
-from rlmesh.master.scheduler import Scheduler, Site
-from rlmesh.master.schema import SchemaError
-from rlmesh.master.snapshot import stored_fact
-from rlmesh.master.store import STORE_FILE, Stored, StoreRefused
-from rlmesh.placement.inventory import NodeInfo
-from rlmesh.runtime.blocked import BlockedCalls
-from rlmesh.runtime.clock import RunningTime, epoch
+from rlmesh.master.monitoring.activity import Doings, LookAround
+from rlmesh.master.monitoring.agent_watch import AgentWatch
+from rlmesh.master.monitoring.observer import Observer
+from rlmesh.master.monitoring.subscribers import Followers, why_ends
+from rlmesh.master.monitoring.wait_circles import CircleWatch
+from rlmesh.master.state.persistence import Persistence
+from rlmesh.master.state.schema import SchemaError
+from rlmesh.master.state.snapshot import stored_fact
+from rlmesh.master.state.store import STORE_FILE, Stored, StoreRefused
+from rlmesh.placement.machine.inventory import NodeInfo
+from rlmesh.runtime.connections.joining import JobView
 from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.inet import join_host_port
-from rlmesh.runtime.joining import JobView
+from rlmesh.runtime.process.clock import RunningTime, epoch
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.serving.wait_report import BlockedCalls
+from rlmesh.runtime.transport.inet import join_host_port
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class PrimeMaster:
         runtime: an embedded runtime, bound to the master's endpoint.
         persistence: where the job's state is saved.
         stored: the state that a master before this one has left there.
-        clock: seconds since the epoch that never jump (`rlmesh.runtime.clock.epoch`).
+        clock: seconds since the epoch that never jump (`rlmesh.runtime.process.clock.epoch`).
     """
 
     def __init__(

@@ -20,9 +20,9 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.job.status import MetricRecord
-from rlmesh.observe.eventlog import read_events
-from rlmesh.observe.metrics import METRICS_FILE, read_records
-from rlmesh.observe.timeuse import STEP_TIME
+from rlmesh.observe.files.event_log import read_events
+from rlmesh.observe.files.metric_files import METRICS_FILE, read_records
+from rlmesh.observe.time_use import STEP_TIME
 
 __all__ = ["TIMELINE_FOLDER", "build_trace", "read_trace"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlmesh.placement.inventory import Device, NodeInfo
+from rlmesh.placement.machine.inventory import Device, NodeInfo
 
 
 @dataclass(frozen=True, slots=True)

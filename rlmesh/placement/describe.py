@@ -8,7 +8,7 @@ from typing import Any
 
 from rlmesh.placement.binding import ranges
 from rlmesh.placement.demand import WHOLE
-from rlmesh.placement.inventory import Device, NodeInfo
+from rlmesh.placement.machine.inventory import Device, NodeInfo
 from rlmesh.placement.planner import Placement, Plan
 
 DETAILED_NODES = 8

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rlmesh.placement.chunks import Chunk, Layout, Slot
-from rlmesh.placement.closeness import close_devices
+from rlmesh.placement.bundles import Chunk, Layout, Slot
 from rlmesh.placement.demand import WHOLE
-from rlmesh.placement.inventory import MIG, Device, NodeInfo
+from rlmesh.placement.machine.inventory import MIG, Device, NodeInfo
+from rlmesh.placement.topology import close_devices
 
 MOVES_KEPT = 64
 """Most ways of fitting a chunk into a shape that are told apart."""

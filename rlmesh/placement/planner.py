@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 from rlmesh.errors import PlacementError
 from rlmesh.placement.binding import Binding, binding_for
-from rlmesh.placement.chunks import Chunk, Layout, layout_of
+from rlmesh.placement.bundles import Chunk, Layout, layout_of
 from rlmesh.placement.demand import WHOLE, JobDemand
 from rlmesh.placement.fleet import Fleet
-from rlmesh.placement.inventory import VIRTUAL, Device, NodeInfo
-from rlmesh.placement.kept import Kept
+from rlmesh.placement.infeasible import shortage_table
+from rlmesh.placement.machine.inventory import VIRTUAL, Device, NodeInfo
+from rlmesh.placement.pinned import Kept
 from rlmesh.placement.search import Found, Taken, find_places
-from rlmesh.placement.shortage import shortage_table
 
 SPREAD_STEPS = 8
 """How often the limit of a spread role is raised by one before it is dropped."""

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rlmesh.errors import UsageError
-from rlmesh.job.config import DLConfig
-from rlmesh.job.descriptors import BaseWorkloadDesc
-from rlmesh.placement.chunks import layout_of
-from rlmesh.placement.cluster import nodes_of, read_cluster
+from rlmesh.job.description.config import DLConfig
+from rlmesh.job.description.descriptors import BaseWorkloadDesc
+from rlmesh.placement.bundles import layout_of
 from rlmesh.placement.demand import WHOLE, JobDemand, Pool, RoleDemand, Separation, milli
-from rlmesh.placement.groups import ipc_notes
-from rlmesh.placement.inventory import Device, NodeInfo
+from rlmesh.placement.machine.cluster_file import nodes_of, read_cluster
+from rlmesh.placement.machine.inventory import Device, NodeInfo
+from rlmesh.placement.machine.system import Machine
+from rlmesh.placement.node_groups import ipc_notes
 from rlmesh.placement.planner import Plan, make_plan
-from rlmesh.placement.system import Machine
 
 __all__ = ["ClusterLike", "demand_of", "plan_job", "slots_asked", "this_machine"]
 

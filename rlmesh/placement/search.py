@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlmesh.placement.chunks import Chunk
+from rlmesh.placement.bundles import Chunk
 from rlmesh.placement.fleet import Fleet, Move, count_alike
 
 SEARCH_TRIES = 20_000

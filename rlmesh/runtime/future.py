@@ -14,10 +14,10 @@ from concurrent.futures._base import PENDING as PENDING
 from typing import Any, Protocol, TypeVar
 
 from rlmesh.errors import CallCancelled, UsageError, WouldDeadlock
-from rlmesh.runtime import forked
-from rlmesh.runtime.passing import KeptResult, reduce_future
-from rlmesh.runtime.timing import own_run_queue_ns
-from rlmesh.runtime.unheard import Told, Unheard
+from rlmesh.runtime.calling.future_arguments import KeptResult, reduce_future
+from rlmesh.runtime.calling.unretrieved import Told, Unheard
+from rlmesh.runtime.process import forked
+from rlmesh.runtime.process.scheduling_delay import own_run_queue_ns
 
 logger = logging.getLogger(__name__)
 

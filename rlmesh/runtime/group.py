@@ -8,20 +8,20 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, overload
 
 from rlmesh.errors import RoleNotFound, UsageError
-from rlmesh.runtime.address import member_name, role_name
-from rlmesh.runtime.arguments import require
-from rlmesh.runtime.default import default_runtime
-from rlmesh.runtime.ended import CallGroup
+from rlmesh.runtime.argument_types import require
+from rlmesh.runtime.batch_split import balanced_sizes, scatter_call, split_call
+from rlmesh.runtime.batch_split import shared as shared
+from rlmesh.runtime.calling.call_stats import CallGroup
+from rlmesh.runtime.calling.gathering import GroupOutcomes, gather
+from rlmesh.runtime.calling.rank_loops import Round
+from rlmesh.runtime.connections.address_book import member_name, role_name
+from rlmesh.runtime.default_runtime import default_runtime
 from rlmesh.runtime.future import Future
-from rlmesh.runtime.gathering import GroupOutcomes, gather
 from rlmesh.runtime.handle import A, CallOptions, Items, NoSuchAttribute, P, R, X
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
-from rlmesh.runtime.rounds import Round
 from rlmesh.runtime.rpc import method_name
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.sequence import FutureSequence
-from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
-from rlmesh.runtime.split import shared as shared
 from rlmesh.runtime.streams import Stream
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.address import split_name
-from rlmesh.runtime.arguments import require, require_number, require_seconds
+from rlmesh.runtime.argument_types import require, require_number, require_seconds
+from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import method_name
 from rlmesh.runtime.streams import Stream
@@ -17,7 +17,7 @@ from rlmesh.wire.envelope import ANY_INCARNATION
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    from rlmesh.runtime.rounds import Round
+    from rlmesh.runtime.calling.rank_loops import Round
 
     A = TypeVar("A", default=Any)
 else:
@@ -214,7 +214,7 @@ class _DefaultRuntime:
 
     @staticmethod
     def _runtime() -> Caller:
-        from rlmesh.runtime.default import default_runtime
+        from rlmesh.runtime.default_runtime import default_runtime
 
         return default_runtime()
 

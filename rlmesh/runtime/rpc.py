@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.arguments import require, require_number
-from rlmesh.runtime.kinds import is_on_loop
+from rlmesh.runtime.argument_types import require, require_number
+from rlmesh.runtime.serving.method_kinds import is_on_loop
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])

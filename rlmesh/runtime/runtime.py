@@ -14,40 +14,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.errors import MethodNotFound, UsageError
-from rlmesh.runtime import clock, forked
-from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.arguments import require
-from rlmesh.runtime.at_exit import with_threads
-from rlmesh.runtime.blocked import BlockedCalls, CallKey, blocked_calls, refuse_queued
-from rlmesh.runtime.board import Board
-from rlmesh.runtime.busy_poll import BusyPoll
-from rlmesh.runtime.calls import Calls
-from rlmesh.runtime.channel import Channel, turn_loops
-from rlmesh.runtime.default import default_runtime_or_none, set_default_runtime
-from rlmesh.runtime.dispatch import Dispatcher
-from rlmesh.runtime.door import Door
-from rlmesh.runtime.executors import SerialExecutor
+from rlmesh.runtime.argument_types import require
+from rlmesh.runtime.calling.busy_poll import BusyPoll
+from rlmesh.runtime.calling.calls import Calls
+from rlmesh.runtime.calling.outbound import Submission
+from rlmesh.runtime.connections.address_book import AddressBook
+from rlmesh.runtime.connections.bulk_channels import Lanes
+from rlmesh.runtime.connections.channel import Channel, turn_loops
+from rlmesh.runtime.connections.handshake import Door
+from rlmesh.runtime.connections.inbound import Reception
+from rlmesh.runtime.connections.network import NetworkOptions, options_of_environment
+from rlmesh.runtime.connections.security import check_key, find_key, make_key
+from rlmesh.runtime.connections.shm_transfer import Lending
+from rlmesh.runtime.default_runtime import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
-from rlmesh.runtime.lanes import Lanes
-from rlmesh.runtime.lending import Lending
-from rlmesh.runtime.loops import LoopThread, Posts
-from rlmesh.runtime.network import NetworkOptions, options_of_environment
-from rlmesh.runtime.reception import Reception
+from rlmesh.runtime.process import clock, forked
+from rlmesh.runtime.process.at_exit import with_threads
+from rlmesh.runtime.process.loops import LoopThread, Posts
+from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, own_run_queue_since_last_ns, thread_ids_named
 from rlmesh.runtime.rpc import exported, exported_functions
-from rlmesh.runtime.security import check_key, find_key, make_key
-from rlmesh.runtime.served import Served
-from rlmesh.runtime.submission import Submission
-from rlmesh.runtime.timing import (
-    RunQueueMeter,
-    own_run_queue_since_last_ns,
-    thread_ids_named,
-)
-from rlmesh.runtime.transport import Link, Transport, local_address
+from rlmesh.runtime.serving.activity_board import Board
+from rlmesh.runtime.serving.dispatch import Dispatcher
+from rlmesh.runtime.serving.executors import SerialExecutor
+from rlmesh.runtime.serving.served_objects import Served
+from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey, blocked_calls, refuse_queued
+from rlmesh.runtime.transport.base import Link, Transport, local_address
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
-    from rlmesh.runtime.joining import Joining
-    from rlmesh.runtime.knowledge import JobEnd
+    from rlmesh.runtime.calling.peer_table import JobEnd
+    from rlmesh.runtime.connections.joining import Joining
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +180,7 @@ class Runtime(Submission, Reception):
             AuthenticationFailed: it is another job's.
             PeerLost: no job answers.
         """
-        from rlmesh.runtime.joining import Joining
+        from rlmesh.runtime.connections.joining import Joining
 
         make = {"name": name, "socket_dir": socket_dir, "bind": bind, "network": network}
         return Joining(cls, address, lambda: key or find_key(key_file), timeout_s, make)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, overload
 
 from rlmesh.errors import CallError
 from rlmesh.runtime.batch_results import what_is_wrong
+from rlmesh.runtime.calling.future_arguments import reduce_future
+from rlmesh.runtime.calling.gathering import gather
+from rlmesh.runtime.calling.unretrieved import Told
 from rlmesh.runtime.future import Future
-from rlmesh.runtime.gathering import gather
-from rlmesh.runtime.passing import reduce_future
-from rlmesh.runtime.unheard import Told
 from rlmesh.wire.passed import Part
 
 T_co = TypeVar("T_co", covariant=True)

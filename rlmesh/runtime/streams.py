@@ -1,7 +1,7 @@
 """Streams: the items of a remote generator, one by one, with back-pressure. The caller's side.
 
 A stream is a call like any other (deadline, cancellation and the death of the member end it), whose callee sends
-items before its reply. The callee (`rlmesh.runtime.outflow`) may be ahead of the consumer by a window of items; the
+items before its reply. The callee (`rlmesh.runtime.serving.stream_server`) may be ahead of the consumer by a window of items; the
 consumer gives it more credit as it takes items.
 """
 
@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from rlmesh.errors import CallError, UsageError
-from rlmesh.runtime import forked
+from rlmesh.runtime.calling.unretrieved import tell
 from rlmesh.runtime.future import Future, refuse_to_block, reject
-from rlmesh.runtime.unheard import tell
+from rlmesh.runtime.process import forked
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Credit, Frames
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.pending import PendingCall
+    from rlmesh.runtime.calling.pending import PendingCall
 
 T_co = TypeVar("T_co", covariant=True)
 

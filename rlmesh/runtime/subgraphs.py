@@ -24,15 +24,15 @@ from enum import Enum
 from typing import Any, overload
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.address import role_name
-from rlmesh.runtime.arguments import require
-from rlmesh.runtime.default import default_runtime
+from rlmesh.runtime.argument_types import require
+from rlmesh.runtime.batch_split import balanced_sizes, split_call
+from rlmesh.runtime.connections.address_book import role_name
+from rlmesh.runtime.default_runtime import default_runtime
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.kinds import is_on_loop
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.sequence import FutureSequence
-from rlmesh.runtime.split import balanced_sizes, split_call
+from rlmesh.runtime.serving.method_kinds import is_on_loop
 from rlmesh.wire.remote_type import CONTROL_FLOW
 
 __all__ = ["Mesh", "Subgraph", "Subgraphs"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlmesh.agent.entrypoint import call_plainly
-from rlmesh.agent.fused import acting_for
+from rlmesh.agent.worker.entrypoint import call_plainly
+from rlmesh.agent.worker.fused import acting_for
 from rlmesh.job.context import JobInfo, StopRequest, WorkerContext, acting_as
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord

@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rlmesh.runtime import clock
+from rlmesh.runtime.process import clock
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ from math import inf
 from typing import Any
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.arguments import require
-from rlmesh.runtime.transport import Link, Receiver, Rejection, Transport, TransportFactory
+from rlmesh.runtime.argument_types import require
+from rlmesh.runtime.transport.base import Link, Receiver, Rejection, Transport, TransportFactory
 from rlmesh.wire.envelope import Frames
 
 REORDER_LIMIT_S = 0.05

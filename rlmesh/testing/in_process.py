@@ -40,16 +40,16 @@ from typing import Any, Literal, get_args
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.job.context import JobInfo
 from rlmesh.job.status import Alarm, ExitInfo, MetricRecord
-from rlmesh.runtime import clock, forked
-from rlmesh.runtime import network as networks
-from rlmesh.runtime.address import AddressBook, MemberAddress, member_name
-from rlmesh.runtime.arguments import require, require_choice
+from rlmesh.runtime.argument_types import require, require_choice
 from rlmesh.runtime.axes import Axes
-from rlmesh.runtime.default import default_runtime_or_none, set_default_runtime
+from rlmesh.runtime.connections import network as networks
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress, member_name
+from rlmesh.runtime.connections.network import NetworkOptions
+from rlmesh.runtime.connections.security import check_key, make_key
+from rlmesh.runtime.default_runtime import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.process import clock, forked
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.security import check_key, make_key
 from rlmesh.testing.acting import ActingMember
 from rlmesh.testing.faults import FaultPlan, faulty
 from rlmesh.testing.loopback import LoopbackNetwork

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import get_args
 
+from rlmesh.driver.options import Ambient, Cluster, LaunchOptions, ambient
 from rlmesh.master.jobspec import Limits
-from rlmesh.master.options import Ambient, Cluster, LaunchOptions, ambient
-from rlmesh.observe.live import ViewMode
-from rlmesh.runtime.arguments import require, require_choice, require_number
+from rlmesh.observe.views.live import ViewMode
+from rlmesh.runtime.argument_types import require, require_choice, require_number
 
 END_S = 15.0
 

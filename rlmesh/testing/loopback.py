@@ -16,14 +16,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.half_open import HalfOpen
-from rlmesh.runtime.transport import (
+from rlmesh.runtime.transport.base import (
     PACKET_LIMIT_BYTES,
     UNAUTHENTICATED_LIMIT_BYTES,
     Link,
     Receiver,
     TransportFactory,
 )
+from rlmesh.runtime.transport.half_open import HalfOpen
 from rlmesh.wire.envelope import Frames
 
 RETRY_S = 0.02

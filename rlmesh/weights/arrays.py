@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.runtime.arguments import require, require_choice
+from rlmesh.runtime.argument_types import require, require_choice
 from rlmesh.weights.manifest import Manifest, TensorSpec
-from rlmesh.weights.pieces import dtype_name
-from rlmesh.weights.plan import Mode
+from rlmesh.weights.planning.plan import Mode
 from rlmesh.weights.protocols import Framework
+from rlmesh.weights.transfer.tensor_bytes import dtype_name
 
 OTHER = "its weights have other names, shapes or types than when the plan was made. The next push makes a new plan"
 

@@ -27,7 +27,7 @@ def lora_tensors(module: nn.Module, lora: str, adapter: str) -> Named:
     Raises:
         UsageError: it is no model with such an adapter.
     """
-    from rlmesh.weights.modules import named_tensors
+    from rlmesh.weights.module_source import named_tensors
 
     known = getattr(module, "peft_config", None)
     if known is None or adapter not in known:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal, TypeVar
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.weights.dtypes import ITEM_BYTES, is_float
+from rlmesh.weights.planning.dtypes import ITEM_BYTES, is_float
 
 T = TypeVar("T")
 Kind = Literal["parameter", "buffer"]

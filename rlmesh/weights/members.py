@@ -29,16 +29,16 @@ from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.job.context import current_worker
-from rlmesh.runtime.arguments import require_number
-from rlmesh.runtime.default import default_runtime
+from rlmesh.runtime.argument_types import require_number
+from rlmesh.runtime.default_runtime import default_runtime
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.weights.delivery import Command
 from rlmesh.weights.protocols import WeightSink, WeightSource
-from rlmesh.weights.receiving import Receiver, Tap
-from rlmesh.weights.sending import Opened, Origin, RouteStart, Sender
+from rlmesh.weights.transfer.delivery import Command
+from rlmesh.weights.transfer.receiver import Receiver, Tap
+from rlmesh.weights.transfer.sender import Opened, Origin, RouteStart, Sender
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 MOST_VERSION = (1 << 63) - 1

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Literal
 from rlmesh.errors import WeightSyncError
 from rlmesh.weights.arrays import OTHER
 from rlmesh.weights.manifest import Kind, Manifest
-from rlmesh.weights.modules import manifest_of, named_tensors
-from rlmesh.weights.pieces import Placed
-from rlmesh.weights.plan import Mode
+from rlmesh.weights.module_source import manifest_of, named_tensors
+from rlmesh.weights.planning.plan import Mode
 from rlmesh.weights.protocols import Framework
-from rlmesh.weights.seen import Seen
+from rlmesh.weights.transfer.module_snapshot import Seen
+from rlmesh.weights.transfer.tensor_bytes import Placed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlmesh.weights.buckets import Entry
+    from rlmesh.weights.planning.buckets import Entry
 
 
 @dataclass(eq=False)

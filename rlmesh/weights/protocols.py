@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rlmesh.errors import UsageError
 from rlmesh.weights.manifest import Manifest
-from rlmesh.weights.plan import Mode
+from rlmesh.weights.planning.plan import Mode
 
 if TYPE_CHECKING:
-    from rlmesh.weights.buckets import Entry
+    from rlmesh.weights.planning.buckets import Entry
 
 Framework = Literal["numpy", "torch"]
 

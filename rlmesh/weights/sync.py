@@ -25,19 +25,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.runtime.arguments import require, require_number, require_seconds
-from rlmesh.runtime.default import default_runtime
+from rlmesh.runtime.argument_types import require, require_number, require_seconds
+from rlmesh.runtime.default_runtime import default_runtime
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.weights.delivery import Failure
-from rlmesh.weights.link import Answers, Link, Timeouts
 from rlmesh.weights.manifest import Casts
 from rlmesh.weights.members import MOST_VERSION
-from rlmesh.weights.plan import DEFAULT_BUCKET_BYTES, WeightPlan, Wishes
+from rlmesh.weights.planning.plan import DEFAULT_BUCKET_BYTES, WeightPlan, Wishes
+from rlmesh.weights.planning.source_state import Left, Told, check, require_same
 from rlmesh.weights.protocols import WeightSource
-from rlmesh.weights.remote import LocalSource, Members
-from rlmesh.weights.standing import Left, Told, check, require_same
+from rlmesh.weights.transfer.delivery import Failure
+from rlmesh.weights.transfer.endpoints import LocalSource, Members
+from rlmesh.weights.transfer.sync_session import Answers, Link, Timeouts
 
 _pushes = itertools.count(1)
 

@@ -131,7 +131,7 @@ class Room(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """How many large answers (`rlmesh.runtime.backlog`) the sender of this has taken in so far on this connection."""
+    """How many large answers (`rlmesh.runtime.serving.reply_backlog`) the sender of this has taken in so far on this connection."""
 
     total: int
 

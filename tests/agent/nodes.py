@@ -17,7 +17,8 @@ from typing import Any
 
 import cloudpickle
 
-from rlmesh.agent.logs import member_log
+from rlmesh.agent.monitoring.logs import member_log
+from rlmesh.agent.node_start import GuardianProcess
 from rlmesh.agent.protocol import (
     AGENT,
     CONTROL,
@@ -29,11 +30,10 @@ from rlmesh.agent.protocol import (
     MemberProcess,
     WorkerSpec,
 )  # fmt: skip
-from rlmesh.agent.start import GuardianProcess
-from rlmesh.job.entry import Entry
+from rlmesh.job.entry_points.entry import Entry
 from rlmesh.job.status import ExitInfo, MetricRecord
-from rlmesh.placement.inventory import NodeInfo
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.placement.machine.inventory import NodeInfo
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime

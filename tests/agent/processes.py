@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import rlmesh.agent.guardian
+import rlmesh.agent.processes.guardian
 from tests.stalls import HANG_S
 
-GUARDIAN = [sys.executable, "-I", "-S", str(rlmesh.agent.guardian.__file__)]
+GUARDIAN = [sys.executable, "-I", "-S", str(rlmesh.agent.processes.guardian.__file__)]
 
 STANDIN = '''
 """Stands in for the agent: starts a child and a double-forked daemon, says who they are, waits."""

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from rlmesh.errors import CallError, PeerLost
-from rlmesh.job.entry import Entry
+from rlmesh.job.entry_points.entry import Entry
 from tests.agent.nodes import Node, is_there, open_node
 from tests.agent.processes import wait_gone, wait_until
 from tests.stalls import HANG_S, Stalls

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rlmesh.agent import logs
-from rlmesh.agent.bars import compacted, is_bar, last_state
-from rlmesh.agent.logs import LogLine, LogTail, last_lines
+from rlmesh.agent.monitoring import logs
+from rlmesh.agent.monitoring.logs import LogLine, LogTail, last_lines
+from rlmesh.agent.monitoring.progress_bars import compacted, is_bar, last_state
 from rlmesh.job.status import MemberStatus
-from rlmesh.master.merged_logs import MergedLogs
-from rlmesh.observe.live import LiveView
-from rlmesh.observe.plain import BARS_EVERY_S, PlainView
+from rlmesh.observe.views.live import LiveView
+from rlmesh.observe.views.plain import BARS_EVERY_S, PlainView
+from rlmesh.run_directory.merged_logs import MergedLogs
 from tests.observe.samples import STARTED_AT, Clock, member, status
 
 pytestmark = pytest.mark.case("b16")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rlmesh.agent import control_groups
-from rlmesh.agent.member_groups import MemberGroups
+from rlmesh.agent.processes import control_groups
+from rlmesh.agent.processes.member_groups import MemberGroups
 from rlmesh.agent.protocol import WorkerSpec
-from rlmesh.job.entry import Entry
+from rlmesh.job.entry_points.entry import Entry
 from tests.agent.nodes import Node, open_node
 from tests.agent.processes import wait_gone, wait_until
 from tests.stalls import HANG_S

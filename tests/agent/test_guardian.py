@@ -100,7 +100,7 @@ def test_killed_driver_takes_all_with_it(tmp_path: Path, job_id: str, agent: str
 def test_a_driver_that_is_killed_as_soon_as_it_has_written_leaves_no_folder(tmp_path: Path, job_id: str) -> None:
     command, line, fifo = guardian_run(tmp_path, job_id, WAIT_FOR_DRIVER)
     code = (
-        "import os, sys; from rlmesh.agent.guardian import Guardian\n"
+        "import os, sys; from rlmesh.agent.processes.guardian import Guardian\n"
         "parents = iter([os.getppid()]); os.getppid = lambda: next(parents, 1)\n"  # gone after the first look
         "sys.exit(Guardian(sys.argv[1:]).main())\n"
     )
@@ -148,7 +148,7 @@ def test_last_line_of_the_agent_is_part_of_the_report(tmp_path: Path, job_id: st
 
 
 def test_segments_and_sockets_of_another_node_on_this_machine_stay(tmp_path: Path, job_id: str) -> None:
-    from rlmesh.agent import ownership
+    from rlmesh.agent.processes import ownership
 
     mine, other = (Path(f"/dev/shm/rlmesh-{job_id}-n{rank}-a") for rank in (0, 1))
     mine.touch()
@@ -169,7 +169,7 @@ def test_segments_and_sockets_of_another_node_on_this_machine_stay(tmp_path: Pat
 @pytest.mark.case("a11")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 def test_segments_that_another_user_planted_are_nobodys_leavings(job_id: str) -> None:
-    from rlmesh.agent import ownership
+    from rlmesh.agent.processes import ownership
 
     planted = Path(f"/dev/shm/rlmesh-{job_id}-n0-x")
     planted.touch()

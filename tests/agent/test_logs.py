@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.agent import logs
-from rlmesh.agent.bars import last_state
-from rlmesh.agent.logs import LogLine, LogTail, last_lines, member_log, written_before
-from rlmesh.agent.worker_process import print_error
+from rlmesh.agent.monitoring import logs
+from rlmesh.agent.monitoring.logs import LogLine, LogTail, last_lines, member_log, written_before
+from rlmesh.agent.monitoring.progress_bars import last_state
+from rlmesh.agent.worker.worker_process import print_error
 
 
 def test_last_lines_keep_a_half_line_and_replace_what_is_no_utf8(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.agent.oom import OomCounters
+from rlmesh.agent.processes.oom import OomCounters
 
 JOB = Path(__file__).with_name("oom_job.py")
 ROOT = JOB.parents[2]
@@ -89,7 +89,7 @@ def test_a_process_near_its_limit_says_so() -> None:
     code = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from rlmesh.agent.oom import at_the_limit\n"
+        "from rlmesh.agent.processes.oom import at_the_limit\n"
         "print(repr(at_the_limit()))\n"
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\n"
         "print(repr(at_the_limit()))\n"

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import Any, cast
 
-from rlmesh.agent.control import Order, Orders
+from rlmesh.agent.worker.control import Order, Orders
 from rlmesh.runtime.runtime import Runtime
 from tests.stalls import HANG_S
 

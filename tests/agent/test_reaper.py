@@ -9,8 +9,8 @@ import pytest
 
 PROGRAM = """
 import asyncio, multiprocessing, os, subprocess, sys, threading, time
-from rlmesh.agent import ownership
-from rlmesh.agent.reaper import FEW, LATE_S, SOON_S, Reaper, Started
+from rlmesh.agent.processes import ownership
+from rlmesh.agent.worker.reaper import FEW, LATE_S, SOON_S, Reaper, Started
 
 ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from rlmesh.agent.rejections import AGAIN_TICKS, RejectionReporter, RejectionSums
-from rlmesh.master.discovery import running_jobs
-from rlmesh.runtime.door import LOG_EVERY_S, QUIET_S, Strangers
+from rlmesh.agent.monitoring.rejections import AGAIN_TICKS, RejectionReporter, RejectionSums
+from rlmesh.run_directory.discovery import running_jobs
+from rlmesh.runtime.connections.handshake import LOG_EVERY_S, QUIET_S, Strangers
 from tests.master.launched import ROOT, TOY, Launched
 from tests.stalls import HANG_S
 

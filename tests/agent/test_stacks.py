@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.agent.stacks import dump_stacks, own_stacks
+from rlmesh.agent.worker.stacks import dump_stacks, own_stacks
 from rlmesh.job.status import MemberStack
 from tests.agent.nodes import open_node
 from tests.agent.processes import wait_until

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh.agent.node_start import GuardianProcess, decode_config, encode_config, read_exit_report
 from rlmesh.agent.protocol import AgentConfig
-from rlmesh.agent.start import GuardianProcess, decode_config, encode_config, read_exit_report
 from rlmesh.errors import LaunchError
 from tests.stalls import HANG_S
 

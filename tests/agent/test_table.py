@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rlmesh.agent import ownership
-from rlmesh.agent.process import Ended, become_member, collect, held_input, memory_input, start_process
-from rlmesh.agent.table import Child, ProcessTable
+from rlmesh.agent.processes import ownership
+from rlmesh.agent.processes.process import Ended, become_member, collect, held_input, memory_input, start_process
+from rlmesh.agent.processes.process_table import Child, ProcessTable
 from rlmesh.errors import LaunchError
 from tests.agent.processes import wait_gone
 from tests.stalls import HANG_S, Stalls
@@ -164,7 +164,7 @@ def test_a_program_that_is_not_there_is_named() -> None:
 def test_a_member_ends_with_the_thread_of_its_agent() -> None:
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from rlmesh.agent.process import become_member\n"
+        "from rlmesh.agent.processes.process import become_member\n"
         "parent = os.getpid()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"

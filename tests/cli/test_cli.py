@@ -9,10 +9,10 @@ from typing import get_args
 
 import pytest
 
-from rlmesh.cli.launch import VIEWS
+from rlmesh.cli.commands.launch import VIEWS
 from rlmesh.cli.main import build_parser, main
-from rlmesh.master.options import effective
-from rlmesh.observe.live import ViewMode
+from rlmesh.driver.options import effective
+from rlmesh.observe.views.live import ViewMode
 
 HELP = """\
 usage: rlmesh [-h] COMMAND ...
@@ -216,7 +216,7 @@ def test_a_key_in_the_environment_does_not_stay_there(
 ) -> None:
     monkeypatch.setenv("RLMESH_KEY", "ab" * 32)
     script.write_text(
-        "import os\nfrom rlmesh.master.options import effective\n"
+        "import os\nfrom rlmesh.driver.options import effective\n"
         "print(effective(None).key.hex(), 'RLMESH_KEY' in os.environ)\n"
     )
     assert main(["launch", str(script)]) == 0
@@ -236,7 +236,7 @@ def test_script_runs_as_main_with_its_arguments_and_folder(script: Path, capsys:
 
 
 def test_options_reach_the_jobs_of_the_script_only(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script.write_text("from rlmesh.master.options import effective\nprint(effective(None))\n")
+    script.write_text("from rlmesh.driver.options import effective\nprint(effective(None))\n")
     assert main(["launch", "--view", "plain", "--run-dir", "/r", str(script)]) == 0
     out = capsys.readouterr().out
     assert "view='plain'" in out

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.agent.checks import Check, Facts, gather, judge
-from rlmesh.cli.doctor import lines
+from rlmesh.agent.machine_checks import Check, Facts, gather, judge
+from rlmesh.cli.commands.doctor import lines
 from rlmesh.cli.main import main
 from tests.master.launched import TOY, Launched
 

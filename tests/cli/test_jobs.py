@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.cli.jobs import find_any, find_running, headline, matches
-from rlmesh.cli.logs import files
+from rlmesh.cli.commands.logs import files
+from rlmesh.cli.commands.status import end_lines, status_lines
+from rlmesh.cli.job_choice import find_any, find_running, headline, matches
 from rlmesh.cli.main import main
-from rlmesh.cli.status import end_lines, status_lines
 from rlmesh.errors import UsageError
 from rlmesh.job.status import FailureInfo, JobStatus, MemberStatus
-from rlmesh.master.records import EndedJob, ended_jobs, list_file, read_end, remember, write_end
+from rlmesh.run_directory.records import EndedJob, ended_jobs, list_file, read_end, remember, write_end
 from tests.master.launched import launch
 
 

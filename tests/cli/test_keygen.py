@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlmesh.cli.main import main
-from rlmesh.runtime.security import KEY_VARIABLE, load_key_file
+from rlmesh.runtime.connections.security import KEY_VARIABLE, load_key_file
 
 SCRIPT = """
-from rlmesh.master.options import effective
+from rlmesh.driver.options import effective
 key = effective(None).key
 print("key", key.hex() if key else None)
 """

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh.cli.commands.ps import pending_lines
 from rlmesh.cli.main import main
-from rlmesh.cli.ps import pending_lines
 from rlmesh.errors import UsageError
 from rlmesh.job.status import MemberWaits, Serving, Waiting
-from rlmesh.master.discovery import RunningJob, find_job, running_jobs
+from rlmesh.run_directory.discovery import RunningJob, find_job, running_jobs
 from tests.master.launched import Launched, alive, descendants, launch
 
 WAITING = Waiting("ADDER:1", "sleep", 12.34, 5.0, "connected; process 12 is stopped", "hm")

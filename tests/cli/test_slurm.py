@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlmesh.cli import main as cli
-from rlmesh.cli.launch import add_options
-from rlmesh.cli.slurm import StepPlace, _output_of, asks_for_sbatch
-from rlmesh.master.options import LaunchOptions
+from rlmesh.cli.commands.launch import add_options
+from rlmesh.cli.launching.slurm import StepPlace, _output_of, asks_for_sbatch
+from rlmesh.driver.options import LaunchOptions
 from rlmesh_launcher.slurm import Task
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from rlmesh.cli.main import main
 from rlmesh.job.status import FailureInfo, JobStatus
-from rlmesh.master.discovery import RunningJob, running_jobs
-from rlmesh.master.records import read_end, remember, write_end
+from rlmesh.run_directory.discovery import RunningJob, running_jobs
+from rlmesh.run_directory.records import read_end, remember, write_end
 
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")

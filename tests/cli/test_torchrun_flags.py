@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh.cli.launching.torchrun_options import IGNORED, REFUSED, NodeFlags, read_node_flags
 from rlmesh.cli.main import build_parser
-from rlmesh.cli.torchrun_flags import IGNORED, REFUSED, NodeFlags, read_node_flags
 from rlmesh.errors import UsageError
 
 

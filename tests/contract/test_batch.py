@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.errors import CallError, UsageError
+from rlmesh.runtime.batch_split import balanced_sizes, shared, split_call
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.sequence import FutureSequence
-from rlmesh.runtime.split import balanced_sizes, shared, split_call
 from tests.runtime.conftest import Mesh
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rlmesh.errors import CallCancelled, CallTimeout, MethodNotFound, RoleNotFound, UsageError, WouldDeadlock
-from rlmesh.runtime.address import MemberAddress
-from rlmesh.runtime.default import set_default_runtime
-from rlmesh.runtime.gathering import GroupOutcomes
+from rlmesh.runtime.calling.gathering import GroupOutcomes
+from rlmesh.runtime.connections.address_book import MemberAddress
+from rlmesh.runtime.default_runtime import set_default_runtime
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime

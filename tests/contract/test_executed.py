@@ -21,7 +21,7 @@ from rlmesh.errors import (
     StaleIncarnation,
     Unserializable,
 )
-from rlmesh.runtime import calls
+from rlmesh.runtime.calling import calls
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S, Stalls
@@ -112,7 +112,7 @@ def test_a_deadline_says_maybe(mesh: Mesh, until: Callable[..., None]) -> None:
 
 
 def test_a_deadline_before_there_is_an_address_says_no(mesh: Mesh) -> None:
-    from rlmesh.runtime.address import MemberAddress
+    from rlmesh.runtime.connections.address_book import MemberAddress
     from rlmesh.runtime.group import RoleGroup
 
     mesh.publish(MemberAddress("LATE", 0, 0, None))

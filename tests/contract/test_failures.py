@@ -17,7 +17,7 @@ import pytest
 
 from rlmesh.errors import CallTimeout, GroupCallError, PeerLost, RemoteError, RLMeshError
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime.address import MemberAddress
+from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import KEY, Mesh
 from tests.stalls import HANG_S, Stalls

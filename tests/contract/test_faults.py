@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from rlmesh.errors import CallError, CallTimeout, PeerLost
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.testing import FaultPlan, InProcessCluster, VirtualLoop
 from rlmesh.testing.in_process import TransportName
 from tests.contract.test_forms import FORMS, Group, Member, serve

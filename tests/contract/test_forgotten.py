@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import RemoteError
-from rlmesh.runtime import unheard
+from rlmesh.runtime.calling import unretrieved
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S
@@ -55,12 +55,12 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unheard, "_alike", unheard.Alike())
+    monkeypatch.setattr(unretrieved, "_alike", unretrieved.Alike())
 
 
 @pytest.mark.case("n16")
 def test_many_alike_are_told_as_one() -> None:
-    alike, kind, other = unheard.Alike(), ("W:0.f()", "ValueError"), ("W:0.f()", "KeyError")
+    alike, kind, other = unretrieved.Alike(), ("W:0.f()", "ValueError"), ("W:0.f()", "KeyError")
     assert [alike.skip(kind, now) for now in (0.0, 1.0, 9.9)] == [0, None, None]
     assert [alike.skip(other, 5.0), alike.skip(kind, 10.1), alike.skip(kind, 30.0)] == [0, 2, 0]
 

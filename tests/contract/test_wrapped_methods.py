@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlmesh.agent.fused import acting_for
+from rlmesh.agent.worker.fused import acting_for
 from rlmesh.errors import CallCancelled, RemoteError, UsageError
 from rlmesh.job.context import JobInfo, WorkerContext
-from rlmesh.runtime.kinds import is_on_loop
 from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.serving.method_kinds import is_on_loop
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S
 

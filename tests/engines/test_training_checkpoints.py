@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.engines.training.checked_reading import TensorsOnly
-from rlmesh.rl.engines.training.checkpoints import CURRENT, CheckpointFolder, Saved, SavingThread
+from rlmesh.rl.engines.training.checkpoint.checked_reading import TensorsOnly
+from rlmesh.rl.engines.training.checkpoint.folders import CURRENT, CheckpointFolder, Saved, SavingThread
 from rlmesh.testing import LocalCluster
 from tests.engines import checkpoint_writer, training_job
 from tests.engines.test_training_engines import WITH_DEEPSPEED

@@ -23,11 +23,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from rlmesh.errors import AuthenticationFailed, PeerLost, UsageError  # noqa: E402
-from rlmesh.master.discovery import RunningJob, running_jobs  # noqa: E402
-from rlmesh.runtime.default import default_runtime_or_none  # noqa: E402
+from rlmesh.run_directory.discovery import RunningJob, running_jobs  # noqa: E402
+from rlmesh.runtime.connections.security import write_key_file  # noqa: E402
+from rlmesh.runtime.default_runtime import default_runtime_or_none  # noqa: E402
 from rlmesh.runtime.rpc import rpc  # noqa: E402
 from rlmesh.runtime.runtime import Runtime  # noqa: E402
-from rlmesh.runtime.security import write_key_file  # noqa: E402
 from tests.examples.conftest import EXAMPLES  # noqa: E402
 from tests.master.launched import Launched  # noqa: E402
 

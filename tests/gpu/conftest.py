@@ -20,7 +20,7 @@ def what_cuda_keeps(leak_check: object) -> None:
     torch.cuda.synchronize()
     # Triton's compiler, and the driver's own functions.
     from rlmesh.memory.cuda_driver import driver
-    from rlmesh.weights.cuda_copies import copy
+    from rlmesh.weights.cuda.copies import copy
 
     some = torch.ones(1 << 12, dtype=torch.uint8, device="cuda")
     copy([some], [torch.empty_like(some)], [some.nbytes], summed=True)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from rlmesh.errors import CallError, PeerLost
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.runtime import Runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rlmesh import DLJobBuilder, RoleGroup, current_worker, rpc
-from rlmesh.placement.gpus import usable_devices
-from rlmesh.placement.nvml import Nvml, library
-from rlmesh.placement.system import Machine
+from rlmesh.placement.machine.gpus import usable_devices
+from rlmesh.placement.machine.nvml import Nvml, library
+from rlmesh.placement.machine.system import Machine
 from rlmesh.testing.cuda_sees import cuda_sees, masks
 
 pytestmark = pytest.mark.skipif(not Path("/proc/driver/nvidia/version").exists(), reason="no NVIDIA driver")

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.weights.modules import ModuleSource
+from rlmesh.weights.module_source import ModuleSource
 from rlmesh.weights.sync import WeightSync
 from tests.gpu.test_weights import KEY, ROOT, until
 

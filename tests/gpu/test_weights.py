@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.weights.cuda import reference, sum_by_torch
+from rlmesh.weights.cuda.devices import reference, sum_by_torch
 from rlmesh.weights.module_sink import ModuleSink
-from rlmesh.weights.modules import ModuleSource
+from rlmesh.weights.module_source import ModuleSource
 from rlmesh.weights.sync import WeightSync
 from tests.gpu.weights_peer import Model, plain, values
 from tests.weights.mesh import WeightMesh
@@ -392,7 +392,7 @@ def test_shards_of_two_ranks_come_together_at_two_sinks(gpus: tuple[int, ...]) -
 
 @pytest.mark.parametrize("size", [0, 8, 40, 8 * 4096, 8 * 4096 * 3 + 16, (1 << 22) + 8, 12345])
 def test_the_gpu_sums_as_the_definition_says(size: int) -> None:
-    from rlmesh.weights.cuda_copies import copy
+    from rlmesh.weights.cuda.copies import copy
 
     piece = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     other = torch.randint(0, 256, (64,), dtype=torch.uint8, device="cuda")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.members import ReceivesWeights

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.members import ReceivesWeights, SendsWeights
 from rlmesh.weights.module_sink import ModuleSink
-from rlmesh.weights.modules import ModuleSource
+from rlmesh.weights.module_source import ModuleSource
 
 SHAPES = [(1000, 513), (7,), (), (64, 64), (3, 5, 7), (4096, 4096), (1 << 20,), (0, 4)]
 

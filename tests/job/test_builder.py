@@ -9,9 +9,9 @@ import pytest
 
 from rlmesh import DLJobBuilder, ElasticWorkloadDesc, RLJobBuilder, RLRoleType
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.config import DLJob
-from rlmesh.job.rl_builder import RLElasticRoleBuilder, RLSimpleRoleBuilder
-from rlmesh.job.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
+from rlmesh.job.description.config import DLJob
+from rlmesh.job.description.rl_builder import RLElasticRoleBuilder, RLSimpleRoleBuilder
+from rlmesh.job.description.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from tests.job import roles
 from tests.job.test_descriptors import fails
 

@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 
 from rlmesh import DLConfig, DLJobBuilder, ElasticWorkloadDesc, ResourceDesc, RLJobBuilder, SimpleWorkloadDesc
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.config import DLJob
+from rlmesh.job.description.config import DLJob
+from rlmesh.job.description.restart_policy import RestartPolicy
+from rlmesh.job.description.time_limits import Limits
 from rlmesh.job.jsonable import jsonable
-from rlmesh.job.limits import Limits
-from rlmesh.job.restart_policy import RestartPolicy
 from tests.job import roles
 from tests.job.test_descriptors import fails
 

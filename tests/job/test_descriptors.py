@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlmesh import CustomWorkloadDesc, ElasticWorkloadDesc, ResourceDesc, SimpleWorkloadDesc
 from rlmesh.errors import JobSpecError
-from rlmesh.job.entry import Entry
+from rlmesh.job.entry_points.entry import Entry
 from tests.job import roles
 
 HERE = "tests.job.roles"

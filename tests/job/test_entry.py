@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlmesh.job.entry import Entry, entry_text, resolve_entry
+from rlmesh.job.entry_points.entry import Entry, entry_text, resolve_entry
 from tests.job import roles
 
 HERE = "tests.job.roles"

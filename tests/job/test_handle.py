@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
+from rlmesh.driver.driver import Driver, JobResult
 from rlmesh.errors import JobFailed, LaunchError
 from rlmesh.job.handle import JobHandle
 from rlmesh.job.status import JobStatus
-from rlmesh.master.driver import Driver, JobResult
 from tests.stalls import HANG_S
 
 STATUS = JobStatus("demo", "demo-1", "running", 0.0, "/runs/demo")

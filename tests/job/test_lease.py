@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import LeaseTimeout, UsageError
-from rlmesh.job.lease import DeviceLease, LeaseDesk
-from rlmesh.placement.lease import LeaseAnswer
+from rlmesh.job.device_lease import DeviceLease, LeaseDesk
+from rlmesh.placement.device_leases import LeaseAnswer
 
 
 class Agent:

@@ -8,7 +8,7 @@ import pytest
 
 from rlmesh import DLJobBuilder, SimpleWorkloadDesc
 from rlmesh.errors import JobSpecError
-from rlmesh.job.descriptors import ElasticWorkloadDesc
+from rlmesh.job.description.descriptors import ElasticWorkloadDesc
 from rlmesh.master.context import JobContext
 from rlmesh.master.jobspec import JobSpec, RoleSpec
 from rlmesh.placement.demand import JobDemand

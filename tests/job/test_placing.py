@@ -8,7 +8,7 @@ import pytest
 
 from rlmesh import DLJobBuilder
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.placing import ResourcePoolManager
+from rlmesh.job.description.placement_rules import ResourcePoolManager
 from rlmesh.placement.demand import Pool, RoleDemand, Separation
 from rlmesh.placement.preview import demand_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlmesh.job.program import Program, split_command, split_path, with_submitters
+from rlmesh.job.entry_points.program import Program, split_command, split_path, with_submitters
 from tests.master.launched import ROOT, Launched
 
 IDENTITY = """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlmesh import DLJobBuilder
-from rlmesh.agent.error_file import ERROR_FILE, read_error_file
+from rlmesh.agent.processes.error_file import ERROR_FILE, read_error_file
 from rlmesh.errors import JobFailed, JobSpecError
-from rlmesh.job.torchrun import TorchrunCommand, parse_torchrun
+from rlmesh.job.entry_points.torchrun_command import TorchrunCommand, parse_torchrun
 from rlmesh.testing import LocalCluster
 
 

@@ -15,8 +15,8 @@ from rlmesh.errors import UsageError
 from rlmesh.job.context import COLLOCATION_ENV, JobInfo, StopRequest, WorkerContext, set_current_worker
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
-from rlmesh.runtime.address import AddressBook, MemberAddress
-from rlmesh.runtime.default import set_default_runtime
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
+from rlmesh.runtime.default_runtime import set_default_runtime
 from rlmesh.runtime.runtime import Runtime
 from tests.stalls import HANG_S
 

@@ -21,7 +21,7 @@ from rlmesh import (
     SimpleWorkloadDesc,
 )
 from rlmesh.errors import JobSpecError, PlacementError, UsageError
-from rlmesh.job.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
+from rlmesh.job.description.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from tests.job import roles
 
 

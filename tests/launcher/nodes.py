@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rlmesh.runtime.security import write_key_file
+from rlmesh.runtime.connections.security import write_key_file
 from tests.master.launched import Launched
 
 SPREAD = Path(__file__).with_name("spread_job.py")

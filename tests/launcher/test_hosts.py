@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.cli.hosts import NOT_WITH_HOSTS, PASSED_ON, passed_on
-from rlmesh.cli.launch import add_options
+from rlmesh.cli.commands.launch import add_options
+from rlmesh.cli.launching.hosts import NOT_WITH_HOSTS, PASSED_ON, passed_on
+from rlmesh.cli.launching.torchrun_options import IGNORED, REFUSED
 from rlmesh.cli.main import main
-from rlmesh.cli.torchrun_flags import IGNORED, REFUSED
 from rlmesh.errors import UsageError
 from rlmesh_launcher.hosts import Host, parse_hosts
 from rlmesh_launcher.ssh import render

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlmesh.errors import LaunchError
-from rlmesh.runtime.security import make_key
-from rlmesh_launcher.meeting import Found, HeadGone, Meeting, Munge
+from rlmesh.runtime.connections.security import make_key
+from rlmesh_launcher.slurm_rendezvous import Found, HeadGone, Meeting, Munge
 from tests.stalls import HANG_S
 
 

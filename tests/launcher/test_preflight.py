@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlmesh.master.preflight import PairResult, clock_notes, matrix, problems, targets_of
+from rlmesh.rendezvous.preflight import PairResult, clock_notes, matrix, problems, targets_of
 from tests.cli.test_doctor import GOOD
 
 NAMES = {0: "box0", 1: "box1", 2: "box2"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlmesh.errors import LaunchError
-from rlmesh.master.rendezvous import ANY_RANK, SILENT_S, NodeHello, Roster, node_hosts
-from rlmesh.runtime.inet import is_loopback
+from rlmesh.rendezvous.state import ANY_RANK, SILENT_S, NodeHello, Roster, node_hosts
+from rlmesh.runtime.transport.inet import is_loopback
 
 
 def hello(rank: int, name: str = "", **other: object) -> NodeHello:

@@ -11,10 +11,10 @@ from contextlib import suppress
 import pytest
 
 from rlmesh.errors import LaunchError
-from rlmesh.master.head import Head, HeadOptions
-from rlmesh.master.joined import NodeOptions, join_and_serve
-from rlmesh.master.silence import Silence
-from rlmesh.runtime.security import make_key
+from rlmesh.rendezvous.client import NodeOptions, join_and_serve
+from rlmesh.rendezvous.liveness import Silence
+from rlmesh.rendezvous.server import Head, HeadOptions
+from rlmesh.runtime.connections.security import make_key
 from tests.stalls import HANG_S, Stalls
 
 

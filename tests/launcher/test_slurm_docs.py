@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.cli import launch
+from rlmesh.cli.commands import launch
 from rlmesh_launcher.sbatch import Batch
 from rlmesh_launcher.sbatch_options import SBATCH_OPTIONS, split_words
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.master.rendezvous import DEFAULT_PORT
+from rlmesh.rendezvous.state import DEFAULT_PORT
 from tests.launcher.nodes import two_nodes
 from tests.master.launched import Launched
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.runtime.security import write_key_file
+from rlmesh.runtime.connections.security import write_key_file
 from tests.launcher.nodes import node, two_nodes
 from tests.master.launched import Launched, alive, descendants
 from tests.stalls import Stalls

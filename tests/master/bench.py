@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from rlmesh.job.entry import Entry
+from rlmesh.job.entry_points.entry import Entry
 from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member
+from rlmesh.master.decisions.scheduler import Scheduler, Site
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
-from rlmesh.master.scheduler import Scheduler, Site
 from rlmesh.placement.demand import JobDemand, RoleDemand
-from rlmesh.placement.inventory import Device, NodeInfo
+from rlmesh.placement.machine.inventory import Device, NodeInfo
 
 A = TypeVar("A")
 NEVER = RestartRule("never")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from rlmesh import DLJob, DLJobBuilder, RoleGroup, current_worker, rpc
-from rlmesh.agent import ownership
+from rlmesh.agent.processes import ownership
 from rlmesh.errors import RemoteError
 
 

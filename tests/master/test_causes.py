@@ -11,9 +11,9 @@ from rlmesh.agent.protocol import origin_of
 from rlmesh.errors import CallTimeout, GroupCallError, JobFailed, PeerLost, RemoteError
 from rlmesh.job.restarts import Scope
 from rlmesh.job.status import EdgeStats, FailureInfo, RestartRecord
-from rlmesh.master.causes import Failure, Failures, Weight, first_causes
-from rlmesh.master.graph import CallGraph
-from rlmesh.observe.incidents import incident_files, read_incident
+from rlmesh.master.decisions.root_cause import Failure, Failures, Weight, first_causes
+from rlmesh.master.monitoring.graph import CallGraph
+from rlmesh.observe.files.incidents import incident_files, read_incident
 from rlmesh.testing import LocalCluster
 from tests.master import cause_job
 

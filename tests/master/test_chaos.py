@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.errors import UsageError
-from rlmesh.master.kills import Kill, parse_kill, parse_kills
+from rlmesh.master.chaos_plan import Kill, parse_kill, parse_kills
 from tests.master.launched import TOY, Launched, launch
 
 SIZES = {"ADDER": 2, "TRAINER": 1}

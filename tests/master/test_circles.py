@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmesh.master.circles import CircleWatch, circles_in
-from rlmesh.runtime.blocked import MAIN, BlockedCalls, CallKey, Holder, QueuedCall
+from rlmesh.master.monitoring.wait_circles import CircleWatch, circles_in
+from rlmesh.runtime.serving.wait_report import MAIN, BlockedCalls, CallKey, Holder, QueuedCall
 from rlmesh.testing import LocalCluster
 from tests.master import circle_job
 from tests.stalls import Stalls

@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 
 from rlmesh.job.status import MemberProgress, MemberStack, Serving
 from rlmesh.master import events as ev
-from rlmesh.master.diagnosis import DiagnosisManager, Hang, Quiet, causes_of, describe_hang, narrowed, quiet_for
 from rlmesh.master.jobspec import RestartRule
+from rlmesh.master.monitoring.diagnosis import (
+    DiagnosisManager,
+    Hang,
+    Quiet,
+    causes_of,
+    describe_hang,
+    narrowed,
+    quiet_for,
+)
 from tests.master.bench import Bench, job, role
 
 LIMIT_S = 600.0

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from rlmesh.driver.outcome import JobResult
 from rlmesh.job.status import Serving
-from rlmesh.master.doings import Doings
-from rlmesh.master.outcome import JobResult
-from rlmesh.observe.incidents import incident_files, read_incident
-from rlmesh.runtime.board import ASYNC, DEF, Board, Seen, does_not_answer, look_at
+from rlmesh.master.monitoring.activity import Doings
+from rlmesh.observe.files.incidents import incident_files, read_incident
+from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Board, Seen, does_not_answer, look_at
 from rlmesh.testing import LocalCluster
 from tests.master import busy_job
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlmesh.job.restarts import SCOPES
 from rlmesh.job.status import FailureInfo, RestartRecord
-from rlmesh.master.failover import Exhausted, FailoverCoordinator, Restart, delay_before
+from rlmesh.master.decisions.failover import Exhausted, FailoverCoordinator, Restart, delay_before
 from rlmesh.master.jobspec import RestartRule
 
 SIZES = {"TRAINER": 1, "ACTOR": 2, "ROLLOUT": 3}

@@ -7,10 +7,10 @@ import time
 
 from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
-from rlmesh.master.followers import Followers
 from rlmesh.master.jobspec import JobSpec
+from rlmesh.master.monitoring.subscribers import Followers
 from rlmesh.placement.demand import JobDemand
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.testing import VirtualLoop
 
 SPEC = JobSpec("j-1", "j", "/runs/j", (), JobDemand((), ()), call_timeout_s=7.0)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from rlmesh import DLJobBuilder
-from rlmesh.cli.logs import files
-from rlmesh.cli.ps import member_lines
-from rlmesh.cli.status import status_lines
+from rlmesh.cli.commands.logs import files
+from rlmesh.cli.commands.ps import member_lines
+from rlmesh.cli.commands.status import status_lines
+from rlmesh.driver.outcome import JobResult
 from rlmesh.errors import JobFailed, JobSpecError
-from rlmesh.job.config import DLJob
+from rlmesh.job.description.config import DLJob
 from rlmesh.job.status import FailureInfo
-from rlmesh.master.failover import FailoverCoordinator, Restart
+from rlmesh.master.decisions.failover import FailoverCoordinator, Restart
 from rlmesh.master.jobspec import RestartRule
-from rlmesh.master.outcome import JobResult
 from rlmesh.testing import LocalCluster
 from tests.master import fused_job
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh import DLJobBuilder
-from rlmesh.cli.ps import ask
+from rlmesh.cli.commands.ps import ask
 from rlmesh.errors import JobSpecError
 from rlmesh.job.status import EdgeStats
-from rlmesh.master.discovery import find_job, running_jobs
-from rlmesh.master.graph import CallGraph, describe_touched, graph_lines
+from rlmesh.master.monitoring.graph import CallGraph, describe_touched, graph_lines
+from rlmesh.run_directory.discovery import find_job, running_jobs
 from tests.master.launched import launch
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from rlmesh.cli.main import main
 from rlmesh.errors import UsageError
-from rlmesh.master.graph import CallGraph
-from rlmesh.master.graph_drawing import drawn
-from rlmesh.master.last_state import last_graph
+from rlmesh.master.monitoring.graph import CallGraph
+from rlmesh.master.monitoring.graph_drawing import drawn
+from rlmesh.master.state.last_state import last_graph
 from tests.master.launched import launch
 from tests.master.test_graph import ppo, seen
 

@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlmesh.agent.lease import Lease
+from rlmesh.agent.node_lease import Lease
 from rlmesh.agent.protocol import Grant, MemberProcess
 from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
-from rlmesh.master.agent_watch import AgentWatch
+from rlmesh.master.decisions.silent_nodes import MARGIN_S, Leases
 from rlmesh.master.jobspec import RestartRule
-from rlmesh.master.leases import MARGIN_S, Leases
+from rlmesh.master.monitoring.agent_watch import AgentWatch
 from rlmesh.placement.demand import JobDemand, RoleDemand
 from tests.master.bench import LIMITS, Bench, job, node, role
 

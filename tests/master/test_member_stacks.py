@@ -8,7 +8,7 @@ from typing import Any, cast
 from rlmesh.errors import CallTimeout
 from rlmesh.job.status import MemberStack
 from rlmesh.master.context import Member
-from rlmesh.master.member_stacks import examine, stack_text
+from rlmesh.master.monitoring.member_stacks import examine, stack_text
 from rlmesh.placement.planner import Placement
 from rlmesh.runtime.runtime import Runtime
 

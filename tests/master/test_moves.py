@@ -11,7 +11,7 @@ from rlmesh import DLJobBuilder, RoleGroup, current_worker, rpc
 from rlmesh.master import events as ev
 from rlmesh.master.jobspec import JobSpec, RestartRule
 from rlmesh.placement.demand import JobDemand, RoleDemand
-from rlmesh.placement.inventory import Device
+from rlmesh.placement.machine.inventory import Device
 from rlmesh.testing import LocalCluster
 from tests.master.bench import Bench, job, node, role
 from tests.placement import four_gpus

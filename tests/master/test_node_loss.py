@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rlmesh.master import events as ev
+from rlmesh.master.decisions.replacement import NODE_FAILURES
 from rlmesh.master.jobspec import JobSpec, RestartRule, RoleSpec
-from rlmesh.master.moves import NODE_FAILURES
 from rlmesh.placement.demand import JobDemand, RoleDemand
 from tests.master.bench import LIMITS, NEVER, Bench, job, node, role
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rlmesh.driver.outcome import cut_short, job_interrupted
 from rlmesh.job.status import JobStatus, MemberState, MemberStatus
-from rlmesh.master.outcome import cut_short, job_interrupted
 
 
 def status(*states: MemberState, killed: str = "") -> JobStatus:

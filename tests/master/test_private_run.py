@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 from rlmesh import DLJobBuilder
+from rlmesh.driver.driver import described
 from rlmesh.errors import UsageError
-from rlmesh.master.driver import described
-from rlmesh.master.last_state import last_graph
-from rlmesh.master.store import SCHEMA
+from rlmesh.master.state.last_state import last_graph
+from rlmesh.master.state.store import SCHEMA
 from rlmesh.private_files import SHARE_WITH_GROUP
 from tests.master.launched import ROOT, TOY, Launched, launch
 from tests.master.private_job import SECRETS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.master.relaunch import RELAUNCH_LOG, Relaunch
+from rlmesh.driver.relaunch import RELAUNCH_LOG, Relaunch
 from tests.master.launched import alive
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlmesh.driver.outcome import JobResult
 from rlmesh.errors import JobFailed, RestartBudgetExhausted
 from rlmesh.job.restarts import Scope
-from rlmesh.master.outcome import JobResult
 from rlmesh.testing import LocalCluster
 from tests.master import restart_job
 from tests.stalls import Stalls

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.errors import LaunchError
-from rlmesh.master.starts import hold
+from rlmesh.run_directory.starts import hold
 from tests.master.launched import TOY, Launched
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.job.context import COLLOCATION_ENV
+from rlmesh.master.decisions.scheduler import Scheduler, Site, by_node
 from rlmesh.master.jobspec import JobSpec
-from rlmesh.master.scheduler import Scheduler, Site, by_node
 from rlmesh.placement.demand import JobDemand, RoleDemand
 from tests.master.bench import job, node, role
 

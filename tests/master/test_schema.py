@@ -16,14 +16,14 @@ from rlmesh.errors import UsageError
 from rlmesh.job.status import EdgeStats, ExitInfo, MemberProgress
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member
+from rlmesh.master.decisions.scheduler import Scheduler, Site
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.jobspec import RestartRule
-from rlmesh.master.last_state import last_graph
-from rlmesh.master.scheduler import Scheduler, Site
-from rlmesh.master.schema import KEPT, SchemaError, decode, encode, restore_part, state_of
-from rlmesh.master.snapshot import restore, rows_of
-from rlmesh.master.store import OF_PICKLES, SCHEMA, Row, Store, Stored, StoreRefused, check_store
-from rlmesh.runtime.waiting import Serving
+from rlmesh.master.state.last_state import last_graph
+from rlmesh.master.state.schema import KEPT, SchemaError, decode, encode, restore_part, state_of
+from rlmesh.master.state.snapshot import restore, rows_of
+from rlmesh.master.state.store import OF_PICKLES, SCHEMA, Row, Store, Stored, StoreRefused, check_store
+from rlmesh.runtime.calling.peer_status import Serving
 from tests.master.bench import Bench, job, role
 
 RESTARTED = RestartRule("role", max_restarts=5)

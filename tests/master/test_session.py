@@ -9,10 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from rlmesh.driver import session as session_module
+from rlmesh.driver.interrupt import Interrupt
+from rlmesh.driver.session import Session
 from rlmesh.job.status import JobStatus
-from rlmesh.master import session as session_module
-from rlmesh.master.interrupt import Interrupt
-from rlmesh.master.session import Session
 from tests.stalls import HANG_S
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh.driver.failure_report import failure_lines, shorten
 from rlmesh.errors import JobFailed, RemoteError, UsageError
-from rlmesh.master.kills import check_method, parse_kill, parse_kills
-from rlmesh.master.telling import failure_lines, shorten
+from rlmesh.master.chaos_plan import check_method, parse_kill, parse_kills
 from tests.master.launched import Launched
 from tests.stalls import HANG_S
 

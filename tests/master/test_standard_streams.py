@@ -12,7 +12,7 @@ import pytest
 
 CODE = """
 import json, os, sys
-from rlmesh.master.standard_streams import fill_standard_streams
+from rlmesh.driver.standard_streams import fill_standard_streams
 fill_standard_streams()
 file = open(sys.argv[1], "w")
 print("to nobody"); print("to nobody", file=sys.stderr)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.agent import ownership
+from rlmesh.agent.processes import ownership
 from rlmesh.errors import LaunchError
-from rlmesh.master.records import END_FILE, forget_end, read_end
-from rlmesh.master.starts import await_guardians, note_end
+from rlmesh.run_directory.records import END_FILE, forget_end, read_end
+from rlmesh.run_directory.starts import await_guardians, note_end
 
 
 def test_what_is_left_of_an_earlier_job_is_waited_for(tmp_path: Path) -> None:

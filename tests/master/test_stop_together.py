@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.agent.stopping import Stopping
+from rlmesh.agent.worker.stopping import Stopping
 from rlmesh.errors import UsageError
 from rlmesh.job.context import JobInfo, StopRequest, WorkerContext
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.context import MemberId
-from rlmesh.master.stop_together import StopTogether
+from rlmesh.master.decisions.stop_together import StopTogether
 from tests.master.bench import Bench, job, role
 from tests.stalls import HANG_S, Stalls
 
@@ -150,7 +150,7 @@ def test_a_boundary_waits_until_the_step_is_set() -> None:
 
 
 def test_a_boundary_does_not_wait_for_a_dead_master(monkeypatch: pytest.MonkeyPatch, stalls: Stalls) -> None:
-    monkeypatch.setattr("rlmesh.agent.stopping.HOLD_S", 0.02)
+    monkeypatch.setattr("rlmesh.agent.worker.stopping.HOLD_S", 0.02)
     link = Link()
     context = member(link)
     link.known.hold()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.master import store as store_module
-from rlmesh.master.filesystems import file_system_type, network_file_system
-from rlmesh.master.persistence import RETRY_S, Persistence
-from rlmesh.master.store import Row, Store, StoreError
+from rlmesh.master.state import store as store_module
+from rlmesh.master.state.filesystems import file_system_type, network_file_system
+from rlmesh.master.state.persistence import RETRY_S, Persistence
+from rlmesh.master.state.store import Row, Store, StoreError
 
 HEARD = ("heard", ("A:0",))
 

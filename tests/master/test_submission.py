@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh.driver.options import Cluster, LaunchOptions, ambient, effective
+from rlmesh.driver.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec, slots_asked
 from rlmesh.errors import JobSpecError, LaunchError
-from rlmesh.job.config import DLConfig
-from rlmesh.job.restart_policy import RestartPolicy
+from rlmesh.job.description.config import DLConfig
+from rlmesh.job.description.restart_policy import RestartPolicy
 from rlmesh.master.jobspec import JobSpec, Limits
-from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective
-from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec, slots_asked
-from rlmesh.master.workspace import Workspace
 from rlmesh.placement.planner import make_plan
+from rlmesh.run_directory.workspace import Workspace
 
 
 class Role:

@@ -15,7 +15,7 @@ import torch
 
 from rlmesh.errors import CallError, PeerLost
 from rlmesh.memory import device
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.runtime import Runtime
 from tests.memory import fake_device
 from tests.memory.fake_device import FakeBackend, on_device, values_of

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.observe.folding import Folding, ranks_text
-from rlmesh.observe.outlet import FULL_BYTES, Lines
+from rlmesh.observe.views.folding import Folding, ranks_text
+from rlmesh.observe.views.text_output import FULL_BYTES, Lines
 
 
 def test_the_same_line_of_many_is_one() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlmesh.job.status import ExitInfo, FailureInfo
-from rlmesh.observe.eventlog import EventLog, entry_of, read_events
-from rlmesh.observe.incidents import Incident, incident_files, incident_text, newest_incident, read_incident
+from rlmesh.observe.files.event_log import EventLog, entry_of, read_events
+from rlmesh.observe.files.incidents import Incident, incident_files, incident_text, newest_incident, read_incident
 from tests.master.launched import TOY, Launched, launch
 
 LAUNCH = ("-m", "rlmesh.cli.main", "launch", "--view", "plain")

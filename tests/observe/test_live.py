@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from rlmesh.job.status import ExitInfo, FailureInfo
-from rlmesh.observe.live import LiveView, NoView, make_view
-from rlmesh.observe.plain import PlainView
+from rlmesh.observe.views.live import LiveView, NoView, make_view
+from rlmesh.observe.views.plain import PlainView
 from tests.observe.samples import STARTED_AT, Clock, call, member, record, status
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.observe.metrics import METRICS_FILE, MetricsWriter, read_records
-from rlmesh.observe.tensorboard import EventFile
+from rlmesh.observe.files.metric_files import METRICS_FILE, MetricsWriter, read_records
+from rlmesh.observe.files.tensorboard import EventFile
 from tests.observe.samples import call, record
 
 
@@ -128,7 +128,7 @@ def test_events_are_what_the_protocol_buffer_library_writes(
 
 def test_the_writer_needs_no_tensorboard() -> None:
     program = (
-        "import sys; from rlmesh.observe.metrics import MetricsWriter;"
+        "import sys; from rlmesh.observe.files.metric_files import MetricsWriter;"
         "heavy = {'tensorboard', 'numpy', 'torch', 'matplotlib'} & set(sys.modules);"
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.cli.status import status_lines
+from rlmesh.cli.commands.status import status_lines
 from rlmesh.errors import JobFailed
-from rlmesh.master.starts import STARTS_FILE, note_start
-from rlmesh.observe.incidents import incident_files
+from rlmesh.observe.files.incidents import incident_files
+from rlmesh.run_directory.starts import STARTS_FILE, note_start
 from rlmesh.testing import LocalCluster
 from tests.observe import holding_job
 

@@ -18,11 +18,11 @@ from rlmesh.errors import UsageError
 from rlmesh.job.context import JobInfo, WorkerContext
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.status import CallStats, MetricRecord
-from rlmesh.observe.eventlog import plain
-from rlmesh.observe.exposition import Family, exposition
-from rlmesh.observe.metrics import METRICS_FILE, MetricsWriter, read_records
-from rlmesh.observe.progress import JobProgress
-from rlmesh.observe.summary import format_value
+from rlmesh.observe.files.event_log import plain
+from rlmesh.observe.files.metric_files import METRICS_FILE, MetricsWriter, read_records
+from rlmesh.observe.prometheus.exposition import Family, exposition
+from rlmesh.observe.views.progress import JobProgress
+from rlmesh.observe.views.summary import format_value
 from tests.observe.samples import record, status
 
 BIG = 2**53 + 1

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.observe.progress import Change, JobProgress, sparkline
+from rlmesh.observe.views.progress import Change, JobProgress, sparkline
 from tests.observe.samples import call, member, record, status
 
 

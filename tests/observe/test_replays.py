@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.job.status import MetricRecord
-from rlmesh.observe.metrics import METRICS_FILE, MetricsWriter, read_records
-from rlmesh.observe.progress import JobProgress
-from rlmesh.observe.replays import Replays, standing
-from rlmesh.observe.report import step_times
-from rlmesh.observe.summary import closing_lines, headline_metrics
-from rlmesh.observe.timeuse import TimeUse
+from rlmesh.observe.files.metric_files import METRICS_FILE, MetricsWriter, read_records
+from rlmesh.observe.files.repeated_steps import Replays, standing
+from rlmesh.observe.run_report import step_times
+from rlmesh.observe.time_use import TimeUse
+from rlmesh.observe.views.progress import JobProgress
+from rlmesh.observe.views.summary import closing_lines, headline_metrics
 from tests.observe.samples import call, record, status
 
 

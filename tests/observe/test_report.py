@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rlmesh.job.status import MetricRecord
-from rlmesh.observe.metrics import MetricsWriter
-from rlmesh.observe.report import OWN, RLMESH, draw_report, step_times
+from rlmesh.observe.files.metric_files import MetricsWriter
+from rlmesh.observe.run_report import OWN, RLMESH, draw_report, step_times
 from tests.observe.samples import call, record
 
 

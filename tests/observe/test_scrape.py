@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlmesh.errors import UsageError
-from rlmesh.observe.exposition import CONTENT_TYPE, Family, exposition
-from rlmesh.observe.listening import ListenSocket
-from rlmesh.observe.scrape import ScrapeServer, check_free, parse_address
+from rlmesh.observe.prometheus.endpoint import ScrapeServer, check_free, parse_address
+from rlmesh.observe.prometheus.exposition import CONTENT_TYPE, Family, exposition
+from rlmesh.observe.prometheus.listening import ListenSocket
 from tests.master.launched import ROOT, TOY, Launched
 from tests.stalls import HANG_S
 

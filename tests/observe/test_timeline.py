@@ -12,10 +12,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.agent import tracing
-from rlmesh.agent.tracing import CallTrace, chosen
+from rlmesh.agent.worker import tracing
+from rlmesh.agent.worker.tracing import CallTrace, chosen
 from rlmesh.observe.timeline import CALLS, LIFE, SERVES, TracedCall, build_trace, read_trace
-from rlmesh.runtime.ended import EndedCall
+from rlmesh.runtime.calling.call_stats import EndedCall
 from tests.master.launched import TOY, Launched
 from tests.observe.samples import STARTED_AT, record
 

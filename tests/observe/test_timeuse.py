@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlmesh.observe.timeuse import TimeUse, format_time_use
+from rlmesh.observe.time_use import TimeUse, format_time_use
 from tests.observe.samples import call, record
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlmesh.agent.ownership import MEMBER_MARK
+from rlmesh.agent.processes.ownership import MEMBER_MARK
 from rlmesh.testing import FakeGpu, FakeNvml, FakeSlice
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 
 from rlmesh.placement.demand import JobDemand, RoleDemand
-from rlmesh.placement.inventory import NodeInfo
+from rlmesh.placement.machine.inventory import NodeInfo
 from rlmesh.placement.planner import Plan
 
 Member = tuple[str, int]

@@ -8,10 +8,10 @@ from rlmesh import DLJobBuilder
 from rlmesh.errors import UsageError
 from rlmesh.master.context import JobContext, Member
 from rlmesh.placement.describe import describe_plan
-from rlmesh.placement.groups import hidden_devices, ipc_notes, node_groups
-from rlmesh.placement.inventory import GPU, Device, NodeInfo
+from rlmesh.placement.machine.inventory import GPU, Device, NodeInfo
+from rlmesh.placement.node_groups import hidden_devices, ipc_notes, node_groups
 from rlmesh.placement.planner import Placement
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from tests.master.bench import job, role
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.agent.device_watch import DeviceWatch, gpus_of
-from rlmesh.placement.gpus import GpuFacts, usable_devices
-from rlmesh.placement.health import BAD_XIDS, DeviceBad, DeviceNews, Health
-from rlmesh.placement.nvml import Nvml
+from rlmesh.agent.monitoring.device_watch import DeviceWatch, gpus_of
+from rlmesh.placement.machine.gpu_health import BAD_XIDS, DeviceBad, DeviceNews, Health
+from rlmesh.placement.machine.gpus import GpuFacts, usable_devices
+from rlmesh.placement.machine.nvml import Nvml
 from rlmesh.testing import FakeGpu, FakeNvml
 from tests.placement import four_gpus
 from tests.placement.four_gpus import DIVIDED, SLICES

@@ -11,12 +11,12 @@ import pytest
 from rlmesh import DLJobBuilder
 from rlmesh.errors import JobFailed, JobSpecError, PlacementError
 from rlmesh.placement.binding import Binding
-from rlmesh.placement.environment import device_environment, mask_disagrees
-from rlmesh.placement.gpus import usable_devices
-from rlmesh.placement.inventory import Device, NodeInfo
-from rlmesh.placement.nvml import Nvml
-from rlmesh.placement.proof import prove, prove_by_torch
-from rlmesh.placement.system import Machine
+from rlmesh.placement.machine.device_check import prove, prove_by_torch
+from rlmesh.placement.machine.environment import device_environment, mask_disagrees
+from rlmesh.placement.machine.gpus import usable_devices
+from rlmesh.placement.machine.inventory import Device, NodeInfo
+from rlmesh.placement.machine.nvml import Nvml
+from rlmesh.placement.machine.system import Machine
 from rlmesh.testing import LocalCluster
 from tests.placement import four_gpus
 from tests.placement.device_roles import Collector, Meddler, Seer

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import PlacementError
-from rlmesh.placement.closeness import close_devices
-from rlmesh.placement.cluster import nodes_of
 from rlmesh.placement.demand import JobDemand, Pool, RoleDemand, Separation
-from rlmesh.placement.inventory import NodeInfo
+from rlmesh.placement.machine.cluster_file import nodes_of
+from rlmesh.placement.machine.inventory import NodeInfo
 from rlmesh.placement.planner import Plan, make_plan
+from rlmesh.placement.topology import close_devices
 
 
 def cluster(count: int, gpus: int = 4, **more: Any) -> tuple[NodeInfo, ...]:

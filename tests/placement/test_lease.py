@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmesh import DLJobBuilder, RoleGroup, current_worker, rpc
-from rlmesh.agent.leases import Leases
+from rlmesh.agent.device_lease_server import Leases
 from rlmesh.errors import LeaseTimeout, PeerLost
-from rlmesh.placement.lease import LeaseTable, MemberKey
+from rlmesh.placement.device_leases import LeaseTable, MemberKey
 from rlmesh.testing import LocalCluster
 from rlmesh.testing.clock import VirtualLoop
 from tests.stalls import HANG_S

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmesh.placement.lease import Acquisition, LeaseTable, MemberKey
+from rlmesh.placement.device_leases import Acquisition, LeaseTable, MemberKey
 from rlmesh.testing import LocalCluster
 from tests.placement import turns_job
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlmesh.errors import PlacementError
 from rlmesh.placement.demand import JobDemand, RoleDemand, Separation
-from rlmesh.placement.inventory import Device, NodeInfo
+from rlmesh.placement.machine.inventory import Device, NodeInfo
 from rlmesh.placement.planner import make_plan
 from tests.placement.rules import assignments, broken, members, possible, shares, spots
 

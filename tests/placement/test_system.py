@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.placement.inventory import NumaNode
-from rlmesh.placement.system import Machine, numbers
+from rlmesh.placement.machine.inventory import NumaNode
+from rlmesh.placement.machine.system import Machine, numbers
 
 
 def machine(tmp_path: Path, cgroup: str, files: dict[str, str]) -> Machine:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from rlmesh.cli.status import end_lines, status_lines
-from rlmesh.master.records import read_end, write_end
-from rlmesh.observe.eventlog import read_events
+from rlmesh.cli.commands.status import end_lines, status_lines
+from rlmesh.observe.files.event_log import read_events
 from rlmesh.rl import reference
 from rlmesh.rl.drift import LIMITS, DriftAlarm, Limits, drift
+from rlmesh.run_directory.records import read_end, write_end
 from rlmesh.testing import LocalCluster
 from tests.rl import drifting_job
 from tests.rl.batches import Batch, batches, poisoned

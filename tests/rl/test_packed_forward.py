@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.engines.training.checkpointing import checkpoint_activations
+from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.forward import response_log_probs
 from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, packed_log_probs, packed_values, prepare
 from rlmesh.rl.packing import pack

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.transport import TRANSPORT_VARIABLE
+from rlmesh.runtime.connections.address_book import AddressBook
+from rlmesh.runtime.transport.base import TRANSPORT_VARIABLE
 from rlmesh.testing import InProcessCluster
 from rlmesh.testing.in_process import TransportName
 from tests.stalls import HANG_S

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.axes import Axes
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from tests.runtime.conftest import Mesh
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PeerLost
-from rlmesh.runtime import backlog, clock
-from rlmesh.runtime.backlog import Backlog
+from rlmesh.runtime.process import clock
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.serving import reply_backlog
+from rlmesh.runtime.serving.reply_backlog import Backlog
 from rlmesh.wire.envelope import Frames
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S
@@ -100,7 +101,7 @@ def test_what_a_member_holds_is_bounded(mesh: Mesh, until: Callable[..., None], 
             member.gate.set()
             quiet(until, member, other)
             held = member.ran
-        assert held * 2 * MIB <= backlog.LIMIT_BYTES + 16 * MIB, "not all of the answers"
+        assert held * 2 * MIB <= reply_backlog.LIMIT_BYTES + 16 * MIB, "not all of the answers"
         for number, future in enumerate(futures):
             assert (future.result(HANG_S) == number % 250).all()
     assert member.ran == CALLS, "each ran once"
@@ -110,7 +111,7 @@ def test_what_a_member_holds_is_bounded(mesh: Mesh, until: Callable[..., None], 
 def test_who_takes_nothing_is_cut_off(
     mesh: Mesh, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backlog, "CUT_OFF_S", 0.5)
+    monkeypatch.setattr(reply_backlog, "CUT_OFF_S", 0.5)
     member = Member()
     group = mesh.serve("A", member)
     group[0].call("echo", 1).result(HANG_S)
@@ -133,7 +134,7 @@ def test_a_caller_that_reads_is_never_behind(mesh: Mesh, until: Callable[..., No
     for _ in range(3):
         futures = [group[0].call("make", number) for number in range(60)]
         assert [int(future.result(HANG_S)[0]) for future in futures] == list(range(60))
-    until(lambda: all(channel.backlog.owed_bytes <= 2 * backlog.TELL_BYTES for channel in _channels(mesh)))
+    until(lambda: all(channel.backlog.owed_bytes <= 2 * reply_backlog.TELL_BYTES for channel in _channels(mesh)))
 
 
 def _channels(mesh: Mesh) -> list[Any]:
@@ -154,7 +155,7 @@ def test_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not account.sets_aside(call)  # type: ignore[arg-type]
     account.sent(large)
     assert account.is_behind and account.sets_aside(call)  # type: ignore[arg-type]
-    now[0] += backlog.CUT_OFF_S - 1
+    now[0] += reply_backlog.CUT_OFF_S - 1
     assert not account.is_stuck(now[0])
     for _ in range(4):
         assert account.told(peer.took(large)) == []

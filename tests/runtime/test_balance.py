@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import MailboxFull, UsageError
-from rlmesh.runtime import calls
-from rlmesh.runtime.balance import Load, least_busy
+from rlmesh.runtime.calling import calls
+from rlmesh.runtime.calling.load_balance import Load, least_busy
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlmesh.errors import MethodNotFound
+from rlmesh.runtime.calling.pending import wait_about
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.network import NetworkOptions
-from rlmesh.runtime.pending import wait_about
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from tests.stalls import Stalls

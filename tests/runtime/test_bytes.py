@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from tests.runtime.conftest import KEY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.transport import Link
+from rlmesh.runtime.transport.base import Link
 from rlmesh.wire.envelope import Call, Frames, unpack
 
 

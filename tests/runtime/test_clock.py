@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlmesh.runtime import clock
-from rlmesh.runtime import deadlines as deadlines_module
-from rlmesh.runtime.deadlines import Deadlines
+from rlmesh.runtime.process import clock
+from rlmesh.runtime.process import deadlines as deadlines_module
+from rlmesh.runtime.process.deadlines import Deadlines
 from tests.stalls import HANG_S
 
 STILL_S = clock.STILL_S + 0.5
@@ -111,7 +111,7 @@ def test_the_time_of_a_job_is_the_same_in_all_of_its_processes_and_never_jumps()
     # A process below a driver whose wall clock was set an hour back meanwhile.
     code = (
         "import time; real = time.time; time.time = lambda: real() - 3600\n"
-        "from rlmesh.runtime import clock; print(repr(clock.epoch()))"
+        "from rlmesh.runtime.process import clock; print(repr(clock.epoch()))"
     )
     before = clock.epoch()
     seen = float(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout)
@@ -147,7 +147,7 @@ def test_waits_of_tasks_leave_standstills_out(own_clock: None) -> None:
 def test_waits_of_threads_leave_standstills_out() -> None:
     code = (
         "import threading, time\n"
-        "from rlmesh.runtime import clock\n"
+        "from rlmesh.runtime.process import clock\n"
         "condition = threading.Condition()\n"
         "print('begins', flush=True)\n"
         "began = time.monotonic()\n"

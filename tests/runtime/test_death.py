@@ -14,8 +14,8 @@ import pytest
 
 from rlmesh.errors import PeerLost, RemoteError
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime import calls
-from rlmesh.runtime.address import MemberAddress
+from rlmesh.runtime.calling import calls
+from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from tests.runtime.conftest import KEY, Mesh
 from tests.stalls import HANG_S, Stalls

@@ -14,7 +14,7 @@ import pytest
 
 from rlmesh.errors import CallError, UsageError
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.transport import TRANSPORT_VARIABLE
+from rlmesh.runtime.transport.base import TRANSPORT_VARIABLE
 from tests.runtime.conftest import KEY
 from tests.runtime.strangers import address_of, connect
 from tests.stalls import HANG_S, Stalls

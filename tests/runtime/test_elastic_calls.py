@@ -11,8 +11,8 @@ import pytest
 
 from rlmesh.errors import CallTimeout, MailboxFull, PeerLost, Restarting, StaleIncarnation
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime import calls
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.calling import calls
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rlmesh.errors import RLMeshError
-from rlmesh.runtime.ended import FOLD_AT, CallGroup, EndedCall, EndedCalls, message_bytes
+from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, EndedCall, EndedCalls, message_bytes
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 from tests.stalls import Stalls

@@ -311,7 +311,7 @@ def test_a_signal_to_a_child_finds_no_handler_of_its_parents(tmp_path: Path) -> 
         tmp_path,
         """
         import threading
-        from rlmesh.runtime import forked
+        from rlmesh.runtime.process import forked
 
         got = []
         forked.handle(signal.SIGTERM, lambda number, frame: got.append(number))

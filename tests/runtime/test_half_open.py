@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlmesh.runtime import half_open
-from rlmesh.runtime.half_open import GRACE_S, HARD_LIMIT, SOFT_LIMIT, TIMEOUT_S, HalfOpen
+from rlmesh.runtime.transport import half_open
+from rlmesh.runtime.transport.half_open import GRACE_S, HARD_LIMIT, SOFT_LIMIT, TIMEOUT_S, HalfOpen
 from rlmesh.testing.clock import VirtualLoop
 
 

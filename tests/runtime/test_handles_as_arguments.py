@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.default import set_default_runtime
+from rlmesh.runtime.default_runtime import set_default_runtime
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc

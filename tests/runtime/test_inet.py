@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.errors import LaunchError, UsageError
-from rlmesh.runtime import inet
+from rlmesh.runtime.transport import inet
 
 
 @pytest.mark.parametrize(("text", "host", "port"), [

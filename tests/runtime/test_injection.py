@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PeerLost
-from rlmesh.runtime.lanes import _SealedLink
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.connections.bulk_channels import _SealedLink
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.wire.envelope import ANY_INCARNATION, Bulk, Call, Frames, Part, Reply, pack
 from tests.runtime.test_lanes import MIB, Tcp
 from tests.stalls import HANG_S

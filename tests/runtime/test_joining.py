@@ -12,10 +12,10 @@ import pytest
 
 from rlmesh.errors import PeerLost, RoleNotFound
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime.address import AddressBook, MemberAddress
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
+from rlmesh.runtime.connections.joining import JobView
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.joining import JobView
-from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.testing import LoopbackNetwork, VirtualLoop

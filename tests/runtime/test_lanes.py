@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmesh.errors import MalformedFrame, PeerLost
-from rlmesh.runtime.channel import Channel
+from rlmesh.runtime.connections.bulk_channel import Incoming
+from rlmesh.runtime.connections.channel import Channel
+from rlmesh.runtime.connections.network import NetworkOptions, plain
 from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.lane import Incoming
-from rlmesh.runtime.network import NetworkOptions, plain
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.testing import FaultPlan, LoopbackNetwork, VirtualLoop, faulty

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import PayloadTooLarge
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.transport import TRANSPORT_VARIABLE
+from rlmesh.runtime.transport.base import TRANSPORT_VARIABLE
 from tests.runtime.conftest import KEY
 from tests.runtime.loaded import ARRAY_BYTES, BURST, CALLS
 from tests.stalls import HANG_S, Stalls

@@ -10,8 +10,8 @@ import pytest
 
 from rlmesh import rpc
 from rlmesh.errors import UsageError
-from rlmesh.runtime import executors
-from rlmesh.runtime.executors import SerialExecutor
+from rlmesh.runtime.serving import executors
+from rlmesh.runtime.serving.executors import SerialExecutor
 from rlmesh.testing import LocalCluster
 from tests.runtime import main_thread_job
 from tests.stalls import HANG_S

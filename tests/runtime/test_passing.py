@@ -20,11 +20,11 @@ import pytest
 
 from rlmesh.errors import CallError, CallTimeout, PeerLost, Unserializable
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime.address import MemberAddress
+from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.kept import KEEP_BYTES
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.serving.result_store import KEEP_BYTES
 from rlmesh.wire.envelope import Frames
 from tests.runtime.conftest import KEY, Mesh
 from tests.stalls import HANG_S

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PayloadTooLarge, UsageError
-from rlmesh.runtime import network
-from rlmesh.runtime.network import NetworkOptions, options_of_environment
+from rlmesh.runtime.connections import network
+from rlmesh.runtime.connections.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from tests.runtime.conftest import KEY

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PeerLost
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.network import NetworkOptions
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from tests.stalls import HANG_S

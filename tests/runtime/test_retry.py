@@ -11,12 +11,12 @@ import pytest
 
 from rlmesh.errors import CallTimeout, PeerLost, Restarting, StaleIncarnation
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime import calls
-from rlmesh.runtime.address import MemberAddress, member_name
+from rlmesh.runtime.calling import calls
+from rlmesh.runtime.calling.retry import MAX_ATTEMPTS, pause_before_retry
+from rlmesh.runtime.connections.address_book import MemberAddress, member_name
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.retry import MAX_ATTEMPTS, pause_before_retry
 from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.transport import Link
+from rlmesh.runtime.transport.base import Link
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S, Stalls
 

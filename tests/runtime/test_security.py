@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.security import (
+from rlmesh.runtime.connections.security import (
     KEY_VARIABLE,
     CurveKeys,
     find_key,

@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from rlmesh.errors import AuthenticationFailed, UsageError
-from rlmesh.runtime import half_open
-from rlmesh.runtime.door import Strangers
+from rlmesh.runtime.connections.handshake import Strangers
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.transport import half_open
 from tests.runtime.conftest import KEY
 from tests.runtime.strangers import SCHEMES, Recorder, address_of, connect, say
 from tests.stalls import HANG_S, Stalls

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlmesh.runtime import stream
-from rlmesh.runtime.loops import Posts
-from rlmesh.runtime.stream import PacketReader, StreamLink
-from rlmesh.runtime.transport import PACKET_LIMIT_BYTES, Link, Rejection
+from rlmesh.runtime.process.loops import Posts
+from rlmesh.runtime.transport import stream
+from rlmesh.runtime.transport.base import PACKET_LIMIT_BYTES, Link, Rejection
+from rlmesh.runtime.transport.stream import PacketReader, StreamLink
 from rlmesh.wire.envelope import Frames
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

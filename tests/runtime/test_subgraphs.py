@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.address import AddressBook, MemberAddress
 from rlmesh.runtime.axes import Axes
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.subgraphs import Mesh as JobMesh
 from rlmesh.runtime.subgraphs import Subgraph

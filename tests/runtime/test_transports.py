@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import pytest
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.loops import Posts
-from rlmesh.runtime.network import NetworkOptions, plain
-from rlmesh.runtime.transport import UNAUTHENTICATED_LIMIT_BYTES, Link, Rejection, Transport
+from rlmesh.runtime.connections.network import NetworkOptions, plain
+from rlmesh.runtime.process.loops import Posts
+from rlmesh.runtime.transport.base import UNAUTHENTICATED_LIMIT_BYTES, Link, Rejection, Transport
 from rlmesh.testing import FaultPlan, LoopbackNetwork, faulty
 from rlmesh.wire.envelope import Frames
 from tests.runtime.conftest import KEY

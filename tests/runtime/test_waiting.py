@@ -13,10 +13,10 @@ from collections.abc import Callable
 import pytest
 
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime.address import MemberAddress
+from rlmesh.runtime.calling.peer_status import process_state
+from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
-from rlmesh.runtime.waiting import process_state
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from rlmesh import BaseWorkload, DLJobBuilder, RoleGroup, current_worker, rpc
-from rlmesh.runtime.default import default_runtime
+from rlmesh.runtime.default_runtime import default_runtime
 
 
 class Member(BaseWorkload):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.master.discovery import running_jobs
+from rlmesh.run_directory.discovery import running_jobs
 from tests.master.launched import command
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.nodes import all_pids, is_of, lose_node, output, until_gone, wait_for

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlmesh.runtime import clock
+from rlmesh.runtime.process import clock
 from rlmesh.testing import NothingLeft, VirtualLoop
 from rlmesh.testing import clock as virtual
 from tests.stalls import Stalls

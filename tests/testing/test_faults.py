@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlmesh.errors import CallTimeout, PeerLost
-from rlmesh.runtime.network import NetworkOptions
+from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.testing import FaultPlan, LoopbackNetwork, VirtualLoop, faulty

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlmesh.runtime.address import AddressBook, MemberAddress, member_name
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress, member_name
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.members import ReceivesWeights, SendsWeights

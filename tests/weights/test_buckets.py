@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.weights.buckets import ALIGNMENT, Bucket, cut, join, parts_of, share_out
 from rlmesh.weights.manifest import Manifest, TensorSpec
+from rlmesh.weights.planning.buckets import ALIGNMENT, Bucket, cut, join, parts_of, share_out
 
 SPECS = Manifest(
     (TensorSpec("a", (10, 3), "float32"), TensorSpec("empty", (0, 3), "float32"), TensorSpec("b", (7,), "bfloat16"),

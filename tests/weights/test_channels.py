@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from rlmesh.weights.buckets import Bucket, cut
 from rlmesh.weights.channels.base import ChannelBroken, Inlet, Outlet, RouteSettings
 from rlmesh.weights.channels.registry import open_inlet, open_outlet
-from rlmesh.weights.checksum import UNIT_BYTES
 from rlmesh.weights.manifest import Manifest, TensorSpec
-from rlmesh.weights.pieces import checksums_of
+from rlmesh.weights.planning.buckets import Bucket, cut
+from rlmesh.weights.transfer.checksum import UNIT_BYTES
+from rlmesh.weights.transfer.tensor_bytes import checksums_of
 from tests.stalls import HANG_S
 from tests.weights.mesh import segments
 

@@ -7,9 +7,9 @@ import pytest
 import xxhash
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.buckets import Bucket, Entry
-from rlmesh.weights.checking import Check
-from rlmesh.weights.checksum import UNIT_BYTES, checksums, copy_with_checksums, units
+from rlmesh.weights.planning.buckets import Bucket, Entry
+from rlmesh.weights.transfer.bucket_check import Check
+from rlmesh.weights.transfer.checksum import UNIT_BYTES, checksums, copy_with_checksums, units
 
 SIZES = [0, 1, 8, 4096, UNIT_BYTES - 1, UNIT_BYTES, UNIT_BYTES + 1, 3 * UNIT_BYTES + 77]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]

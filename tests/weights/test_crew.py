@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rlmesh.weights.checksum import checksums
-from rlmesh.weights.crew import TURN_BYTES, Crew
+from rlmesh.weights.transfer.checksum import checksums
+from rlmesh.weights.transfer.parallel_copy import TURN_BYTES, Crew
 
 SIZES = [0, 5, 3 * TURN_BYTES + 13, 0, TURN_BYTES, 8, TURN_BYTES + 8, 1 << 20]
 

@@ -12,8 +12,8 @@ import pytest
 from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.memory.layout import TABLE_BYTES
 from rlmesh.weights.arrays import ArraySink, ArraySource
-from rlmesh.weights.checksum import UNIT_BYTES
-from rlmesh.weights.plan import Mode
+from rlmesh.weights.planning.plan import Mode
+from rlmesh.weights.transfer.checksum import UNIT_BYTES
 from tests.stalls import HANG_S, Stalls
 from tests.weights.mesh import WeightMesh, arrays, segments
 
@@ -196,7 +196,7 @@ def test_memory_for_one_bucket_is_enough_where_sinks_copy(
 
 def test_a_sink_that_concluded_too_late_goes_back() -> None:
     """The only sink flips and concludes in one step; if its answer does not come in time, the push has failed."""
-    from rlmesh.weights.receiving import Receiver
+    from rlmesh.weights.transfer.receiver import Receiver
 
     class Swap:
         mode: Mode = "double_buffer"

@@ -10,7 +10,7 @@ from torch import nn
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.module_sink import ModuleSink
-from rlmesh.weights.modules import ModuleSource
+from rlmesh.weights.module_source import ModuleSource
 from tests.stalls import HANG_S
 from tests.weights.mesh import WeightMesh
 

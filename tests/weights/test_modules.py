@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.weights.cuda import reference, sum_by_torch
-from rlmesh.weights.cuda_copies import _plainly
+from rlmesh.weights.cuda.copies import _plainly
+from rlmesh.weights.cuda.devices import reference, sum_by_torch
 from rlmesh.weights.module_sink import ModuleSink
-from rlmesh.weights.modules import ModuleSource, whole_name
-from rlmesh.weights.plan import Mode
+from rlmesh.weights.module_source import ModuleSource, whole_name
+from rlmesh.weights.planning.plan import Mode
 from tests.stalls import HANG_S
 from tests.weights.mesh import WeightMesh
 

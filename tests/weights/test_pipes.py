@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rlmesh.weights.channels.pipes import AlteredBytes, PlainListener, PlainPipe
+from rlmesh.weights.channels.authenticated_stream import AlteredBytes, PlainListener, PlainPipe
 from tests.stalls import HANG_S
 
 SECRET = b"s" * 32

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.weights.buckets import ALIGNMENT, Bucket, cut
 from rlmesh.weights.manifest import Casts, Manifest, TensorSpec
-from rlmesh.weights.plan import Party, Place, Wishes, make_plan
+from rlmesh.weights.planning.buckets import ALIGNMENT, Bucket, cut
+from rlmesh.weights.planning.plan import Party, Place, Wishes, make_plan
 
 SPECS = Manifest(
     (

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from rlmesh.errors import WeightSyncError
 from rlmesh.weights.arrays import ArraySink, ArraySource
 from rlmesh.weights.module_sink import ModuleSink
-from rlmesh.weights.modules import ModuleSource
-from rlmesh.weights.plan import Mode
+from rlmesh.weights.module_source import ModuleSource
+from rlmesh.weights.planning.plan import Mode
 from tests.stalls import HANG_S
 from tests.weights.mesh import WeightMesh, arrays
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.weights.spans import VersionSpans
+from rlmesh.weights.version_spans import VersionSpans
 
 
 @pytest.mark.case("O17")

@@ -13,7 +13,7 @@ import pytest
 from rlmesh.errors import SourceRestarted, UsageError, WeightSyncError
 from rlmesh.testing import LocalCluster
 from rlmesh.weights.arrays import ArraySink, ArraySource
-from rlmesh.weights.standing import Left, Standing, Told, check, left_of
+from rlmesh.weights.planning.source_state import Left, Standing, Told, check, left_of
 from tests.stalls import HANG_S, Stalls
 from tests.weights import restart_job
 from tests.weights.mesh import WeightMesh, arrays

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.errors import WeightsNotReady, WeightSyncError
-from rlmesh.weights.gate import VersionGate
-from rlmesh.weights.plan import Mode
-from rlmesh.weights.states import SinkState
+from rlmesh.weights.planning.plan import Mode
+from rlmesh.weights.planning.sink_state import SinkState
+from rlmesh.weights.version_gate import VersionGate
 from tests.stalls import HANG_S
 
 COMMANDS = st.lists(

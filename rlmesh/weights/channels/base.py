@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlmesh.weights.buckets import Bucket
+from rlmesh.weights.planning.buckets import Bucket
 
 SOONER = 0.9
 """A sender gives up this much sooner than the call that announced the bucket, and so can name the sink that is late."""
@@ -33,7 +33,7 @@ SOONER = 0.9
 @dataclass(eq=False)
 class Parcel:
     """One bucket on its way. ``checksums`` are those of its entries, in their order: of each unit where they are in
-    this machine's memory (`rlmesh.weights.checksum`), of each entry where they are on a GPU.
+    this machine's memory (`rlmesh.weights.transfer.checksum`), of each entry where they are on a GPU.
     """
 
     bucket: Bucket

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from rlmesh.runtime import clock
-from rlmesh.weights.buckets import Bucket
+from rlmesh.runtime.process import clock
 from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
-from rlmesh.weights.pieces import checksums_of, host_bytes
+from rlmesh.weights.planning.buckets import Bucket
+from rlmesh.weights.transfer.tensor_bytes import checksums_of, host_bytes
 
 POLL_S = 0.0002
 TURNS = 2

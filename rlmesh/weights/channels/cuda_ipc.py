@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.errors import DeviceUnreachable
-from rlmesh.runtime.waiting import lives
-from rlmesh.weights.buckets import Bucket
+from rlmesh.runtime.calling.peer_status import lives
 from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
-from rlmesh.weights.cuda import MASK, index_of, uuid_of
-from rlmesh.weights.cuda_copies import copy, start
-from rlmesh.weights.cuda_memory import Allocation, Opened, Unshareable, export, this_process
-from rlmesh.weights.pieces import Placed
+from rlmesh.weights.cuda.copies import copy, start
+from rlmesh.weights.cuda.devices import MASK, index_of, uuid_of
+from rlmesh.weights.cuda.memory import Allocation, Opened, Unshareable, export, this_process
+from rlmesh.weights.planning.buckets import Bucket
+from rlmesh.weights.transfer.tensor_bytes import Placed
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class CudaOutlet(Outlet):
         """Handle and offset of each tensor where it is; None if they must be copied."""
         import torch
 
-        from rlmesh.weights.pieces import dtype_name
+        from rlmesh.weights.transfer.tensor_bytes import dtype_name
 
         addresses = whole.addresses
         known, freed = self._known.get(bucket.index), _freed(whole[0].device)

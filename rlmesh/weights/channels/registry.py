@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import Any
 
 from rlmesh.weights.channels.base import Inlet, Outlet, RouteSettings
-from rlmesh.weights.plan import Channel
+from rlmesh.weights.planning.plan import Channel
 
 _MODULES: Mapping[Channel, str] = {
     "shm": "rlmesh.weights.channels.shm",
     "cuda_ipc": "rlmesh.weights.channels.cuda_ipc",
     "collective": "rlmesh.weights.channels.collective",
-    "stream": "rlmesh.weights.channels.stream",
+    "stream": "rlmesh.weights.channels.tcp_stream",
 }
 
 

@@ -1,6 +1,6 @@
 """Shared memory: a bucket is written once for all sinks of a node, and read in place.
 
-Where a route has several sinks, they verify together (`rlmesh.weights.checking`): whoever keeps the memory as it is
+Where a route has several sinks, they verify together (`rlmesh.weights.transfer.bucket_check`): whoever keeps the memory as it is
 looks at the same pages as the others, and sums its own share of them. Whoever copies sums all that it copied.
 
 The outlet puts each bucket into a slot of a pool of reused segments (`rlmesh.memory`). The sinks map the slot and hold
@@ -21,10 +21,10 @@ from typing import Any
 from rlmesh.memory.attach import Attachments, writable
 from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
-from rlmesh.weights.buckets import Bucket
 from rlmesh.weights.channels.base import ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
-from rlmesh.weights.crew import Crew
-from rlmesh.weights.pieces import host_bytes
+from rlmesh.weights.planning.buckets import Bucket
+from rlmesh.weights.transfer.parallel_copy import Crew
+from rlmesh.weights.transfer.tensor_bytes import host_bytes
 
 _POLL_S = 0.002
 

@@ -16,8 +16,8 @@ from torch.utils.dlpack import from_dlpack
 from rlmesh import ModuleSource
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training import ranks
-from rlmesh.rl.engines.training.checkpoints import SavingThread
-from rlmesh.rl.engines.training.exporting import write_safetensors
+from rlmesh.rl.engines.training.checkpoint.exporting import write_safetensors
+from rlmesh.rl.engines.training.checkpoint.folders import SavingThread
 from rlmesh.rl.engines.training.forward import response_log_probs, response_values
 from rlmesh.rl.engines.training.offload import Offloaded
 from rlmesh.rl.engines.training.packed import PackedBatch, prepare

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rlmesh.rl.engines.training.checkpointing import checkpoint_activations
+from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.torch_engine import TorchEngine
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlmesh.errors import UsageError
-from rlmesh.rl.engines.training.checkpointing import checkpoint_activations, layers_of
+from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations, layers_of
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.engines.training.torch_engine import TorchEngine
 

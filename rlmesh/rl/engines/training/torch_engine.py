@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from torch.distributed.tensor import DTensor
 
 from rlmesh.rl.engines.training.base import ModuleEngine
-from rlmesh.rl.engines.training.checkpoints import CheckpointFolder
-from rlmesh.rl.engines.training.distributed_state import read_state, write_state
+from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, write_state
+from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 

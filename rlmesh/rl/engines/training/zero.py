@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from rlmesh import ZeroSource
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations
 from rlmesh.rl.engines.training.base import ModuleEngine
-from rlmesh.rl.engines.training.checkpointing import checkpoint_activations
-from rlmesh.rl.engines.training.checkpoints import CheckpointFolder
-from rlmesh.rl.engines.training.distributed_state import read_state, write_state
+from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, write_state
+from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
+from rlmesh.rl.engines.training.checkpoint.zero_state import load_state, state_of
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import Lora, TrainingOptions
-from rlmesh.rl.engines.training.zero_state import load_state, state_of
 
 Stage = Literal[1, 2, 3]
 

@@ -1,0 +1,63 @@
+"""The agent's process from its loop to its last act: whatever happens, nothing is left below it."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from rlmesh.agent.agent import Agent
+from rlmesh.agent.boot import Boot
+from rlmesh.agent.monitoring.own_logs import log_to_standard_error
+from rlmesh.agent.processes import control_groups, ownership
+from rlmesh.agent.protocol import AGENT, AgentConfig
+from rlmesh.errors import LaunchError
+from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.transport.inet import join_host_port
+
+__all__ = ["run_agent"]
+
+logger = logging.getLogger(__name__)
+
+
+def run_agent(config: AgentConfig, started: Boot) -> int:
+    """Be the agent; returns the exit code. Whatever happens, nothing is left below this process."""
+    import uvloop
+
+    log_to_standard_error()
+    guardian = os.getppid()
+    try:
+        code = uvloop.run(_main(config, started))
+    except LaunchError as error:
+        logger.error("%s", error)
+        code = 1
+    finally:
+        statuses: dict[int, int] = {}
+        ended, running = ownership.kill_descendants(2.0, statuses)
+        if ended or running:
+            logger.warning("ended at last: %s; still running: %s", ended, running)
+        if os.getppid() != guardian:
+            _clean_up_for_the_guardian(config)
+    return code
+
+
+async def _main(config: AgentConfig, started: Boot) -> int:
+    key = bytes.fromhex(config.key_hex)
+    name = f"agent:{config.node_rank}"
+    public = f"tcp://{join_host_port(config.host, '*')}" if config.host else None
+    async with Runtime.open(
+        name=name, key=key, socket_dir=config.socket_dir, public=public, job_id=config.job_id,
+        node_rank=config.node_rank,
+    ) as runtime:  # fmt: skip
+        agent = Agent(config, runtime, started)
+        runtime.serve(AGENT, agent, inline=True)
+        return await agent.live()
+
+
+def _clean_up_for_the_guardian(config: AgentConfig) -> None:
+    """The guardian was killed: its other duties are the agent's now."""
+    own, _ = control_groups.own_group()
+    if own:
+        control_groups.end(control_groups.node_group(own, config.job_id, config.node_rank))
+    ownership.remove_shared_memory(config.job_id, config.node_rank)
+    ownership.remove_folder(config.socket_dir, ownership.hold_folder(config.socket_dir))
+    ownership.remove_job_file(config.job_path, config.socket_dir)

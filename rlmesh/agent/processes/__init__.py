@@ -1,0 +1,1 @@
+"""Processes of a node: start, supervision, resource limits, and cleanup."""

@@ -1,0 +1,123 @@
+"""A control group (v2) for each member, where this process may make some. Standard library only.
+
+::
+
+    <the agent's own group>/rlmesh-<job_id>-n<node>/ACTOR-0.1
+
+What a member starts is born into its group and cannot leave it by a new session or another parent, so one write to
+``cgroup.kill`` ends all of it at once, however fast it forks. Where groups may not be made, processes are found as
+descendants, as everywhere.
+
+The kernel's rules: Documentation/admin-guide/cgroup-v2.rst, "Delegation" and "No Internal Process Constraint".
+:mod:`rlmesh.agent.processes.guardian` loads this file by its path: it may import nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+ROOTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+"""Where the one hierarchy of v2 is mounted: alone, or beside those of v1."""
+OFF = "RLMESH_CGROUPS"
+"""Environment variable that is 0 where no groups are to be made."""
+PREFIX = "rlmesh-"
+_POLL_S = 0.001
+
+
+def own_group(proc: str = "/proc", roots: tuple[str, ...] = ROOTS) -> tuple[str, str]:
+    """The folder of this process's group if it may make groups in it, else an empty text; and why not."""
+    if os.environ.get(OFF) == "0":
+        return "", f"{OFF}=0"
+    try:
+        with open(f"{proc}/self/cgroup") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        return "", f"{error}"
+    path = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if path is None:
+        return "", "there is no control group v2"
+    for root in roots:
+        folder = os.path.join(root, path.lstrip("/")).rstrip("/")
+        if not os.path.exists(f"{folder}/cgroup.subtree_control"):
+            continue
+        if not os.access(folder, os.W_OK | os.X_OK) or not os.access(f"{folder}/cgroup.procs", os.W_OK):
+            return "", f"{folder} is not delegated to this user"
+        return folder, ""
+    return "", "the control groups v2 are not mounted"
+
+
+def node_group(own: str, job_id: str, node_rank: int) -> str:
+    """The folder of a node's groups."""
+    return f"{own}/{PREFIX}{job_id}-n{node_rank}"
+
+
+def enter(folder: str) -> str:
+    """Move the calling process into a group; an empty text, or why it stays where it is."""
+    try:
+        with open(f"{folder}/cgroup.procs", "w") as file:
+            file.write("0")
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return ""
+
+
+def members_of(folder: str) -> list[int]:
+    """The numbers of the processes in a group, those in groups below it included."""
+    found: list[int] = []
+    for path, _, _ in os.walk(folder):
+        try:
+            with open(f"{path}/cgroup.procs") as file:
+                found += [int(line) for line in file]
+        except (OSError, ValueError):
+            pass
+    return found
+
+
+def end(folder: str, wait_s: float = 2.0) -> bool:
+    """Kill all that is in a group, wait until it is empty, and remove it; False if it could not be removed. One that
+    is not there is no error."""
+    if not os.path.isdir(folder):
+        return True
+    try:
+        with open(f"{folder}/cgroup.kill", "w") as file:
+            file.write("1")
+    except OSError:
+        pass  # before Linux 5.14 there is no such file: what is empty can be removed all the same
+    deadline = time.monotonic() + wait_s
+    while True:
+        if _remove(folder):
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+
+
+def sweep(own: str, lives: Callable[[str], bool]) -> None:
+    """Remove what a job has left whose agent and guardian were killed at the same moment: groups without processes.
+
+    Args:
+        lives: whether any process of a node is there, given its job and rank as ``<job_id>/<node>``. One that is may
+            be about to enter a group.
+    """
+    try:
+        with os.scandir(own) as entries:
+            for entry in entries:
+                job_id, _, node = entry.name.removeprefix(PREFIX).rpartition("-n")
+                ours = entry.name.startswith(PREFIX) and bool(job_id) and not members_of(entry.path)
+                if ours and not lives(f"{job_id}/{node}"):
+                    _remove(entry.path)
+    except OSError:
+        pass  # another one sweeps too
+
+
+def _remove(folder: str) -> bool:
+    try:
+        for path, _, _ in os.walk(folder, topdown=False):
+            os.rmdir(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False  # busy: what was killed has not ended yet
+    return not os.path.isdir(folder)

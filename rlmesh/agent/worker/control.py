@@ -1,0 +1,376 @@
+"""How the master and the operating system reach into a worker, and how the worker reports."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Literal
+
+from rlmesh.agent.processes import ownership
+from rlmesh.agent.protocol import CONTROL
+from rlmesh.agent.reliable_outbox import Outbox
+from rlmesh.agent.worker.call_reporter import CallReporter
+from rlmesh.agent.worker.chaos_hooks import Tripwires
+from rlmesh.agent.worker.stacks import own_stacks
+from rlmesh.agent.worker.stopping import Stopping
+from rlmesh.job.context import RestartEvent, StopRequest
+from rlmesh.job.status import Alarm, CallStats, ExitInfo, MemberProgress, MetricRecord
+from rlmesh.runtime.calling.peer_status import Serving, Waiting
+from rlmesh.runtime.connections.address_book import AddressBook
+from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.process.forked import handle
+from rlmesh.runtime.rpc import rpc
+from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.serving.wait_report import CallKey
+
+__all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated"]
+
+Phase = Literal["starting", "serving", "running", "ending"]
+Order = Literal["run", "end"]
+
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+TERM_PATIENCE = 0.6
+"""Share of the grace that ``run()`` has, after SIGTERM, to come to a step boundary."""
+
+
+class Terminated(BaseException):
+    """SIGTERM came, and what the main thread was doing must not go on."""
+
+
+class Orders:
+    """What the main thread is told to do next; shared by the control object, signals and the main thread.
+
+    On SIGTERM a member that serves ends after the method that runs; ``run()`` gets a stop request, which
+    ``step_boundary()`` hands out, and is interrupted by a second SIGTERM, or when most of the grace is over;
+    anything else is interrupted at once. Nothing interrupts ``teardown()`` but the agent's SIGKILL.
+    """
+
+    def __init__(self, runtime: Runtime, grace_s: float) -> None:
+        self.phase: Phase = "starting"
+        self.runs = ""
+        """The member whose ``run()`` the main thread is for; empty if none has one."""
+        self.terminated = False
+        self.stopping = Stopping()
+        self.last_stop: StopRequest | None = None
+        self.book_arrived = threading.Event()
+        self._runtime = runtime
+        self._grace_s = grace_s
+        self._queue: deque[Order] = deque()
+        self._turn = threading.RLock()
+        """Held where an order and the phase must fit each other; a signal's handler may interrupt its own thread."""
+        self._begun = False
+        self._exit: tuple[object] | None = None
+        self._told = self._early_sigterm = False
+        self._events: deque[RestartEvent] = deque()
+        self._unheard: deque[RestartEvent] = deque()
+        self.run_began_at: float | None = None
+        """While ``run()`` runs: since when, by `time.monotonic`."""
+        self._listeners: list[Callable[[RestartEvent], object]] = []
+        self._news = threading.Condition()
+
+    # Restarts of others
+
+    def note_restart(self, event: RestartEvent) -> None:
+        """For `take_events`, and for those that listen. Any thread."""
+        with self._news:
+            self._events.append(event)
+            if self._listeners:
+                self._unheard.append(event)
+            self._news.notify_all()
+        if self._unheard and self.phase == "serving":
+            self._runtime.submit_main(self.tell_listeners)
+
+    def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
+        """Those since the last take; if there is none, what comes within ``wait_s`` seconds. Any thread."""
+        with self._news:
+            self._news.wait_for(lambda: self._events, wait_s)
+            taken = tuple(self._events)
+            self._events.clear()
+        return taken
+
+    def listen(self, listener: Callable[[RestartEvent], object]) -> None:
+        with self._news:
+            self._listeners.append(listener)
+
+    def tell_listeners(self) -> None:
+        """On the member's main thread, between methods or at a step's boundary."""
+        while True:
+            with self._news:
+                if not self._unheard:
+                    return
+                event = self._unheard.popleft()
+                listeners = list(self._listeners)
+            for listener in listeners:
+                listener(event)
+
+    # Orders
+
+    def give(self, order: Order, *, now: bool = False) -> None:
+        """Put an order behind the others; ``now``: methods that are queued are not run before it."""
+        with self._turn:
+            self._queue.append(order)
+            if self.phase == "serving":
+                self._runtime.stop_main(now=now)
+
+    def take(self) -> Order:
+        """Serve calls on the calling thread until there is an order.
+
+        Raises:
+            SystemExit: a served method called ``sys.exit``.
+        """
+        while True:
+            if self._exit is not None:
+                raise SystemExit(*self._exit)
+            if (order := self._next()) is not None:
+                return order
+            self.tell_listeners()
+            self._runtime.run_main()
+
+    def _next(self) -> Order | None:
+        """The next order, and the phase that begins with it. Who gives one sees either that it was not taken yet and
+        ends `run_main`, or that it is under way: else it would end the thread that serves calls during ``run()``."""
+        with self._turn:
+            if not self._queue:
+                self.phase = "serving"
+                return None
+            self.phase = "running" if self._queue[0] == "run" else "serving"
+            return self._queue.popleft()
+
+    def begin_run(self, member: str) -> bool:
+        """Order ``run()`` of a member, if it has one, once: a master that was started again may say it again."""
+        has_run = bool(self.runs) and member in ("", self.runs)
+        if has_run and not self._begun:
+            self._begun = True
+            self.give("run")
+        return has_run
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Stop at the next boundary, wherever the others are."""
+        self.stopping.ask(StopRequest(reason, None, self._grace_s))
+
+    def exit(self, code: object) -> None:
+        """A served method called ``sys.exit``: the process ends with that code. Any thread."""
+        self._exit = (code,)
+        if self.phase == "serving":
+            self._runtime.stop_main(now=True)
+        else:
+            _interrupt_main()
+
+    def handle_signals(self) -> None:
+        """Main thread only."""
+        for number in NOTICES:  # ignored until now; programs that this process starts must not ignore them
+            signal.signal(number, signal.SIG_DFL)
+            handle(number, _leave_to_launcher)
+        handle(signal.SIGTERM, self._on_sigterm)
+        handle(ownership.REMINDER, self._on_reminder)
+
+    @property
+    def told_to_end(self) -> bool:
+        """The job is ending: what fails now may follow from that."""
+        return self._told or self.terminated or self.phase == "ending"
+
+    def end_after_run(self) -> None:
+        """SIGTERM follows, or came already from elsewhere."""
+        self._told = True
+        if self._early_sigterm:
+            _interrupt_main()
+        if self.phase == "running":
+            self.give("end")
+
+    def pass_on(self, name: str) -> None:
+        """The job had notice by this signal: a handler of the member's own is called too, once. Where signals are
+        shared, it has been already."""
+        number = signal.Signals.__members__.get(name)
+        if number in NOTICES and not ownership.signals_are_shared():
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not _leave_to_launcher:
+                _signal_main(number)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if ownership.signals_are_shared() and not self._told and self._exit is None:
+            self._early_sigterm = True  # sent to every process of the task; the launcher decides what it means
+            return
+        if self._exit is not None:
+            raise SystemExit(*self._exit)
+        again, self.terminated = self.terminated, True
+        if self.phase == "ending":
+            return
+        if again or self.phase == "starting":
+            raise Terminated
+        self.ask_to_stop("SIGTERM")
+        self._runtime.call_soon(self._remind)
+        self.give("end", now=True)  # while run() runs: what comes when it returns
+
+    def _remind(self) -> None:
+        asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, _signal_main, ownership.REMINDER)
+
+    def _on_reminder(self, number: int, frame: FrameType | None) -> None:
+        """Unless the user's code handles SIGTERM itself by now: then the grace is its own."""
+        if self.phase != "ending" and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            raise Terminated
+
+
+def _interrupt_main() -> None:
+    _signal_main(signal.SIGTERM)
+
+
+def _signal_main(number: int) -> None:
+    """To the main thread itself, so that it also interrupts a wait of that thread."""
+    main = threading.main_thread().ident
+    if main is not None:
+        signal.pthread_kill(main, number)
+
+
+def _leave_to_launcher(number: int, frame: FrameType | None) -> None:
+    """The launcher gets the signal as well, and lets all ranks stop together."""
+
+
+class Control:
+    """Served as ``@control``; called by the master. ``member``: whom of a process with fused roles."""
+
+    def __init__(
+        self, runtime: Runtime, orders: Orders, tripwires: Tripwires, reporter: CallReporter, name: str
+    ) -> None:
+        self._runtime = runtime
+        self._orders = orders
+        self._tripwires = tripwires
+        self._reporter = reporter
+        self._name = name
+
+    @rpc
+    async def update_book(self, book: AddressBook) -> None:
+        self._runtime.set_address_book(book)
+        self._orders.book_arrived.set()
+
+    @rpc
+    async def begin_run(self, member: str = "") -> bool:
+        """Start ``run()``; False if the role has none."""
+        return self._orders.begin_run(member)
+
+    @rpc
+    async def teardown(self, stop: StopRequest | None = None) -> None:
+        """Call ``teardown()`` when ``run()`` has returned and the methods that are queued are done, then end; before
+        it ``on_stop(stop)`` if the job was stopped before its end."""
+        self._orders.last_stop = stop
+        self._orders.give("end")
+
+    @rpc
+    async def stop(self, reason: str, ends: bool = False) -> None:
+        """Let the next ``step_boundary()`` return a stop request. ``ends``: SIGTERM follows, which the member's own
+        code may handle; when ``run()`` has returned, the member ends whether it does or not."""
+        self._orders.ask_to_stop(reason)
+        if ends:
+            self._orders.end_after_run()
+
+    @rpc
+    async def hold_step(self, reason: str) -> int | None:
+        """The step of the last boundary; the next boundary waits for ``set_stop``."""
+        step = self._orders.stopping.hold()
+        self._orders.pass_on(reason)
+        return step
+
+    @rpc
+    async def set_stop(self, request: StopRequest) -> None:
+        """Stop at the step that the request names."""
+        self._orders.stopping.ask(request)
+
+    @rpc
+    async def member_lost(self, exit: ExitInfo) -> None:
+        self._runtime.member_lost(exit)
+
+    @rpc
+    async def restarted(self, event: RestartEvent) -> None:
+        """Others are replaced by new processes, or have been."""
+        self._orders.note_restart(event)
+
+    @rpc
+    async def pending(self, member: str = "") -> tuple[tuple[Waiting, ...], tuple[Serving, ...]]:
+        """Whom this member waits for, and what it was asked and has not answered. What a process of several members
+        waits for is told of the first one."""
+        waits = self._runtime.waiting() if member in ("", self._name) else ()
+        return waits, tuple(self._calls_of(member))
+
+    @rpc
+    async def refuse_queued(self, calls: tuple[CallKey, ...], text: str) -> None:
+        """Refuse calls that are queued here and would never begin: they are part of a circle."""
+        self._runtime.refuse_queued(calls, text)
+
+    @rpc
+    async def stacks(self) -> str:
+        """What each thread does: the innermost call first."""
+        return own_stacks()
+
+    @rpc
+    async def methods(self, member: str) -> tuple[str, ...]:
+        """What a member exports; nothing as long as it is not served."""
+        return self._runtime.methods_of(member)
+
+    @rpc
+    async def note_calls(self) -> None:
+        """Note single calls from now on, for the job's timeline."""
+        self._reporter.note_calls()
+
+    @rpc
+    async def arm(self, method: str, kill: str, member: str = "") -> None:
+        """Tell the master when ``method`` is called next: somebody is to be killed then."""
+        self._tripwires.arm(member or self._name, method, kill)
+
+    @rpc
+    async def progress(self, member: str = "") -> MemberProgress:
+        """What this member does, and since when without a sign of life."""
+        began = self._orders.run_began_at if member in ("", self._orders.runs) else None
+        return MemberProgress(
+            run_s=None if began is None else time.monotonic() - began,
+            calls=tuple(call for call in self._calls_of(member) if call.runs),
+            quiet_s=self._runtime.quiet_s(),
+            waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.waiting())),
+        )
+
+    def _calls_of(self, member: str) -> Iterator[Serving]:
+        for call in self._runtime.serving():
+            if call.method.startswith(f"{member}.") if member else not call.method.startswith(CONTROL):
+                yield call
+
+
+class MasterLink:
+    """The ``ControlLink`` of a worker's context."""
+
+    def __init__(
+        self, runtime: Runtime, master: MemberHandle, outbox: Outbox, orders: Orders, who: tuple[str, int, int]
+    ) -> None:
+        self._runtime = runtime
+        self._master = master
+        self._outbox = outbox
+        self._orders = orders
+        self._who = who
+
+    def report(self, record: MetricRecord) -> None:
+        self._outbox.put(record)
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._outbox.put(alarm)
+
+    def boundary(self, step: int) -> StopRequest | None:
+        return self._orders.stopping.boundary(step)
+
+    def stopping(self, step: int) -> None:
+        self._master.call("stopping_at", *self._who, step)
+
+    def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
+        return self._orders.take_events(wait_s)
+
+    def listen(self, listener: Callable[[RestartEvent], object]) -> None:
+        self._orders.listen(listener)
+
+    def tell_listeners(self) -> None:
+        self._runtime.note_activity()
+        self._orders.tell_listeners()
+        self._runtime.run_waiting_main()
+
+    def take_call_stats(self) -> tuple[CallStats, ...]:
+        return self._runtime.take_call_stats()

@@ -1,0 +1,163 @@
+"""The Python stacks of a member, also of one that holds the interpreter's lock or waits in C.
+
+A member that can answer tells its stacks itself. For one that cannot, ``faulthandler`` writes them into a file of its
+own when a signal comes, which needs neither the lock nor a running loop. Its agent sends the signal and reads the file.
+
+The signal goes to one thread, that of the member's network loop, which goes on waiting when it has come. No thread of
+the user's gets it, so that no system call of theirs returns early (``poll`` and ``sleep`` do, whatever SA_RESTART
+says). A process that is stopped gets none: it could not answer, and must not find one when it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import os
+import platform
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from rlmesh import private_files
+from rlmesh.agent.processes import ownership
+from rlmesh.runtime.calling.peer_status import state_letter
+
+__all__ = ["SIGNAL", "dump_stacks", "ignore", "listen", "own_stacks", "stacks_file", "take_signals"]
+
+SIGNAL = signal.SIGRTMIN + 7
+"""One that nobody else uses: SIGUSR1 and SIGUSR2 belong to users and to Slurm."""
+WAIT_S = 2.0
+STOPPED = "Tt"
+_TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250, "s390x": 241, "riscv64": 131}.get(platform.machine(), 234)
+"""Number of the system call, which has no name in older C libraries."""
+_QUIET_S = 0.05
+_POLL_S = 0.01
+
+
+def stacks_file(socket_dir: str, role: str, rank: int) -> Path:
+    """Where a member's stacks are written, in the folder that only its owner can enter."""
+    return Path(socket_dir) / f"stacks-{role}-{rank}"
+
+
+def listen(socket_dir: str, role: str, rank: int) -> None:
+    """In a member: write the stacks of all threads when `SIGNAL` comes. A folder that is full or gone only means that
+    there will be none."""
+    try:
+        fd = private_files.append_to(stacks_file(socket_dir, role, rank))
+        faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
+    except OSError:
+        pass
+
+
+def ignore() -> None:
+    """In a forked child: the file is its parent's."""
+    faulthandler.unregister(SIGNAL)
+
+
+def take_signals(socket_dir: str, role: str, rank: int) -> None:
+    """On the thread that is to get `SIGNAL`: say so in the file that the agent reads."""
+    line = f"thread {threading.get_native_id()} main 0x{threading.main_thread().ident or 0:x}\n"
+    try:
+        fd = os.open(stacks_file(socket_dir, role, rank), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+    except OSError:
+        pass
+
+
+def own_stacks() -> str:
+    """What each thread of this process does, innermost call first, as ``faulthandler`` writes it; with the names of
+    the threads and their lines."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        thread = threads.get(ident)
+        kind = "Main thread" if thread is threading.main_thread() else "Thread"
+        name = thread.name if thread is not None else "not started by Python"
+        lines = [f"{kind} 0x{ident:x} [{name}] (most recent call first):"]
+        for call in reversed(traceback.extract_stack(frame)):
+            lines.append(f'  File "{call.filename}", line {call.lineno} in {call.name}')
+            lines += [f"    {call.line}"] if call.line else []
+        parts.append("\n".join(lines))
+    return "\n".join(sorted(parts))
+
+
+def catches(pid: int) -> bool:
+    """Whether a process handles `SIGNAL`; one that does not, yet or any more, would be killed by it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (int(SIGNAL) - 1) & 1)
+
+
+async def dump_stacks(pid: int, path: Path, wait_s: float = WAIT_S) -> str:
+    """Have a member write its stacks, and give them; else a sentence that says why there are none."""
+    process = ownership.read_process(pid)
+    if process is None or not process.running:
+        return "it has ended"
+    if state_letter(pid) in STOPPED:
+        return "it did not answer with its stacks: its process is stopped"
+    thread, main = _listener(path)
+    if not thread or not catches(pid):
+        return "it is starting or ending, and does not listen for the request"
+    began_at = _size(path)
+    if not _send_to_thread(pid, thread):
+        return "it is ending, and does not listen for the request any more"
+    deadline, size, changed_at = time.monotonic() + wait_s, began_at, time.monotonic()
+    while time.monotonic() < deadline and (size == began_at or time.monotonic() - changed_at < _QUIET_S):
+        await asyncio.sleep(_POLL_S)
+        now = _size(path)
+        if now != size:
+            size, changed_at = now, time.monotonic()
+    if size == began_at:
+        return f"it did not answer within {wait_s:g} s: it waits in the kernel"
+    return _named(_read_from(path, began_at), main)
+
+
+def _listener(path: Path) -> tuple[int, str]:
+    """The thread that takes the signal, and the identity of the main thread; 0 if there is none yet."""
+    try:
+        with open(path, "rb") as file:
+            found = [line.split() for line in file.read().splitlines() if line.startswith(b"thread ")]
+        return int(found[-1][1]), found[-1][3].decode()
+    except (OSError, IndexError, ValueError):
+        return 0, ""
+
+
+def _send_to_thread(pid: int, thread: int) -> bool:
+    """``SIGNAL`` to one thread of a process; False if it is gone. Its number cannot mean another process's thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.syscall(_TGKILL, pid, thread, int(SIGNAL)) == 0)
+
+
+def _named(text: str, main: str) -> str:
+    """The threads, the main one by name and first, without the one that took the signal."""
+    parts = [part for part in re.split(r"\n(?=(?:Current thread|Thread) 0x)", text) if not part.startswith("Current ")]
+    named = []
+    for part in parts:
+        ident = part.partition(" (")[0].removeprefix("Thread ")
+        is_main = bool(main) and ident.startswith("0x") and int(ident, 16) == int(main, 16)
+        named.append(f"Main thread{part.removeprefix('Thread')}" if is_main else part)
+    return "\n".join(sorted(named, key=lambda part: not part.startswith("Main")))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read_from(path: Path, offset: int) -> str:
+    with os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb") as file:
+        file.seek(offset)
+        return file.read().decode("utf-8", "replace").rstrip()

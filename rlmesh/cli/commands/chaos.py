@@ -1,0 +1,125 @@
+"""``rlmesh chaos [JOB] --kill ROLE[:RANK] --at-step N``: rehearse the failure of a running job."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlmesh.cli.job_choice import add_job_argument, asking, find_running, say, told
+from rlmesh.cli.quantities import count, positive, seconds
+from rlmesh.errors import CallError, UsageError
+from rlmesh.master.chaos_plan import parse_kill
+from rlmesh.run_directory.discovery import RunningJob
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.handle import MemberHandle
+
+POLL_S = 0.2
+DESCRIPTION = """\
+Kill a member of a running job, its master or an agent, at a chosen moment, and see whether the job does what its
+restart policy says. Without a point the kill is at once. The same kills can be given to a job from its start on:
+rlmesh launch --chaos REWARD:0@step=5 JOB.py
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to ``rlmesh``'s subparsers."""
+    parser = commands.add_parser("chaos", help="rehearse the failure of a running job", description=DESCRIPTION)
+    add_job_argument(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--kill", metavar="ROLE[:RANK]", help="whom; also master, agent or agent:NODE")
+    what.add_argument("--random", type=positive, metavar="KILLS", help="kill so many members, drawn by --seed")
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument("--at-step", type=count, metavar="N", help="when step N was reported")
+    when.add_argument("--at-call", metavar="[ROLE.]METHOD", help="when the method begins there")
+    when.add_argument("--at-shutdown", action="store_true", help="when the job begins to end")
+    parser.add_argument("--signal", default="KILL", help="which signal (default KILL; STOP makes a hang)")
+    parser.add_argument("--seed", type=int, help="of --random (default 0)")
+    parser.add_argument("--within", type=seconds, metavar="S", help="of --random (default 30)")
+    parser.set_defaults(run=told("chaos", run))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the job's master, wait until it has happened, and return the exit code."""
+    text = kill_text(options)
+    job = find_running(options.job)
+    try:
+        return rehearse(job, text, say)
+    except KeyboardInterrupt:
+        print("rlmesh chaos: what has not happened yet may still happen", file=sys.stderr)
+        raise
+
+
+def kill_text(options: argparse.Namespace) -> str:
+    """The kill as text.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if options.random is not None:
+        if options.at_step is not None or options.at_call or options.at_shutdown or options.signal != "KILL":
+            raise UsageError(
+                "--at-step, --at-call, --at-shutdown and --signal are for --kill: --random draws the moments"
+            )
+        seed, within = options.seed or 0, 30.0 if options.within is None else options.within
+        return f"random:seed={seed},kills={options.random},within={within:g}"
+    if options.seed is not None or options.within is not None:
+        raise UsageError("--seed and --within are for --random")
+    point = "now"
+    if options.at_step is not None:
+        point = f"step={options.at_step}"
+    elif options.at_call:
+        point = f"call={options.at_call}"
+    elif options.at_shutdown:
+        point = "shutdown"
+    text = f"{options.kill}@{point}+{options.signal}"
+    parse_kill(text)
+    return text
+
+
+def rehearse(job: RunningJob, text: str, tell: Callable[[str], None]) -> int:
+    """Have it done and wait for it; 0 when it happened, 1 if the job ended before.
+
+    Raises:
+        UsageError: the job has no such member.
+        CallError: the master does not answer.
+    """
+    with asking(job) as master:
+        waiting = list(master.call("rehearse", (text,)).result())
+        for kill in waiting:
+            tell(f"to come: {kill}")
+        while waiting:
+            left = _left(master)
+            if left is None:
+                own = [kill for kill in waiting if kill.startswith(("master", "agent"))]
+                tell("\n".join(f"happened: {kill}" for kill in own) or "the job has ended before it happened")
+                return 0 if own == waiting else 1
+            for kill in [kill for kill in waiting if kill not in left]:
+                waiting.remove(kill)
+                if kill in left.cannot:
+                    tell(f"cannot happen: {left.cannot[kill]}")
+                    return 1
+                tell(f"happened: {kill}")
+            if waiting:
+                time.sleep(POLL_S)
+    return 0
+
+
+class _Left(tuple[str, ...]):
+    """The kills that are still to come; ``cannot``: those that never will, with why."""
+
+    cannot: Mapping[str, str] = {}
+
+
+def _left(master: MemberHandle) -> _Left | None:
+    """What is still to come; None if the master is gone."""
+    try:
+        _, left, cannot = master.call("rehearsed").result()
+    except CallError:
+        return None
+    found = _Left(left)
+    found.cannot = cannot
+    return found

@@ -1,0 +1,34 @@
+"""``rlmesh keygen FILE``: makes the key of a job, for nodes and services that get it by hand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlmesh.errors import UsageError
+from rlmesh.runtime.connections.security import KEY_VARIABLE, write_key_file
+
+DESCRIPTION = (
+    "Write a new key to FILE, which must not exist yet, readable by its owner only. Whoever holds the key of a job can "
+    f"run code in its processes. Jobs take it by --key-file or by the environment variable {KEY_VARIABLE}."
+)
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to ``rlmesh``'s subparsers."""
+    parser = commands.add_parser("keygen", help="make a job's key", description=DESCRIPTION)
+    parser.add_argument("file", metavar="FILE", type=Path, help="where to write it")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """Write the file and return the exit code. The key itself is never printed."""
+    try:
+        write_key_file(options.file)
+    except UsageError as error:
+        print(f"rlmesh keygen: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.file}; use it by --key-file {options.file}")
+    return 0

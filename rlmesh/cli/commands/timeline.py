@@ -1,0 +1,60 @@
+"""``rlmesh timeline [JOB] -o trace.json``: a job's life, steps and calls as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rlmesh.cli.job_choice import add_job_argument, check_own, find_any, told
+from rlmesh.errors import UsageError
+from rlmesh.observe.files.event_log import EVENTS_FILE
+from rlmesh.observe.timeline import read_trace
+
+DESCRIPTION = """\
+Write what is known of a job, running or ended, as a trace that https://ui.perfetto.dev and chrome://tracing open:
+the life of each member, its steps, and, if it was launched with --timeline, its calls, with arrows to where they ran.
+JOB may also be a run directory.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to ``rlmesh``'s subparsers."""
+    parser = commands.add_parser("timeline", help="a job as a trace for Perfetto", description=DESCRIPTION)
+    add_job_argument(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="default trace.json"
+    )
+    parser.set_defaults(run=told("timeline", write))
+
+
+def write(options: argparse.Namespace) -> int:
+    """Write the file and say what is in it; 0."""
+    run_dir = _run_dir(options.job)
+    check_own(run_dir)
+    trace = read_trace(run_dir)
+    draft = options.output.with_name(f".{options.output.name}.{os.getpid()}")
+    try:
+        # In any folder, also one where others can put links: a new file or none.
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(trace, file, separators=(",", ":"))
+        os.replace(draft, options.output)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UsageError(f"{options.output} cannot be written: {error}") from error
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    calls = sum(event["cat"] in ("call", "sync") for event in slices)
+    steps = sum(event["cat"] == "step" for event in slices)
+    print(f"{options.output}: {calls} calls, {steps} steps of {run_dir}; open it at https://ui.perfetto.dev")
+    if not calls:
+        print("no calls were noted: launch with --timeline to see them")
+    return 0
+
+
+def _run_dir(job: str | None) -> Path:
+    if job is not None and (Path(job) / EVENTS_FILE).is_file():
+        return Path(job)
+    return Path(find_any(job).run_dir)

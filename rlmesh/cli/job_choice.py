@@ -1,0 +1,190 @@
+"""What the commands about jobs have alike: finding the job that is meant, asking its master, choosing members."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmesh import private_files
+from rlmesh.errors import RemoteError, RLMeshError, UsageError
+from rlmesh.job.masking import mask_text
+from rlmesh.observe.views.safe_text import shown
+from rlmesh.run_directory.discovery import RunningJob, find_job, running_jobs
+from rlmesh.run_directory.records import EndedJob, ended_jobs, read_end
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.handle import MemberHandle
+
+ASK_TIMEOUT_S = 10.0
+SHOWN_OTHERS = 3
+
+
+def age(seconds: float) -> str:
+    """``1:02`` or ``1:02:03``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def headline(job: RunningJob | EndedJob) -> str:
+    """A job in one line."""
+    if isinstance(job, RunningJob):
+        return f"{job.job_id}  {job.job_name}  for {age(job.age_s())}  {job.run_dir}"
+    return f"{job.job_id or '-'}  {job.job_name}  {_end_of(job)}  {job.run_dir}"
+
+
+def _end_of(job: EndedJob) -> str:
+    return job.stage + (f" after {age(job.ended_at - job.started_at)}" if job.ended_at else "")
+
+
+def find_any(what: str | None) -> RunningJob | EndedJob:
+    """A job that runs or has ended, by its id, name or run directory; without any the only one that runs, else the one
+    that ended last.
+
+    Raises:
+        UsageError: none matches, or several do.
+    """
+    running = running_jobs()
+    ended = ended_jobs(job.run_dir for job in running)
+    if what is None:
+        return find_job(None, running) if running or not ended else max(ended, key=lambda job: job.ended_at)
+    folder = os.path.abspath(what)
+    if any(what in (job.job_id, job.job_name) or folder == job.run_dir for job in running):
+        return find_job(what, running)
+    there = read_end(Path(folder))
+    matching = [there] if there else [job for job in ended if what in (job.job_id, job.job_name)]
+    if matching:
+        newest = max(matching, key=lambda job: (job.started_at, job.ended_at))
+        _tell_others([job for job in matching if job is not newest], what)
+        return newest
+    known = ", ".join(job.job_id for job in running) or "none"
+    raise UsageError(f"no job {what!r} runs here or is known to have ended (running: {known}); see `rlmesh ps --all`")
+
+
+def _tell_others(others: Sequence[EndedJob], what: str) -> None:
+    """Of several jobs of one name the newest is meant; the others are told of, beside the output."""
+    if others:
+        shown_ones = [job.run_dir for job in sorted(others, key=lambda job: -job.started_at)][:SHOWN_OTHERS]
+        more = ", …" if len(others) > len(shown_ones) else ""
+        say(
+            f"the newest job called {what!r} is shown; {len(others)} more ended before it, which you name by their "
+            f"folders: {', '.join(shown_ones)}{more}",
+            err=True,
+        )
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines of others' words: what a terminal would obey is shown, what has the form of a secret is masked."""
+    print(shown(mask_text(text), lines=True), file=sys.stderr if err else sys.stdout)
+
+
+def find_running(what: str | None) -> RunningJob:
+    """A job that runs, as `find_job` finds it.
+
+    Raises:
+        UsageError: there is none, or more than one; of one that has ended it says so.
+    """
+    running = running_jobs()
+    try:
+        return find_job(what, running)
+    except UsageError as error:
+        if what is None or any(what in (job.job_id, job.job_name) for job in running):
+            raise
+        ended = [job for job in ended_jobs() if what in (job.job_id, job.job_name)]
+        if not ended and (there := read_end(Path(os.path.abspath(what)))) is not None:
+            ended = [there]
+        if not ended:
+            raise
+        last = max(ended, key=lambda job: job.ended_at)
+        raise UsageError(
+            f"{what} has ended: {_end_of(last)}. `rlmesh status {what}` and `rlmesh logs --job {what}` tell more"
+        ) from error
+
+
+@contextmanager
+def asking(job: RunningJob, timeout_s: float = ASK_TIMEOUT_S) -> Iterator[MemberHandle]:
+    """The master of a running job.
+
+    Raises:
+        UsageError: its key is gone, since it has ended just now.
+    """
+    from rlmesh.agent.protocol import MASTER
+    from rlmesh.runtime.runtime import Runtime
+
+    with Runtime.start(name="cli", key=job.key(), bind=False) as runtime:
+        yield runtime.peer(MASTER, job.master_endpoint).options(timeout_s=timeout_s)
+
+
+def check_own(folder: Path) -> None:
+    """Raises:
+    UsageError: a folder of a run is somebody else's, or others may write to it.
+    """
+    try:
+        private_files.check_folder(folder)
+    except private_files.UnsafeFile as error:
+        raise UsageError(f"it is not read, since somebody else may have written there: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be read: {error.strerror}") from None
+
+
+def matches(name: str, who: str | None) -> bool:
+    """Whether a member ``ROLE:rank`` is meant by ``ROLE`` or ``ROLE:rank``; by nothing, all are."""
+    return who is None or name.lower() == who.lower() or name.rpartition(":")[0].lower() == who.lower()
+
+
+def checked(names: list[str], who: str | None) -> list[str]:
+    """The members that are meant.
+
+    Raises:
+        UsageError: there are none; names those there are.
+    """
+    chosen = [name for name in names if matches(name, who)]
+    if not chosen:
+        hint = f". To name a job: --job {who}" if who is not None and _is_job(who) else ""
+        raise UsageError(f"the job has no member {who!r}; it has {', '.join(names) or 'none yet'}{hint}")
+    return chosen
+
+
+def _is_job(what: str) -> bool:
+    try:
+        find_any(what)
+    except UsageError:
+        return False
+    return True
+
+
+def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace, list[str]], int]:
+    """A command's ``run``, with errors for people and Ctrl-C as an end."""
+
+    def run(options: argparse.Namespace, rest: list[str]) -> int:
+        try:
+            if rest:
+                raise UsageError(f"{' '.join(rest)!r} behind -- means nothing here; rlmesh {command} --help")
+            return work(options)
+        except RLMeshError as error:
+            wrong_use = isinstance(error, UsageError)
+            # What the master says of wrong use is for people as it is, without how it came here.
+            text = error.remote_message if wrong_use and isinstance(error, RemoteError) else str(error)
+            say(f"rlmesh {command}: {text}", err=True)
+            return 2 if wrong_use else 1
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush does not complain
+            return 141
+
+    return run
+
+
+def add_job_argument(parser: Any, *, option: bool = False) -> None:
+    """``JOB``, or ``--job JOB`` where another word is the command's own."""
+    text = "a job's id, name or run directory; not needed where there is only one"
+    if option:
+        parser.add_argument("--job", metavar="JOB", help=text)
+    else:
+        parser.add_argument("job", metavar="JOB", nargs="?", help=text)

@@ -1,0 +1,1 @@
+"""What ``rlmesh launch`` is made of besides the command itself."""

@@ -1,0 +1,44 @@
+"""Options of ``rlmesh launch`` for who wants to see more of a job, or to rehearse its failures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlmesh.master.chaos_plan import parse_kill
+from rlmesh.master.jobspec import ObserveOptions
+from rlmesh.observe.prometheus.endpoint import parse_address
+
+__all__ = ["add_options", "options_of"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add them to the parser of ``rlmesh launch``."""
+    parser.add_argument(
+        "--chaos", action="append", default=[], metavar="KILL",
+        help="rehearse a failure, such as REWARD:0@step=5, ACTOR@call=save, master@shutdown or "
+        "random:seed=1,kills=3,within=30; may be given several times (rlmesh chaos --help says more)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metrics", default="", metavar="ADDRESS",
+        help="serve metrics to Prometheus at 127.0.0.1:PORT (0: any; it is in metrics.address) or unix:PATH",
+    )  # fmt: skip
+    parser.add_argument("--timeline", action="store_true", help="note single calls, for rlmesh timeline")
+
+
+def options_of(parsed: argparse.Namespace) -> ObserveOptions | None:
+    """What was asked for; None if nothing was.
+
+    Raises:
+        UsageError: a kill or an address is none.
+    """
+    for text in parsed.chaos:
+        if not text.startswith("random"):
+            parse_kill(text)
+    metrics = parsed.metrics
+    if metrics:
+        address = parse_address(metrics)
+        if isinstance(address, Path):
+            metrics = f"unix:{address.absolute()}"  # the script may change the directory
+    options = ObserveOptions(tuple(parsed.chaos), metrics, parsed.timeline)
+    return options if options != ObserveOptions() else None

@@ -1,0 +1,48 @@
+"""Signals to ``rlmesh launch``: for the jobs that the script started, or the end of the script."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rlmesh.driver.options import Ambient
+from rlmesh.driver.outcome import StoppedBySignal
+from rlmesh.errors import JobStopped
+from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice
+from rlmesh.runtime.process.forked import handle
+
+__all__ = ["heeding_signals"]
+
+
+@contextmanager
+def heeding_signals(block: Ambient) -> Iterator[None]:
+    """SIGUSR1 gives the block's running jobs notice, SIGTERM ends them (or gives notice too, under Slurm). Without a
+    running job the script ends: by ``JobStopped`` or ``StoppedBySignal``. ``submit`` on the main thread takes the
+    signals itself while it waits; this is for the time before and after, and for jobs on other threads.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        running = [job for job in block.jobs if not job.wait_ended(0)]
+        for job in running:
+            job.notice(name) if gives_notice(number) else job.stop(name)
+        if running:
+            return
+        if gives_notice(number):
+            raise JobStopped(f"{name} came while no job ran; start the script again to go on")
+        stopped = StoppedBySignal(f"{name} came while no job ran")
+        stopped.number = number
+        raise stopped
+
+    before = {number: handle(number, heed) for number in HEEDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

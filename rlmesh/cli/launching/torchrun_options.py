@@ -1,0 +1,243 @@
+"""torchrun's options and environment (``PET_*``) for ``rlmesh launch``: what each means here. Pure.
+
+Those without a meaning are accepted with a note that says why, or refused where ignoring them would do something else
+than what was asked for. docs/launching.md has the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmesh.errors import UsageError
+from rlmesh.rendezvous.state import DEFAULT_PORT
+from rlmesh.runtime.transport.inet import parse_endpoint
+
+__all__ = ["NodeFlags", "add_node_flags", "read_node_flags"]
+
+MASTER_PORT = 29500
+"""Where ``--master-addr`` comes without a port, as in torchrun."""
+JOIN_S, LAST_CALL_S = 600.0, 30.0
+
+IGNORED = {
+    "monitor-interval": "the end of a process is noticed at once; nothing is polled",
+    "start-method": "workers are forked from a process that has imported what they need, or started by exec",
+    "redirects": "each member's output goes to logs/ROLE-rank.log in the run directory, always",
+    "tee": "each member's output goes to its log file and to the console, always",
+    "local-ranks-filter": "all members are shown, each line with its name; `rlmesh logs ROLE:rank` shows one",
+    "role": "roles are named in the job",
+    "event-log-handler": "events are in the run directory",
+    "logs-specs": "logs are in the run directory",
+    "duplicate-stdout-filters": "logs are in the run directory",
+    "duplicate-stderr-filters": "logs are in the run directory",
+    "numa-binding": "members are bound next to their devices by the placement",
+    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job; see docs/launching.md",
+}
+"""Options that torchrun takes with a value, and why they change nothing here."""
+REFUSED = {
+    "no-python": "the script submits a job from this process, so it must be Python",
+    "virtual-local-rank": "LOCAL_RANK is the member's rank on its node; devices are chosen by the placement",
+}
+_SHORT = {"redirects": "-r", "tee": "-t"}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFlags:
+    """What the options say.
+
+    Attributes:
+        least, most: number of nodes; 1 and 1 without other machines.
+        node_rank: None: found out when nodes come together.
+        host, port: of the head; empty on one machine.
+        slots: of each node: virtual accelerators for a job of device type CPU.
+        log_root: the folder in which run directories are made.
+        module: the script is the name of a module.
+        max_restarts: of members, in all, where the job says nothing else.
+        grace_s: between SIGTERM and SIGKILL when the job is stopped.
+        notes: about options that change nothing.
+    """
+
+    least: int = 1
+    most: int = 1
+    node_rank: int | None = None
+    host: str = ""
+    port: int = DEFAULT_PORT
+    local_addr: str = ""
+    join_s: float = JOIN_S
+    last_call_s: float = LAST_CALL_S
+    slots: int | None = None
+    log_root: Path | None = None
+    module: bool = False
+    max_restarts: int | None = None
+    grace_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def add_node_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the options; those that change nothing are not in the help."""
+    group = parser.add_argument_group("several nodes, as torchrun")
+
+    def add(name: str, *, short: str = "", **settings: Any) -> None:
+        group.add_argument(*filter(None, [short, name]), **settings)
+        if "-" in name[2:]:  # torchrun takes both spellings
+            settings["help"] = argparse.SUPPRESS
+            group.add_argument("--" + name[2:].replace("-", "_"), **{**settings, "default": argparse.SUPPRESS})
+
+    add("--nnodes", metavar="N[:MAX]", help="number of nodes, the same on each (default 1)")
+    add("--node-rank", metavar="R", help="0 runs the script, the others an agent each")
+    add("--rdzv-endpoint", metavar="HOST[:PORT]", help=f"of node 0 (port {DEFAULT_PORT} if none is given)")
+    add("--master-addr", metavar="HOST", help="the same, in two options")
+    add("--master-port", metavar="PORT", help=argparse.SUPPRESS)
+    add("--local-addr", metavar="ADDRESS", help="address of this node for the others, if the found one is wrong")
+    add("--rdzv-backend", metavar="NAME", help=argparse.SUPPRESS)
+    add("--rdzv-id", metavar="ID", help=argparse.SUPPRESS)
+    add("--rdzv-conf", metavar="K=V,…", help="join_timeout=600,last_call_timeout=30 (seconds)")
+    add("--standalone", action="store_true", default=None, help="this machine alone, whatever PET_* says")
+    add("--nproc-per-node", metavar="N", help="device slots of each node for a job on CPUs")
+    add("--log-dir", metavar="DIR", help="where run directories are made (default runs)")
+    add("--module", short="-m", action="store_true", default=None, help="JOB.py is the name of a module")
+    add("--run-path", action="store_true", help=argparse.SUPPRESS)
+    add("--max-restarts", metavar="N", help="restarts of members in all, for roles for which the job names no number")
+    add("--shutdown-timeout", metavar="S", help=argparse.SUPPRESS)
+    for name in IGNORED:
+        add(f"--{name}", short=_SHORT.get(name, ""), help=argparse.SUPPRESS)
+    for name in REFUSED:
+        add(f"--{name}", action="store_true", default=None, help=argparse.SUPPRESS)
+
+
+def read_node_flags(options: argparse.Namespace, env: Mapping[str, str]) -> NodeFlags:
+    """What the options mean, with ``PET_NNODES`` and the like where an option is not given.
+
+    Raises:
+        UsageError: they cannot be followed; says which and what to do.
+    """
+    reader = _Reader(vars(options), env)
+    for name, why in REFUSED.items():
+        if reader.flag(name):
+            raise UsageError(f"--{name} has no meaning here: {why}")
+    notes = tuple(f"--{name} changes nothing: {why}" for name, why in IGNORED.items() if reader.given(name))
+    common: dict[str, Any] = {
+        "slots": _slots(reader.text("nproc-per-node")),
+        "log_root": Path(reader.text("log-dir")) if reader.text("log-dir") else None,
+        "module": reader.flag("module"),
+        "local_addr": reader.text("local-addr"),
+        "grace_s": _seconds("--shutdown-timeout ", text, 0.0) if (text := reader.text("shutdown-timeout")) else None,
+        "max_restarts": _number("max-restarts", limit, 0) if (limit := reader.text("max-restarts")) else None,
+    }
+    least, most = _nodes(reader.text("nnodes") or "1")
+    backend = reader.text("rdzv-backend") or "static"
+    if backend not in ("static", "c10d") and not reader.flag("standalone"):
+        raise UsageError(
+            f"--rdzv-backend {backend}: nodes come together at node 0 itself, without etcd or the like; use c10d or "
+            "static, or leave it out"
+        )
+    if reader.flag("standalone"):
+        if most > 1 and reader.option("nnodes"):
+            raise UsageError(f"--standalone is one node, but --nnodes says {reader.text('nnodes')}: leave one out")
+        return NodeFlags(**common, notes=notes)
+    if most == 1:
+        if reader.option("node-rank") and _number("node-rank", reader.text("node-rank"), 0) > 0:
+            raise UsageError(f"--node-rank {reader.text('node-rank')} needs --nnodes N, the same on each node")
+        return NodeFlags(**common, notes=notes)
+    host, port = _endpoint(reader)
+    join_s, last_call_s, rank, more = _conf(reader.text("rdzv-conf"))
+    if reader.text("node-rank"):
+        rank = _number("node-rank", reader.text("node-rank"), 0)
+    if rank is not None and rank >= most:
+        raise UsageError(f"--node-rank {rank} is not one of {most} nodes: ranks are 0 to {most - 1}")
+    return NodeFlags(
+        least, most, rank, host, port, join_s=join_s, last_call_s=last_call_s, notes=notes + more, **common
+    )
+
+
+class _Reader:
+    """An option, else its ``PET_`` variable."""
+
+    def __init__(self, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        self._options, self._env = options, env
+
+    def option(self, name: str) -> Any:
+        return self._options.get(name.replace("-", "_"))
+
+    def text(self, name: str) -> str:
+        value = self.option(name)
+        return str(value) if value is not None else self._env.get(f"PET_{name.replace('-', '_').upper()}", "")
+
+    def given(self, name: str) -> bool:
+        return bool(self.text(name))
+
+    def flag(self, name: str) -> bool:
+        text = self.text(name)
+        if text.lower() in ("", "0", "false", "no"):
+            return False
+        if text.lower() in ("1", "true", "yes"):
+            return True
+        raise UsageError(f"PET_{name.replace('-', '_').upper()}={text!r}: give 1 or 0")
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) > 2 or not all(_is_number(part, 1) for part in parts):
+        raise UsageError(f"--nnodes {text}: give a whole number of at least 1, or two of them as MIN:MAX")
+    least, most = int(parts[0]), int(parts[-1])
+    if most < least:
+        raise UsageError(f"--nnodes {text}: the second number is smaller than the first")
+    return least, most
+
+
+def _endpoint(reader: _Reader) -> tuple[str, int]:
+    endpoint, address = reader.text("rdzv-endpoint"), reader.text("master-addr")
+    if endpoint:
+        return parse_endpoint(endpoint, DEFAULT_PORT)
+    if not address:
+        raise UsageError(
+            "a job of several nodes needs the address of node 0: pass --rdzv-endpoint HOST:PORT, the same on each node"
+        )
+    host, port = parse_endpoint(address, MASTER_PORT)
+    return host, _number("master-port", reader.text("master-port") or str(port), 0)
+
+
+def _conf(text: str) -> tuple[float, float, int | None, tuple[str, ...]]:
+    """``--rdzv-conf``: seconds to join, seconds for a last call, the rank, notes."""
+    values = dict(item.strip().partition("=")[::2] for item in text.split(",") if item.strip())
+    rank = values.pop("rank", "")
+    if values.pop("is_host", "").lower() in ("1", "true", "t", "yes", "y"):
+        rank = "0"
+    join = values.pop("join_timeout", "") or values.pop("timeout", "")
+    last = values.pop("last_call_timeout", "")
+    values.pop("timeout", "")
+    return (
+        _seconds("--rdzv-conf join_timeout=", join, JOIN_S),
+        _seconds("--rdzv-conf last_call_timeout=", last, LAST_CALL_S),
+        _number("rdzv-conf rank", rank, 0) if rank else None,
+        tuple(f"--rdzv-conf {name} changes nothing: rlmesh has no such setting" for name in values),
+    )
+
+
+def _seconds(name: str, text: str, default: float) -> float:
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{name}{text}: give a number of seconds")
+    return value
+
+
+def _slots(text: str) -> int | None:
+    return None if text in ("", "auto", "gpu", "cpu", "xpu") else _number("nproc-per-node", text, 1)
+
+
+def _number(name: str, text: str, least: int) -> int:
+    if not _is_number(text, least):
+        raise UsageError(f"--{name} {text}: give a whole number of at least {least}")
+    return int(text)
+
+
+def _is_number(text: str, least: int) -> bool:
+    return text.isascii() and text.isdigit() and int(text) >= least

@@ -1,0 +1,1 @@
+"""The driver: the process that submits a job, shows it, and ends it."""

@@ -1,0 +1,81 @@
+"""The end of a job that did not succeed, in few lines: what is not told here stands in files, which are named."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rlmesh.driver.outcome import StoppedBySignal
+from rlmesh.errors import JobFailed, JobStopped, RestartBudgetExhausted
+
+__all__ = ["failure_lines", "shorten", "tell_ends_shortly"]
+
+MOST_LINES = 16
+SHOWN_OTHERS = 3
+WIDEST = 400
+
+
+def failure_lines(error: JobFailed) -> list[str]:
+    """A failed job for people: the first cause, the first lines of what followed, where the rest is.
+
+    What the members printed is not repeated if it was shown while the job ran.
+    """
+    first, *others = [str(one) for one in error.exceptions]
+    cause = first.splitlines() or [""]
+    # The first failure of a restart budget may be hours old, and the shown output ends with other ones.
+    if error.shown and not isinstance(error.exceptions[0], RestartBudgetExhausted):
+        cause = _without_traceback(cause)
+    lines = [f"{error.message.partition(' failed: ')[0]} failed. First cause:"]
+    lines += [f"  {line}" for line in shorten(cause, MOST_LINES - SHOWN_OTHERS)]
+    if others:
+        lines.append("What followed:")
+        lines += [f"  {other.splitlines()[0][:WIDEST]}" for other in others[:SHOWN_OTHERS]]
+        if len(others) > SHOWN_OTHERS:
+            lines.append(f"  and {len(others) - SHOWN_OTHERS} more")
+    if error.incident:
+        lines.append(f"What happened, in order: {error.incident}")
+    lines.append(f"Logs and metrics: {error.run_dir}")
+    return lines
+
+
+def shorten(lines: list[str], most: int, rest: str = "") -> list[str]:
+    """At most so many lines: the first ones, and more of the last, where a traceback says what it is about."""
+    if len(lines) <= most:
+        return lines
+    head = max(1, most // 3)
+    tail = most - head - 1
+    left = len(lines) - head - tail
+    return [*lines[:head], f"… {left} more lines{f' in {rest}' if rest else ''} …", *lines[len(lines) - tail :]]
+
+
+def _without_traceback(lines: list[str]) -> list[str]:
+    """A failure without tracebacks, and without the end of the log that holds the same one."""
+    kept: list[str] = []
+    inside = had_one = False
+    for line in lines:
+        if line.startswith("--- traceback of "):
+            break
+        if line.strip().startswith("out of memory: "):  # stands behind the traceback, and says more than it
+            kept.append(line)
+            continue
+        if line.startswith("traceback of ") or (had_one and line.startswith("last lines of ")):
+            inside = had_one = True
+        elif not (inside and (line.startswith("    ") or not line.strip())):
+            inside = False
+            kept.append(line)
+    return kept
+
+
+def tell_ends_shortly() -> None:
+    """Let a program end in few lines if a job's end goes through it. A hook of the program's own is left alone."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _hook
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, JobFailed):
+        sys.stderr.write("\n".join(["", *failure_lines(error), ""]))
+    elif isinstance(error, StoppedBySignal | JobStopped):
+        sys.stderr.write(f"rlmesh: {error}\n")
+    else:
+        sys.__excepthook__(kind, error, trace)

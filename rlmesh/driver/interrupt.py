@@ -1,0 +1,69 @@
+"""How signal handlers and other threads ask a driver to stop its job."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from rlmesh.runtime.process.forked import forget_in_children
+
+
+class Interrupt:
+    """Asks a session to stop: once with grace, twice at once. Safe to call from signal handlers and threads.
+
+    Before that, ``notice`` asks it to let all ranks stop at the same step.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.reason = ""
+        self.noticed = ""
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # Reentrant: a signal handler may run while this thread is inside.
+        self._lock = threading.RLock()
+        self._closed = False
+        forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: nothing can be asked of the parent's session."""
+        self._lock = threading.RLock()
+        self.close()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def ask(self, reason: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self.count += 1
+            self.reason = self.reason or reason
+            self.wake()
+
+    def notice(self, reason: str) -> None:
+        with self._lock:
+            self.noticed = self.noticed or reason
+            self.wake()
+
+    def wake(self) -> None:
+        """End the wait of whoever waits for ``fileno()``."""
+        with self._lock:
+            if not self._closed:
+                try:
+                    os.write(self._write, b"x")
+                except BlockingIOError:
+                    pass
+
+    def clear(self) -> None:
+        try:
+            os.read(self._read, 4096)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._read)
+            os.close(self._write)

@@ -1,0 +1,1 @@
+"""The description of a job: builders, descriptors, configuration, and their checks."""

@@ -1,0 +1,159 @@
+"""The parts of a job description about where members run: groups within a role, separations, pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from pydantic import AliasChoices, Field, field_serializer
+
+from rlmesh.errors import UsageError
+from rlmesh.job.description.resources import MOST, ResourceDesc
+from rlmesh.job.description.roles import role_name
+from rlmesh.job.description.spec import Spec
+from rlmesh.job.nearest_name import did_you_mean
+
+if TYPE_CHECKING:
+    from rlmesh.job.description.descriptors import BaseWorkloadDesc
+
+__all__ = ["Apart", "GroupDesc", "ResourcePoolManager", "SeparationDesc", "placing_problems", "pools_of"]
+
+
+Apart: TypeAlias = Literal["device", "node", "spread"]
+
+
+class GroupDesc(Spec):
+    """One group within a role, such as the prefill engines of a rollout role.
+
+    The groups of a role number its members through: the first group has the lowest ranks. What a group does not
+    say is as for the role.
+
+    Attributes:
+        total: number of members.
+        per_node: most members on one node (of an elastic role: exactly so many).
+        resource: what each member needs.
+        together: so many consecutive members are always on one node, on devices close to each other.
+        nodes: the only nodes that it may run on.
+        devices: the only devices that it may use, by UUID or its beginning, kind (``gpu``, ``mig``) or model.
+    """
+
+    total: int = Field(default=1, ge=1, le=MOST, validation_alias=AliasChoices("total", "num", "number"))
+    per_node: int | None = Field(default=None, ge=1)
+    resource: ResourceDesc | None = Field(default=None, validation_alias=AliasChoices("resource", "res"))
+    together: int | None = Field(default=None, ge=1)
+    nodes: tuple[str, ...] | None = None
+    devices: tuple[str, ...] | None = None
+
+
+class SeparationDesc(Spec):
+    """Roles that are kept apart.
+
+    Attributes:
+        roles: names of roles, or ``ROLE/group``. A single one is kept apart from itself: its members.
+        by: ``device``: they share no device; ``node``: no node has members of two of them; ``spread``: the members
+            of each are divided among as many nodes as the cluster allows.
+    """
+
+    roles: set[str]
+    by: Apart = "device"
+
+    @field_serializer("roles", mode="plain")
+    def _sorted(self, value: set[str]) -> list[str]:
+        return sorted(value)
+
+
+class ResourcePoolManager:
+    """Pools of devices, and which roles use which.
+
+    A pool is a division of the job's devices: so many on each of so many nodes. The roles of a pool share its
+    devices with each other, and with nobody else::
+
+        ResourcePoolManager(
+            resource_pool_spec={"global_pool": [8, 8]},
+            mapping={Role.ActorRollout: "global_pool", Role.Critic: "global_pool"},
+        )
+    """
+
+    def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Any, str]) -> None:
+        self.resource_pool_spec = _pool_sizes(resource_pool_spec)
+        self.mapping: dict[Any, str] = dict(mapping)
+        for role, pool in self.mapping.items():
+            if pool not in self.resource_pool_spec:
+                raise UsageError(
+                    f"ResourcePoolManager: {role} is mapped to pool {pool!r}, which resource_pool_spec does not have."
+                    f"{did_you_mean(pool, self.resource_pool_spec)}"
+                )
+
+    def get_n_gpus(self) -> int:
+        """Devices of all pools."""
+        return sum(sum(sizes) for sizes in self.resource_pool_spec.values())
+
+    def get_resource_pool(self, role: str | Enum) -> tuple[int, ...]:
+        """The devices per node of a role's pool."""
+        return tuple(self.resource_pool_spec[self.mapping[role]])
+
+
+def pools_of(
+    spec: ResourcePoolManager | Mapping[str, Sequence[int]], mapping: Mapping[Any, str] | None
+) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Pools by name, and pools by role, of either spelling.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(spec, ResourcePoolManager):
+        mapping = {**spec.mapping, **(mapping or {})}
+        spec = spec.resource_pool_spec
+    given: Any = mapping or {}
+    if not isinstance(given, Mapping) or not all(isinstance(pool, str) for pool in given.values()):
+        raise UsageError(f"the mapping names a pool for each role, such as {{'ACTOR': 'pool'}}, not {mapping!r:.80}")
+    return _pool_sizes(spec), {role_name(role): pool for role, pool in given.items()}
+
+
+def _pool_sizes(spec: Any) -> dict[str, list[int]]:
+    """Raises:
+    UsageError: these are no pools.
+    """
+    if not isinstance(spec, Mapping):
+        raise UsageError(f"pools are given as {{'pool': [8, 8]}}, devices on each of its nodes, not as {spec!r:.80}")
+    for name, sizes in spec.items():
+        if not isinstance(sizes, Sequence) or not all(type(size) is int for size in sizes):
+            raise UsageError(f"pool {name!r} is a list of numbers of devices, such as [8, 8], not {sizes!r:.80}")
+    return {name: list(sizes) for name, sizes in spec.items()}
+
+
+def placing_problems(
+    workloads: Mapping[str, BaseWorkloadDesc],
+    separations: Sequence[SeparationDesc],
+    pools: Mapping[str, Sequence[int]],
+    collocations: Sequence[AbstractSet[str]],
+) -> list[str]:
+    """Whether separations and pools name what exists, and do not contradict collocations."""
+    keys = {f"{role}/{group}" for role, workload in workloads.items() for group in workload.groups}
+    found: list[str] = []
+    for separation in separations:
+        where = f"separation of {', '.join(sorted(separation.roles)) or 'nothing'}"
+        if not separation.roles:
+            found.append(f"{where}: name at least one role")
+        found += [
+            f"{where}: the job has no role {role!r}.{did_you_mean(role, {*workloads, *keys})}"
+            for role in sorted(separation.roles - set(workloads) - keys)
+        ]
+        found += [
+            f"{where}: {' and '.join(both)} are to share devices as well: drop one of the two"
+            for together in collocations
+            if separation.by != "spread" and len(both := sorted(separation.roles & together)) > 1
+        ]
+    found += [
+        f"pools.{name}: {list(sizes)} must be numbers of devices above 0, one for each of its nodes"
+        for name, sizes in pools.items()
+        if not sizes or any(not 1 <= size <= MOST for size in sizes)
+    ]
+    for role, workload in workloads.items():
+        if workload.pool and workload.pool not in pools:
+            found.append(f"role {role}: pool: there is no pool {workload.pool!r}.{did_you_mean(workload.pool, pools)}")
+        if workload.pool and workload.groups:
+            found.append(f"role {role}: pool: a role with groups cannot use a pool: give its groups devices or nodes")
+    return found

@@ -1,0 +1,1 @@
+"""Entry points of roles and programs: how they are named, found, and imported."""

@@ -1,0 +1,109 @@
+"""How a job ends: teardown when its drivers are done, or everybody stopped. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rlmesh.job.status import ExitInfo
+from rlmesh.master import events as ev
+from rlmesh.master.context import Member, MemberId
+from rlmesh.master.decisions.job_state import JobState
+from rlmesh.master.decisions.stop_together import StopTogether
+
+
+class Ending:
+    """The last stage of one job."""
+
+    def __init__(self, state: JobState, together: StopTogether) -> None:
+        self._state = state
+        self._together = together
+
+    def drivers(self) -> list[Member]:
+        """The members whose ``run()`` the job waits for."""
+        spec = self._state.spec
+        named = spec.drivers()
+        roles = {role.name: role for role in spec.roles}
+        return [
+            member
+            for member in self._state.context.members.values()
+            if (member.placement.role in named if named is not None
+                else member.has_run and roles[member.placement.role].driver is not False)
+        ]  # fmt: skip
+
+    def end_all(self, reason: str, grace_s: float, now: float) -> None:
+        """Everybody is told to end, and ended when the grace is over."""
+        self._state.context.stage = "stopping"
+        living = self._state.living()
+        if bound := tuple(member.id for member in living if member.endpoint):
+            self._state.do(ev.AskToStop(bound, reason, ends=True))
+        self.stop_members(living, grace_s, now)
+
+    def stop_members(self, members: Iterable[Member], grace_s: float, now: float) -> None:
+        """End their processes, by SIGTERM and later SIGKILL."""
+        of_node: dict[int, list[MemberId]] = {}
+        for member in members:
+            member.asked_to_end = member.ended_by_us = True
+            if member.state != "failed":
+                member.enter("stopping", now)
+            of_node.setdefault(member.placement.node_rank, []).append(member.id)
+        for node_rank, ids in of_node.items():
+            self._state.do(ev.StopMembers(node_rank, tuple(ids), grace_s))
+        self._state.context.stop_grace_s = grace_s
+        self._state.deadlines.exits_at = now + grace_s + self._state.limits.exit_s
+
+    def teardown(self, members: Sequence[Member], now: float) -> None:
+        """Let members end by themselves, after what they are doing and their ``teardown()``; with them those that live
+        in the same processes."""
+        members = list({other.id: other for m in members for other in self._state.context.sharing_process(m)}.values())
+        if busy := tuple(member.id for member in members if member.state == "running"):
+            self._state.do(ev.AskToStop(busy, "the roles that drive the job are done"))
+            self._state.deadlines.runs_at = now + self._state.spec.grace_s
+        for member in members:
+            member.enter("stopping", now)
+            member.asked_to_end = True
+            self._state.do(ev.Teardown(member.id, self._together.last_word()))
+        # What a stop saves may take as long as it has, not only as long as an ordinary teardown.
+        self._state.deadlines.teardown_at = max(now + self._state.limits.teardown_s, self._together.ends_at or 0.0)
+
+    def unheard(self, member: Member, why: str, now: float) -> None:
+        """Nobody waits for the ``teardown()`` of a member that cannot run it."""
+        if member.state == "stopping" and not member.ended_by_us:
+            self._end_late(
+                self._state.context.sharing_process(member), f"it cannot run teardown() ({why})", now
+            )  # fmt: skip
+
+    def end_if_gone(self, failing: bool, now: float) -> None:
+        """Go on with the end: the others' teardown after the drivers', the last stage after the last process."""
+        context = self._state.context
+        living = self._state.living()
+        if context.ends_as == "succeeded" and not failing:
+            waiting = [member for member in living if member.state != "stopping"]
+            if waiting and len(waiting) == len(living):  # the drivers are gone
+                self.teardown(waiting, now)
+        if not living:
+            if failing and context.ends_as == "succeeded":
+                context.ends_as = "failed"
+            context.stopped_at = self._together.last_step
+            early = context.ends_as == "succeeded" and context.stopped_at is not None
+            context.stage = "stopped" if early else context.ends_as
+
+    def look_at_deadlines(self, now: float) -> None:
+        """End those that are late, and count those as gone whose end nobody reports."""
+        deadlines, limits, living = self._state.deadlines, self._state.limits, self._state.living()
+        if deadlines.take("runs_at", now):
+            self._end_late([member for member in living if member.in_run], "run() did not stop", now)
+        if deadlines.take("teardown_at", now):
+            late = [member for member in living if member.asked_to_end]
+            self._end_late(late, f"teardown() took longer than {limits.teardown_s:g} s", now)
+        if deadlines.take("exits_at", now):
+            for member in living:
+                if member.ended_by_us:
+                    member.exit = ExitInfo(*member.id, member.incarnation, member.pid, None, None, now)
+                    member.enter("failed", now)
+                    self._state.context.note = f"{member.name} (pid {member.pid}): its end was never reported"
+
+    def _end_late(self, members: Sequence[Member], why: str, now: float) -> None:
+        if members:
+            names = ", ".join(member.name for member in members)
+            self._state.context.note = f"{names}: {why}; ended by a signal"
+            self.stop_members(members, self._state.spec.grace_s, now)

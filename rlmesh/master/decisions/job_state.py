@@ -1,0 +1,54 @@
+"""What the parts of the state machine have in common: the job's context, its limits, and what is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rlmesh.job.status import MemberState
+from rlmesh.master import events as ev
+from rlmesh.master.context import JobContext, Member
+from rlmesh.master.decisions.deadlines import Deadlines
+from rlmesh.master.jobspec import JobSpec, Limits
+
+LastLines = Callable[[str], tuple[str, ...]]
+"""Reads the last lines of the log file at a path."""
+
+SERVING: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
+
+
+@dataclass(slots=True)
+class JobState:
+    """One job. ``actions`` are those of the event at hand; ``ports`` those of the elastic roles' process groups."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"deadlines": Deadlines, "ports": dict[str, int]}
+
+    context: JobContext
+    deadlines: Deadlines
+    last_lines: LastLines
+    actions: list[ev.Action] = field(default_factory=list)
+    ports: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.context.spec
+
+    @property
+    def limits(self) -> Limits:
+        return self.context.spec.limits
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the job goes on, or ends as it should: nobody was told to end for another reason."""
+        return self.context.ends_as == "succeeded"
+
+    def living(self) -> list[Member]:
+        return [member for member in self.context.members.values() if not member.gone]
+
+    def node_name(self, node_rank: int) -> str:
+        node = self.context.nodes.get(node_rank)
+        return node.name if node else str(node_rank)
+
+    def do(self, *actions: ev.Action) -> None:
+        self.actions.extend(actions)

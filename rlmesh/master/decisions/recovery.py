@@ -1,0 +1,239 @@
+"""Restarts that are under way: from the decision until the new processes serve. Pure.
+
+::
+
+    begin    members get a new incarnation in the address book, without an address: calls to them wait
+             old processes that still run are ended; new ports are reserved for elastic roles
+    advance  when the old ones are gone, the delay is over and the ports are there: spawn
+    done     when all of them serve: run() is begun again where it had not finished, and everybody is told
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from rlmesh.job.restarts import Phase, RestartEvent
+from rlmesh.job.status import ExitInfo, FailureInfo
+from rlmesh.master import events as ev
+from rlmesh.master.context import Member, MemberId
+from rlmesh.master.decisions.failover import Restart
+from rlmesh.master.decisions.job_state import SERVING, JobState
+from rlmesh.placement.planner import Placement
+
+__all__ = ["Recoveries", "Recovery"]
+
+
+@dataclass(slots=True)
+class Recovery:
+    """One restart. ``outgoing``: old processes that are not known to be gone, and on which node each is; ``homeless``:
+    there is no room for the new ones yet."""
+
+    restart: Restart
+    members: set[MemberId]
+    start_at: float
+    gone_by: float
+    outgoing: dict[ev.ProcessKey, int] = field(default_factory=dict)
+    spawned: bool = False
+    homeless: bool = False
+
+
+class Recoveries:
+    """All restarts of one job that are under way. A member is in at most one of them."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"_active": list[Recovery], "_ports_asked": dict[str, list[int]]}
+
+    def __init__(self, state: JobState) -> None:
+        self._state = state
+        self._active: list[Recovery] = []
+        self._ports_asked: dict[str, list[int]] = {}
+        """The nodes whose answers to ``ReservePort`` are on their way, by role; only the last one counts."""
+
+    def __bool__(self) -> bool:
+        return bool(self._active)
+
+    def begin(self, restart: Restart, places: Mapping[MemberId, Placement] | None, now: float) -> None:
+        """Replace members by new incarnations; those that cannot stay where they are get other ``places``. None: there
+        is no room for them before ``house`` tells of some."""
+        context = self._state.context
+        wanted = set(restart.members)
+        recovery = Recovery(restart, wanted, now + restart.record.delay_s, now + self._state.limits.exit_s)
+        self._merge_into(recovery)
+        ended: dict[int, list[ev.ProcessKey]] = {}
+        for member in self._of(wanted):
+            if not member.gone:
+                key = (*member.id, member.incarnation)
+                recovery.outgoing[key] = member.placement.node_rank
+                ended.setdefault(member.placement.node_rank, []).append(key)
+            if member.spawned or member.exit is not None:
+                member.next_incarnation(hidden=restart.record.scope == "member", now=now)
+            if restart.record.scope != "member":
+                member.has_finished = False
+        context.restarts.append(restart.record)
+        context.note = self._note(restart)
+        # The book first: who hears of a restart and calls at once calls the new incarnations.
+        self._state.do(ev.PublishBook(context.new_book()))
+        self._tell(recovery, "restarting")
+        for node_rank, keys in ended.items():
+            self._state.do(ev.EndProcesses(node_rank, tuple(keys), self._grace_s(restart)))
+        self._active.append(recovery)
+        if places is None:
+            recovery.homeless = True
+        else:
+            self._house(recovery, places)
+
+    def homeless(self) -> set[MemberId]:
+        """Members for which there is no room yet."""
+        return {member for recovery in self._active if recovery.homeless for member in recovery.members}
+
+    def house(self, places: Mapping[MemberId, Placement]) -> None:
+        """There is room now for those that had none."""
+        for recovery in self._active:
+            if recovery.homeless:
+                self._house(recovery, places)
+
+    def _house(self, recovery: Recovery, places: Mapping[MemberId, Placement]) -> None:
+        context = self._state.context
+        recovery.homeless = False
+        if places and context.plan is not None:
+            for member in self._of(recovery.members):
+                member.placement = places.get(member.id, member.placement)
+            placements = tuple(member.placement for member in context.members.values())
+            context.plan = replace(context.plan, placements=placements)
+        for role in self._elastic_roles(recovery.members):
+            leader = context.members[role, 0].placement.node_rank
+            self._ports_asked.setdefault(role, []).append(leader)
+            self._state.do(ev.ReservePort(role, leader, instead_of=self._state.ports.get(role)))
+
+    def _merge_into(self, recovery: Recovery) -> None:
+        """A restart of more members takes over what smaller ones have begun; a failure of a member that is being
+        restarted begins anew."""
+        kept = []
+        for other in self._active:
+            if other.members & recovery.members:
+                recovery.outgoing |= {key: at for key, at in other.outgoing.items() if key[:2] in recovery.members}
+                other.members -= recovery.members
+                other.outgoing = {key: at for key, at in other.outgoing.items() if key[:2] not in recovery.members}
+            if other.members:
+                kept.append(other)
+        self._active = kept
+
+    def _grace_s(self, restart: Restart) -> float:
+        """A group that has lost a rank cannot end in good order, and others wait for it; a whole job can."""
+        return self._state.limits.fail_grace_s if restart.record.scope == "job" else 0.0
+
+    def took(self, exit: ExitInfo) -> str | None:
+        """Why an old process was ended, if it was for a restart that it has ended now."""
+        key = (exit.role, exit.rank, exit.incarnation)
+        for recovery in self._active:
+            if key in recovery.outgoing:
+                del recovery.outgoing[key]
+                record = recovery.restart.record
+                own = (exit.role, exit.rank) == (record.failure.role, record.failure.rank)
+                return record.cause if own else f"{record.unit} is started again: {record.cause}"
+        return None
+
+    def node_lost(self, node_rank: int) -> None:
+        """No old process runs on a node any more, and nothing is answered from there."""
+        for recovery in self._active:
+            recovery.outgoing = {key: at for key, at in recovery.outgoing.items() if at != node_rank}
+        self._ports_asked = {role: [at for at in asked if at != node_rank] for role, asked in self._ports_asked.items()}
+
+    def port_reserved(self, role: str, node_rank: int | None) -> None:
+        asked = self._ports_asked.get(role)
+        if asked:
+            asked.remove(node_rank if node_rank in asked else asked[0])
+
+    def abandon(self) -> list[Member]:
+        """Forget all restarts: the job ends. Returns the members that had a new process which does not serve yet."""
+        unfinished = []
+        for recovery in self._active:
+            for member in self._of(recovery.members):
+                if not member.gone and member.state not in SERVING:
+                    unfinished.append(member)
+                elif member.state == "restarting":
+                    member.state = "failed"
+        self._active.clear()
+        return unfinished
+
+    def advance(self, now: float) -> FailureInfo | None:
+        """Spawn what is due and finish what serves; a failure if an old process does not go."""
+        for recovery in list(self._active):
+            if recovery.outgoing and now >= recovery.gone_by:
+                role, rank, _ = min(recovery.outgoing)
+                return FailureInfo(
+                    f"{role}:{rank} is to be restarted, but the end of its old process was not reported within "
+                    f"{self._state.limits.exit_s:g} s", role, rank, now,
+                )  # fmt: skip
+            if not recovery.spawned and not recovery.outgoing and not recovery.homeless and now >= recovery.start_at:
+                if not any(self._ports_asked.get(role) for role in self._elastic_roles(recovery.members)):
+                    self._spawn(recovery, now)
+            elif recovery.spawned and all(member.state in SERVING for member in self._of(recovery.members)):
+                self._done(recovery, now)
+        return None
+
+    def _spawn(self, recovery: Recovery, now: float) -> None:
+        recovery.spawned = True
+        of_node: dict[int, list[MemberId]] = {}
+        events = {event.role: event for event in self._events(recovery, "restarting")}
+        for member in self._of(recovery.members):
+            member.spawned = True
+            member.restart = events[member.placement.role]
+            member.enter("starting", now)
+            of_node.setdefault(member.placement.node_rank, []).append(member.id)
+        for node_rank, ids in of_node.items():
+            self._state.do(ev.Spawn(node_rank, tuple(ids)))
+
+    def _done(self, recovery: Recovery, now: float) -> None:
+        self._active.remove(recovery)
+        context, record = self._state.context, recovery.restart.record
+        context.restarts = [replace(r, ready_at=now) if r == record else r for r in context.restarts]
+        if context.note == self._note(recovery.restart):
+            context.note = ""
+        if context.stage == "running":
+            for member in self._of(recovery.members):
+                if not member.has_finished:
+                    self._state.do(ev.BeginRun(member.id))
+        self._tell(recovery, "ready")
+
+    def _tell(self, recovery: Recovery, phase: Phase) -> None:
+        self._state.do(*(ev.TellRestart(event) for event in self._events(recovery, phase)))
+
+    def _events(self, recovery: Recovery, phase: Phase) -> list[RestartEvent]:
+        record, of_role = recovery.restart.record, dict[str, list[Member]]()
+        for member in self._of(recovery.members):
+            of_role.setdefault(member.placement.role, []).append(member)
+        return [
+            RestartEvent(
+                role=role,
+                ranks=tuple(member.placement.rank for member in members),
+                phase=phase,
+                scope=record.scope,
+                incarnations=tuple(member.incarnation for member in members),
+                cause=record.cause,
+                number=recovery.restart.number,
+                at=record.at,
+                restored=tuple(_restored(member) if phase == "ready" else None for member in members),
+            )
+            for role, members in of_role.items()
+        ]
+
+    def _note(self, restart: Restart) -> str:
+        record = restart.record
+        when = f" in {record.delay_s:g} s" if record.delay_s else ""
+        return f"{record.unit} is restarted{when} (restart {restart.number} of {restart.budget}): {record.cause}"
+
+    def _of(self, members: Iterable[MemberId]) -> list[Member]:
+        return [self._state.context.members[member] for member in sorted(members)]
+
+    def _elastic_roles(self, members: Collection[MemberId]) -> list[str]:
+        elastic = {role.name for role in self._state.spec.roles if role.backend == "elastic"}
+        return sorted({role for role, _ in members} & elastic)
+
+
+def _restored(member: Member) -> int | None:
+    """What its present process has restored, as it said."""
+    restart = member.restart
+    rank = member.placement.rank
+    return restart.restored[restart.ranks.index(rank)] if restart is not None and rank in restart.ranks else None

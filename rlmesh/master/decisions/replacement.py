@@ -1,0 +1,85 @@
+"""New places for members whose device is bad or whose node must not be used any more. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+from rlmesh.errors import PlacementError
+from rlmesh.job.status import FailureInfo
+from rlmesh.master.context import MemberId
+from rlmesh.master.decisions.job_state import JobState
+from rlmesh.master.decisions.scheduler import Scheduler
+from rlmesh.placement.planner import Placement
+
+__all__ = ["NODE_FAILURES", "NODE_WINDOW_S", "Moves"]
+
+NODE_FAILURES = 3
+"""A node on which so many failures have begun within the window is avoided, as long as there is room elsewhere."""
+NODE_WINDOW_S = 3600.0
+
+
+class Moves:
+    """What one job must not use any more. Members stay where they are until they are restarted."""
+
+    KEPT: ClassVar[Mapping[str, object]] = {"bad_devices": set[str]}
+
+    def __init__(self, state: JobState, scheduler: Scheduler) -> None:
+        self._state = state
+        self._scheduler = scheduler
+        self.bad_devices: set[str] = set()
+
+    @property
+    def bad_nodes(self) -> set[int]:
+        """Nodes that are lost, and those that are given up with them."""
+        context = self._state.context
+        return {*context.lost_nodes, *context.set_aside}
+
+    def shaky_nodes(self, now: float) -> set[int]:
+        """Nodes that failed repeatedly, by whatever: one failure counts once, however many members it took."""
+        failures: dict[int, set[float]] = defaultdict(set)
+        for record in self._state.context.restarts:
+            if record.failure.exit is not None and record.at > now - NODE_WINDOW_S:
+                failures[record.failure.exit.node_rank].add(record.at)
+        return {node for node, times in failures.items() if len(times) >= NODE_FAILURES}
+
+    def is_bad(self, placement: Placement) -> bool:
+        """Whether a member must leave its place."""
+        on_bad = any(share.device.uuid in self.bad_devices for share in placement.devices)
+        return on_bad or placement.node_rank in self.bad_nodes
+
+    def places(self, members: Collection[MemberId], now: float) -> Mapping[MemberId, Placement] | FailureInfo:
+        """Where members go that are about to be restarted; empty if they can stay, a failure if there is no room.
+
+        Members that are not restarted stay, as far as their own place is good.
+        """
+        context = self._state.context
+        own = [context.members[member] for member in sorted(members)]
+        must = [member for member in own if self.is_bad(member.placement)]
+        shaky = self.shaky_nodes(now) - self.bad_nodes
+        if context.plan is None or not (must or any(member.placement.node_rank in shaky for member in own)):
+            return {}
+        if shaky and not isinstance(found := self._without(self.bad_nodes | shaky, members), PlacementError):
+            return found
+        found = self._without(self.bad_nodes, members) if must else {}
+        if isinstance(found, PlacementError):
+            names = ", ".join(member.name for member in must)
+            where = "devices" if len(context.nodes) == 1 else "nodes or devices"
+            return FailureInfo(f"{names} cannot be moved to other {where}: {found}", *must[0].id, at=now)
+        return found
+
+    def _without(
+        self, nodes: Collection[int], members: Collection[MemberId]
+    ) -> Mapping[MemberId, Placement] | PlacementError:
+        context, wanted = self._state.context, set(members)
+        kept = [m.placement for m in context.members.values() if m.id not in wanted and not self.is_bad(m.placement)]
+        spares = max(0, self._state.spec.demand.spare_nodes - len(nodes))
+        try:
+            new = self._scheduler.plan(
+                context.nodes.values(), kept=kept, excluded_nodes=nodes, excluded_devices=self.bad_devices,
+                spare_nodes=spares,
+            )  # fmt: skip
+        except PlacementError as error:
+            return error
+        return {(p.role, p.rank): p for p in new.placements if (p.role, p.rank) in wanted}

@@ -1,0 +1,197 @@
+"""The order in which a master does things: events are decided on, what was decided is saved, and only then carried out.
+
+So a master that dies leaves nothing behind that the next one does not know of: an order that went out is in the store,
+together with the state in which it was given, until it was carried out. News that came from an outbox is confirmed
+when it is saved. A store that hangs delays orders by ``SAVE_WAIT_S`` at most; one that fails does not delay them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlmesh.master import events as ev
+from rlmesh.master.job_manager import JobManager
+from rlmesh.master.state.persistence import Persistence
+from rlmesh.master.state.snapshot import restore, rows_of
+from rlmesh.master.state.store import Stored
+
+if TYPE_CHECKING:
+    from rlmesh.job.status import MetricRecord
+    from rlmesh.observe.files.metric_files import MetricsWriter
+
+logger = logging.getLogger(__name__)
+
+BATCH = 1000
+SAVE_WAIT_S = 1.0
+TAIL_RECORDS = 5000
+"""Reports that a restarted master reads back; a sender that says one of them again was not confirmed just before."""
+
+
+@dataclass(eq=False, slots=True)
+class _Posted:
+    event: ev.Event
+    sender: str = ""
+    number: int = 0
+    saved: asyncio.Future[None] | None = None
+
+
+class Pump:
+    """Takes events in, one batch at a time. Belongs to one loop.
+
+    Args:
+        manager: decides; new.
+        persistence: the job's store.
+        stored: what a master before this one has left in it.
+        perform: carries out orders, each with its number; says ``carried_out`` of each.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, manager: JobManager, persistence: Persistence, stored: Stored,
+        perform: Callable[[Iterable[tuple[int, ev.Action]]], None], clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._manager, self._perform, self._clock = manager, perform, clock
+        self._run_dir = Path(manager.context.spec.run_dir)
+        self._queue: asyncio.Queue[_Posted] = asyncio.Queue()
+        self._persistence = persistence
+        self._writer: MetricsWriter | None = None
+        self._unsaved = False
+        self._heard, self._orders, self._masters = restore(manager, stored)
+        self._number = max(self._orders, default=0)
+        self._masters.append((len(self._masters) + 1, os.getpid(), clock()))
+        self._recall_records()
+
+    @property
+    def store_trouble(self) -> str:
+        """Why the job's state is not being saved; empty if it is."""
+        return self._persistence.trouble
+
+    @property
+    def masters(self) -> int:
+        """How many masters the job has had, this one included."""
+        return len(self._masters)
+
+    # What comes in
+
+    def post(self, event: ev.Event) -> None:
+        """Put an event behind those that came before."""
+        self._queue.put_nowait(_Posted(event))
+
+    async def take(self, event: ev.Event) -> None:
+        """Put an event behind the others; returns when what came of it is saved."""
+        saved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Posted(event, saved=saved))
+        await saved
+
+    async def deliver(self, sender: str, first: int, news: Sequence[ev.Event]) -> int:
+        """Take an outbox's news in, each once; the number of the last when all are saved."""
+        for number, event in enumerate(news, first):
+            self._queue.put_nowait(_Posted(event, sender, number))
+        await self.take(ev.Tick())
+        return first + len(news) - 1
+
+    # Going round
+
+    def _recall_records(self) -> None:
+        from rlmesh.observe.files.metric_files import METRICS_FILE, read_tail
+
+        context = self._manager.context
+        path = self._run_dir / METRICS_FILE
+        count, records = read_tail(path, TAIL_RECORDS if self.masters > 1 else 0)
+        if self.masters == 1:
+            context.records_before = count
+            return
+        own = max(0, count - context.records_before)
+        context.records = records[-own:] if own else []
+        context.records_dropped = own - len(context.records)
+        for record in context.records:
+            self._heard[record.sender] = max(self._heard.get(record.sender, 0), record.number)
+
+    def reissue(self) -> None:
+        """Carry out once more what a master before this one may not have come to."""
+        self._perform(list(self._orders.items()))
+
+    async def turn(self, wait_s: float) -> None:
+        """Handle what has come, or a tick if nothing came within ``wait_s``."""
+        try:
+            batch = [await asyncio.wait_for(self._queue.get(), wait_s)]
+        except TimeoutError:
+            batch = [_Posted(ev.Tick())]
+        while not self._queue.empty() and len(batch) < BATCH:
+            batch.append(self._queue.get_nowait())
+        now = self._clock()
+        orders: list[tuple[int, ev.Action]] = []
+        for posted in batch:
+            if self._is_new(posted):
+                event = self._numbered(posted)
+                for action in self._manager.handle(event, now):
+                    self._number += 1
+                    orders.append((self._number, action))
+        self._orders.update(orders)
+        await self._save()
+        self._perform(orders)
+        for posted in batch:
+            if posted.saved is not None and not posted.saved.done():
+                posted.saved.set_result(None)
+
+    def _is_new(self, posted: _Posted) -> bool:
+        if not posted.number:
+            return True
+        if posted.number <= self._heard.get(posted.sender, 0):
+            return False
+        self._heard[posted.sender] = posted.number
+        return True
+
+    def _numbered(self, posted: _Posted) -> ev.Event:
+        event = posted.event
+        if not isinstance(event, ev.Reported):
+            return event
+        record = replace(event.record, sender=posted.sender, number=posted.number)
+        self._write(record)
+        return ev.Reported(record)
+
+    def _write(self, record: MetricRecord) -> None:
+        if self._writer is None:
+            from rlmesh.observe.files.metric_files import MetricsWriter
+
+            self._writer = MetricsWriter(self._run_dir)
+        self._writer.write(record)
+
+    async def _save(self) -> None:
+        try:
+            rows = rows_of(self._manager, self._heard, self._orders, self._masters)
+        except Exception:  # whatever its values' own __reduce__ may raise: the job does not end of it
+            if not self._unsaved:
+                logger.exception("the job's state cannot be saved; the job goes on, but does not outlive its master")
+            self._unsaved = True
+            return
+        saved = self._persistence.save(rows)
+        if saved.done():
+            return
+        began = time.monotonic()
+        try:
+            await asyncio.wait_for(asyncio.shield(saved), SAVE_WAIT_S)
+        except TimeoutError:
+            logger.warning("the job's state was not saved within %.1f s; the job goes on", time.monotonic() - began)
+
+    def carried_out(self, number: int) -> None:
+        """An order needs no other master any more. Saved with the next batch."""
+        self._orders.pop(number, None)
+
+    async def close(self) -> None:
+        """Save what is left, and close the files."""
+        await self._save()
+        await self._persistence.close()
+        if self._writer is not None:
+            self._writer.close()
+        while not self._queue.empty():
+            posted = self._queue.get_nowait()
+            if posted.saved is not None:
+                posted.saved.cancel()

@@ -1,0 +1,1 @@
+"""What the master observes of a job: health, activity, call graph, incidents, and metrics."""

@@ -1,0 +1,1 @@
+"""The persisted state of a job, from which a restarted master goes on."""

@@ -1,0 +1,1 @@
+"""The files in a run directory that people and tools read."""

@@ -1,0 +1,110 @@
+"""What happened to a job, in order: ``events.jsonl`` in its run directory, one JSON object per line.
+
+::
+
+    {"at": 1760000000.25, "event": "MemberExited", "who": "REWARD:0", "exit": {"signal": 9, …}}
+
+``at`` is in seconds since the epoch; ``who`` is left out where the event is nobody's. The fields are those of the
+master's own events and actions. A master that is started again goes on at the end of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlmesh import private_files
+from rlmesh.job.masking import mask_text
+from rlmesh.observe.files.append_file import AppendFile, ends_torn
+from rlmesh.observe.views.safe_text import json_text
+
+__all__ = ["EVENTS_FILE", "EventLog", "entry_of", "read_events"]
+
+logger = logging.getLogger(__name__)
+
+EVENTS_FILE = "events.jsonl"
+KEPT = 400
+"""Entries that are kept in memory, for incidents."""
+LONGEST_TEXT = 4000
+
+
+class EventLog:
+    """Appends entries to the file, and remembers the last ones. A disk that fails stops nobody."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = AppendFile(run_dir / EVENTS_FILE)
+        self._warned = False
+        self.recent: deque[dict[str, Any]] = deque(read_events(run_dir), maxlen=KEPT)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        self.recent.append(entry)
+        try:
+            line = json_text(entry).encode() + b"\n"
+            if not self._file.is_open and ends_torn(self._file.path):
+                line = b"\n" + line
+            self._file.append(line)
+        except (OSError, TypeError, ValueError) as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("%s cannot be written: %s; the job goes on", self._file.path, error)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a run, oldest first; torn lines are skipped, a file that is missing or not safe to read has
+    none."""
+    try:
+        file = os.fdopen(private_files.open_file(run_dir / EVENTS_FILE, os.O_RDONLY), "rb")
+    except OSError:
+        return
+    with file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and "at" in entry and "event" in entry:
+                yield entry
+
+
+def entry_of(event: object, now: float) -> dict[str, Any]:
+    """The entry of a frozen dataclass: its name, whom it is about, its fields. One that says itself when it happened
+    (``exit.at``, ``alarm.at``) is dated by that."""
+    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}  # type: ignore[arg-type]
+    told = fields.get("exit") or fields.get("alarm")
+    at = getattr(told, "at", now)
+    entry: dict[str, Any] = {"at": round(float(at), 6), "event": type(event).__name__}
+    about = told if told is not None else event
+    role, rank = getattr(about, "role", None), getattr(about, "rank", None)
+    if role is not None and rank is not None:
+        entry["who"] = f"{role}:{rank}"
+        fields.pop("role", None)
+        fields.pop("rank", None)
+    return entry | {f"its_{name}" if name in entry else name: plain(value) for name, value in fields.items()}
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON knows it; long texts are cut, other objects become their text."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        value = mask_text(value)
+        return value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]}… ({len(value)} characters)"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return plain(str(value))

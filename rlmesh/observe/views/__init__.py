@@ -1,0 +1,1 @@
+"""Views of a running job on a terminal or in a file."""

@@ -1,0 +1,85 @@
+"""The lines that close a job's output, the same in every view."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlmesh.job.masking import mask_text
+from rlmesh.job.status import FailureInfo, JobStatus
+from rlmesh.observe.time_use import format_time_use
+from rlmesh.observe.views.progress import JobProgress
+
+__all__ = ["closing_lines", "failure_line", "format_value", "headline_metrics"]
+
+_HEADLINES = ("reward_mean", "heldout_accuracy", "kl")
+_SHOWN_METRICS = 6
+MOST_COUNT = 1_000_000_000
+"""Larger numbers take more room than a view has."""
+
+
+def headline_metrics(progress: JobProgress) -> list[tuple[str, float]]:
+    """Names and latest values of the metrics worth a line, the well-known ones first, the step time last."""
+    latest = progress.latest
+    if latest is None:
+        return []
+    names = [name for name in _HEADLINES if progress.values(name)]
+    others = [name for name in latest.metrics if name not in (*_HEADLINES, "step_time_s", "total_steps")]
+    names += others[: _SHOWN_METRICS - len(names)]
+    if progress.values("step_time_s"):
+        names.append("step_time_s")
+    return [(name, values[-1]) for name in names if (values := progress.values(name))]
+
+
+def format_value(value: float) -> str:
+    """Three or four digits that matter; counts in full."""
+    if abs(value) < MOST_COUNT and value == int(value):
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def failure_line(failure: FailureInfo) -> str:
+    """The first line of a failure; the error that the job raises has all of it."""
+    who = "" if failure.role is None else f"{failure.role}:{failure.rank}: "
+    text = mask_text(failure.message).strip().splitlines() or ["failed"]
+    return text[0] if text[0].startswith(who) else who + text[0]
+
+
+SHOWN_ALARMS = 3
+
+
+def alarm_lines(status: JobStatus) -> list[str]:
+    """The last alarms that members raised; the others are in ``events.jsonl``."""
+    lines = [f"alarm: {alarm}" for alarm in status.alarms[-SHOWN_ALARMS:]]
+    if status.alarm_count > len(lines):
+        lines.insert(0, f"alarms: {status.alarm_count}, of which these are the last")
+    return lines
+
+
+def closing_lines(progress: JobProgress, status: JobStatus, report_png: Path | None, now: float) -> list[str]:
+    """How the job ended, both ends of its curves, where its time went, where its files are."""
+    steps = "" if progress.step is None else f" at step {progress.step}"
+    lines = [f"{status.job_name} {status.stage} after {max(0.0, now - status.started_at):.1f} s{steps}"]
+    if status.first_serving_s is not None:
+        serving = f"first member serving after {status.first_serving_s:.2f} s"
+        if status.all_serving_s is not None:
+            serving += f", all {len(status.members)} after {status.all_serving_s:.2f} s"
+        lines.append(serving)
+    lines += [f"first cause: {failure_line(failure)}" for failure in status.failures[:1]]
+    lines += [f"incident: {path}" for path in status.incidents[-3:]]
+    lines += alarm_lines(status)
+    lines += _curve_ends(progress)
+    lines += format_time_use(progress.time_use.callers())
+    if status.run_dir:
+        lines.append(f"run directory: {status.run_dir}")
+    if report_png is not None:
+        lines.append(f"report: {report_png}")
+    return lines
+
+
+def _curve_ends(progress: JobProgress) -> list[str]:
+    ends = []
+    for name in _HEADLINES:
+        values = progress.values(name)
+        if len(values) > 1:
+            ends.append(f"{name} {format_value(values[0])} → {format_value(values[-1])}")
+    return ["   ".join(ends)] if ends else []

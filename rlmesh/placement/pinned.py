@@ -1,0 +1,138 @@
+"""Members that stay where they are while others are placed anew. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rlmesh.errors import PlacementError
+from rlmesh.placement.bundles import Chunk, Part
+from rlmesh.placement.fleet import Fleet
+from rlmesh.placement.search import Taken
+
+if TYPE_CHECKING:
+    from rlmesh.placement.planner import Placement
+
+
+class Kept:
+    """The chunks of a job, some of whose members are placed already.
+
+    A chunk of which some members stay and others do not is split: the slots with members that stay, and the
+    rest, which must be on the same node.
+
+    Attributes:
+        whole: the chunks as they are.
+        chunks: the same, with the rest of split chunks in their place and their kept slots at the end.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], kept: Sequence[Placement]) -> None:
+        self.whole = tuple(chunks)
+        self._at = {(p.role, p.rank): p for p in kept}
+        self._slots: dict[int, list[int]] = {}
+        """Of each chunk with kept members the slots that have them."""
+        rest: list[Chunk] = list(chunks)
+        self._split: dict[int, int] = {}
+        """From a split chunk to where its kept slots are."""
+        for number, chunk in enumerate(chunks):
+            slots = [i for i, slot in enumerate(chunk.slots) if any(self._kept(part) for part in slot.parts)]
+            if not slots:
+                continue
+            self._slots[number] = slots
+            if len(slots) < len(chunk.slots):
+                self._split[number] = len(rest)
+                rest.append(replace(chunk, slots=tuple(chunk.slots[i] for i in slots)))
+        for number in self._split:
+            chunk, slots = chunks[number], self._slots[number]
+            rest[number] = replace(
+                chunk,
+                slots=tuple(slot for i, slot in enumerate(chunk.slots) if i not in slots),
+                cpu_milli=0,
+                memory_bytes=0,
+                adds=(),
+                forbids=(),
+                nodes=(),
+            )
+        self._rest = rest
+        self.chunks = tuple(rest)
+
+    def _kept(self, part: Part) -> bool:
+        return (part.role, part.rank) in self._at
+
+    def take_places(self, fleet: Fleet) -> tuple[list[int], dict[int, Taken]]:
+        """The shapes of the nodes with what is kept on them, and where it is.
+
+        Raises:
+            PlacementError: a member is to stay where it cannot.
+        """
+        shapes = list(fleet.start)
+        taken: dict[int, Taken] = {}
+        for number in self._slots:
+            at = self._split.get(number, number)
+            chunk = self.chunks[at]
+            taken[at] = self._place(chunk, fleet)
+            shapes[taken[at].node] = fleet.take(shapes[taken[at].node], chunk, taken[at].devices)
+        for number, at in self._split.items():
+            taken[number] = self._place_rest(self.chunks[number], fleet, taken[at].node, shapes)
+        return shapes, taken
+
+    def _place(self, chunk: Chunk, fleet: Fleet) -> Taken:
+        nodes = {node.node_rank: i for i, node in enumerate(fleet.nodes)}
+        found: int | None = None
+        devices: list[tuple[int, ...]] = []
+        for slot in chunk.slots:
+            part = next(part for part in slot.parts if self._kept(part))
+            placement = self._at[part.role, part.rank]
+            position = nodes.get(placement.node_rank)
+            if position is None or found not in (None, position):
+                raise PlacementError(
+                    f"{part.role}:{part.rank} is to stay on node {placement.node_rank}, which is not among those that "
+                    "may be used, or not where its group is: let it be placed anew"
+                )
+            found = position
+            places = {device.uuid: i for i, device in enumerate(fleet.devices[position])}
+            uuids = [share.device.uuid for share in placement.devices]
+            if part.count:
+                uuids = self._uuids_of_pool(slot.parts, slot.devices, places, placement.node_rank)
+            if missing := [uuid for uuid in uuids if uuid not in places]:
+                raise PlacementError(
+                    f"{part.role}:{part.rank} is to stay on device {missing[0]}, which may not be used: let it be "
+                    "placed anew"
+                )
+            devices.append(tuple(places[uuid] for uuid in uuids))
+        assert found is not None
+        return Taken(found, tuple(devices))
+
+    def _uuids_of_pool(self, parts: Sequence[Part], size: int, there: Iterable[str], node: int) -> list[str]:
+        """The devices of a pool's part on a node, in their order; for members that are placed anew the first ones
+        that nobody has who stays."""
+        uuids = [""] * size
+        for part in parts:
+            if self._kept(part):
+                shares = self._at[part.role, part.rank].devices
+                uuids[part.first : part.first + part.count] = [share.device.uuid for share in shares]
+        here = [placement for placement in self._at.values() if placement.node_rank == node]
+        had = {share.device.uuid for placement in here for share in placement.devices}
+        free = iter([uuid for uuid in there if uuid not in had])
+        return [uuid or next(free, "(none is free)") for uuid in uuids]
+
+    def _place_rest(self, chunk: Chunk, fleet: Fleet, node: int, shapes: list[int]) -> Taken:
+        moves = fleet.moves(chunk, fleet.kind(chunk), shapes[node])
+        if not moves:
+            names = ", ".join(f"{part.role}:{part.rank}" for part in chunk.parts)
+            raise PlacementError(
+                f"{names}: must be on node {fleet.nodes[node].name}, where members of the same group stay, and "
+                "there is no room: let the whole group be placed anew"
+            )
+        shapes[node] = moves[0].after
+        return Taken(node, moves[0].devices)
+
+    def join(self, taken: Mapping[int, Taken]) -> dict[int, Taken]:
+        """Where the whole chunks are."""
+        joined = {number: taken[number] for number in range(len(self.whole))}
+        for number, at in self._split.items():
+            stays = dict(zip(self._slots[number], taken[at].devices, strict=True))
+            others = iter(taken[number].devices)
+            slots = range(len(self.whole[number].slots))
+            joined[number] = Taken(taken[at].node, tuple(stays[i] if i in stays else next(others) for i in slots))
+        return joined

@@ -1,0 +1,419 @@
+"""A node that joins a job: reaches the head, starts an agent when it is told to, ends it when the job has ended.
+
+``join_and_serve`` is all that a launcher needs to bring one node into a job, whatever started it: a person, ssh or
+Slurm. It blocks until the job is over and returns its exit code.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from rlmesh.agent.machine_checks import gather
+from rlmesh.agent.monitoring.logs import written_before
+from rlmesh.agent.node_start import GuardianProcess
+from rlmesh.agent.protocol import ExitReport
+from rlmesh.errors import CallError, CallTimeout, LaunchError, PeerLost, RemoteError, UsageError, WireError
+from rlmesh.rendezvous.liveness import Silence
+from rlmesh.rendezvous.preflight import Pong, ask_all
+from rlmesh.rendezvous.server import ORDERS_WAIT_S, host_name
+from rlmesh.rendezvous.state import (
+    ANY_RANK,
+    PROBE,
+    RENDEZVOUS,
+    End,
+    Follow,
+    Joined,
+    NodeHello,
+    Order,
+    Over,
+    Probe,
+    Start,
+)
+from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice
+from rlmesh.run_directory.merged_logs import MergedLogs
+from rlmesh.run_directory.workspace import NodeFolder
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.process import clock
+from rlmesh.runtime.runtime import Runtime
+from rlmesh.runtime.transport.inet import join_host_port, local_route_to, probe, resolve, tell_tried
+
+__all__ = ["NodeOptions", "join_and_serve"]
+
+logger = logging.getLogger(__name__)
+
+TRY_S = 1.0
+"""So long one address of the head gets before the next one is tried."""
+ORDERS_TIMEOUT_S = 10.0
+QUIET_S = ORDERS_WAIT_S + 1.0
+LOOK_S = 0.5
+LOOKING_S = 0.5
+LOST_S = 20.0
+"""Without a word from the head for so long, its job is given up: longer than an agent's lease lasts."""
+POLL_S = 0.2
+GUARDIAN_END_S = 15.0
+LAST_TRIES_S = 1.0
+_NOT_YET = ("RoleNotFound", "MethodNotFound")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """How one node joins.
+
+    Attributes:
+        host, port: the head's endpoint; the host may be a name and has no brackets.
+        key: the job's.
+        node_rank: the rank of this node, 1 or more; ``ANY_RANK`` for the lowest that is free.
+        nnodes: how many nodes there are, for a check against the head's number; 0 for none.
+        timeout_s: how long the head may take to be there.
+        version: of rlmesh.
+        name: of this node, for messages; the host's name by default.
+        host_here: the numeric address to advertise for this node; by default the one from which packets to the head
+            leave.
+        output: takes the lines that this node's members print.
+        lifeline: a descriptor; when it ends (end of file), so does the node.
+        group: nodes of the same group are one machine.
+    """
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+    version: str
+    node_rank: int = ANY_RANK
+    nnodes: int = 0
+    timeout_s: float = 600.0
+    name: str = ""
+    host_here: str = ""
+    output: Callable[[str], None] | None = None
+    lifeline: int | None = None
+    group: str = ""
+
+
+def join_and_serve(options: NodeOptions) -> int:
+    """Join the job, run this node's agent for as long as the job lasts, and give the job's exit code.
+
+    On the main thread SIGINT and SIGTERM ask the head to stop the job, a second one ends this node at once.
+
+    Raises:
+        LaunchError: the head was not reached within the time, or did not take this node, or was lost.
+        AuthenticationFailed: the head has another key.
+    """
+    with Runtime.start(name=f"node:{options.node_rank}", key=options.key, bind=False) as runtime:
+        return _Node(options, runtime).live()
+
+
+class _Node:
+    def __init__(self, options: NodeOptions, runtime: Runtime) -> None:
+        self._options, self._runtime = options, runtime
+        self._token = secrets.token_hex(8)
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._signals: list[int] = []
+        self._notices: list[int] = []
+        self._told: set[int] = set()
+        self._job = ""
+        self._guardian: GuardianProcess | None = None
+        self._folder: NodeFolder | None = None
+        self._logs = MergedLogs(options.output or _write_line)
+        self._over: Over | None = None
+        self._probe: Runtime | None = None
+        self._silence = Silence(clock.now(), quiet_s=QUIET_S, look_s=LOOK_S, lost_s=LOST_S)
+        self._head_ended = self._eof = False
+
+    def live(self) -> int:
+        with self._catching_signals():
+            try:
+                self._head, self.rank = self._join()
+                return self._obey()
+            finally:
+                self._end_guardian()
+                self._close_probe()
+                for fd in (self._wake_read, self._wake_write):
+                    os.close(fd)
+
+    # Joining.
+
+    def _join(self) -> tuple[MemberHandle, int]:
+        options = self._options
+        deadline = clock.now() + options.timeout_s
+        refused: Exception | None = None
+        while not self._signals:
+            try:
+                addresses = resolve(options.host)
+            except OSError:
+                addresses = ()
+            asked = False
+            for address in addresses:
+                left = deadline - clock.now()
+                try:
+                    host = options.host_here or local_route_to(address, options.port)
+                except OSError:
+                    continue  # No route: said at the end, with its errno.
+                asked = True
+                try:
+                    return self._ask_to_join(address, host, min(TRY_S, max(left, 0.05)))
+                except (CallTimeout, PeerLost) as error:
+                    refused = error
+                except RemoteError as error:
+                    if error.remote_type.rpartition(".")[2] not in _NOT_YET:
+                        raise _as_launch_error(error) from None
+                    refused = error  # It listens, and is about to serve.
+            if clock.now() >= deadline:
+                raise self._unreached(refused)
+            if not asked:
+                time.sleep(min(0.2, max(0.0, deadline - clock.now())))
+        raise KeyboardInterrupt(f"stopped before the head {join_host_port(options.host, options.port)} was reached")
+
+    def _ask_to_join(self, address: str, host: str, timeout_s: float) -> tuple[MemberHandle, int]:
+        options = self._options
+        endpoint = f"tcp://{join_host_port(address, options.port)}"
+        head = self._runtime.peer(RENDEZVOUS, endpoint)
+        hello = NodeHello(
+            self._token, options.node_rank, options.name or host_name(), host, address, os.getpid(), options.version,
+            options.nnodes, options.group, self._listen(host), gather(names=False),
+        )  # fmt: skip
+        joined: Joined = head.options(timeout_s=timeout_s).call("join", hello).result()
+        return head.options(timeout_s=ORDERS_TIMEOUT_S), joined.node_rank
+
+    def _listen(self, host: str) -> str:
+        """Where other nodes try to reach this one before the job starts: at the address and by the transport that
+        members will use.
+
+        Raises:
+            LaunchError: this node has no such address.
+        """
+        if self._probe is None:
+            try:
+                address = f"tcp://{join_host_port(host, '*')}"
+                self._probe = Runtime.start(name=PROBE, key=self._options.key, bind=address)
+            except UsageError as error:
+                raise LaunchError(
+                    f"this node cannot listen at its address {host}: {error}. Name another one by --local-addr"
+                ) from None
+            self._probe.serve(PROBE, Pong(), inline=True)
+        return self._probe.endpoint or ""
+
+    def _try_to_reach(self, order: Probe) -> None:
+        peers = {0: self._head, **{rank: self._runtime.peer(PROBE, address) for rank, address in order.targets}}
+        self._head.notify("probed", self._token, ask_all(self.rank, peers))
+
+    def _close_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def _unreached(self, refused: Exception | None) -> LaunchError:
+        options = self._options
+        tried = probe(options.host, options.port, LAST_TRIES_S)
+        where = join_host_port(options.host, options.port)
+        listening = any(each.code == 0 for each in tried)
+        hint = (
+            "Somebody listens there, but does not answer as the head of this job: is it another program's port?"
+            if listening
+            else "Is node 0 started, is this its address, and does a firewall let the port through?"
+        )
+        return LaunchError(
+            f"the head of the job, {where}, was not reached within {options.timeout_s:g} s. Tried {tell_tried(tried)}. "
+            f"{hint}"
+        )
+
+    # Obeying.
+
+    def _obey(self) -> int:
+        seen = 0
+        asked: Future[tuple[Order, ...]] | None = None
+        self._silence.heard(clock.now())
+        try:
+            while self._over is None:
+                if asked is None:
+                    asked = self._head.call("orders", self._token, seen)
+                    asked.add_done_callback(lambda _: self._wake())
+                self._wait()
+                self._logs.poll()
+                self._look_at_signals()
+                self._look_at_guardian()
+                self._look_at_head()
+                if asked.done():
+                    orders = self._answer(asked)
+                    asked = None
+                    for order in orders:
+                        seen += not isinstance(order, Over)
+                        self._take(order)
+        finally:
+            if asked is not None:
+                asked.cancel()
+            self._end_guardian()
+            self._say_goodbye()
+        if self._over.code and self._over.why:
+            logger.error("the job is over: %s", self._over.why)
+        return self._over.code
+
+    def _answer(self, asked: Future[tuple[Order, ...]]) -> tuple[Order, ...]:
+        try:
+            orders = asked.result()
+        except RemoteError as error:
+            raise _as_launch_error(error) from None
+        except (CallError, WireError) as error:
+            self._silence.failed()
+            if self._silence.too_long(clock.now()) or self._eof:
+                raise LaunchError(
+                    f"node {self.rank} has heard nothing from the head "
+                    f"{join_host_port(self._options.host, self._options.port)} for "
+                    f"{self._silence.lasts_s(clock.now()):.0f} s ({error}); the job is given up here"
+                ) from None
+            self._pause()
+            return ()
+        self._silence.heard(clock.now())
+        return orders
+
+    def _look_at_head(self) -> None:
+        """Not by the end of a call alone: one that was made to a head that was just ending waits for its deadline.
+
+        Raises:
+            LaunchError: the head has ended.
+        """
+        if self._silence.look(clock.now()) and self._nobody_listens():
+            self._head_ended = True
+            raise LaunchError(
+                f"the head {join_host_port(self._options.host, self._options.port)} has ended, and the job with "
+                f"it; node {self.rank} ends too"
+            )
+
+    def _nobody_listens(self) -> bool:
+        """Whether the head's machine says that its port is closed: the head itself has ended. A cut network says
+        nothing, or something else."""
+        tried = probe(self._options.host, self._options.port, LOOKING_S)
+        return bool(tried) and all(each.code == errno.ECONNREFUSED for each in tried)
+
+    def _pause(self) -> None:
+        select.select([self._wake_read], [], [], POLL_S)
+
+    def _take(self, order: Order) -> None:
+        if isinstance(order, Over):
+            self._over = order
+        elif isinstance(order, Probe):
+            self._try_to_reach(order)
+        elif isinstance(order, Start):
+            self._close_probe()
+            self._end_guardian()
+            self._start(order)
+        elif order.job != self._job:
+            pass
+        elif isinstance(order, Follow):
+            self._logs.follow_files(order.members)
+        elif isinstance(order, End):
+            self._end_guardian()
+
+    def _start(self, order: Start) -> None:
+        self._job = order.job
+        try:
+            self._folder = NodeFolder.create(order.config)
+            self._logs.skip(written_before(order.config.run_dir))
+            self._guardian = GuardianProcess(self._folder.config)
+        except LaunchError as error:
+            logger.error("the agent of node %d cannot be started: %s", self.rank, error)
+            self._report(ExitReport(self.rank, 0, (), 1, str(error)))
+
+    def _look_at_guardian(self) -> None:
+        if self._guardian is not None and not self._guardian.running():
+            self._end_guardian()
+
+    def _end_guardian(self) -> None:
+        """Let it end all that is below it, and report what it found."""
+        guardian, self._guardian = self._guardian, None
+        if guardian is None:
+            return
+        guardian.let_go()
+        try:
+            report = guardian.wait(GUARDIAN_END_S)
+        except TimeoutError as error:
+            logger.error("%s; it is killed", error)
+            guardian.kill()
+            report = guardian.wait(GUARDIAN_END_S)
+        self._logs.finish()
+        if self._folder is not None:
+            self._folder.remove()
+        self._report(report)
+
+    def _report(self, report: ExitReport) -> None:
+        if self._head_ended:
+            return
+        try:
+            self._head.options(timeout_s=2.0).call("ended", self._token, self._job, report).result()
+        except (CallError, WireError) as error:
+            logger.debug("the head was not told that node %d has ended: %s", self.rank, error)
+
+    def _say_goodbye(self) -> None:
+        if self._head_ended:
+            return
+        try:
+            self._head.options(timeout_s=1.0).call("leave", self._token).result()
+        except (CallError, WireError):
+            pass  # It is gone first.
+
+    # Waiting.
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"x")
+        except OSError:
+            pass
+
+    def _wait(self) -> None:
+        watched = [self._wake_read]
+        if self._guardian is not None:
+            watched.append(self._guardian.fileno())
+        if self._options.lifeline is not None and not self._eof:
+            watched.append(self._options.lifeline)
+        ready = select.select(watched, [], [], POLL_S)[0]
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+        if self._options.lifeline in ready and not os.read(self._options.lifeline or 0, 4096):
+            self._eof = True
+            self._signals += [signal.SIGHUP, signal.SIGHUP]
+
+    def _look_at_signals(self) -> None:
+        for number in [*self._notices, *self._signals[:1]]:
+            if number not in self._told:
+                self._told.add(number)
+                self._head.notify("signalled", self._token, number)
+        if len(self._signals) > 1:
+            name = signal.Signals(self._signals[-1]).name
+            self._over = Over(128 + self._signals[-1], f"{name} at this node")
+
+    @contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            (self._notices if gives_notice(number) else self._signals).append(number)
+            self._wake()
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGHUP, *HEEDED)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _as_launch_error(error: CallError) -> LaunchError:
+    return LaunchError(error.remote_message if isinstance(error, RemoteError) else str(error))
+
+
+def _write_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Checkpoints of training engines: written whole, read for any number of ranks."""

@@ -1,0 +1,138 @@
+"""The jobs that run on this machine and belong to this user: found by the folders of their sockets."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmesh import private_files
+from rlmesh.agent.processes import ownership
+from rlmesh.errors import UsageError
+from rlmesh.run_directory.workspace import ABOUT_FILE, KEY_FILE, socket_bases
+from rlmesh.runtime.connections.security import load_key_file
+from rlmesh.runtime.process import clock
+
+_KINDS: dict[str, Any] = {
+    "job_id": str, "job_name": str, "run_dir": str, "master_endpoint": str, "started_at": int | float,
+    "driver_pid": int,
+}  # fmt: skip
+BEGINS_S = 10.0
+"""A job that is younger may be about to start its guardian."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """A job whose master is on this machine. Times are seconds since the epoch; ``epoch`` tells by which clock."""
+
+    job_id: str
+    job_name: str
+    run_dir: str
+    master_endpoint: str
+    started_at: float
+    driver_pid: int
+    folder: Path
+    epoch: str = ""
+
+    def age_s(self) -> float:
+        """For how long it has been running, whatever was done to the wall clock meanwhile."""
+        return max(0.0, clock.epoch_of(self.epoch) - self.started_at)
+
+    def key(self) -> bytes:
+        """The job's secret.
+
+        Raises:
+            UsageError: its file is gone, since the job has ended, or others can read it.
+        """
+        path = self.folder / KEY_FILE
+        if not path.exists():
+            raise UsageError(f"job {self.job_id} has ended just now: `rlmesh status {self.run_dir}`")
+        return load_key_file(path)
+
+
+def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
+    """This user's jobs, oldest first. What those left that were killed at one stroke is removed."""
+    found: dict[str, RunningJob] = {}
+    for base in socket_bases() if bases is None else bases:
+        for folder in _own_folders(base, "rlm-"):
+            for node in _own_folders(folder, "n"):
+                job = _read(Path(node) / ABOUT_FILE)
+                if job is not None and not _swept(job):
+                    found[job.job_id] = job
+    return sorted(found.values(), key=lambda job: job.started_at)
+
+
+def _own_folders(base: str, prefix: str) -> list[str]:
+    """The folders in another one that are this user's, and closed to everybody else; links are none. What others have
+    put beside them, in a folder that all may write to, is not looked at."""
+    found = []
+    try:
+        with os.scandir(base) as entries:
+            for entry in entries:
+                if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
+                    about = entry.stat(follow_symlinks=False)
+                    if about.st_uid == os.geteuid() and not about.st_mode & 0o077:
+                        found.append(entry.path)
+    except OSError:
+        pass  # there is none, or a job ended just now, and its folder with it
+    return found
+
+
+def _read(path: Path) -> RunningJob | None:
+    try:
+        about: dict[str, Any] = json.loads(private_files.read(path))
+        job = RunningJob(folder=path.parent, **about)
+    except (OSError, ValueError, TypeError):
+        return None  # It ended just now, or is of another version.
+    return job if all(isinstance(about[name], kind) for name, kind in _KINDS.items()) else None
+
+
+def _swept(job: RunningJob) -> bool:
+    """Whether nobody is left of a job, since all of its processes were killed at one stroke; what they left here is
+    removed then. Usually one of them outlives the others, and cleans up."""
+    if os.path.exists(f"/proc/{job.driver_pid}") or job.age_s() < BEGINS_S:
+        return False
+    rank = job.folder.name[1:]
+    held = ownership.hold_folder(str(job.folder))
+    if held is None or not rank.isdigit() or not _alone(held) or ownership.marked(f"{job.job_id}/{rank}"):
+        if held is not None:
+            os.close(held)
+        return False
+    ownership.remove_shared_memory(job.job_id, int(rank))
+    gone = ownership.remove_folder(str(job.folder), held)
+    ownership.remove_job_file(str(job.folder.parent / "job"), str(job.folder))
+    return gone
+
+
+def _alone(held: int) -> bool:
+    """Whether no guardian holds the folder."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def find_job(what: str | None, jobs: list[RunningJob] | None = None) -> RunningJob:
+    """A job by its id, its name or its run directory; without any of them the only one.
+
+    Raises:
+        UsageError: there is none, or more than one; names those that run.
+    """
+    running = running_jobs() if jobs is None else jobs
+    if not running:
+        raise UsageError("no job of yours runs on this machine")
+    names = ", ".join(f"{job.job_id} ({job.run_dir})" for job in running)
+    if what is None:
+        matching = running
+    else:
+        folder = os.path.abspath(what)
+        matching = [job for job in running if what in (job.job_id, job.job_name) or folder == job.run_dir]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise UsageError(f"{len(matching)} jobs run here; name one by its id or run directory: {names}")
+    raise UsageError(f"no job {what!r} runs here; running: {names}")

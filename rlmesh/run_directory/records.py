@@ -1,0 +1,206 @@
+"""What is known of jobs after they have ended: a file in each run directory, and this user's list of run directories.
+
+``<run_dir>/end.json`` is written by the driver. The list is ``$XDG_STATE_HOME/rlmesh/jobs`` (``~/.local/state``), one
+run directory per line, newest last. Nobody needs either to run a job, so whatever goes wrong here is not an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlmesh import private_files
+from rlmesh.job.masking import mask_texts
+from rlmesh.job.status import JobStatus
+from rlmesh.observe.views.summary import alarm_lines
+from rlmesh.runtime.process.clock import epoch
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["EndedJob", "ended_jobs", "forget_end", "read_end", "remember", "write_end"]
+
+END_FILE = "end.json"
+UNREADABLE = "unreadable"
+"""Stage of a job whose record is somebody else's, torn or malformed."""
+LATEST_S = 1e12
+T = TypeVar("T")
+KEPT = 200
+"""Run directories in the list; older ones are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """A job that has ended. Times are seconds since the epoch; ``ended_at`` is 0 and ``stage`` ``lost`` where the
+    driver died before it could say how the job ended."""
+
+    job_id: str
+    job_name: str
+    run_dir: str
+    stage: str
+    started_at: float
+    ended_at: float = 0.0
+    failures: tuple[str, ...] = ()
+    members: tuple[tuple[str, str], ...] = ()
+    """Name and last state of each."""
+    alarms: tuple[str, ...] = ()
+    """Lines that tell of them."""
+    restarts: tuple[tuple[str, float, str], ...] = ()
+    """What was restarted, when and why, oldest first."""
+    stopped_at: int | None = None
+    """The step after which all ranks stopped, after notice."""
+    trouble: str = ""
+    """Why the record of an ``unreadable`` job cannot be read."""
+
+
+def write_end(status: JobStatus, now: float | None = None) -> None:
+    """Leave the end of a job in its run directory."""
+    end = {
+        "job_id": status.job_id,
+        "job_name": status.job_name,
+        "stage": status.stage,
+        "started_at": status.started_at,
+        "ended_at": epoch() if now is None else now,
+        "failures": [failure.message for failure in status.failures],
+        "members": [[f"{member.role}:{member.rank}", member.state] for member in status.members],
+        "alarms": alarm_lines(status),
+        "restarts": [[record.unit, record.at, record.cause] for record in status.restarts],
+        "stopped_at": status.stopped_at,
+    }
+    try:
+        private_files.write_whole(Path(status.run_dir) / END_FILE, json.dumps(mask_texts(end), indent=1) + "\n")
+    except OSError as error:
+        logger.warning("how the job ended could not be noted in %s: %s", Path(status.run_dir) / END_FILE, error)
+
+
+def forget_end(run_dir: Path) -> None:
+    """A job starts in a run directory: how the one before ended says nothing about it."""
+    for path in (run_dir / END_FILE, *run_dir.glob("exit-node*.json")):
+        path.unlink(missing_ok=True)
+
+
+def list_file() -> Path:
+    """This user's list of run directories."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    return Path(state) / "rlmesh" / "jobs"
+
+
+def remember(run_dir: str | Path) -> None:
+    """Add a run directory to the list. Several jobs may do so at the same moment."""
+    path = list_file()
+    line = os.fsencode(f"{os.path.abspath(run_dir)}\n")
+    try:
+        private_files.make_private(path.parent)
+        fd = private_files.append_to(path)
+        try:
+            os.write(fd, line)  # One write of a short line: appended as a whole.
+        finally:
+            os.close(fd)
+        if path.stat().st_size > 2 * KEPT * 200:
+            _shorten(path)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        pass
+
+
+def _shorten(path: Path) -> None:
+    kept = private_files.read(path).splitlines(keepends=True)[-KEPT:]
+    private_files.write_whole(path, b"".join(kept))
+
+
+def ended_jobs(running: Iterable[str] = (), path: Path | None = None) -> list[EndedJob]:
+    """This user's jobs that have ended, oldest first; one whose record makes no sense is ``unreadable``.
+
+    Args:
+        running: run directories of those that run.
+        path: of the list, if it is not the usual one.
+    """
+    try:
+        path = path or list_file()
+        private_files.make_private(path.parent)
+        lines = os.fsdecode(private_files.read(path)).splitlines()[-KEPT:]
+    except (OSError, RuntimeError):
+        return []
+    still = set(running)
+    found = [read_end(Path(line)) for line in dict.fromkeys(lines) if line and line not in still]
+    return sorted((job for job in found if job is not None), key=lambda job: job.started_at)
+
+
+def read_end(run_dir: Path) -> EndedJob | None:
+    """How the job of a run directory ended; None if there was none."""
+    if not os.path.isdir(run_dir):
+        return None
+    try:
+        return _ended(run_dir, private_files.read(run_dir / END_FILE))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:  # somebody else's, torn, or not what write_end writes
+        return EndedJob("", run_dir.name, str(run_dir), UNREADABLE, _changed_at(run_dir), trouble=str(error))
+    described = run_dir / "job.json"
+    try:
+        started_at = described.stat().st_mtime
+        name = str(json.loads(private_files.read(described)).get("job_name") or run_dir.name)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return EndedJob("", run_dir.name, str(run_dir), UNREADABLE, _changed_at(run_dir), trouble=str(error))
+    return EndedJob("", name, str(run_dir), "lost", started_at)
+
+
+def _changed_at(run_dir: Path) -> float:
+    try:
+        return run_dir.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _ended(run_dir: Path, data: bytes) -> EndedJob:
+    """Raises:
+    ValueError: the record is not what `write_end` writes; says where.
+    """
+    end = json.loads(data)
+    if not isinstance(end, dict):
+        raise ValueError(f"{END_FILE} is no object")
+    return EndedJob(
+        job_id=_of(end, "job_id", str),
+        job_name=_of(end, "job_name", str),
+        run_dir=str(run_dir),
+        stage=_of(end, "stage", str),
+        started_at=_seconds(end, "started_at"),
+        ended_at=_seconds(end, "ended_at"),
+        failures=_rows(end, "failures", str),
+        members=_rows(end, "members", str, str),
+        alarms=_rows(end, "alarms", str),
+        restarts=_rows(end, "restarts", str, float, str),
+        stopped_at=None if end.get("stopped_at") is None else _of(end, "stopped_at", int),
+    )
+
+
+def _of(values: dict[str, Any], name: str, kind: type[T]) -> T:
+    value = values.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"{name} in {END_FILE} is {value!r:.80}, not {kind.__name__}")
+    return value
+
+
+def _seconds(values: dict[str, Any], name: str) -> float:
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LATEST_S:
+        raise ValueError(f"{name} in {END_FILE} is {value!r:.80}, not a moment")
+    return float(value)
+
+
+def _rows(values: dict[str, Any], name: str, *kinds: type) -> tuple[Any, ...]:
+    rows = values.get(name, [])
+    found = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        items = [row] if len(kinds) == 1 else row if isinstance(row, list) else []
+        items = [float(item) if type(item) is int and kind is float else item
+                 for item, kind in zip(items, kinds, strict=False)]  # fmt: skip
+        if not isinstance(rows, list) or [type(item) for item in items] != list(kinds):
+            raise ValueError(f"{name} in {END_FILE} has {row!r:.80}")
+        found.append(items[0] if len(kinds) == 1 else tuple(items))
+    return tuple(found)

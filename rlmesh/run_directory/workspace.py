@@ -1,0 +1,168 @@
+"""The folders and the secret of one start of a job: made by the driver, removed by it and by the guardians."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import pwd
+import secrets
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlmesh import private_files
+from rlmesh.agent.protocol import AgentConfig
+from rlmesh.errors import LaunchError
+from rlmesh.master.jobspec import JobSpec
+from rlmesh.run_directory.run_folder import make_run_folder
+from rlmesh.runtime.connections.security import make_key, write_key_file
+from rlmesh.runtime.process import clock
+from rlmesh.runtime.transport.base import local_address
+
+ABOUT_FILE, KEY_FILE = "about.json", "key"
+"""In the socket folder of node 0, which only its owner can enter: what ``rlmesh ps`` needs to find and ask a job."""
+LOGIN_FOLDERS, LINGERING = "/run/user/", "/var/lib/systemd/linger"
+SOCKET_PATH_LIMIT = 90
+"""Bytes of a socket folder's path: the system allows 107 for a socket, whose own name needs the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """``run_dir`` stays after the job. ``socket_dir`` (mode 0700) has one folder per node and is removed."""
+
+    job_id: str
+    run_dir: Path
+    socket_dir: Path
+    key: bytes
+
+    @classmethod
+    def create(cls, job_name: str, run_dir: Path | None, run_root: Path | None, key: bytes | None = None) -> Workspace:
+        """Make the folders; without ``run_dir`` a new one in ``run_root`` (default ``runs``).
+
+        Raises:
+            LaunchError: a folder cannot be made; says which and why.
+        """
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        folder = run_dir or (run_root or Path("runs")) / f"{job_name}-{stamp}"
+        try:
+            folder = Path(os.path.abspath(folder))  # fails where the working directory is gone
+            make_run_folder(folder)
+        except private_files.UnsafeFile as error:
+            raise LaunchError(f"the run directory is not used, since others could change what the job writes: {error}, "
+                              "or name another one by --run-dir") from None  # fmt: skip
+        except (OSError, ValueError) as error:  # ValueError: a zero byte
+            raise LaunchError(f"the run directory {folder} cannot be made: {error}") from error
+        job_id = f"{job_name[:40]}-{secrets.token_hex(4)}"
+        return cls(job_id, folder, _make_socket_dir(), key or make_key())
+
+    @property
+    def master_endpoint(self) -> str:
+        return local_address(self.node_dir(0), "master")
+
+    @property
+    def job_path(self) -> Path:
+        return self.socket_dir / "job"
+
+    def node_dir(self, node_rank: int) -> Path:
+        """The socket folder of one node, removed by its guardian."""
+        return self.socket_dir / f"n{node_rank}"
+
+    def write_job(self, spec: JobSpec, nodes: int) -> None:
+        """Make the socket folders of this machine's nodes; write the job file for the master, and what others need
+        to find the job."""
+        for node_rank in range(nodes):
+            private_files.make_folder(self.node_dir(node_rank), secret=True)
+        write_key_file(self.node_dir(0) / KEY_FILE, self.key)
+        about = {
+            "job_id": self.job_id,
+            "job_name": spec.job_name,
+            "run_dir": str(self.run_dir),
+            "master_endpoint": self.master_endpoint,
+            "started_at": spec.submitted_at or clock.epoch(),
+            "driver_pid": os.getpid(),
+            "epoch": clock.epoch_here(),
+        }
+        private_files.write_whole(self.node_dir(0) / ABOUT_FILE, json.dumps(about), secret=True, durable=False)
+        private_files.write_whole(self.job_path, pickle.dumps(spec), secret=True, durable=False)
+
+    def remove_sockets(self) -> None:
+        """Remove the folder of the sockets, whatever is left in it."""
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFolder:
+    """The folder of sockets of a node that joined a job, made on that node and removed by its guardian."""
+
+    config: AgentConfig
+    folder: Path
+
+    @classmethod
+    def create(cls, config: AgentConfig) -> NodeFolder:
+        """Make it, and fill it into the configuration; ``rlmesh ps`` finds the job on this node too.
+
+        Raises:
+            LaunchError: it cannot be made, or the run directory cannot.
+        """
+        folder = _make_socket_dir()
+        node = folder / f"n{config.node_rank}"
+        try:
+            private_files.make_folder(node, secret=True)
+            write_key_file(node / KEY_FILE, bytes.fromhex(config.key_hex))
+            about = {
+                "job_id": config.job_id,
+                "job_name": config.job_name,
+                "run_dir": config.run_dir,
+                "master_endpoint": config.master_endpoint,
+                "started_at": config.submitted_at or clock.epoch(),
+                "driver_pid": os.getpid(),
+                "epoch": clock.epoch_here(),
+            }
+            private_files.write_whole(node / ABOUT_FILE, json.dumps(about), secret=True, durable=False)
+            make_run_folder(Path(config.run_dir))
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise LaunchError(
+                f"node {config.node_name} cannot make {error.filename}: {error.strerror}. The run directory of a job "
+                "of several nodes must be one that each of them can make: name one by --run-dir"
+            ) from None
+        return cls(replace(config, socket_dir=str(node), job_path=str(folder / "job")), folder)
+
+    def remove(self) -> None:
+        """After the guardian, which removes it too."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def socket_bases() -> tuple[str, ...]:
+    """Where socket folders may be, in the order in which they are tried. A job may outlive the login that started it,
+    with which the system's own folder of that kind is removed, unless the user lingers."""
+    runtime, others = os.environ.get("XDG_RUNTIME_DIR"), (tempfile.gettempdir(), "/tmp")
+    if runtime and runtime.startswith(LOGIN_FOLDERS) and not _lingers():
+        return (*others, runtime)
+    return tuple(filter(None, (runtime, *others)))
+
+
+def _lingers() -> bool:
+    """Whether the user's processes outlive the last login, by ``loginctl enable-linger``."""
+    try:
+        return os.path.exists(os.path.join(LINGERING, pwd.getpwuid(os.getuid()).pw_name))
+    except KeyError:
+        return False
+
+
+def _make_socket_dir() -> Path:
+    tried = []
+    for base in socket_bases():
+        if len(os.fsencode(base)) + len("/rlm-12345678") > SOCKET_PATH_LIMIT:
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="rlm-", dir=base))
+        except OSError as error:
+            tried.append(f"{base}: {error.strerror}")
+    raise LaunchError(
+        "no folder for the job's sockets could be made: set TMPDIR to a writable folder with a short path "
+        f"({'; '.join(tried) or 'the paths of XDG_RUNTIME_DIR and TMPDIR are too long'})"
+    )

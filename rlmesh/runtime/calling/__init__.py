@@ -1,0 +1,1 @@
+"""The caller's side of calls: submission, pending calls, retries, and what a caller knows of its peers."""

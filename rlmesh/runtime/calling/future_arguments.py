@@ -1,0 +1,282 @@
+"""Futures as arguments of further calls: the callee takes the values straight from their producers.
+
+A future that is passed on while its call is still running asks the producer to keep the result. When all that a call
+needs is there, the call goes out with the names of the kept results, and the callee fetches them; what is small, or
+was at the caller already, travels with the call. Whatever a caller keeps alive at a producer is released when its
+last future and the last call that needs it are gone.
+
+`PassedArguments` and `KeptResult` are the caller's side, `Arrivals` is the callee's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rlmesh.errors import CallCancelled, CallError, RemoteError
+from rlmesh.runtime.serving.result_store import items_of
+from rlmesh.wire import codec
+from rlmesh.wire.envelope import Frames
+from rlmesh.wire.passed import WHOLE, Elsewhere, Part, Value, pack_passed
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.calling.pending import Peer
+    from rlmesh.runtime.future import Future
+
+_THE_WHOLE = Part()
+
+
+class KeptResult:
+    """A result that its producer keeps for this process. Released when nobody refers to it any more."""
+
+    __slots__ = ("_fetch", "_fetching", "_post", "_release", "elsewhere", "nbytes", "peer", "what")
+
+    def __init__(
+        self, elsewhere: Elsewhere, nbytes: int, what: str, peer: Peer, post: Callable[..., None],
+        release: Callable[[Peer, int], None], fetch: Callable[[Elsewhere, float | None], Future[Any]],
+    ) -> None:  # fmt: skip
+        self.elsewhere, self.nbytes, self.what, self.peer = elsewhere, nbytes, what, peer
+        self._post, self._release, self._fetch = post, release, fetch
+        self._fetching = False
+
+    def fetch_for(self, future: Future[Any]) -> None:
+        """Get the value for the caller's own future after all; once."""
+        if self._fetching:
+            return
+        self._fetching = True
+        what = self.what
+
+        def arrived(answer: Future[Any]) -> None:
+            error = answer.exception()
+            if error is None:
+                future.end(answer.result(), None)
+            else:
+                future.end(None, not_fetched(error, what, "yes"))
+
+        self._fetch(self.elsewhere, None).add_done_callback(arrived)
+
+    def __del__(self) -> None:
+        # The collector may run this on any thread, inside any lock.
+        self._post(self._release, self.peer, self.elsewhere.token)
+
+
+def not_fetched(error: BaseException, what: str, executed: str) -> BaseException:
+    """The error of whoever needed a result that could not be had from its producer."""
+    if isinstance(error, CallError) and not isinstance(error, RemoteError):
+        text = f"the result of {what}, which is kept there until it is needed, could not be fetched: {error}"
+        told = type(error).__new__(type(error), text)
+        told.args = (text,)
+        told.__dict__.update(error.__dict__, executed=executed)
+        told.__cause__ = error
+        return told
+    return error
+
+
+class _Collecting(threading.local):
+    """The futures that were met while this thread pickles the arguments of a call."""
+
+    found: dict[tuple[int, Part], int] | None = None
+    futures: list[tuple[Future[Any], Part]]
+
+
+class _Resolving(threading.local):
+    """The values that this thread puts in the places of passed futures."""
+
+    values: list[Any] | None = None
+
+
+_collecting, _resolving = _Collecting(), _Resolving()
+
+
+def reduce_future(future: Future[Any], part: Part = _THE_WHOLE) -> tuple[Any, ...]:
+    """How a future is pickled as an argument: a value that is there as itself, else a placeholder.
+
+    Raises:
+        Deferred: the codec is not told where to put futures.
+    """
+    found = _collecting.found
+    if found is None:
+        raise codec.Deferred(
+            "a Future cannot be stored or sent by itself: pass it as an argument of a call, which takes its value "
+            "from its producer, or use its .result()"
+        )
+    if future.has_value and future.kept is None:
+        value = future.result()
+        return _itself, (value if part.start == WHOLE else items_of(value, part, future.what),)
+    members = future.members()
+    if members is not None:
+        return _as_list, tuple(members)
+    key = (id(future), part)
+    if key not in found:
+        found[key] = len(_collecting.futures)
+        _collecting.futures.append((future, part))
+    return _take, (found[key],)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _as_list(*values: Any) -> list[Any]:
+    return list(values)
+
+
+def _take(index: int) -> Any:
+    values = _resolving.values
+    if values is None:
+        raise CallError("a passed future was decoded outside of a call", executed="no")
+    return values[index]
+
+
+@contextmanager
+def _resolved(values: list[Any]) -> Iterator[None]:
+    _resolving.values = values
+    try:
+        yield
+    finally:
+        _resolving.values = None
+
+
+class PassedArguments:
+    """The arguments of one call or of several that get the same ones, with the futures in them."""
+
+    def __init__(self, call: object, capture: codec.Capture | None) -> None:
+        """Captures the arguments.
+
+        Raises:
+            Unserializable: something else in them cannot be sent.
+        """
+        self._capture = capture
+        outer = _collecting.found, getattr(_collecting, "futures", [])
+        _collecting.found, _collecting.futures = {}, []
+        try:
+            self._frames = codec.encode(call, capture)
+            self._needs = _collecting.futures
+        finally:
+            _collecting.found, _collecting.futures = outer
+        self._payload: tuple[Frames, list[KeptResult]] | None = None
+        self._keep = True
+        self._left = len(self._needs)
+        self._waiting: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def gather(self, *, keep: bool) -> None:
+        """Start to wait for the futures.
+
+        Args:
+            keep: let large results stay where they are; otherwise they come here and travel with the call.
+        """
+        self._keep = keep
+        for future, _ in self._needs:
+            if keep:
+                future.stay()
+                future.on_settled(self._one_settled)
+            else:
+                future.add_done_callback(self._one_settled)
+
+    @property
+    def ready(self) -> bool:
+        return self._left == 0
+
+    def when_ready(self, fn: Callable[[], None]) -> None:
+        """Call ``fn`` once all futures have ended, here or at their producers; at once if they have."""
+        with self._lock:
+            if self._left:
+                self._waiting.append(fn)
+                return
+        fn()
+
+    def _one_settled(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            waiting, self._waiting = self._waiting, []
+        for fn in waiting:
+            fn()
+
+    def awaited(self) -> list[Future[Any]]:
+        """Those that have not ended."""
+        return [future for future, _ in self._needs if not future.done()]
+
+    def describe(self) -> str:
+        """Which of them are awaited."""
+        waiting = [future._described() for future, _ in self._needs if not future.done()]
+        return "; ".join(filter(None, waiting)) or "calls that have just ended"
+
+    def error(self) -> BaseException | None:
+        """The first failure among them."""
+        for future, _ in self._needs:
+            if future.kept is None and future.done():
+                error = future.exception()
+                if error is not None:
+                    return error
+        return None
+
+    def payload(self) -> tuple[Frames, list[KeptResult]]:
+        """What travels, and what must be kept until the call is over. Only when `ready`, and without `error`.
+
+        Raises:
+            Unserializable, CallError: a value that is here cannot be sent, or has not the expected length.
+        """
+        if self._payload is not None:
+            return self._payload
+        values: list[Value] = []
+        kept: list[KeptResult] = []
+        for future, part in self._needs:
+            if future.kept is not None and (self._keep or not future.has_value):
+                kept.append(future.kept)
+                values.append(future.kept.elsewhere._replace(**part._asdict()))
+            else:
+                value = future.result()
+                if part.start != WHOLE:
+                    value = items_of(value, part, future.what)
+                values.append(codec.encode(value, self._capture))
+        self._payload = pack_passed(self._frames, values), kept
+        return self._payload
+
+
+class Arrivals:
+    """The passed values of a call, at its callee: some came with it, the others are fetched."""
+
+    def __init__(
+        self, values: Sequence[Value], timeout_s: float, fetch: Callable[[Elsewhere, float | None], Future[Any]]
+    ) -> None:
+        self._values = [fetch(value, timeout_s) if isinstance(value, Elsewhere) else value for value in values]
+        self._names = [value.name if isinstance(value, Elsewhere) else "" for value in values]
+
+    def cancel(self) -> None:
+        for value in self._values:
+            if not isinstance(value, list):
+                value.cancel()
+
+    async def there(self) -> None:
+        """Wait for those that are fetched; failures are left to `decode`."""
+        for value in self._values:
+            if not isinstance(value, list) and not value.done():
+                try:
+                    await value
+                except CallError:
+                    pass
+
+    def decode(self, frames: Frames) -> Any:
+        """Arguments with the values in their places; waits for them, at most until the call's deadline.
+
+        Raises:
+            CallError: a value could not be fetched.
+        """
+        values = []
+        for name, value in zip(self._names, self._values, strict=True):
+            if isinstance(value, list):
+                values.append(codec.decode(value))
+                continue
+            try:
+                values.append(value.result())
+            except CallCancelled:
+                raise
+            except CallError as error:
+                raise not_fetched(error, f"a method of {name}", "no") from None
+        with _resolved(values):
+            return codec.decode(frames)

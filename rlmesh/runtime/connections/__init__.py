@@ -1,0 +1,1 @@
+"""Connections between runtimes: addresses, handshake, channels, and shared-memory transfers."""

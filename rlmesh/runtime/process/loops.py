@@ -1,0 +1,110 @@
+"""Loops on threads of their own, and the way into a loop from other threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from rlmesh.runtime.connections.channel import turn_loops
+from rlmesh.runtime.future import Future
+
+logger = logging.getLogger(__name__)
+
+_THREAD_JOIN_S = 5.0
+
+
+class Posts:
+    """Functions for a loop to run, from any thread: one wake-up for all that is posted before the loop runs,
+    since a wake-up costs more than the work."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._woken = False
+
+    def put(self, fn: Callable[..., Any], *args: Any) -> None:
+        self._queue.append((fn, args))
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self.run)
+            except RuntimeError:
+                self._woken = False  # The loop is closed: the process is ending.
+
+    def forked(self) -> None:
+        """In a forked child: the loop runs in the parent, and what is posted, by the garbage collector too, is
+        dropped."""
+        self._queue = deque(maxlen=0)
+        self._woken = True
+
+    def run(self) -> None:
+        self._woken = False
+        while self._queue:
+            fn, args = self._queue.popleft()
+            try:
+                fn(*args)
+            except Exception:
+                logger.exception("a function posted to a loop raised")
+
+
+class LoopThread:
+    """A loop on a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self.posts = Posts(self.loop)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        ident = threading.get_ident()
+        turn_loops[ident] = self.loop
+        try:
+            self.loop.run_forever()
+        finally:
+            turn_loops.pop(ident, None)
+            self.loop.close()
+
+    def is_here(self) -> bool:
+        """Whether the calling thread is the loop's."""
+        return threading.get_ident() == self._thread.ident
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        """Run ``fn`` on the loop and give its result."""
+        done: Future[Any] = Future()
+
+        async def body() -> None:
+            try:
+                done.set_result(fn())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self.loop.call_soon_threadsafe(lambda: self.loop.create_task(body()))
+        return done.result(30.0)
+
+    def stop(self) -> None:
+        if not self._thread.is_alive():
+            return
+        self.loop.call_soon_threadsafe(self._cancel_all)
+        self._thread.join(_THREAD_JOIN_S)
+        if self._thread.is_alive():
+            logger.warning("thread %s does not end: a coroutine blocks its loop", self._thread.name)
+
+    def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+
+        async def finish() -> None:
+            if tasks:
+                await asyncio.wait(tasks, timeout=_THREAD_JOIN_S / 2)
+            self.loop.stop()
+
+        self.loop.create_task(finish())

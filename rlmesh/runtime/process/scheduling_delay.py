@@ -1,0 +1,101 @@
+"""How long threads were runnable without a core, by the kernel's own count."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+
+from rlmesh.runtime.process import forked
+
+_RECENT_NS = 5_000_000
+
+
+class RunQueueMeter:
+    """Nanoseconds that threads of this process were runnable but had no core (``schedstat``, second field).
+
+    On a machine with fewer cores than busy processes this delay is the machine's, not rlmesh's.
+    """
+
+    def __init__(self, thread_ids: Iterable[int] = ()) -> None:
+        self._files: list[int] = []
+        self._last = self._read_at = 0
+        for thread_id in thread_ids:
+            self.add(thread_id)
+
+    def add(self, thread_id: int) -> None:
+        try:
+            self._files.append(os.open(f"/proc/self/task/{thread_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            pass  # A kernel without scheduler statistics: the delay then counts as rlmesh's.
+
+    def recent_ns(self, now_ns: int) -> int:
+        """`read_ns` at most five milliseconds before ``now_ns`` (of `time.perf_counter_ns`): many short calls share
+        one look at the kernel's counters."""
+        if now_ns - self._read_at > _RECENT_NS:
+            self._last = self.read_ns()
+            self._read_at = now_ns
+        return self._last
+
+    def read_ns(self) -> int:
+        total = 0
+        for file in self._files:
+            try:
+                total += int(os.pread(file, 96, 0).split()[1])
+            except (OSError, IndexError, ValueError):
+                continue
+        return total
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _ThreadMeter(threading.local):
+    """Each thread's own meter, opened at its first use."""
+
+    def __init__(self) -> None:
+        self.meter = RunQueueMeter([threading.get_native_id()])
+        self.last_ns = self.meter.read_ns()
+
+
+_own = _ThreadMeter()
+
+
+def _after_fork() -> None:
+    global _own
+    _own = _ThreadMeter()  # the thread has another number now
+
+
+forked.reset_in_children(_after_fork)
+
+
+def own_run_queue_ns() -> int:
+    """Nanoseconds that the calling thread was runnable without a core, ever."""
+    return _own.meter.recent_ns(time.perf_counter_ns())
+
+
+def own_run_queue_since_last_ns(now_ns: int = 0) -> int:
+    """The same since this thread called this function before; ``now_ns`` is what `time.perf_counter_ns` just gave."""
+    own = _own
+    now = own.meter.recent_ns(now_ns or time.perf_counter_ns())
+    last, own.last_ns = own.last_ns, now
+    return now - last
+
+
+def thread_ids_named(prefix: str) -> list[int]:
+    """Threads of this process by the name that the kernel shows, such as ZeroMQ's own ``ZMQbg/IO/0``."""
+    found = []
+    for thread_id in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread_id}/comm") as file:
+                if file.read().startswith(prefix):
+                    found.append(int(thread_id))
+        except OSError:
+            continue
+    return found

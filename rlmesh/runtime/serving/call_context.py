@@ -1,0 +1,87 @@
+"""What a running method knows about the call that it serves: deadline, held slots, nested calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context, ContextVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakSet
+
+from rlmesh.runtime.process import clock
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.future import Future
+
+
+T = TypeVar("T")
+
+
+class CallContext:
+    """The call that the current thread or task is serving.
+
+    Attributes:
+        chain: serial slots held by this call and by the calls that led to it.
+        deadline: `rlmesh.runtime.process.clock` time at which the caller gives up.
+        over: the method has returned. Tasks and callbacks that it left behind still see this context, and act
+            for themselves from then on.
+    """
+
+    __slots__ = ("_children", "cancelled", "chain", "deadline", "over")
+
+    def __init__(self, chain: tuple[str, ...], deadline: float) -> None:
+        self.chain = chain
+        self.deadline = deadline
+        self._children: WeakSet[Future[Any]] | None = None
+        self.cancelled = False
+        self.over = False
+
+    def add_child(self, future: Future[Any]) -> None:
+        """A call that was made while serving this one."""
+        if self._children is None:
+            self._children = WeakSet()
+        self._children.add(future)
+        if self.cancelled:
+            future.cancel()
+
+    def remaining_s(self) -> float:
+        return self.deadline - clock.now()
+
+    def cancel(self) -> None:
+        """Cancel everything that was called on behalf of this call."""
+        self.cancelled = True
+        for child in list(self._children or ()):
+            child.cancel()
+
+
+current_call: ContextVar[CallContext | None] = ContextVar("rlmesh_current_call", default=None)
+
+
+def served_call() -> CallContext | None:
+    """The call on whose behalf the current thread or task acts, if there is one that has not been answered."""
+    context = current_call.get()
+    return None if context is None or context.over else context
+
+
+class InContext(Generic[T]):
+    """Awaits a coroutine that runs in a context other than its task's."""
+
+    __slots__ = ("_context", "_coroutine")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], context: Context) -> None:
+        self._coroutine, self._context = coroutine, context
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        run, coroutine = self._context.run, self._coroutine
+        resume: Callable[[Any], Any] = coroutine.send
+        value: Any = None
+        while True:
+            try:
+                waited = run(resume, value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                value = yield waited
+                resume = coroutine.send
+            except BaseException as error:  # The task was cancelled, or is closed.
+                resume, value = coroutine.throw, error

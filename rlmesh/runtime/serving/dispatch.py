@@ -1,0 +1,468 @@
+"""The callee's side: from an arrived call to the user's method and back to the reply.
+
+Methods of the runtime's loop are marked *loop*; `_execute` runs on a thread of the member. User code and
+network I/O never share a thread, unless an object was served ``inline`` (control objects, embedded services).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Coroutine
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+from rlmesh.errors import (
+    CallCancelled,
+    MalformedFrame,
+    MethodNotFound,
+    StaleIncarnation,
+    WouldDeadlock,
+)
+from rlmesh.runtime.calling.future_arguments import Arrivals
+from rlmesh.runtime.connections.address_book import split_name
+from rlmesh.runtime.connections.channel import Channel
+from rlmesh.runtime.future import Future
+from rlmesh.runtime.process import clock
+from rlmesh.runtime.process.forked import end_child
+from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
+from rlmesh.runtime.sequence import FutureSequence
+from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Board
+from rlmesh.runtime.serving.call_context import InContext, current_call
+from rlmesh.runtime.serving.coroutines import await_elsewhere, cancel_task
+from rlmesh.runtime.serving.incoming import Incoming
+from rlmesh.runtime.serving.result_store import FETCH, KEEP_BYTES, KeptResults
+from rlmesh.runtime.serving.served_objects import Method, Served
+from rlmesh.runtime.serving.serving_host import Host
+from rlmesh.runtime.serving.stream_server import Outflow
+from rlmesh.wire import codec, failure
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Call, Credit, Flag, Frames, Kept, Reply, Room
+from rlmesh.wire.passed import Part, unpack_passed
+
+logger = logging.getLogger(__name__)
+
+_CALLS_PER_TURN = 64
+"""So many short calls of one method run before the loop's other tasks have their turn."""
+
+_NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(Flag.PASSED), int(Flag.KEEP)
+
+
+class Dispatcher:
+    """Serves objects of one runtime."""
+
+    def __init__(self, host: Host, loop: asyncio.AbstractEventLoop) -> None:
+        self._host, self._loop = host, loop
+        self.capture = host.capture
+        self._served: dict[str, Served] = {}
+        self._incoming: dict[tuple[Any, int], Incoming] = {}
+        self._unawaited: dict[tuple[Any, int], Incoming] = {}
+        """Notifications, and calls that run on although they were cancelled."""
+        self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
+        self._starting: list[Incoming] | None = None
+        self.kept = KeptResults(loop)
+        self.board: Board | None = None
+        """Where methods that begin are noted, for those who look from outside."""
+        self.active_at = clock.now()
+        """When an item of a stream was last sent."""
+        self.ending = False
+        """The process ends: what is cancelled now was not cancelled by its callers."""
+        self.forked = False
+        """This is a forked child, which has nobody to answer."""
+
+    def expect(self, name: str) -> None:
+        """Keep calls to a name that is not served yet until it is."""
+        if name not in self._served:
+            self._early.setdefault(name, [])
+
+    def order_of(self, call: Call) -> str | None:
+        """The slot that a call will wait for; calls of one caller for one slot start in the order they were made."""
+        served = self._served.get(call.target)
+        method = served.methods.get(call.method) if served is not None else None
+        if method is None:
+            return call.target  # It will be refused, or waits until its member is served.
+        return method.slot if method.serial else None
+
+    def serve(self, served: Served) -> None:
+        """From any thread: calls that arrive from now on find it."""
+        self._served[served.name] = served
+
+    def release(self, name: str) -> None:
+        """On the loop, after `serve`: calls that came early begin."""
+        for early in self._early.pop(name, ()):
+            self.on_call(*early)
+
+    def unserve(self, name: str) -> Served | None:
+        return self._served.pop(name, None)
+
+    def served(self) -> tuple[Served, ...]:
+        return tuple(self._served.values())
+
+    # Loop.
+
+    def on_call(self, channel: Channel, call: Call, frames: Frames, run_queue_ns: int) -> None:
+        if self._early and call.target in self._early:
+            self._early[call.target].append((channel, call, frames, run_queue_ns))
+            return
+        try:
+            method = self._find(call)
+        except Exception as error:
+            if call.method == FETCH and not isinstance(error, StaleIncarnation):
+                self._answer_fetch(channel, call, frames)
+            else:
+                self.refuse(channel, call, error)
+            return
+        incoming = Incoming(channel, call, frames, method, run_queue_ns)
+        if not call.flags:
+            self._incoming[incoming.key] = incoming
+        elif not self._prepare(incoming):
+            return
+        if self._starting is None:
+            self.start(incoming)
+        else:
+            self._starting.append(incoming)
+
+    def hold(self) -> None:
+        """Calls that arrive from now on start at `let_go`: a thread that is woken while this one still holds the
+        interpreter only goes to sleep again."""
+        if self._starting is None:
+            self._starting = []
+
+    def let_go(self) -> None:
+        starting, self._starting = self._starting, None
+        for incoming in starting or ():
+            self.start(incoming)
+
+    def start(self, incoming: Incoming) -> None:
+        """Begin a call as soon as its method has a place for it."""
+        method = incoming.method
+        if not method.is_async and method.serial:
+            run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
+            method.owner.executor.submit(run, main=method.main_thread)
+        elif self._may_begin(incoming):
+            self.begin(incoming)
+
+    def _prepare(self, incoming: Incoming) -> bool:
+        """What the flags of a call ask for; False if it was refused."""
+        call = incoming.call
+        if call.flags & _STREAM and incoming.key in self._incoming:
+            return False  # A packet that came twice: of two generators one would wait for ever.
+        if call.flags & _PASSED:
+            try:
+                incoming.frames, values = unpack_passed(incoming.frames)
+            except MalformedFrame as error:
+                self.refuse(incoming.channel, call, error)
+                return False
+            incoming.passed = Arrivals(values, call.timeout_s, self._host.fetch)
+        (self._unawaited if call.flags & _NO_REPLY else self._incoming)[incoming.key] = incoming
+        if call.flags & _STREAM:
+            incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
+        elif call.flags & _KEEP:
+            self.on_keep(incoming.channel, call.call_id)
+        return True
+
+    def on_keep(self, channel: Channel, call_id: int) -> None:
+        incoming = self._incoming.get((channel.link, call_id))
+        if incoming is not None:
+            incoming.keep = True
+            self.kept.expect()
+
+    def _answer_fetch(self, channel: Channel, call: Call, frames: Frames) -> None:
+        try:
+            ((token, *part), _) = codec.decode(frames)
+            answer = self.kept.fetch(token, Part(*part), self._host.capture)
+        except Exception as error:
+            self.refuse(channel, call, error)
+        else:
+            channel.backlog.sent(answer)
+            channel.send(Reply(call.call_id, True, 0, 0, 0), answer)
+
+    def on_credit(self, channel: Channel, credit: Credit) -> None:
+        incoming = self._incoming.get((channel.link, credit.call_id))
+        if incoming is not None and incoming.outflow is not None:
+            incoming.outflow.on_credit(credit.items)
+
+    def calls(self) -> list[Incoming]:
+        """Calls that have arrived and have not ended, whether somebody waits for them or not. From any thread."""
+        return [*list(self._incoming.values()), *self.unawaited()]
+
+    def unawaited(self) -> list[Incoming]:
+        """Those for whose answer nobody waits. From any thread."""
+        return list(self._unawaited.values())
+
+    def early(self) -> list[tuple[Channel, Call]]:
+        """Calls to what is not served yet. From any thread."""
+        return [(channel, call) for calls in list(self._early.values()) for channel, call, _, _ in list(calls)]
+
+    def on_lost(self, channel: Channel) -> None:
+        """A caller is gone, or its connection is: end what it asked for."""
+        self.kept.drop_owner(channel.link)
+        for link, call_id in list(self._incoming):
+            if link is channel.link:
+                self.on_cancel(channel, call_id)
+
+    def on_cancel(self, channel: Channel, call_id: int) -> None:
+        for name, calls in self._early.items():
+            self._early[name] = [c for c in calls if (c[0].link, c[1].call_id) != (channel.link, call_id)]
+        incoming = self._incoming.pop((channel.link, call_id), None)
+        if incoming is None:
+            return
+        # Before it is cancelled, so that whoever ends it and sees that takes it out again.
+        self._unawaited[incoming.key] = incoming
+        incoming.cancelled = True
+        incoming.context.cancel()
+        if incoming.outflow is not None:
+            incoming.outflow.cancel()
+        if incoming.passed is not None:
+            incoming.passed.cancel()
+        if incoming.task is not None:
+            incoming.task.get_loop().call_soon_threadsafe(cancel_task, incoming)
+        else:
+            with incoming.method.lock:
+                if incoming in incoming.method.queue:
+                    incoming.method.queue.remove(incoming)
+                    incoming.context.over = True
+        if incoming.context.over:
+            self._unawaited.pop(incoming.key, None)
+
+    def _find(self, call: Call) -> Method:
+        served = self._served.get(call.target)
+        if served is None:
+            known = ", ".join(self._served) or "nothing"
+            raise MethodNotFound(f"this process does not serve {call.target!r}; it serves {known}")
+        if call.incarnation not in (ANY_INCARNATION, served.incarnation):
+            role, rank = split_name(served.name)
+            raise StaleIncarnation(
+                f"{call.target}.{call.method}() was meant for incarnation {call.incarnation}; "
+                f"this is incarnation {served.incarnation}", role=role, rank=rank, method=call.method, executed="no",
+            )  # fmt: skip
+        method = served.find(call.method)
+        if method.serial and method.slot in call.chain:
+            raise WouldDeadlock(
+                f"{call.target}.{call.method}() was called on behalf of a method that it would have to wait for "
+                f"(held: {', '.join(call.chain)}). Return the value instead of calling back, or make the method "
+                "`async def` or @rpc(concurrent=n)"
+            )
+        return method
+
+    def begin(self, incoming: Incoming) -> None:
+        """Run a call that has its place, or a stream that has new credit. From any thread."""
+        method = incoming.method
+        if not method.is_async:
+            run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
+            if method.serial:
+                method.owner.executor.submit(run, main=method.main_thread)
+            else:
+                method.pool().submit(run)
+        elif method.owner.inline:
+            incoming.task = self._loop.create_task(self._coroutine(incoming))
+        else:
+            self._host.post_to_user(self._begin_on_user_loop, incoming)
+
+    def _may_begin(self, incoming: Incoming) -> bool:
+        """Take one of the method's places, or queue for one."""
+        method = incoming.method
+        with method.lock:
+            if method.running >= method.concurrent:
+                method.queue.append(incoming)
+                return False
+            method.running += 1
+        if method.concurrent > incoming.channel.room:
+            incoming.channel.room = method.concurrent
+            incoming.channel.send(Room(method.concurrent), [])
+        return True
+
+    # Any thread: a reply leaves from the thread that made it.
+
+    def _ended(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
+        self._incoming.pop(incoming.key, None)
+        method, call = incoming.method, incoming.call
+        if method.is_async or not method.serial:
+            self._give_place_back(incoming, ended_ns)
+        if incoming.cancelled or call.flags & _NO_REPLY:
+            self._unawaited.pop(incoming.key, None)
+            return
+        queued = incoming.ready_ns - incoming.received_ns
+        if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
+            self._keep(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
+            return
+        incoming.channel.backlog.sent(frames)
+        fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
+        incoming.channel.put(tuple.__new__(Reply, fields), frames)  # Half the time of Reply(…).
+        if self._incoming:
+            incoming.channel.kick()
+        else:
+            incoming.channel.hurry()  # No other reply of this turn can travel with it.
+
+    def _give_place_back(self, incoming: Incoming, now_ns: int) -> None:
+        method = incoming.method
+        following: Incoming | None = None
+        with method.lock:
+            if method.queue:
+                following = method.queue.popleft()
+            else:
+                method.running -= 1
+        if following is not None:
+            following.ready_ns = now_ns
+            if incoming.hands_over:
+                incoming.following = following
+            else:
+                self.begin(following)
+
+    def _keep(self, incoming: Incoming, frames: Frames, nbytes: int, executed_ns: int, queued_ns: int) -> None:
+        call = incoming.call
+        what = f"{call.target}.{call.method}()"
+        token = self.kept.add(incoming.channel.link, frames, what, call.timeout_s)
+        kept = Kept(call.call_id, token, nbytes, executed_ns, queued_ns, incoming.run_queue_ns)
+        incoming.channel.send(kept, [])
+
+    def refuse(self, channel: Channel, call: Call, error: Exception) -> None:
+        if call.flags & _NO_REPLY:
+            logger.warning("a notification was refused: %s", error)
+            return
+        frames = codec.encode(failure.record(error, executed="no"))
+        channel.send(Reply(call.call_id, False, 0, 0, 0), frames)
+
+    # The user's loop.
+
+    def _begin_on_user_loop(self, incoming: Incoming) -> None:
+        incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
+
+    def _coroutine(self, incoming: Incoming) -> Coroutine[Any, Any, None]:
+        if incoming.outflow is not None:
+            return incoming.outflow.run_async()
+        return self._run_serially(incoming) if incoming.method.serial else self._run_async(incoming)
+
+    async def _run_serially(self, first: Incoming) -> None:
+        """A call of a serial method, and those that queue behind it: a task and a turn of the loop for each would cost
+        more than most of them. Each has a context of its own, as it would have in a task of its own."""
+        task = asyncio.current_task()
+        assert task is not None
+        context = copy_context()
+        incoming: Incoming | None = first
+        for number in itertools.count(1):
+            if incoming is None or self.ending:
+                return
+            if incoming.outflow is not None:
+                self.begin(incoming)
+                return
+            incoming.task = task
+            incoming.hands_over = True
+            await InContext(self._run_async(incoming), context.copy())
+            while task.cancelling():
+                task.uncancel()  # That call was cancelled, not those behind it.
+            incoming.following, incoming = None, incoming.following
+            if number % _CALLS_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    def _sets_aside(self, incoming: Incoming) -> bool:
+        """Whether a call waits until its caller has taken in the answers that it was sent."""
+        if not incoming.channel.backlog.sets_aside(incoming):
+            return False
+        self._loop.call_soon_threadsafe(self._host.watch_backlog, incoming.channel)
+        if incoming.method.is_async or not incoming.method.serial:
+            incoming.task = None
+            self._give_place_back(incoming, time.perf_counter_ns())
+            incoming.hands_over = False
+        return True
+
+    async def _run_async(self, incoming: Incoming) -> None:
+        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+            return
+        if incoming.cancelled:
+            self._ended(incoming, False, [], time.perf_counter_ns())
+            return
+        incoming.started_ns = began_ns = time.perf_counter_ns()
+        if (board := self.board) is not None:
+            board.words[ASYNC] = began_ns
+            board.words[ASYNC + 1] = incoming.method.number or incoming.method.put_on(board)
+        incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
+        current_call.set(incoming.context)
+        try:
+            if incoming.passed is not None:
+                await incoming.passed.there()
+            args, kwargs = incoming.arguments()
+            value = incoming.method.function(*args, **kwargs)
+            if hasattr(type(value), "__await__"):  # Not of a plain function under the decorators.
+                value = await value
+            ok, frames = True, codec.encode(value, self._host.capture)
+        except BaseException as error:
+            ok, frames = False, self.failed(incoming, error)
+        if board is not None:
+            board.words[ASYNC + 1] = 0
+        ended_ns = time.perf_counter_ns()
+        own_run_queue_since_last_ns(ended_ns)
+        self.finish(incoming, ok, frames, ended_ns)
+
+    # The member's thread.
+
+    def _execute(self, incoming: Incoming) -> None:
+        served = incoming.method.owner
+        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+            return
+        if incoming.cancelled:
+            self._ended(incoming, False, [], time.perf_counter_ns())
+            return
+        incoming.started_ns = began_ns = time.perf_counter_ns()
+        if (board := self.board) is not None:
+            board.words[DEF] = began_ns
+            board.words[DEF + 1] = incoming.method.number or incoming.method.put_on(board)
+        incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
+        # Time behind other methods is theirs; time between the slot's release and this line is rlmesh's.
+        incoming.ready_ns = max(incoming.ready_ns, served.executor.free_since_ns)
+        token = current_call.set(incoming.context)
+        try:
+            args, kwargs = incoming.arguments()
+            value = incoming.method.function(*args, **kwargs)
+            if isinstance(value, Future | FutureSequence):
+                value = value.result()
+            elif hasattr(type(value), "__await__"):
+                value = self.awaited(incoming, value)
+            ok, frames = True, codec.encode(value, self._host.capture)
+        except BaseException as error:
+            ok, frames = False, self.failed(incoming, error)
+        finally:
+            current_call.reset(token)
+            if board is not None:
+                board.words[DEF + 1] = 0
+        ended_ns = time.perf_counter_ns()
+        if incoming.method.serial:
+            served.executor.free_since_ns = ended_ns
+        own_run_queue_since_last_ns(ended_ns)
+        self.finish(incoming, ok, frames, ended_ns)
+
+    def awaited(self, incoming: Incoming, value: Awaitable[Any], *, closing: bool = False) -> Any:
+        """As `awaiting.await_elsewhere`, on the loop where an ``async def`` method of this member would run."""
+        post = self._loop.call_soon_threadsafe if incoming.method.owner.inline else self._host.post_to_user
+        return await_elsewhere(incoming, value, post, lambda: self.ending, closing=closing)
+
+    def finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
+        if self.forked:
+            end_child(None)
+        incoming.context.over = True
+        self._ended(incoming, ok, frames, ended_ns)
+        if incoming.exit is not None:
+            # After the reply: the caller shall learn that the method called sys.exit, not only that it died.
+            self._host.system_exit(incoming.exit.code)
+
+    def failed(self, incoming: Incoming, error: BaseException) -> Frames:
+        if self.forked:
+            end_child(error)
+        call = incoming.call
+        if isinstance(error, asyncio.CancelledError):
+            if self.ending:
+                incoming.cancelled = True  # No answer: how the process ended tells the caller more.
+            text = f"{call.target}.{call.method}() was cancelled"
+            if incoming.cancelled:
+                role, rank = split_name(call.target)
+                error = CallCancelled(text, role=role, rank=rank, method=call.method, executed="yes")
+            elif not error.args:
+                error.args = (f"{text} by its own code",)
+        record = failure.record(error, executed="no" if incoming.refused else "yes")
+        if call.flags & _NO_REPLY:
+            logger.error("notification %s.%s() failed:\n%s", call.target, call.method, record.traceback)
+        if isinstance(error, SystemExit):
+            incoming.exit = error
+        return codec.encode(record)

@@ -1,0 +1,105 @@
+"""What a process serves: objects under names, and their exported methods."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from _thread import allocate_lock
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from rlmesh.errors import MethodNotFound
+from rlmesh.runtime.rpc import exported_functions, mark_of
+from rlmesh.runtime.serving.activity_board import Board
+from rlmesh.runtime.serving.executors import SerialExecutor
+from rlmesh.runtime.serving.method_kinds import is_on_loop
+from rlmesh.runtime.serving.stream_server import refuse_call
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.serving.incoming import Incoming
+
+
+class Method:
+    """One exported method of one served object. ``slot`` is what a running call of it holds."""
+
+    def __init__(self, owner: Served, name: str, function: Callable[..., Any]) -> None:
+        mark = mark_of(function)
+        self.owner, self.name, self.function = owner, name, function
+        self.concurrent = mark.concurrent if mark is not None else 1
+        self.is_async = is_on_loop(function)
+        self.generator = function
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            self.function = refuse_call(owner.name, name, is_async=self.is_async)
+        self.serial = self.concurrent == 1
+        self.main_thread = mark is not None and mark.main_thread
+        # Serial `def` methods share the member's one thread, so they share a slot.
+        self.slot = f"{owner.name}.{name}" if self.is_async else owner.slot
+        self.running = 0
+        self.queue: deque[Incoming] = deque()
+        self.lock = allocate_lock()
+        self.number = 0
+        """On the board of its process; 0: it has not run."""
+        self._pool: ThreadPoolExecutor | None = None
+
+    def put_on(self, board: Board) -> int:
+        """It runs for the first time."""
+        self.number = board.number_of(self.label)
+        return self.number
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.owner.name}.{self.name}()"
+
+    @property
+    def shares_thread(self) -> bool:
+        """Its calls run one after the other with those of the member's other serial ``def`` methods."""
+        return self.serial and not self.is_async
+
+    @property
+    def waits_for_main(self) -> bool:
+        """Only the main thread may run it, which has something else to do."""
+        return self.main_thread and self.shares_thread and not self.owner.executor.owned
+
+    def pool(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.concurrent, f"rlmesh-{self.owner.name}-{self.name}")
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Served:
+    """An object under a name. ``beside`` another one, it shares that one's thread of serial ``def`` methods."""
+
+    def __init__(
+        self, name: str, incarnation: int, functions: Mapping[str, Callable[..., Any]], *, inline: bool,
+        beside: Served | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.incarnation, self.inline = name, incarnation, inline
+        self.slot: str = beside.slot if beside is not None else f"{name}!{incarnation}"
+        self.methods = {method: Method(self, method, function) for method, function in functions.items()}
+        self.executor: SerialExecutor = beside.executor if beside is not None else SerialExecutor(name)
+
+    def find(self, name: str) -> Method:
+        found = self.methods.get(name)
+        if found is None and (function := exported_functions().get(name)) is not None:
+            found = self.methods[name] = Method(self, name, function)
+        if found is None:
+            near = difflib.get_close_matches(name, self.methods, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(sorted(self.methods)) or "none"
+            raise MethodNotFound(
+                f"{self.name} exports no method {name!r} (it exports: {known}){hint} "
+                "Mark the method with @rpc to let other members call it"
+            )
+        return found
+
+    def close(self) -> None:
+        for method in self.methods.values():
+            method.close()
+        self.executor.close()

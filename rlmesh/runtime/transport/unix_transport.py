@@ -1,0 +1,99 @@
+"""Unix sockets: the transport between processes of one node.
+
+On one node ZeroMQ's own threads cost more than the wire.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+
+from rlmesh.errors import UsageError
+from rlmesh.runtime.transport.base import make_again, prepare_socket_path
+from rlmesh.runtime.transport.stream_transport import StreamTransport
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+TOUCH_EVERY = 3600
+"""Looks between two touches, by which cleaners of temporary files know that a socket is in use."""
+
+
+class UnixTransport(StreamTransport):
+    """``unix://PATH``, in a directory that only this user can enter.
+
+    Connections outlive the file of the socket, but nobody can connect any more once it was removed. So it is looked
+    for, and bound again where it is missing.
+    """
+
+    scheme = "unix://"
+    _path = ""
+    _looks = 0
+    _missing = False
+
+    def bind(self, address: str) -> str:
+        endpoint = super().bind(address)
+        self.loop.call_later(LOOK_S, self._look)
+        return endpoint
+
+    def _listen(self, where: str) -> tuple[socket.socket, str]:
+        prepare_socket_path(where)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(where)
+            os.chmod(where, 0o600)
+        except OSError as error:
+            listener.close()
+            raise UsageError(f"cannot listen at {where!r}: {error}") from None
+        self._path = where
+        return listener, where
+
+    def _look(self) -> None:
+        if self._closed:
+            return
+        self._looks += 1
+        try:
+            if self._looks % TOUCH_EVERY == 0:
+                os.utime(self._path)
+            else:
+                os.lstat(self._path)
+        except FileNotFoundError:
+            self._bind_again()
+        except OSError:
+            pass  # it is there
+        self.loop.call_later(LOOK_S, self._look)
+
+    def _bind_again(self) -> None:
+        try:
+            make_again(os.path.dirname(self._path))
+            self._serve(self._listen(self._path)[0])
+        except (OSError, UsageError) as error:
+            if not self._missing:
+                logger.error(
+                    "the socket %s was removed, and cannot be made again: %s. Nobody can connect to this process any "
+                    "more; set TMPDIR to a folder that is not cleaned", self._path, error,
+                )  # fmt: skip
+            self._missing = True
+            return
+        self._missing = False
+        logger.warning(
+            "the socket %s was removed, perhaps by a cleaner of temporary files, and is made again", self._path
+        )
+
+    def _open(self, where: str) -> tuple[socket.socket, int]:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        return sock, sock.connect_ex(where)
+
+    def _who(self, accepted: socket.socket) -> str | None:
+        pid, uid, _ = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid in (os.getuid(), 0):
+            return f"pid {pid}"
+        self.receiver.on_refused(f"user {uid}", "other user", f"pid {pid} of user {uid} connected")
+        return None
+
+    def _remove(self) -> None:
+        Path(self._path).unlink(missing_ok=True)

@@ -1,0 +1,301 @@
+"""Pipes for bytes between two processes that share a secret: plain TCP, and ZeroMQ under CURVE.
+
+A pipe carries buffers that both ends know the sizes of, in one direction, without frames of its own. All waits are
+bounded; errors are OSError. On plain TCP each call's bytes are followed by a keyed hash, so that nobody on the network
+can change, add or repeat a byte without the receiver's refusal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlmesh.runtime.process import clock
+
+if TYPE_CHECKING:
+    import zmq
+
+SLICE_S = 0.05
+"""How often a sender that waits looks whether it was stopped."""
+NONCE_BYTES = 32
+PART_BYTES = 512 << 10
+MAX_STRANGERS = 64
+
+
+class Pipe(Protocol):
+    def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
+        """Send all; ends with an error as soon as ``stopped`` says so."""
+        ...
+
+    def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
+        """Fill all."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StoppedSending(OSError):
+    """A sink has failed, so nobody waits for the rest."""
+
+
+class AlteredBytes(ConnectionError):
+    """The bytes that arrived are not those that the source sent."""
+
+
+def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, role + nonce, "sha256")
+
+
+class _Tags:
+    """The keyed hashes (HMAC-SHA-256) of one connection, one after the bytes of each call.
+
+    Args:
+        secret: of the session.
+        nonces: of both sides, so that no two connections have one key.
+    """
+
+    def __init__(self, secret: bytes, nonces: bytes) -> None:
+        self._key = hmac.digest(secret, b"bytes" + nonces, "sha256")
+        self._count = 0
+
+    def begin(self) -> hmac.HMAC:
+        """The hash of the next call's bytes, which the caller adds."""
+        digest = hmac.new(self._key, self._count.to_bytes(8, "little"), hashlib.sha256)
+        self._count += 1
+        return digest
+
+
+class PlainPipe:
+    """TCP, with a handshake in which each side proves that it knows the secret."""
+
+    def __init__(self, connection: socket.socket, tags: _Tags) -> None:
+        self._socket, self._tags = connection, tags
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def to(cls, address: str, secret: bytes, timeout_s: float) -> PlainPipe:
+        """Connect; of the two, this side proves itself first."""
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        try:
+            theirs = _read(connection, NONCE_BYTES)
+            mine = secrets.token_bytes(NONCE_BYTES)
+            connection.sendall(_proof(secret, b"sink", theirs) + mine)
+            if not hmac.compare_digest(_read(connection, NONCE_BYTES), _proof(secret, b"source", mine)):
+                raise ConnectionError(f"whoever listens at {address} does not know the session's secret")
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, _Tags(secret, theirs + mine))
+
+    def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
+        end, tag = clock.now() + timeout_s, self._tags.begin()
+        self._socket.settimeout(SLICE_S)
+        for buffer in buffers:
+            data = buffer.cast("B")
+            for at in range(0, data.nbytes, PART_BYTES):
+                part = data[at : at + PART_BYTES]
+                tag.update(part)
+                self._send(part, end, stopped)
+        self._send(memoryview(tag.digest()), end, stopped)
+
+    def _send(self, rest: memoryview, end: float, stopped: Callable[[], bool]) -> None:
+        while rest.nbytes:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except TimeoutError:
+                _go_on(end, stopped)
+
+    def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
+        end, tag = clock.now() + timeout_s, self._tags.begin()
+        for buffer in buffers:
+            self._receive(buffer.cast("B"), end, tag)
+        theirs = bytearray(tag.digest_size)
+        self._receive(memoryview(theirs), end, None)
+        if not hmac.compare_digest(theirs, tag.digest()):
+            raise AlteredBytes(
+                "the weights that arrived are not those that were sent: somebody on the network may be changing bytes. "
+                "They are dropped; without RLMESH_PRIVATE_NETWORK the connection is encrypted"
+            )
+
+    def _receive(self, rest: memoryview, end: float, tag: hmac.HMAC | None) -> None:
+        while rest.nbytes:
+            self._socket.settimeout(max(1e-3, end - clock.now()))
+            try:
+                count = self._socket.recv_into(rest)
+            except TimeoutError:
+                if clock.now() < end:
+                    continue  # the process stood still
+                raise
+            if not count:
+                raise ConnectionResetError("the source closed the connection")
+            if tag is not None:
+                tag.update(rest[:count])
+            rest = rest[count:]
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was first
+        self._socket.close()
+
+
+class PlainListener:
+    """Waits for the one peer that knows the secret."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._secret = secret
+        self._socket = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
+        port = self._socket.getsockname()[1]
+        self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+
+    def accept(self, timeout_s: float) -> PlainPipe:
+        end = clock.now() + timeout_s
+        for _ in range(MAX_STRANGERS):
+            self._socket.settimeout(max(1e-3, end - clock.now()))
+            connection, _ = self._socket.accept()
+            try:
+                # A stranger that says nothing holds up others for a second.
+                connection.settimeout(1.0)
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                connection.sendall(nonce)
+                answer = _read(connection, 2 * NONCE_BYTES)
+                proof, theirs = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+                if hmac.compare_digest(proof, _proof(self._secret, b"sink", nonce)):
+                    connection.sendall(_proof(self._secret, b"source", theirs))
+                    self.close()
+                    return PlainPipe(connection, _Tags(self._secret, nonce + theirs))
+            except OSError:
+                pass
+            connection.close()
+        raise ConnectionError(f"{MAX_STRANGERS} strangers connected, and no sink")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class CurvePipe:
+    """A pair of ZeroMQ sockets under CURVE."""
+
+    def __init__(self, context: zmq.Context[Any], pair: zmq.Socket[Any]) -> None:
+        self._context, self._pair = context, pair
+
+    @classmethod
+    def to(cls, address: str, secret: bytes, timeout_s: float) -> CurvePipe:
+        from rlmesh.runtime.connections.security import CurveKeys
+
+        context, pair = _make_pair()
+        keys = CurveKeys(secret)
+        pair.curve_serverkey = keys.listener[0]
+        pair.curve_publickey, pair.curve_secretkey = keys.caller
+        pair.connect(f"tcp://{address}")
+        pair.send(b"here")
+        pipe = cls(context, pair)
+        try:
+            _wait(pair, timeout_s, "the source's answer")
+        except OSError:
+            pipe.close()
+            raise
+        pair.recv()
+        return pipe
+
+    def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
+        import zmq
+
+        end = clock.now() + timeout_s
+        for buffer in buffers:
+            data = buffer.cast("B")
+            for at in range(0, data.nbytes, PART_BYTES):
+                while not self._pair.poll(int(SLICE_S * 1000), zmq.POLLOUT):
+                    _go_on(end, stopped)
+                self._pair.send(data[at : at + PART_BYTES], zmq.NOBLOCK, copy=True)
+
+    def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
+        end = clock.now() + timeout_s
+        for buffer in buffers:
+            data = buffer.cast("B")
+            for at in range(0, data.nbytes, PART_BYTES):
+                _wait(self._pair, end - clock.now(), "more bytes")
+                part = self._pair.recv(copy=False).buffer
+                if not part.nbytes:
+                    raise ConnectionResetError("the source closed the connection")
+                data[at : at + PART_BYTES] = part
+
+    def close(self) -> None:
+        import zmq
+
+        if not self._pair.closed:
+            try:
+                self._pair.send(b"", zmq.NOBLOCK)  # ZeroMQ does not tell that a peer has gone
+            except zmq.ZMQError:
+                pass
+            self._pair.close(linger=200)
+            self._context.term()
+
+
+class CurveListener:
+    """Waits for the one peer that knows the secret."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        from rlmesh.runtime.connections.security import CurveKeys
+
+        self._context, self._pair = _make_pair()
+        keys = CurveKeys(secret)
+        self._pair.curve_server = True
+        self._pair.curve_publickey, self._pair.curve_secretkey = keys.listener
+        shown = f"[{host}]" if ":" in host else host
+        self._pair.ipv6 = ":" in host
+        self.address = f"{shown}:{self._pair.bind_to_random_port(f'tcp://{shown}')}"
+        self._accepted = False
+
+    def accept(self, timeout_s: float) -> CurvePipe:
+        _wait(self._pair, timeout_s, "the sink")
+        self._pair.recv()
+        self._pair.send(b"here")
+        self._accepted = True
+        return CurvePipe(self._context, self._pair)
+
+    def close(self) -> None:
+        if not self._accepted and not self._pair.closed:
+            self._pair.close(linger=0)
+            self._context.term()
+
+
+def _make_pair() -> tuple[zmq.Context[Any], zmq.Socket[Any]]:
+    import zmq
+
+    context: zmq.Context[Any] = zmq.Context()
+    pair = context.socket(zmq.PAIR)
+    pair.setsockopt(zmq.SNDHWM, 16)
+    pair.setsockopt(zmq.RCVHWM, 16)
+    return context, pair
+
+
+def _wait(pair: Any, timeout_s: float, what: str) -> None:
+    due = clock.now() + timeout_s
+    while not pair.poll(int(max(0.0, due - clock.now()) * 1000)):
+        if clock.now() >= due - 1e-3:
+            raise TimeoutError(f"{what} did not come in time")
+
+
+def _go_on(end: float, stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise StoppedSending("a sink has failed")
+    if clock.now() >= end:
+        raise TimeoutError("the sink did not take the bytes in time")
+
+
+def _read(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        part = connection.recv(nbytes - len(data))
+        if not part:
+            raise ConnectionResetError("the other side closed the connection")
+        data += part
+    return data

@@ -1,0 +1,130 @@
+"""Streams: a connection from the source to each sink, for nodes that share nothing.
+
+Where the network is the operator's own (``RLMESH_PRIVATE_NETWORK=1``), and on the loopback of one machine, it is plain
+TCP: each side proves that it knows the session's secret, which came with the commands, before a byte of weights goes
+over it. Elsewhere it is ZeroMQ under CURVE, whose keys are made of that secret (`pipes`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rlmesh.weights.channels.authenticated_stream import CurveListener, CurvePipe, Pipe, PlainListener, PlainPipe
+from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
+from rlmesh.weights.planning.buckets import Bucket
+from rlmesh.weights.transfer.checksum import checksums
+from rlmesh.weights.transfer.tensor_bytes import host_bytes
+
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+class StreamOutlet(Outlet):
+    """See `channels.base.Outlet`."""
+
+    joins_bytes = 0, 0
+
+    def __init__(self, settings: RouteSettings) -> None:
+        self._settings = settings
+        self._secret = secrets.token_bytes(32)
+        plain = settings.private or settings.host.startswith(LOOPBACK)
+        listen: Callable[[str, bytes], PlainListener | CurveListener] = PlainListener if plain else CurveListener
+        self._listeners = {sink: listen(settings.host, self._secret) for sink in settings.sinks}
+        self._pipes: dict[str, Pipe] = {}
+        self._threads = ThreadPoolExecutor(len(settings.sinks), "rlmesh-weights-stream")
+
+    def info(self, sink: str) -> Mapping[str, Any]:
+        listener = self._listeners[sink]
+        return {"plain": isinstance(listener, PlainListener), "address": listener.address, "secret": self._secret}
+
+    def connect(self) -> None:
+        for sink, listener in self._listeners.items():
+            try:
+                self._pipes[sink] = listener.accept(self._settings.timeout_s)
+            except OSError as error:
+                raise ChannelBroken(
+                    f"{sink} did not connect to {listener.address} within {self._settings.timeout_s:g} s: {error}", sink
+                ) from error
+
+    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
+        pieces = []
+        for entry in bucket.entries:
+            data = host_bytes(tensors[entry.name], entry.dtype)
+            pieces.append(data.copy() if self._settings.keep else data)
+        sums = [one for piece in pieces for one in checksums(piece)] if self._settings.verify else []
+        return Parcel(bucket, sums, pieces)
+
+    def payload(self, parcel: Parcel, sink: str) -> Any:
+        return None
+
+    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
+        buffers = [memoryview(piece) for piece in parcel.data if piece.nbytes]
+
+        def send(sink: str) -> None:
+            try:
+                self._pipes[sink].send(buffers, SOONER * self._settings.timeout_s, stopped)
+            except OSError as error:
+                raise ChannelBroken(f"bytes could not be sent to {sink}: {error}", sink) from error
+
+        if len(self._settings.sinks) == 1:
+            send(self._settings.sinks[0])
+            return
+        for sending in [self._threads.submit(send, sink) for sink in self._settings.sinks]:
+            sending.result()
+
+    def taken(self, parcel: Parcel) -> None:
+        parcel.data = None
+
+    def abandon(self) -> None:
+        """Closing tells the sinks that no more comes."""
+        self.close()
+
+    def close(self) -> None:
+        for pipe in self._pipes.values():
+            pipe.close()
+        for listener in self._listeners.values():
+            listener.close()
+        self._threads.shutdown(wait=True)
+
+
+class StreamInlet(Inlet):
+    """See `channels.base.Inlet`. One buffer, which every bucket is read into."""
+
+    keeps = False
+
+    def __init__(self, settings: RouteSettings, info: Mapping[str, Any]) -> None:
+        made: Callable[[str, bytes, float], Pipe] = PlainPipe.to if info["plain"] else CurvePipe.to
+        self._pipe = made(info["address"], info["secret"], settings.timeout_s)
+        self._buffer: Any = None
+
+    def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
+        import numpy as np
+
+        if self._buffer is None or self._buffer.nbytes < bucket.nbytes:
+            self._buffer = np.empty(bucket.nbytes, np.uint8)
+        pieces = [self._buffer[entry.offset : entry.offset + entry.nbytes] for entry in bucket.entries]
+        try:
+            self._pipe.receive([memoryview(piece) for piece in pieces if piece.nbytes], timeout_s)
+        except OSError as error:
+            raise ChannelBroken(f"bucket {bucket.index} did not arrive whole: {error}") from error
+        return pieces
+
+    def done(self) -> None:
+        return
+
+    def settle(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._buffer = None
+
+
+def open_outlet(settings: RouteSettings) -> StreamOutlet:
+    return StreamOutlet(settings)
+
+
+def open_inlet(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> StreamInlet:
+    return StreamInlet(settings, info)

@@ -1,0 +1,1 @@
+"""GPU memory and kernels for weight sync."""

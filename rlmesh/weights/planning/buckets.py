@@ -1,0 +1,193 @@
+"""Buckets: runs of tensors, or of parts of them, that are staged, acknowledged and named in errors together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from rlmesh.errors import WeightSyncError
+from rlmesh.weights.manifest import Manifest, TensorSpec
+from rlmesh.weights.planning.dtypes import ITEM_BYTES
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor inside a bucket, or a part of it.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: the one that travels.
+        offset: where it lies in the bucket, in bytes.
+        tied: the source's other names for it.
+        start: where a part begins in the tensor, in bytes of its C order; ``nbytes`` is how long it is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+    tied: tuple[str, ...] = ()
+    start: int = 0
+
+    @property
+    def is_part(self) -> bool:
+        return self.nbytes != ITEM_BYTES[self.dtype] * prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """``count``: how many buckets it was joined from, for a channel that takes many at once.
+
+    Attributes:
+        names: of its entries.
+        sizes: bytes of each entry.
+        starts: where each begins in its tensor, in bytes; None: all are whole, or begin at the first byte.
+    """
+
+    index: int
+    entries: tuple[Entry, ...]
+    nbytes: int
+    count: int = 1
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    starts: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        starts = tuple(entry.start for entry in self.entries)
+        object.__setattr__(self, "names", tuple(entry.name for entry in self.entries))
+        object.__setattr__(self, "sizes", tuple(entry.nbytes for entry in self.entries))
+        object.__setattr__(self, "starts", starts if any(starts) else None)
+
+    def to_wire(self) -> list[Any]:
+        rows = [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes, list(e.tied), e.start] for e in self.entries]
+        return [self.index, self.nbytes, rows]
+
+    @classmethod
+    def from_wire(cls, fields: Sequence[Any]) -> Bucket:
+        index, nbytes, rows = fields
+        entries = tuple(
+            Entry(n, tuple(shape), dtype, at, size, tuple(tied), start)
+            for n, shape, dtype, at, size, tied, start in rows
+        )
+        return cls(index, entries, nbytes)
+
+
+def cut(manifest: Manifest, types: Mapping[str, str], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Whole tensors, in the manifest's order, in runs of at most ``bucket_bytes``; tied names travel once."""
+    if bucket_bytes < 1:
+        raise WeightSyncError(f"bucket_bytes={bucket_bytes}: it is a number of bytes, 1 or more")
+    buckets: list[Bucket] = []
+    entries: list[Entry] = []
+    end = 0
+
+    def close() -> None:
+        nonlocal entries, end
+        if entries:
+            buckets.append(Bucket(len(buckets), tuple(entries), end))
+        entries, end = [], 0
+
+    tied: dict[str, list[str]] = {}
+    for spec in manifest:
+        if spec.alias_of is not None:
+            tied.setdefault(spec.alias_of, []).append(spec.name)
+    for spec in manifest:
+        if spec.alias_of is not None:
+            continue
+        nbytes = _bytes_as(spec, types[spec.name])
+        start = _aligned(end)
+        if entries and start + nbytes > bucket_bytes:
+            close()
+            start = 0
+        entries.append(Entry(spec.name, spec.shape, types[spec.name], start, nbytes, tuple(tied.get(spec.name, ()))))
+        end = start + nbytes
+    close()
+    return tuple(buckets)
+
+
+def _bytes_as(spec: TensorSpec, dtype: str) -> int:
+    return spec.numel * ITEM_BYTES[dtype]
+
+
+def share_out(
+    manifest: Manifest, held: Mapping[str, Mapping[str, tuple[int, int]] | None]
+) -> dict[str, dict[str, tuple[int, int]]] | None:
+    """Which elements of which tensor each rank sends, (first, how many), so that every element is sent once; what
+    several ranks hold is sent by the first of them. None if the parts leave gaps or overlap in another way.
+
+    Args:
+        held: rank → tensor → the elements that the rank holds, in C order.
+    """
+    shares: dict[str, dict[str, tuple[int, int]]] = {rank: {} for rank in held}
+    for spec in manifest:
+        if spec.alias_of is not None:
+            continue
+        end = 0
+        while end < spec.numel:
+            fits = ((rank, parts[spec.name]) for rank, parts in held.items() if parts and spec.name in parts)
+            found = next(((rank, part) for rank, part in fits if part[0] == end and part[1]), None)
+            if found is None:
+                return None
+            rank, part = found
+            shares[rank][spec.name] = part
+            end += part[1]
+        if end != spec.numel:
+            return None
+        if not spec.numel:
+            shares[next(iter(held))][spec.name] = 0, 0
+    return shares
+
+
+def parts_of(buckets: Sequence[Bucket], share: Mapping[str, tuple[int, int]]) -> tuple[Bucket, ...]:
+    """Of each bucket what a rank sends; buckets of which it sends nothing are left out."""
+    cut = []
+    for bucket in buckets:
+        entries: list[Entry] = []
+        end = 0
+        for entry in bucket.entries:
+            if entry.name not in share:
+                continue
+            unit = ITEM_BYTES[entry.dtype]
+            first, count = share[entry.name]
+            at = _aligned(end)
+            entries.append(replace(entry, offset=at, nbytes=count * unit, start=first * unit))
+            end = at + count * unit
+        if entries:
+            cut.append(Bucket(bucket.index, tuple(entries), end))
+    return tuple(cut)
+
+
+def join(buckets: Sequence[Bucket], first_bytes: int, most_bytes: int) -> list[Bucket]:
+    """Runs of neighbours as one bucket each, of at most ``most_bytes`` and the first one of ``first_bytes``; a bucket
+    that is larger stays as it is."""
+    joined: list[Bucket] = []
+    run: list[Bucket] = []
+    filled = 0
+    for bucket in buckets:
+        if run and filled + bucket.nbytes > (most_bytes if joined else first_bytes):
+            joined.append(join_all(run))
+            run, filled = [], 0
+        run.append(bucket)
+        filled += bucket.nbytes
+    return [*joined, join_all(run)] if run else joined
+
+
+def join_all(run: Sequence[Bucket]) -> Bucket:
+    """Neighbours as one."""
+    if len(run) == 1:
+        return run[0]
+    entries: list[Entry] = []
+    end = 0
+    for bucket in run:
+        base = _aligned(end)
+        entries += [replace(entry, offset=base + entry.offset) for entry in bucket.entries]
+        end = base + bucket.nbytes
+    return Bucket(run[0].index, tuple(entries), end, len(run))
+
+
+def _aligned(end: int) -> int:
+    return -(-end // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,37 @@
+"""Where this process is, as the plan needs to know it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from rlmesh.memory.layout import place as shm_place
+from rlmesh.weights.planning.plan import Place
+
+
+def place_of(device: str, node: str | None = None) -> Place:
+    """The place of weights on ``device`` (``cpu``, ``cuda:0``) of this process.
+
+    Args:
+        node: the node's name in the job; tests pretend to be several.
+    """
+    here = node or f"{socket.gethostname()}/{_boot_id()}"
+    try:
+        # Virtual nodes of one machine share its memory, but must not be found out to.
+        shm = f"{shm_place()}/{node or ''}"
+    except OSError:
+        shm = f"none/{here}/{os.getpid()}"
+    if device.startswith("cuda"):
+        from rlmesh.weights.cuda.devices import describe_device
+
+        uuid, peers, why_not = describe_device(device)
+        return Place(here, shm, uuid, peers, not why_not, why_not)
+    return Place(here, shm)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"

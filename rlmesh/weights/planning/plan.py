@@ -1,0 +1,302 @@
+"""`WeightPlan`: which tensors go in which bucket, by which channel to which sink. Pure: values in, values out.
+
+A bucket is a run of tensors; it is what is staged, acknowledged and named in errors. A route is one source rank, one
+channel and the sinks that it feeds. Where the source is sharded and its memory can be shared with all sinks, every rank
+sends its own shards: there is a route from each rank to each sink, nothing is gathered, and the sinks put the parts
+together. Otherwise every sink is on exactly one route, which carries whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlmesh.errors import UsageError, WeightSyncError
+from rlmesh.weights.manifest import NO_CASTS, Casts, Manifest, misfits
+from rlmesh.weights.planning.buckets import Bucket, cut, parts_of, share_out
+from rlmesh.weights.planning.source_state import Left, Standing
+
+Mode = Literal["double_buffer", "in_place"]
+SourceMode = Literal["fenced", "snapshot"]
+Channel = Literal["shm", "cuda_ipc", "collective", "stream"]
+
+CHANNELS: tuple[Channel, ...] = ("cuda_ipc", "shm", "collective", "stream")
+DEFAULT_BUCKET_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member is. ``shm`` is equal where shared memory can be shared, ``devices`` where GPUs are; ``device`` is
+    the UUID of the GPU that holds the weights, empty on a CPU; ``peers`` are the GPUs that it can reach."""
+
+    node: str
+    shm: str
+    device: str = ""
+    peers: tuple[str, ...] = ()
+    cuda_ipc: bool = False
+    why_no_ipc: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One source rank or one sink, as it described itself.
+
+    Attributes:
+        parts: of a source rank: which elements of each tensor it holds, in C order: (first, how many). None: all that
+            it can give are whole tensors.
+        takes_parts: of a sink: tensors may come in several parts.
+        standing: of a source rank: where it stands.
+        left: of a sink: what the last commit left that it had a part in.
+    """
+
+    name: str
+    incarnation: int
+    place: Place
+    manifest: Manifest | None
+    mode: Mode = "double_buffer"
+    channels: tuple[Channel, ...] = CHANNELS
+    parts: Mapping[str, tuple[int, int]] | None = None
+    takes_parts: bool = False
+    standing: Standing | None = None
+    left: Left | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """``sinks`` get all buckets from ``source`` by ``channel``."""
+
+    channel: Channel
+    source: str
+    sinks: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for.
+
+    Attributes:
+        bucket_bytes: the most that one bucket holds, unless one tensor is larger.
+        casts: allowed changes of the element type.
+        channel: one for all, or by the name of a role or member; "auto" chooses.
+        source_mode: fenced or snapshotted.
+        verify: compare checksums.
+    """
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    casts: Casts = NO_CASTS
+    channel: str | Mapping[str, str] = "auto"
+    source_mode: SourceMode = "fenced"
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        names: Iterable[object] = self.channel.values() if isinstance(self.channel, Mapping) else (self.channel,)
+        for name in names:
+            if not isinstance(name, str) or name not in ("auto", *CHANNELS):
+                raise UsageError(f"channel={self.channel!r:.80}: each is 'auto' or one of {', '.join(CHANNELS)}")
+
+    def channel_of(self, sink: str) -> str:
+        if isinstance(self.channel, str):
+            return self.channel
+        return self.channel.get(sink) or self.channel.get(sink.rpartition(":")[0]) or "auto"
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Print it: ``str(plan)`` says who gets what from whom, by which channel and why."""
+
+    sources: tuple[Party, ...]
+    sinks: tuple[Party, ...]
+    manifest: Manifest
+    buckets: tuple[Bucket, ...]
+    routes: tuple[Route, ...]
+    source_mode: SourceMode
+    by_rank: Mapping[str, tuple[Bucket, ...]]
+    """What each source rank sends: all buckets, or its shards of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one sink gets."""
+        return sum(entry.nbytes for bucket in self.buckets for entry in bucket.entries)
+
+    def on_one_gpu(self, route: Route) -> bool:
+        """Are all ends of a route on the same GPU?"""
+        names = {route.source, *route.sinks}
+        devices = {party.place.device for party in (*self.sources, *self.sinks) if party.name in names}
+        return len(devices) == 1 and "" not in devices
+
+    def shares_events(self, route: Route) -> bool:
+        """Do all ends of a route see the same /dev/shm, where the driver keeps events?"""
+        names = {route.source, *route.sinks}
+        return len({p.place.shm for p in (*self.sources, *self.sinks) if p.name in names}) == 1
+
+    @property
+    def sharded(self) -> bool:
+        """Does every rank send its own shards?"""
+        return any(entry.is_part for cut in self.by_rank.values() for bucket in cut for entry in bucket.entries)
+
+    def on_gpus(self, route: Route) -> bool:
+        """Are all ends of a route on GPUs, each on one of its own?"""
+        names = {route.source, *route.sinks}
+        devices = [party.place.device for party in (*self.sources, *self.sinks) if party.name in names]
+        return all(devices) and len(set(devices)) == len(devices)
+
+    def __str__(self) -> str:
+        tied = [spec for spec in self.manifest if spec.alias_of is not None]
+        count = sum(len(bucket.entries) for bucket in self.buckets)
+        largest = max((bucket.nbytes for bucket in self.buckets), default=0)
+        lines = [
+            f"{_size(self.nbytes)} in {count} tensors ({len(tied)} tied names), {len(self.buckets)} buckets of at most "
+            f"{_size(largest)}; source {'fenced' if self.source_mode == 'fenced' else 'snapshotted'}"
+            f"{', each rank sends its own shards' if self.sharded else ''}"
+        ]
+        mode = {sink.name: sink.mode for sink in self.sinks}
+        for route in self.routes:
+            sinks = ", ".join(f"{name} ({mode[name]})" for name in route.sinks)
+            lines.append(f"  {route.source} → {sinks} by {route.channel}: {route.why}")
+        if self.manifest.excluded:
+            lines.append(f"  not synced: {', '.join(self.manifest.excluded)}")
+        return "\n".join(lines)
+
+
+def make_plan(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes) -> WeightPlan:
+    """Match, cut and choose.
+
+    Raises:
+        WeightSyncError: with all that does not fit, sink by sink.
+    """
+    if not sources or not sinks:
+        raise WeightSyncError(f"a weight sync needs a source and a sink; it has {len(sources)} and {len(sinks)}")
+    manifest = _one_manifest(sources)
+    faults = []
+    for sink in sinks:
+        if sink.manifest is not None:
+            faults += [f"{sink.name}: {fault}" for fault in misfits(manifest, sink.manifest, wishes.casts)]
+    if faults:
+        raise WeightSyncError(
+            f"the weights of {sources[0].name} do not fit {_names(sinks)}; nothing was sent:\n"
+            + "\n".join(f"  {fault}" for fault in faults)
+        )
+    buckets = cut(manifest, wire_types(manifest, sinks), wishes.bucket_bytes)
+    routes, by_rank = _shards(manifest, buckets, sources, sinks, wishes)
+    if not routes:
+        routes, by_rank = choose_routes(sources, sinks, wishes), {source.name: buckets for source in sources}
+    return WeightPlan(tuple(sources), tuple(sinks), manifest, buckets, routes, wishes.source_mode, by_rank)
+
+
+def _one_manifest(sources: Sequence[Party]) -> Manifest:
+    first = sources[0].manifest
+    if first is None:
+        raise WeightSyncError(f"{sources[0].name} says nothing of its weights")
+    for other in sources[1:]:
+        if other.manifest != first:
+            lines = misfits(first, other.manifest or Manifest(()), Casts())
+            raise WeightSyncError(
+                f"the ranks of the source hold different weights: {sources[0].name} and {other.name}:\n  "
+                + "\n  ".join(lines or ["other ties or another order of names"])
+            )
+    return first
+
+
+def wire_types(manifest: Manifest, sinks: Sequence[Party]) -> dict[str, str]:
+    """The type that each tensor travels in: the sinks' own if they all have the same, else the source's."""
+    chosen = {}
+    for spec in manifest:
+        wanted = {found.dtype for s in sinks if s.manifest is not None and (found := s.manifest.find(spec.name))}
+        silent = any(s.manifest is None for s in sinks)
+        chosen[spec.name] = wanted.pop() if len(wanted) == 1 and not silent else spec.dtype
+    return chosen
+
+
+_WITHOUT_GATHERING: tuple[Channel, ...] = ("cuda_ipc", "shm")
+
+
+def _shards(
+    manifest: Manifest, buckets: Sequence[Bucket], sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes
+) -> tuple[tuple[Route, ...], dict[str, tuple[Bucket, ...]]]:
+    """Routes from every rank, with its own shards only; none if the shards do not add up, or a channel or sink needs
+    whole tensors."""
+    shares = share_out(manifest, {source.name: source.parts for source in sources})
+    if len(sources) < 2 or shares is None or not all(_takes_parts(sink, buckets) for sink in sinks):
+        return (), {}
+    routes: list[Route] = []
+    by_rank = {}
+    for rank, source in enumerate(sources):
+        cut = by_rank[source.name] = parts_of(buckets, shares[source.name])
+        # Each rank begins with another sink, so that no two of them read from the same rank first.
+        turn = rank % len(sinks)
+        try:
+            mine = choose_routes([source], [*sinks[turn:], *sinks[:turn]], wishes) if cut else ()
+        except WeightSyncError:
+            return (), {}
+        routes += mine
+    if any(route.channel not in _WITHOUT_GATHERING for route in routes):
+        return (), {}
+    return tuple(routes), by_rank
+
+
+def _takes_parts(sink: Party, buckets: Sequence[Bucket]) -> bool:
+    """Has it, for every tensor that travels, one tensor of that very type?"""
+    mine = sink.manifest
+    if not sink.takes_parts or mine is None:
+        return False
+    for entry in (entry for bucket in buckets for entry in bucket.entries):
+        owners = [mine.owner(name) for name in (entry.name, *entry.tied) if mine.find(name) is not None]
+        if len({owner.name for owner in owners}) != 1 or owners[0].dtype != entry.dtype:
+            return False
+    return True
+
+
+def choose_routes(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes) -> tuple[Route, ...]:
+    """One channel per sink, one source rank per channel and place, so that each byte is written as seldom as it can."""
+    grouped: dict[tuple[Channel, str], tuple[list[str], str]] = {}
+    for sink in sinks:
+        source, channel, why = _choose(sources, sink, wishes.channel_of(sink.name))
+        grouped.setdefault((channel, source.name), ([], why))[0].append(sink.name)
+    return tuple(Route(channel, source, tuple(names), why) for (channel, source), (names, why) in grouped.items())
+
+
+def _choose(sources: Sequence[Party], sink: Party, wanted: str) -> tuple[Party, Channel, str]:
+    refusals = []
+    for channel in CHANNELS if wanted == "auto" else tuple(name for name in CHANNELS if name == wanted):
+        if wanted == "auto" and channel == "collective" and not (sink.place.device and sources[0].place.device):
+            continue  # among CPUs a stream is as fast, and needs no group
+        best, why = _nearest(sources, sink, channel)
+        if best is not None and channel in sink.channels:
+            return best, channel, why if wanted == "auto" else f"{why} (as told)"
+        refusals.append(f"{channel}: {why if best is None else f'{sink.name} does not take it'}")
+    raise WeightSyncError(f"no channel leads from {_names(sources)} to {sink.name}: {'; '.join(refusals)}")
+
+
+def _nearest(sources: Sequence[Party], sink: Party, channel: Channel) -> tuple[Party | None, str]:
+    """The source rank that is closest to a sink, as the channel sees it, and why; or why none can."""
+    place = sink.place
+    if channel == "shm":
+        found = next((s for s in sources if s.place.shm == place.shm), None)
+        return found, "same node" if found else "they do not share /dev/shm"
+    if channel == "cuda_ipc":
+        if not place.device:
+            return None, f"{sink.name} has its weights on a CPU"
+        on_gpu = [s for s in sources if s.place.device and s.place.node == place.node]
+        unable = next((p for p in (sink, *on_gpu) if not p.place.cuda_ipc), None)
+        if not on_gpu or unable is not None:
+            return None, unable.place.why_no_ipc if unable is not None else "the source has no GPU on that node"
+        same = next((s for s in on_gpu if s.place.device == place.device), None)
+        if same is not None:
+            return same, "same GPU"
+        peer = next((s for s in on_gpu if s.place.device in place.peers), None)
+        return peer, "peer GPUs of one node" if peer else "their GPUs cannot reach each other"
+    near = next((s for s in sources if s.place.node == place.node), sources[0])
+    return near, "same node" if near.place.node == place.node else "other nodes"
+
+
+def _names(parties: Sequence[Party]) -> str:
+    return ", ".join(party.name for party in parties)
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes} bytes"

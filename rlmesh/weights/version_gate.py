@@ -1,0 +1,111 @@
+"""`VersionGate`: requests run while the weights stand still, and know their version; flips wait for them.
+
+::
+
+    with gate.serving() as version:     # for as long as the weights must not change
+        …
+
+One request may hold it for one token or for all of its tokens: what it holds it for is made by one version. A flip
+that waits goes before requests that come later, so that it is not starved.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rlmesh.errors import WeightsNotReady, WeightSyncError
+from rlmesh.runtime.process import clock
+
+
+class VersionGate:
+    """Thread-safe. ``who`` is in the texts of errors.
+
+    Args:
+        who: the member's name.
+        clock: seconds.
+    """
+
+    def __init__(self, who: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.who = who
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._version: int | None = None
+        self._why_none = "no weights have come yet"
+        self._closed_for: str | None = None
+        self._closed_at = self._none_since = clock()
+        self._inside = 0
+        self._own = threading.local()
+
+    @property
+    def version(self) -> int | None:
+        """What is served now; None while nothing is."""
+        return self._version
+
+    @contextmanager
+    def serving(self, timeout_s: float = 60.0) -> Iterator[int]:
+        """Hold the weights still; gives their version. Waits while a flip is under way.
+
+        Raises:
+            WeightsNotReady: there are no weights of a known version, or the flip took longer than ``timeout_s``.
+        """
+        version = self._enter(timeout_s)
+        self._own.depth = self._depth() + 1
+        try:
+            yield version
+        finally:
+            self._own.depth -= 1
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def _depth(self) -> int:
+        return int(getattr(self._own, "depth", 0))
+
+    def _enter(self, timeout_s: float) -> int:
+        with self._changed:
+            # Whoever is inside already may go deeper: the flip waits for the outermost anyway.
+            if not self._depth():
+                clock.wait_for(self._changed, lambda: self._closed_for is None, timeout_s)
+                if self._closed_for is not None:
+                    raise WeightsNotReady(
+                        f"{self.who} cannot serve: {self._closed_for} since {self._clock() - self._closed_at:.1f} s, "
+                        "and whoever pushes the weights has not concluded it. It serves again after the next push"
+                    )
+            if self._version is None:
+                raise WeightsNotReady(
+                    f"{self.who} has no weights to serve: {self._why_none} (since "
+                    f"{self._clock() - self._none_since:.1f} s). Push to it first: WeightSync.push(version)"
+                )
+            self._inside += 1
+            return self._version
+
+    def close(self, why: str, timeout_s: float) -> None:
+        """Let nobody in, and wait until everybody is out.
+
+        Raises:
+            WeightSyncError: somebody stayed; the gate is open again.
+        """
+        with self._changed:
+            if self._closed_for is None:
+                self._closed_for, self._closed_at = why, self._clock()
+            if not clock.wait_for(self._changed, lambda: self._inside == 0, timeout_s):
+                self._closed_for = None
+                self._changed.notify_all()
+                raise WeightSyncError(
+                    f"{self.who} still serves {self._inside} requests with version {self._version} after "
+                    f"{timeout_s:g} s: let requests end sooner, hold the gate per token, or raise flip_timeout_s"
+                )
+
+    def set_version(self, version: int | None, why_none: str = "") -> None:
+        with self._changed:
+            if version is None and self._version is not None:
+                self._none_since = self._clock()
+            self._version, self._why_none = version, why_none or self._why_none
+
+    def open(self) -> None:
+        with self._changed:
+            self._closed_for = None
+            self._changed.notify_all()
