@@ -36,7 +36,7 @@ LIMIT_S = 60.0
 """A job that is not over after this long hangs."""
 GONE_S = 5.0
 """What is left of a job must be gone this long after its end."""
-MASTER_RETURNS = (ROOT / "rlmesh" / "master" / "store.py").exists()
+MASTER_RETURNS = (ROOT / "rlmesh" / "master" / "state" / "store.py").exists()
 SIZES = {"ACTOR": 2, "ROLLOUT": 2}
 
 

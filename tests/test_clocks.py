@@ -51,7 +51,7 @@ def test_the_wall_clock_is_read_for_people_alone() -> None:
     reads = {name: lines for name, lines in found.items() if lines}
     new = {name: lines for name, lines in reads.items() if name not in READ_FOR}
     assert not new, (
-        f"{new}: use rlmesh.runtime.process.clock.now() for durations and clock.epoch() for times that are told or written; "
+        f"{new}: use rlmesh.runtime.process.clock.now() for durations and clock.epoch() for times that people read; "
         "if people read the wall clock here, say so in READ_FOR"
     )
     assert set(READ_FOR) <= set(reads), "these read no wall clock any more"

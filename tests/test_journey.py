@@ -13,11 +13,13 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "journey-of-a-call.md"
 MODULES = [
     importlib.import_module(f"rlmesh.{name}")
     for name in (
-        "errors", "memory.attach", "memory.device", "memory.exchange", "memory.pool", "runtime.calls",
-        "runtime.backlog", "runtime.channel", "runtime.cohorts", "runtime.deadlines", "runtime.dispatch",
-        "runtime.executors", "runtime.future", "runtime.group", "runtime.group_retry", "runtime.handle",
-        "runtime.incoming", "runtime.lending", "runtime.pending", "runtime.reception", "runtime.stream",
-        "runtime.submission", "runtime.unheard", "wire.codec", "wire.envelope",
+        "errors", "memory.attach", "memory.device", "memory.exchange", "memory.pool", "runtime.calling.calls",
+        "runtime.calling.generations", "runtime.calling.group_retry", "runtime.calling.outbound",
+        "runtime.calling.pending", "runtime.calling.unretrieved", "runtime.connections.channel",
+        "runtime.connections.inbound", "runtime.connections.shm_transfer", "runtime.future", "runtime.group",
+        "runtime.handle", "runtime.process.deadlines", "runtime.serving.dispatch", "runtime.serving.executors",
+        "runtime.serving.incoming", "runtime.serving.reply_backlog", "runtime.transport.stream", "wire.codec",
+        "wire.envelope",
     )
 ]  # fmt: skip
 

@@ -24,6 +24,9 @@ LAYERS = (
     ("rlmesh.observe",),
     ("rlmesh.agent",),
     ("rlmesh.master",),
+    ("rlmesh.run_directory",),
+    ("rlmesh.rendezvous",),
+    ("rlmesh.driver",),
     ("rlmesh.weights",),
     ("rlmesh.rl", "rlmesh.testing", "rlmesh_launcher"),
     ("rlmesh.cli",),
@@ -187,8 +190,8 @@ def test_outside_the_rl_layer_heavy_packages_are_imported_inside_functions(name:
 def test_the_guardian_needs_the_standard_library_only() -> None:
     """It runs as ``python -I -S``, without site-packages, and must start within milliseconds."""
     its_own = (
-        "rlmesh.agent.processes.guardian", "rlmesh.agent.processes.ownership", "rlmesh.agent.processes.control_groups", "rlmesh.agent.processes.stopped",
-        "rlmesh.private_files",
+        "rlmesh.agent.processes.guardian", "rlmesh.agent.processes.ownership", "rlmesh.agent.processes.control_groups",
+        "rlmesh.agent.processes.stopped", "rlmesh.private_files",
     )  # fmt: skip
     top = [each for each in IMPORTS if each.module in its_own and each.at_top and not each.typing_only]
     assert top

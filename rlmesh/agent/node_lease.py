@@ -1,9 +1,9 @@
-"""The agent's half of its lease: how long it may let members run without word from the master. Pure.
+"""The agent's side of the node lease: how long members may run without contact to the master. Pure.
 
-A grant counts from the moment at which it was asked for, by the agent's clock; the master counts from when it
-answered, which is later, and waits for longer (``rlmesh.master.decisions.silent_nodes``). So members of a node that is cut off have
-ended before the master places them elsewhere, however long messages were under way and whatever the clocks show:
-only durations are compared. The clock must count the time in which the machine is suspended.
+A grant starts when the agent asks for it. The master starts its own count later, when it answers, and waits longer
+(``rlmesh.master.decisions.silent_nodes``). Members of a node that is cut off have therefore ended before the master
+places them elsewhere, however long messages take: only durations are compared, never times of two clocks. The clock
+must include the time in which the machine is suspended.
 """
 
 from __future__ import annotations

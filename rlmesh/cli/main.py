@@ -33,7 +33,7 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in chosen or COMMANDS:
-        import_module(f"rlmesh.cli.{name}").add_to(commands)
+        import_module(f"rlmesh.cli.commands.{name}").add_to(commands)
     return parser
 
 

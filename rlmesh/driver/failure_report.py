@@ -7,8 +7,9 @@ from types import TracebackType
 
 from rlmesh.driver.outcome import StoppedBySignal
 from rlmesh.errors import JobFailed, JobStopped, RestartBudgetExhausted
+from rlmesh.observe.views.safe_text import shorten
 
-__all__ = ["failure_lines", "shorten", "tell_ends_shortly"]
+__all__ = ["failure_lines", "tell_ends_shortly"]
 
 MOST_LINES = 16
 SHOWN_OTHERS = 3
@@ -36,16 +37,6 @@ def failure_lines(error: JobFailed) -> list[str]:
         lines.append(f"What happened, in order: {error.incident}")
     lines.append(f"Logs and metrics: {error.run_dir}")
     return lines
-
-
-def shorten(lines: list[str], most: int, rest: str = "") -> list[str]:
-    """At most so many lines: the first ones, and more of the last, where a traceback says what it is about."""
-    if len(lines) <= most:
-        return lines
-    head = max(1, most // 3)
-    tail = most - head - 1
-    left = len(lines) - head - tail
-    return [*lines[:head], f"… {left} more lines{f' in {rest}' if rest else ''} …", *lines[len(lines) - tail :]]
 
 
 def _without_traceback(lines: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """What the master knows about its job: members, incarnations, stage, failures, records.
 
-Each change is saved (``rlmesh.master.state.snapshot``). Fields of ``Member`` are values that are replaced, not changed in
-place: that is how a change is found.
+Each change is saved (``rlmesh.master.state.snapshot``). Fields of ``Member`` are values that are replaced, not changed
+in place, so that a change can be detected.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class JobManager:
         "_state": JobState, "_together": StopTogether, "_recoveries": Recoveries, "_moves": Moves,
         "_losses": NodeLosses, "_failing": Failing, "_watch": Watch,
     }  # fmt: skip
-    """What decisions depend on besides ``context``: all that a restarted master needs (`rlmesh.master.state.schema`)."""
+    """State beside ``context`` that decisions depend on and a restarted master needs (`rlmesh.master.state.schema`)."""
 
     def __init__(
         self, spec: JobSpec, scheduler: Scheduler, now: float, last_lines: LastLines = lambda path: ()

@@ -13,9 +13,9 @@ from itertools import groupby
 from pathlib import Path
 
 from rlmesh.agent.monitoring.logs import LogLine, LogTail, Written
-from rlmesh.driver.failure_report import shorten
 from rlmesh.job.status import MemberStatus
 from rlmesh.observe.views.folding import Folding
+from rlmesh.observe.views.safe_text import shorten
 
 FAILURE_LINES = 12
 _FAILED = re.compile(r" failed$")

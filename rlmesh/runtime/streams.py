@@ -1,8 +1,8 @@
 """Streams: the items of a remote generator, one by one, with back-pressure. The caller's side.
 
 A stream is a call like any other (deadline, cancellation and the death of the member end it), whose callee sends
-items before its reply. The callee (`rlmesh.runtime.serving.stream_server`) may be ahead of the consumer by a window of items; the
-consumer gives it more credit as it takes items.
+items before its reply. The callee (`rlmesh.runtime.serving.stream_server`) may be ahead of the consumer by a window of
+items; the consumer gives it more credit as it takes items.
 """
 
 from __future__ import annotations

@@ -131,7 +131,10 @@ class Room(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """How many large answers (`rlmesh.runtime.serving.reply_backlog`) the sender of this has taken in so far on this connection."""
+    """The number of large replies that the sender has taken in so far on this connection.
+
+    See `rlmesh.runtime.serving.reply_backlog`.
+    """
 
     total: int
 

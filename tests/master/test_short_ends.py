@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.driver.failure_report import failure_lines, shorten
+from rlmesh.driver.failure_report import failure_lines
 from rlmesh.errors import JobFailed, RemoteError, UsageError
 from rlmesh.master.chaos_plan import check_method, parse_kill, parse_kills
+from rlmesh.observe.views.safe_text import shorten
 from tests.master.launched import Launched
 from tests.stalls import HANG_S
 

@@ -54,7 +54,7 @@ else:  # a script without sys.path: neither site-packages nor the package itself
     import ownership
     import stopped
 
-    sys.path.append(os.path.dirname(sys.path[0]))
+    sys.path.append(os.path.dirname(os.path.dirname(sys.path[0])))
     import private_files
 
 CONFIG_LIMIT_BYTES = 1 << 20
@@ -384,7 +384,8 @@ def agent_environment(mark: str) -> dict[str, str]:
     """This environment with the node's mark; ``rlmesh`` stays importable if it runs from a checkout."""
     env = dict(os.environ)
     env[ownership.NODE_MARK] = mark
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = os.path.dirname(package)
     if os.path.basename(root) not in ("site-packages", "dist-packages"):
         paths = env.get("PYTHONPATH", "").split(os.pathsep)
         if root not in paths:

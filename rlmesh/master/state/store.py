@@ -3,8 +3,9 @@
 ``<run_dir>/state.db`` has the job as ``JobContext`` knows it, one row for each thing that changes by itself: nodes,
 members, failures, single facts about the job; besides, what decisions depend on, the orders that are not carried out
 yet, and how much of each sender's news was taken in. Columns are for people and tools (``sqlite3 state.db``); what the
-master reads back is the JSON in ``data``, whose schema :mod:`rlmesh.master.state.schema` checks. Nothing in it is code. The
-file has mode 0600; it, its journals and its folder must belong to this user and be closed to others' writing, which
+master reads back is the JSON in ``data``, whose schema :mod:`rlmesh.master.state.schema` checks. Nothing in it is
+code. The file has mode 0600; it, its journals and its folder must belong to this user and be closed to others'
+writing, which
 whoever opens it checks first.
 
 No commit waits for a disk. On a local file system the journal is a write-ahead log with ``synchronous=NORMAL``: a
@@ -12,8 +13,8 @@ commit appends to the page cache, which outlives any process, and only the log's
 failure can take the last commits along, and takes the job's processes anyway; the file stays whole. On a network file
 system, where the log's shared memory does not work, the journal is a file that is truncated at each commit, with
 ``synchronous=OFF``: the same promise as long as the machine runs; a file that a power failure tore is found by its
-check, set aside and told of. All of it happens on the thread of :mod:`rlmesh.master.state.persistence`, never on the loop
-that takes events.
+check, set aside and told of. All of it happens on the thread of :mod:`rlmesh.master.state.persistence`, never on the
+loop that takes events.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-__all__ = ["encodable", "json_text", "shown"]
+__all__ = ["encodable", "json_text", "shorten", "shown"]
 
 # C0 but for tab and line end, DEL, C1, overrides and isolates of the writing direction, line separators, surrogates.
 _OBEYED = re.compile(
@@ -67,3 +67,13 @@ def encodable_json(text: str) -> str:
     except UnicodeEncodeError:
         return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
     return text
+
+
+def shorten(lines: list[str], most: int, rest: str = "") -> list[str]:
+    """At most so many lines: the first ones, and more of the last, where a traceback says what it is about."""
+    if len(lines) <= most:
+        return lines
+    head = max(1, most // 3)
+    tail = most - head - 1
+    left = len(lines) - head - tail
+    return [*lines[:head], f"… {left} more lines{f' in {rest}' if rest else ''} …", *lines[len(lines) - tail :]]

@@ -1,7 +1,7 @@
 """Shared memory: a bucket is written once for all sinks of a node, and read in place.
 
-Where a route has several sinks, they verify together (`rlmesh.weights.transfer.bucket_check`): whoever keeps the memory as it is
-looks at the same pages as the others, and sums its own share of them. Whoever copies sums all that it copied.
+Several sinks of one route verify together (`rlmesh.weights.transfer.bucket_check`): sinks that keep the memory as it
+is look at the same pages, so each sums its own share of them. A sink that copies sums all that it copied.
 
 The outlet puts each bucket into a slot of a pool of reused segments (`rlmesh.memory`). The sinks map the slot and hold
 its lock; a `double_buffer` sink on a CPU may use that memory as its weights until the next flip, so that nothing is
