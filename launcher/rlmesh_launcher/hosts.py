@@ -29,11 +29,11 @@ from typing import Any
 from rlmesh.errors import UsageError
 from rlmesh.job.nearest_name import did_you_mean
 
-__all__ = ["Host", "parse_hosts", "read_hosts"]
+__all__ = ["RemoteHost", "parse_hosts", "read_hosts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class RemoteHost:
     """One machine.
 
     Attributes:
@@ -55,10 +55,10 @@ class Host:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-_KEYS = {each.name for each in fields(Host)}
+_KEYS = {each.name for each in fields(RemoteHost)}
 
 
-def read_hosts(path: Path) -> tuple[Host, ...]:
+def read_hosts(path: Path) -> tuple[RemoteHost, ...]:
     """The hosts of a file.
 
     Raises:
@@ -71,7 +71,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     return parse_hosts(text, str(path))
 
 
-def parse_hosts(text: str, where: str, directory: str | None = None) -> tuple[Host, ...]:
+def parse_hosts(text: str, where: str, directory: str | None = None) -> tuple[RemoteHost, ...]:
     """The same for text; ``directory`` is where hosts start that say nothing else (default: this process's)."""
     try:
         values = tomllib.loads(text)
@@ -90,7 +90,7 @@ def parse_hosts(text: str, where: str, directory: str | None = None) -> tuple[Ho
     return hosts
 
 
-def _host(values: Mapping[str, Any], where: str) -> Host:
+def _host(values: Mapping[str, Any], where: str) -> RemoteHost:
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in _KEYS:
@@ -100,7 +100,7 @@ def _host(values: Mapping[str, Any], where: str) -> Host:
     name = checked.get("name", "")
     if not name or name.startswith("-"):
         raise UsageError(f"{where} has no name that ssh could connect to")
-    return Host(**checked)
+    return RemoteHost(**checked)
 
 
 def _checked(key: str, value: Any, where: str) -> object:

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from rlmesh.errors import LaunchError, UsageError
 from rlmesh_launcher.orphan import VARIABLE
 
-__all__ = ["CHECKPOINTED", "Batch", "submit"]
+__all__ = ["CHECKPOINTED", "BatchJob", "submit"]
 
 CHECKPOINTED = 75
 """Exit code of ``rlmesh launch`` when the job stopped at a step boundary, with a checkpoint: to be started again."""
@@ -61,7 +61,7 @@ exit "$code\""""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchJob:
     """One job for ``sbatch``.
 
     Attributes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rlmesh.errors import LaunchError, UsageError
 from rlmesh_launcher.hostlist import expand_counts, expand_nodes
 
-__all__ = ["Allocation", "Names", "Task", "show_hostnames"]
+__all__ = ["Names", "SlurmAllocation", "Task", "show_hostnames"]
 
 SCONTROL_TIMEOUT_S = 30.0
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -60,7 +60,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class SlurmAllocation:
     """The nodes of a step, or of the whole job outside of one.
 
     Attributes:
@@ -74,7 +74,7 @@ class Allocation:
     cpus: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, env: Mapping[str, str], names: Names | None = None) -> Allocation:
+    def read(cls, env: Mapping[str, str], names: Names | None = None) -> SlurmAllocation:
         """
         Raises:
             LaunchError: the environment is none of Slurm's, or its lists do not fit each other; shows both.

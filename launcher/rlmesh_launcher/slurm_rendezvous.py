@@ -23,7 +23,7 @@ from rlmesh.errors import LaunchError, UsageError
 from rlmesh.runtime.connections.security import KEY_TEXT_VARIABLE, make_key
 from rlmesh.runtime.transport.inet import join_host_port, split_host_port
 
-__all__ = ["FOLDER_VARIABLE", "MUNGE_SOCKET_VARIABLE", "Found", "HeadGone", "Meeting", "Munge"]
+__all__ = ["FOLDER_VARIABLE", "MUNGE_SOCKET_VARIABLE", "HeadGone", "Meeting", "Munge", "ServerAddress"]
 
 FOLDER_VARIABLE = "RLMESH_RENDEZVOUS_DIR"
 MUNGE_SOCKET_VARIABLE = "RLMESH_MUNGE_SOCKET"
@@ -85,7 +85,7 @@ class Munge:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ServerAddress:
     """Where the head listens, and the key that its job uses."""
 
     host: str
@@ -156,7 +156,7 @@ class Meeting:
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink(missing_ok=True)
 
-    def find(self, timeout_s: float) -> Found:
+    def find(self, timeout_s: float) -> ServerAddress:
         """Wait for the file and read it.
 
         Raises:
@@ -184,7 +184,7 @@ class Meeting:
         except OSError as error:
             raise LaunchError(f"{self.path} cannot be read: {error}") from None
 
-    def _understand(self, content: bytes) -> Found:
+    def _understand(self, content: bytes) -> ServerAddress:
         if content.startswith(_GAVE_UP) and self.path.stat().st_uid == os.getuid():
             raise _gone(content[len(_GAVE_UP) :])
         key = self._given
@@ -200,7 +200,7 @@ class Meeting:
             if values["name"] != self._name:
                 raise LaunchError(f"{self.path} is of another start of the job: {values['name']}")
             host, port = split_host_port(values["endpoint"])
-            return Found(host, port, key or bytes.fromhex(values["key"]))
+            return ServerAddress(host, port, key or bytes.fromhex(values["key"]))
         except (ValueError, KeyError, TypeError, UsageError) as error:
             raise LaunchError(f"{self.path} holds no endpoint: {type(error).__name__}: {error}") from None
 

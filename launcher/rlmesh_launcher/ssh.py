@@ -23,7 +23,7 @@ from typing import IO
 
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.transport.inet import join_host_port
-from rlmesh_launcher.hosts import Host
+from rlmesh_launcher.hosts import RemoteHost
 
 __all__ = ["LISTENS", "TOGETHER", "HostCommand", "reached_by", "render", "run"]
 
@@ -44,7 +44,7 @@ _QUIET = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "Ser
 class HostCommand:
     """How one node is started: ``argv`` here, which runs ``remote`` there."""
 
-    host: Host
+    host: RemoteHost
     node_rank: int
     argv: tuple[str, ...]
 
@@ -58,7 +58,7 @@ class HostCommand:
 
 
 def render(
-    hosts: Sequence[Host], head_address: str, options: Sequence[str], script: Sequence[str], ssh: str = "ssh"
+    hosts: Sequence[RemoteHost], head_address: str, options: Sequence[str], script: Sequence[str], ssh: str = "ssh"
 ) -> tuple[HostCommand, ...]:
     """The commands for all hosts, in the order of their ranks.
 
@@ -91,7 +91,7 @@ def _path(text: str) -> str:
     return shlex.quote(text)
 
 
-def reached_by(host: Host, ssh: str = "ssh") -> str:
+def reached_by(host: RemoteHost, ssh: str = "ssh") -> str:
     """The address at which other hosts reach one: what the file says, else what ssh itself connects to.
 
     Raises:
@@ -111,7 +111,7 @@ def reached_by(host: Host, ssh: str = "ssh") -> str:
     return found[0] if found else host.name
 
 
-class _Node:
+class _RemoteNode:
     """One running command."""
 
     def __init__(self, command: HostCommand, argv: Sequence[str], key: bytes) -> None:
@@ -163,7 +163,7 @@ def run(commands: Sequence[HostCommand], key: bytes, *, out: IO[str] | None = No
 class _Run:
     def __init__(self, commands: Sequence[HostCommand], key: bytes, out: IO[str], err: IO[str]) -> None:
         self._commands, self._key, self._out, self._err = commands, key, out, err
-        self._nodes: list[_Node] = []
+        self._nodes: list[_RemoteNode] = []
         self._selector = selectors.DefaultSelector()
         self._half: dict[int, bytes] = {}
         self._endpoint = ""
@@ -186,7 +186,7 @@ class _Run:
                 self._end()
 
     def _start(self, command: HostCommand, argv: Sequence[str]) -> None:
-        node = _Node(command, argv, self._key)
+        node = _RemoteNode(command, argv, self._key)
         self._nodes.append(node)
         for stream in (node.process.stdout, node.process.stderr):
             assert stream is not None
@@ -233,7 +233,7 @@ class _Run:
             for line in lines:
                 self._pass_on(key.data, key.fileobj is key.data.process.stderr, line.decode("utf-8", "replace"))
 
-    def _pass_on(self, node: _Node, is_error: bool, line: str) -> None:
+    def _pass_on(self, node: _RemoteNode, is_error: bool, line: str) -> None:
         first = node is self._nodes[0]
         if first and is_error and line.startswith("rlmesh: "):
             if LISTENS in line:

@@ -21,10 +21,10 @@ from functools import partial
 from typing import Any
 
 from rlmesh.agent.boot import Boot
-from rlmesh.agent.device_lease_server import Leases
+from rlmesh.agent.device_lease_server import DeviceLeaseServer
 from rlmesh.agent.master_keeper import GiveUp, MasterKeeper, failed_start
 from rlmesh.agent.master_session import Allegiance, Ties
-from rlmesh.agent.members import MemberKey, Members
+from rlmesh.agent.members import MemberKey, NodeMembers
 from rlmesh.agent.monitoring.device_watch import DeviceWatch
 from rlmesh.agent.monitoring.rejections import RejectionReporter
 from rlmesh.agent.monitoring.usage import NodeUse, read_use
@@ -81,7 +81,7 @@ class Agent:
         self._spawner = Spawner(config, self._table, started.env, started.zygotes)
         self._leavings = Leavings(config, self._table)
         self._ports: list[socket.socket] = []
-        self._leases = Leases()
+        self._leases = DeviceLeaseServer()
         self._watch: asyncio.Task[None] | None = None
         self._folder = SocketFolder(config)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -93,7 +93,7 @@ class Agent:
         self._outbox = Outbox(runtime, runtime.peer(MASTER, config.master_endpoint), sender)
         own, public = runtime.endpoint, runtime.public_endpoint
         assert own is not None
-        self._members = Members(
+        self._members = NodeMembers(
             config, own, started.env, self._table, self._spawner, self._leavings,
             ended=self._member_ended, unwanted=self._may_not_run, do=self._do,
         )  # fmt: skip

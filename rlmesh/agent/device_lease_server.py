@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from rlmesh.placement.device_leases import LeaseAnswer, LeaseTable, MemberKey
 from rlmesh.runtime.process import clock
 
-__all__ = ["Leases"]
+__all__ = ["DeviceLeaseServer"]
 
 
-class Leases:
+class DeviceLeaseServer:
     """The leases of one node's devices. To be used on one event loop."""
 
     def __init__(self, clock_: Callable[[], float] = time.monotonic) -> None:

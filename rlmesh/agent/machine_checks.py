@@ -20,7 +20,7 @@ from typing import Literal
 
 from rlmesh.agent.processes.control_groups import own_group
 
-__all__ = ["Check", "Facts", "gather", "judge"]
+__all__ = ["Facts", "MachineCheck", "gather", "judge"]
 
 Verdict = Literal["ok", "warning", "failed"]
 
@@ -68,7 +68,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class MachineCheck:
     """One judgement; ``advice`` is what to do where it is not ok."""
 
     name: str
@@ -145,94 +145,96 @@ def _loopback_works() -> bool:
     return True
 
 
-def judge(facts: Facts) -> tuple[Check, ...]:
+def judge(facts: Facts) -> tuple[MachineCheck, ...]:
     """What is right and wrong with a machine. Pure."""
     return tuple(rule(facts) for rule in _RULES)
 
 
-def _python(facts: Facts) -> Check:
+def _python(facts: Facts) -> MachineCheck:
     text = ".".join(map(str, facts.python))
     if facts.python < LEAST_PYTHON:
-        return Check("Python", "failed", text, "install Python 3.11 or newer")
-    return Check("Python", "ok", text)
+        return MachineCheck("Python", "failed", text, "install Python 3.11 or newer")
+    return MachineCheck("Python", "ok", text)
 
 
-def _descriptors(facts: Facts) -> Check:
+def _descriptors(facts: Facts) -> MachineCheck:
     soft, hard = facts.files
     text = f"{soft} open files (hard limit {hard})"
     limit = "" if hard < 0 or hard >= GOOD_FILES else " (the hard limit is too low: an administrator's to raise)"
     advice = f"raise it: ulimit -n {min(65536, hard) if hard > 0 else 65536}, or LimitNOFILE= of the service{limit}"
     if soft < LEAST_FILES:
-        return Check("descriptors", "failed", text, advice)
-    return Check("descriptors", "ok" if soft >= GOOD_FILES else "warning", text, advice)
+        return MachineCheck("descriptors", "failed", text, advice)
+    return MachineCheck("descriptors", "ok" if soft >= GOOD_FILES else "warning", text, advice)
 
 
-def _shared_memory(facts: Facts) -> Check:
+def _shared_memory(facts: Facts) -> MachineCheck:
     free, total = facts.shm
     if free < 0:
-        return Check("/dev/shm", "failed", "is missing or not writable", "mount a tmpfs there, with mode 1777")
+        return MachineCheck("/dev/shm", "failed", "is missing or not writable", "mount a tmpfs there, with mode 1777")
     text = f"{_size(free)} free of {_size(total)}"
     advice = "make it larger (docker run --shm-size=8g; mount -o remount,size=50% /dev/shm) or remove what lies in it"
     if free < LEAST_SHM_BYTES:
-        return Check("/dev/shm", "failed", text, advice)
-    return Check("/dev/shm", "ok" if free >= GOOD_SHM_BYTES else "warning", text, advice)
+        return MachineCheck("/dev/shm", "failed", text, advice)
+    return MachineCheck("/dev/shm", "ok" if free >= GOOD_SHM_BYTES else "warning", text, advice)
 
 
-def _sockets(facts: Facts) -> Check:
+def _sockets(facts: Facts) -> MachineCheck:
     advice = "set XDG_RUNTIME_DIR or TMPDIR to a writable folder with a short path"
     if not facts.base_writable:
-        return Check("sockets", "failed", f"{facts.socket_base} cannot be written to", advice)
+        return MachineCheck("sockets", "failed", f"{facts.socket_base} cannot be written to", advice)
     if len(os.fsencode(facts.socket_base)) > SOCKET_PATH_BYTES:
-        return Check("sockets", "warning", f"the path {facts.socket_base} is long; /tmp will be used", advice)
-    return Check("sockets", "ok", f"in {facts.socket_base}")
+        return MachineCheck("sockets", "warning", f"the path {facts.socket_base} is long; /tmp will be used", advice)
+    return MachineCheck("sockets", "ok", f"in {facts.socket_base}")
 
 
-def _ports(facts: Facts) -> Check:
+def _ports(facts: Facts) -> MachineCheck:
     if not facts.loopback:
-        return Check("ports", "failed", "a connection to 127.0.0.1 fails", "bring loopback up: ip link set lo up")
-    return Check("ports", "ok", "the system chooses them; connections on loopback work")
+        return MachineCheck(
+            "ports", "failed", "a connection to 127.0.0.1 fails", "bring loopback up: ip link set lo up"
+        )
+    return MachineCheck("ports", "ok", "the system chooses them; connections on loopback work")
 
 
-def _name(facts: Facts) -> Check:
+def _name(facts: Facts) -> MachineCheck:
     if facts.resolves is None:
-        return Check(
+        return MachineCheck(
             "host name", "warning", f"{facts.hostname} does not resolve",
             "rlmesh does not need it, but other libraries may wait for it: add it to /etc/hosts",
         )  # fmt: skip
     addresses = ", ".join(facts.resolves)
     if facts.resolves and all(address.startswith("127.") or address == "::1" for address in facts.resolves):
-        return Check(
+        return MachineCheck(
             "host name", "ok", f"{facts.hostname} is {addresses} here",
             "in --rdzv-endpoint give an address that the other nodes reach",
         )  # fmt: skip
-    return Check("host name", "ok", f"{facts.hostname} is {addresses}" if addresses else facts.hostname)
+    return MachineCheck("host name", "ok", f"{facts.hostname} is {addresses}" if addresses else facts.hostname)
 
 
-def _gpus(facts: Facts) -> Check:
+def _gpus(facts: Facts) -> MachineCheck:
     usable, closed = facts.gpu_files
     mask = "" if facts.mask is None else f", CUDA_VISIBLE_DEVICES={facts.mask}"
     if closed:
-        return Check(
+        return MachineCheck(
             "GPUs", "warning", f"{len(usable)} of {len(usable) + len(closed)} can be opened{mask}",
             f"let this user open {', '.join(closed)} (group video, or the container's device list)",
         )  # fmt: skip
-    return Check("GPUs", "ok", f"{len(usable)} NVIDIA device files{mask}")
+    return MachineCheck("GPUs", "ok", f"{len(usable)} NVIDIA device files{mask}")
 
 
-def _clock(facts: Facts) -> Check:
+def _clock(facts: Facts) -> MachineCheck:
     if facts.at < 1.7e9:
-        return Check(
+        return MachineCheck(
             "clock", "failed", time.strftime("%Y-%m-%d", time.gmtime(facts.at)), "set it: timedatectl, chronyd"
         )
-    return Check("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts.at)))
+    return MachineCheck("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts.at)))
 
 
-def _launchers(facts: Facts) -> Check:
+def _launchers(facts: Facts) -> MachineCheck:
     found = [name for name, path in facts.programs if path]
-    return Check("launchers", "ok", f"found: {', '.join(found) or 'none, so nodes are started by hand'}")
+    return MachineCheck("launchers", "ok", f"found: {', '.join(found) or 'none, so nodes are started by hand'}")
 
 
-def _processes(facts: Facts) -> Check:
+def _processes(facts: Facts) -> MachineCheck:
     text = "subreaper, parent-death signals" + (
         f", and a control group for each member below {facts.cgroup}"
         if facts.cgroup
@@ -240,14 +242,14 @@ def _processes(facts: Facts) -> Check:
         "found by its descent"
     )
     if 0 < facts.pid_limit < 1024:
-        return Check("processes", "warning", f"at most {facts.pid_limit}", "raise it: ulimit -u")
-    return Check("processes", "ok", text)
+        return MachineCheck("processes", "warning", f"at most {facts.pid_limit}", "raise it: ulimit -u")
+    return MachineCheck("processes", "ok", text)
 
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-_RULES: tuple[Callable[[Facts], Check], ...] = (
+_RULES: tuple[Callable[[Facts], MachineCheck], ...] = (
     _python, _descriptors, _shared_memory, _sockets, _ports, _name, _gpus, _clock, _launchers, _processes
 )  # fmt: skip

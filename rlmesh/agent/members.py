@@ -26,7 +26,7 @@ from rlmesh.runtime.calling.peer_status import state_letter
 from rlmesh.runtime.serving.activity_board import board_path, does_not_answer, look_at
 from rlmesh.runtime.transport.inet import interface_of
 
-__all__ = ["MemberKey", "Members"]
+__all__ = ["MemberKey", "NodeMembers"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ MemberKey = tuple[str, int, int]
 """Role, rank, incarnation."""
 
 
-class Members:
+class NodeMembers:
     """Those of one node. Belongs to the agent's loop.
 
     Args:

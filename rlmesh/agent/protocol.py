@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from rlmesh.errors import CallError, CallRejected, PeerLost
 from rlmesh.job.context import Resume
-from rlmesh.job.entry_points.entry import Entry as Entry
 from rlmesh.job.entry_points.entry import EntryKind as EntryKind
+from rlmesh.job.entry_points.entry import EntryPoint as EntryPoint
 from rlmesh.job.entry_points.program import Program as Program
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.placement.binding import Binding as Binding
@@ -84,7 +84,7 @@ class WorkerSpec:
     local_world_size: int
     node_rank: int
     node_name: str
-    entry: Entry
+    entry: EntryPoint
     master_endpoint: str
     socket_dir: str
     run_dir: str

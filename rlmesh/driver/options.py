@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from rlmesh.master.jobspec import Limits, ObserveOptions
+from rlmesh.master.jobspec import ObserveOptions, TimeLimits
 
 if TYPE_CHECKING:
     from rlmesh.job.description.config import DLConfig
@@ -74,17 +74,17 @@ class LaunchOptions:
     """0; how often a scheduler has started the job before"""
     preview: Callable[[DLConfig, str], NoReturn] | None = field(default=None, repr=False)
     """the job is run; else this is called with its description and name, and ends the script"""
-    limits: Limits = field(default_factory=Limits)
+    limits: TimeLimits = field(default_factory=TimeLimits)
 
     def over(self, other: LaunchOptions) -> LaunchOptions:
         """These options, with what they leave open taken from ``other``."""
         given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
-        if self.limits == Limits():
+        if self.limits == TimeLimits():
             del given["limits"]
         return replace(other, **given)
 
 
-class RunningJob(Protocol):
+class JobControl(Protocol):
     """A job as whoever set its options sees it."""
 
     def stop(self, reason: str) -> None:
@@ -104,7 +104,7 @@ class Ambient:
 
     options: LaunchOptions
     yields: bool = False
-    jobs: list[RunningJob] = field(default_factory=list)
+    jobs: list[JobControl] = field(default_factory=list)
 
 
 _ambient: list[Ambient] = []
@@ -130,7 +130,7 @@ def effective(options: LaunchOptions | None) -> LaunchOptions:
     return result
 
 
-def enlist(job: RunningJob) -> None:
+def enlist(job: JobControl) -> None:
     """Tell the blocks around about a job that is being submitted."""
     for block in _ambient:
         block.jobs.append(job)

@@ -12,7 +12,7 @@ from rlmesh.errors import JobSpecError
 from rlmesh.job.context import Resume
 from rlmesh.job.description.config import DLConfig
 from rlmesh.job.entry_points.program import this_program
-from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
+from rlmesh.master.jobspec import JobSpec, RestartRule, RoleSpec, TimeLimits
 from rlmesh.placement.demand import JobDemand
 from rlmesh.placement.machine.inventory import Device, NodeInfo
 from rlmesh.placement.machine.system import Machine
@@ -57,7 +57,7 @@ def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
 
 def job_spec(
     config: DLConfig, job_name: str, demand: JobDemand, cluster: Cluster, space: Workspace, *,
-    limits: Limits, restart: str | None, submitted_at: float, grace_s: float, resume: Resume | None = None,
+    limits: TimeLimits, restart: str | None, submitted_at: float, grace_s: float, resume: Resume | None = None,
     max_restarts: int | None = None, serves: bool = False,
 ) -> JobSpec:  # fmt: skip
     """The job as the master needs it. ``restart`` and ``max_restarts`` are what was said at the launch; ``serves``: the

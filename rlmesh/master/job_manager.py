@@ -23,7 +23,7 @@ from rlmesh.job.status import FailureInfo, JobStatus, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.decisions.adoption import say_again, strays, unseen
-from rlmesh.master.decisions.deadlines import Deadlines
+from rlmesh.master.decisions.deadlines import WaitDeadlines
 from rlmesh.master.decisions.ending import Ending
 from rlmesh.master.decisions.failover import FailoverCoordinator
 from rlmesh.master.decisions.failure_handling import Failing
@@ -59,7 +59,7 @@ class JobManager:
         self, spec: JobSpec, scheduler: Scheduler, now: float, last_lines: LastLines = lambda path: ()
     ) -> None:
         self.context = JobContext(spec, now, samples_trained=spec.resume.samples_trained if spec.resume else 0)
-        self._state = JobState(self.context, Deadlines(spec.limits, now), last_lines)
+        self._state = JobState(self.context, WaitDeadlines(spec.limits, now), last_lines)
         self._scheduler = scheduler
         self._together = StopTogether(spec.grace_s)
         self._ending = Ending(self._state, self._together)

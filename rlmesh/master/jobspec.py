@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlmesh.job.context import Resume
-from rlmesh.job.description.time_limits import Limits as Limits
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.description.time_limits import TimeLimits as TimeLimits
+from rlmesh.job.entry_points.entry import EntryPoint
 from rlmesh.job.entry_points.program import Program
 from rlmesh.job.restarts import Scope
 from rlmesh.placement.demand import JobDemand
@@ -71,7 +71,7 @@ class RoleSpec:
     sizes of its axes, slowest first. ``calls``: roles that it is declared to call."""
 
     name: str
-    entry: Entry
+    entry: EntryPoint
     backend: str
     members: int
     env: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class JobSpec:
     import_roots: tuple[str, ...] = ()
     call_timeout_s: float = 1800.0
     grace_s: float = 5.0
-    limits: Limits = field(default_factory=Limits)
+    limits: TimeLimits = field(default_factory=TimeLimits)
     submitted_at: float = 0.0
     resume: Resume | None = None
     observe: ObserveOptions = ObserveOptions()

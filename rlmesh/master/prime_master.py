@@ -52,7 +52,7 @@ from rlmesh.master.state.schema import SchemaError
 from rlmesh.master.state.snapshot import stored_fact
 from rlmesh.master.state.store import STORE_FILE, Stored, StoreRefused
 from rlmesh.placement.machine.inventory import NodeInfo
-from rlmesh.runtime.connections.joining import JobView
+from rlmesh.runtime.connections.joining import MembershipUpdate
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process.clock import RunningTime, epoch
 from rlmesh.runtime.rpc import rpc
@@ -304,7 +304,7 @@ class PrimeMaster:
     # Called by services that joined
 
     @rpc(concurrent=256)
-    async def follow(self, version: int, exits_seen: int, wait_s: float) -> JobView:
+    async def follow(self, version: int, exits_seen: int, wait_s: float) -> MembershipUpdate:
         """The members' addresses and ends, as soon as there is something newer than what the caller knows."""
         return await self._followers.changes(version, exits_seen, wait_s)
 

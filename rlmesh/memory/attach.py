@@ -31,8 +31,8 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from rlmesh.errors import MalformedFrame, SlotGone
-from rlmesh.memory.borrowed import Attached, Borrowed, Part, writable
-from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, segment_prefix
+from rlmesh.memory.borrowed import Attached, Borrowed, BorrowedRange, writable
+from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn, segment_prefix
 from rlmesh.memory.native import PAGE_BYTES, Mapping, address_of, is_locked_by_others, owner_of, try_lock, unlock
 from rlmesh.memory.private_pages import PrivatePages
 
@@ -55,9 +55,9 @@ class Attachments:
         self._prefix, self._directory, self._on_ended = segment_prefix(job_id), directory, on_ended
         self._lock = threading.Lock()
         self._segments: dict[str, Attached] = {}
-        self._reachable: list[tuple[int, int, Part]] = []
-        self._ended: deque[Part] = deque()
-        self._to_give_back: dict[Hashable, list[GiveBack]] = {}
+        self._reachable: list[tuple[int, int, BorrowedRange]] = []
+        self._ended: deque[BorrowedRange] = deque()
+        self._to_give_back: dict[Hashable, list[LoanReturn]] = {}
         self._told = self._closed = False
         self._pid = os.getpid()
         self._pages = PrivatePages()
@@ -107,10 +107,10 @@ class Attachments:
         if slot.is_given_out(offset, nbytes):
             base = offset // PAGE_BYTES * PAGE_BYTES
             mapping = Mapping.private(slot.segment.fd, base, offset + nbytes - base)
-            part = Part(slot, mapping, base, offset, nbytes)
+            part = BorrowedRange(slot, mapping, base, offset, nbytes)
         else:
             slot.given_out.append((offset, offset + nbytes))
-            part = Part(slot, slot.segment.private, 0, offset, nbytes)
+            part = BorrowedRange(slot, slot.segment.private, 0, offset, nbytes)
         slot.parts += 1
         insort(self._reachable, (part.address, id(part), part))
         return part.view(self._part_ended)
@@ -156,7 +156,7 @@ class Attachments:
 
     # The end of views.
 
-    def _part_ended(self, part: Part) -> None:
+    def _part_ended(self, part: BorrowedRange) -> None:
         # Inside the garbage collector, perhaps of a thread that holds the lock: no more than this.
         if self._closed:
             return
@@ -168,7 +168,7 @@ class Attachments:
             self._told = True
             self._on_ended()
 
-    def collect(self) -> dict[Hashable, list[GiveBack]]:
+    def collect(self) -> dict[Hashable, list[LoanReturn]]:
         """Make the slots free whose last view is gone, and say what to give back: lender → loans.
 
         Takes up to 10 ms of CPU time per GiB of views that were read through.
@@ -186,7 +186,7 @@ class Attachments:
                 self._release_if_idle(slot, give_backs)
         return give_backs
 
-    def _release_if_idle(self, slot: Borrowed, give_backs: dict[Hashable, list[GiveBack]]) -> None:
+    def _release_if_idle(self, slot: Borrowed, give_backs: dict[Hashable, list[LoanReturn]]) -> None:
         if slot.parts or slot.loans:
             return
         segment = slot.segment
@@ -227,10 +227,10 @@ class Attachments:
             if slot is None or slot.generation != descriptor.generation:
                 return None
             slot.parts += 1
-            part = Part(slot, slot.segment.clean(), 0, descriptor.offset, descriptor.nbytes, is_clean=True)
+            part = BorrowedRange(slot, slot.segment.clean(), 0, descriptor.offset, descriptor.nbytes, is_clean=True)
             return part.view(self._part_ended)
 
-    def _part_at(self, address: int, nbytes: int) -> Part | None:
+    def _part_at(self, address: int, nbytes: int) -> BorrowedRange | None:
         position = bisect_right(self._reachable, address, key=lambda entry: entry[0])
         while position:
             position -= 1
@@ -243,7 +243,7 @@ class Attachments:
         """Count a loan of a frame that `frame_at` gave; None if it is none of these, or if nobody can open it any more:
         its owner has ended, and its segment went with it."""
         part = owner_of(frame)
-        if not isinstance(part, Part) or not part.is_clean or part.slot.segment.is_removed:
+        if not isinstance(part, BorrowedRange) or not part.is_clean or part.slot.segment.is_removed:
             return None
         with self._lock:
             slot = part.slot
@@ -252,9 +252,9 @@ class Attachments:
             slot.loans[receiver] = slot.loans.get(receiver, 0) + 1
             return part.descriptor(address_of(frame), frame.nbytes)
 
-    def give_back(self, ended: Iterable[GiveBack], receiver: Hashable) -> dict[Hashable, list[GiveBack]]:
+    def give_back(self, ended: Iterable[LoanReturn], receiver: Hashable) -> dict[Hashable, list[LoanReturn]]:
         """Loans that were lent on have ended; what to give back to this process's own lenders therefore."""
-        give_backs: dict[Hashable, list[GiveBack]] = {}
+        give_backs: dict[Hashable, list[LoanReturn]] = {}
         with self._lock:
             for name, index, generation, loans in ended:
                 segment = self._segments.get(name)
@@ -267,9 +267,9 @@ class Attachments:
                     self._release_if_idle(slot, give_backs)
         return give_backs
 
-    def peer_lost(self, peer: Hashable) -> dict[Hashable, list[GiveBack]]:
+    def peer_lost(self, peer: Hashable) -> dict[Hashable, list[LoanReturn]]:
         """A peer died or cannot be reached: its loans have ended, and nothing is owed to it. Views stay valid."""
-        give_backs: dict[Hashable, list[GiveBack]] = {}
+        give_backs: dict[Hashable, list[LoanReturn]] = {}
         with self._lock:
             self._to_give_back.pop(peer, None)
             for segment in list(self._segments.values()):
@@ -335,13 +335,13 @@ class Attachments:
 _attachments: weakref.WeakSet[Attachments] = weakref.WeakSet()
 
 
-class _Forking(threading.local):
+class _ForkedMappings(threading.local):
     """What a thread that forks has made for the child; the segments are kept, so that no descriptor is used again."""
 
     made: tuple[tuple[Attached, int], ...] = ()
 
 
-_forking = _Forking()
+_forking = _ForkedMappings()
 
 
 def _before_fork() -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable
 
 from rlmesh.errors import MalformedFrame, SlotGone
-from rlmesh.memory.layout import ENTRY, MAGIC, MAX_SLOTS, TABLE_BYTES, Descriptor, GiveBack
+from rlmesh.memory.layout import ENTRY, MAGIC, MAX_SLOTS, TABLE_BYTES, Descriptor, LoanReturn
 from rlmesh.memory.native import (
     PAGE_BYTES,
     Mapping,
@@ -85,8 +85,8 @@ class Borrowed:
         self.given_out: list[tuple[int, int]] = []
         """Ranges that were handed out of the segment's private mapping: these may have been written to."""
 
-    def give_back(self, loans: int) -> GiveBack:
-        return GiveBack(self.segment.name, self.index, self.generation, loans)
+    def give_back(self, loans: int) -> LoanReturn:
+        return LoanReturn(self.segment.name, self.index, self.generation, loans)
 
     def covers(self, offset: int, nbytes: int) -> bool:
         return bool(self.offset <= offset and offset + nbytes <= self.offset + self.nbytes)
@@ -95,7 +95,7 @@ class Borrowed:
         return any(offset < end and start < offset + nbytes for start, end in self.given_out)
 
 
-class Part:
+class BorrowedRange:
     """A range of a borrowed slot that somebody can reach. ``mapping`` shows the file from ``base`` on."""
 
     __slots__ = ("address", "is_clean", "mapping", "nbytes", "offset", "slot")
@@ -111,7 +111,7 @@ class Part:
         offset = self.offset + address - self.address
         return Descriptor(self.slot.segment.name, self.slot.index, self.slot.generation, offset, nbytes)
 
-    def view(self, when_gone: Callable[[Part], None]) -> memoryview:
+    def view(self, when_gone: Callable[[BorrowedRange], None]) -> memoryview:
         exporter = export(self.address, self.nbytes, self)
         on_end(exporter, when_gone, self)
         return view_of(exporter).toreadonly()
@@ -123,7 +123,7 @@ def writable(view: memoryview) -> memoryview:
     What is written through it stays in this process, until the last view of it is gone.
     """
     part = owner_of(view)
-    if not isinstance(part, Part) or part.is_clean:
+    if not isinstance(part, BorrowedRange) or part.is_clean:
         return view
     start = address_of(view) - part.address
     return view_of(view.obj)[start : start + view.nbytes]  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rlmesh.errors import DeviceUnreachable
-from rlmesh.memory.cuda_driver import Driver, DriverError, driver
+from rlmesh.memory.cuda_driver import CudaDriver, DriverError, driver
 from rlmesh.memory.device import Handle, NotShareable
 from rlmesh.memory.native import Buffer
 
@@ -47,7 +47,7 @@ def bytes_at(address: int, nbytes: int, device: torch.device | str, owner: objec
 
 class _Copy:
     def __init__(
-        self, value: torch.Tensor, driver: Driver, index: int, address: int, events: tuple[torch.cuda.Event, ...]
+        self, value: torch.Tensor, driver: CudaDriver, index: int, address: int, events: tuple[torch.cuda.Event, ...]
     ) -> None:
         self.value: torch.Tensor | None = value
         self._driver, self._index, self._address, self._events = driver, index, address, events

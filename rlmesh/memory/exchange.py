@@ -26,7 +26,7 @@ from typing import Any
 
 from rlmesh.memory.attach import Attachments
 from rlmesh.memory.device import Exported, exported_of
-from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, place
+from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn, place
 from rlmesh.memory.native import Buffer
 from rlmesh.memory.pool import BUFFERS, Filler, PoolExhausted, SegmentPool
 
@@ -72,7 +72,7 @@ class MemoryExchange:
         self.exhausted = 0
         """How often buffers were captured as bytes since the pool had no room."""
         self._min_bytes, self._wake, self._clock = min_bytes, wake, clock
-        self._owed: dict[Hashable, list[GiveBack]] = {}
+        self._owed: dict[Hashable, list[LoanReturn]] = {}
         self._owing = threading.Lock()
         self._warned_at: float | None = None
 
@@ -134,9 +134,9 @@ class MemoryExchange:
 
     def give_back_unsent(self, descriptors: Iterable[Descriptor], receiver: Hashable) -> None:
         """Undo `lend`: the message was not sent."""
-        self.give_back([GiveBack(d.segment, d.slot, d.generation, 1) for d in descriptors], receiver)
+        self.give_back([LoanReturn(d.segment, d.slot, d.generation, 1) for d in descriptors], receiver)
 
-    def give_back(self, ended: Sequence[GiveBack], receiver: Hashable) -> None:
+    def give_back(self, ended: Sequence[LoanReturn], receiver: Hashable) -> None:
         """A receiver says that loans have ended."""
         self.pool.give_back(ended, receiver)
         self._owe(self.attachments.give_back(ended, receiver))
@@ -154,7 +154,7 @@ class MemoryExchange:
             for descriptor in descriptors:
                 views.append(self._borrow(descriptor, lender))  # noqa: PERF401 (kept when one fails)
         except BaseException:
-            refused = [GiveBack(d.segment, d.slot, d.generation, 1) for d in descriptors[len(views) :]]
+            refused = [LoanReturn(d.segment, d.slot, d.generation, 1) for d in descriptors[len(views) :]]
             self._owe({lender: refused})
             raise
         return views
@@ -166,10 +166,10 @@ class MemoryExchange:
         if home is None:
             return self.attachments.borrow(descriptor, lender)
         view = self.attachments.borrow(descriptor, None, home)
-        self._owe({lender: [GiveBack(descriptor.segment, descriptor.slot, descriptor.generation, 1)]})
+        self._owe({lender: [LoanReturn(descriptor.segment, descriptor.slot, descriptor.generation, 1)]})
         return view
 
-    def take_give_backs(self) -> dict[Hashable, list[GiveBack]]:
+    def take_give_backs(self) -> dict[Hashable, list[LoanReturn]]:
         """What to send to whom. Call it when ``wake`` was called, from one thread at a time."""
         self.pool.look()
         ended = self.attachments.collect()
@@ -183,7 +183,7 @@ class MemoryExchange:
         """The pool is about to grow: what came home and is no longer needed is room too."""
         self._owe(self.attachments.collect())
 
-    def _owe(self, give_backs: dict[Hashable, list[GiveBack]]) -> None:
+    def _owe(self, give_backs: dict[Hashable, list[LoanReturn]]) -> None:
         if give_backs:
             with self._owing:
                 for lender, ended in give_backs.items():

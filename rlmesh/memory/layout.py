@@ -49,7 +49,7 @@ class Descriptor(NamedTuple):
         return cls(*fields)
 
 
-class GiveBack(NamedTuple):
+class LoanReturn(NamedTuple):
     """So many loans of a slot have ended at the borrower."""
 
     segment: str
@@ -58,7 +58,7 @@ class GiveBack(NamedTuple):
     loans: int
 
     @classmethod
-    def parse(cls, fields: object) -> GiveBack:
+    def parse(cls, fields: object) -> LoanReturn:
         """From what came over the wire. Raises MalformedFrame."""
         if not isinstance(fields, list | tuple) or len(fields) != 4 or type(fields[0]) is not str:
             raise MalformedFrame("a give-back of shared memory is not a name and three numbers")

@@ -27,12 +27,12 @@ from rlmesh.memory.layout import (
     PART_ALIGNMENT,
     TABLE_BYTES,
     Descriptor,
-    GiveBack,
+    LoanReturn,
     segment_prefix,
 )
 from rlmesh.memory.native import PAGE_BYTES, Buffer, address_of, copy_to, export, on_end, owner_of, view_of
-from rlmesh.memory.room import Room, room_in
-from rlmesh.memory.segment import Segment
+from rlmesh.memory.room import MemoryBudget, room_in
+from rlmesh.memory.segment import ShmSegment
 
 MIN_SEGMENT_BYTES = 4 << 20
 MAX_STEP_BYTES = 1 << 30
@@ -63,7 +63,7 @@ class Filler(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    segment: Segment
+    segment: ShmSegment
     index: int
     generation: int
     offset: int
@@ -109,7 +109,7 @@ class SegmentPool:
 
     def __init__(
         self, job_id: str, owner: str, *, limit_bytes: int | None = None, directory: str = DIRECTORY,
-        clock: Callable[[], float] = time.monotonic, room: Callable[[str], Room] = room_in,
+        clock: Callable[[], float] = time.monotonic, room: Callable[[str], MemoryBudget] = room_in,
         reclaim: Callable[[], None] = lambda: None, may_wait: Callable[[], bool] = lambda: False,
         wake: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
@@ -119,7 +119,7 @@ class SegmentPool:
         self._wake = wake
         self._lock, self._growth = threading.Lock(), threading.Lock()
         self._freed, self._waiting = threading.Condition(self._lock), 0
-        self._segments: dict[str, Segment] = {}
+        self._segments: dict[str, ShmSegment] = {}
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._lingering: set[_Slot] = set()
         # Frames end whenever and wherever the garbage collector says, also while this lock is held by that very
@@ -221,7 +221,7 @@ class SegmentPool:
         """A slot in the smallest hole of all segments."""
         if self._closed:
             raise PoolExhausted("the pool is closed")
-        best: tuple[int, Segment] | None = None
+        best: tuple[int, ShmSegment] | None = None
         for segment in self._segments.values():
             found = segment.space.best(nbytes) if segment.has_index else None
             if found is not None and (best is None or found[0] < best[0]):
@@ -241,7 +241,7 @@ class SegmentPool:
         self._waiting -= 1
         return slot
 
-    def _take(self, segment: Segment, nbytes: int, frames: int) -> _Slot | None:
+    def _take(self, segment: ShmSegment, nbytes: int, frames: int) -> _Slot | None:
         generation = next(self._generations)
         taken = segment.take(nbytes, generation)
         if taken is None:
@@ -267,7 +267,7 @@ class SegmentPool:
             step = min(step, limit - self._total() - TABLE_BYTES)
         return max(nbytes, step // PAGE_BYTES * PAGE_BYTES)
 
-    def _create_segment(self, size: int, least: int) -> Segment:
+    def _create_segment(self, size: int, least: int) -> ShmSegment:
         room = self._room(self.directory)
         if (missing := TABLE_BYTES + least - room.bytes) > 0 and self._remove_idle_if_enough(missing):
             room = self._room(self.directory)
@@ -278,7 +278,7 @@ class SegmentPool:
         while True:
             path = os.path.join(self.directory, f"{self._prefix}{next(self._numbers)}")
             try:
-                return Segment(path, size)
+                return ShmSegment(path, size)
             except FileExistsError:
                 continue  # left by an earlier process of the same name
             except OSError as error:
@@ -344,7 +344,7 @@ class SegmentPool:
             offset = address_of(frame) - slot.segment.mapping.address
             return Descriptor(slot.segment.name, slot.index, slot.generation, offset, frame.nbytes)
 
-    def give_back(self, ended: Iterable[GiveBack], receiver: Hashable) -> None:
+    def give_back(self, ended: Iterable[LoanReturn], receiver: Hashable) -> None:
         """Loans of a receiver have ended. What is not on loan to it is ignored: it came too late, or twice."""
         with self._lock:
             self._look_at_ended()

@@ -17,19 +17,19 @@ _KEPT_FREE = 16
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """``bytes`` that may be taken; ``limited_by`` says in words what the limit is and how to raise it."""
 
     bytes: int
     limited_by: str
 
 
-def room_in(directory: str, root: Path = Path("/")) -> Room:
+def room_in(directory: str, root: Path = Path("/")) -> MemoryBudget:
     """What is left there now. ``root`` is where proc and sys are found."""
     system = os.statvfs(directory)
     size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
     rooms = [
-        Room(
+        MemoryBudget(
             free - size // _KEPT_FREE,
             f"{directory} has {free >> 20} of {size >> 20} MiB free (it is enlarged by `mount -o remount,size=…`, "
             "`docker run --shm-size=…`, or a volume of medium Memory)",
@@ -39,14 +39,16 @@ def room_in(directory: str, root: Path = Path("/")) -> Room:
     if memory is not None:
         total, available = memory
         rooms.append(
-            Room(available - total // _KEPT_FREE, f"the machine has {available >> 20} MiB of memory available")
+            MemoryBudget(available - total // _KEPT_FREE, f"the machine has {available >> 20} MiB of memory available")
         )
     rooms.extend(
-        Room(limit - used - limit // _KEPT_FREE, f"the memory limit of {limit >> 20} MiB has {used >> 20} MiB in use")
+        MemoryBudget(
+            limit - used - limit // _KEPT_FREE, f"the memory limit of {limit >> 20} MiB has {used >> 20} MiB in use"
+        )
         for limit, used in _group_limits(root)
     )
     least = min(rooms, key=lambda room: room.bytes)
-    return Room(max(0, least.bytes), least.limited_by)
+    return MemoryBudget(max(0, least.bytes), least.limited_by)
 
 
 def _machine_memory(root: Path) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from rlmesh.memory.layout import ENTRY_WORDS, MAGIC, MAX_SLOTS, TABLE_BYTES
 from rlmesh.memory.native import PAGE_BYTES, Mapping, is_locked_by_others, try_lock, unlock
 
 
-class Segment:
+class ShmSegment:
     """A file whose pages all exist: touching them can neither fail nor end in a bus error.
 
     Args:

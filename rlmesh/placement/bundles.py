@@ -16,7 +16,7 @@ from rlmesh.placement.demand import WHOLE, JobDemand, Pool, RoleDemand
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemberShare:
     """One member inside a slot, and the share that it gets of each of its devices.
 
     ``first`` and ``count`` say which of the slot's devices are the member's (``count`` 0: all of them).
@@ -49,7 +49,7 @@ class Slot:
         forbids: labels of devices that it cannot go to.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemberShare, ...]
     devices: int
     share_milli: int
     only: tuple[tuple[str, ...], ...] = ()
@@ -92,7 +92,7 @@ class Chunk:
         return sum(slot.devices * slot.share_milli for slot in self.slots)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MemberShare, ...]:
         return tuple(part for slot in self.slots for part in slot.parts)
 
     def members(self, key: str) -> int:
@@ -100,7 +100,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BundleLayout:
     """The chunks of a job in the order of declaration, and how often a node may hold each label.
 
     ``spreads`` has the members behind the labels whose limit is as low as the cluster allows.
@@ -134,7 +134,7 @@ class _Unit:
         return self.per_node or self.together if self.elastic else self.together
 
 
-def layout_of(demand: JobDemand) -> Layout:
+def layout_of(demand: JobDemand) -> BundleLayout:
     """The chunks of a job.
 
     Raises:
@@ -161,7 +161,7 @@ def layout_of(demand: JobDemand) -> Layout:
     apart.limit(limits, spreads)
     for chunk in chunks:
         _check_chunk(chunk, limits, spreads)
-    return Layout(tuple(chunks), limits, spreads)
+    return BundleLayout(tuple(chunks), limits, spreads)
 
 
 def expand(keys: Iterable[str], demand: JobDemand) -> tuple[str, ...]:
@@ -266,18 +266,18 @@ def _slots_by_node(group: Sequence[_Unit]) -> list[list[Slot]]:
     return chunks + [[slot] for slot in slots[bound:]]
 
 
-def _parts(unit: _Unit, index: int, share: int, first: int = 0, count: int = 0) -> list[Part]:
+def _parts(unit: _Unit, index: int, share: int, first: int = 0, count: int = 0) -> list[MemberShare]:
     leader = unit.roles[0]
     at = (leader.role, leader.first_rank + index)
     parts = [
-        Part(*at, leader.group, share, unit.cpu_milli, unit.memory_bytes, first, count,
+        MemberShare(*at, leader.group, share, unit.cpu_milli, unit.memory_bytes, first, count,
              at if len(unit.roles) > 1 else None)
     ]  # fmt: skip
-    parts += [Part(r.role, r.first_rank + index, r.group, 0, 0, 0, first, count, at) for r in unit.roles[1:]]
+    parts += [MemberShare(r.role, r.first_rank + index, r.group, 0, 0, 0, first, count, at) for r in unit.roles[1:]]
     return parts
 
 
-def _slot(parts: Sequence[Part], devices: int) -> Slot:
+def _slot(parts: Sequence[MemberShare], devices: int) -> Slot:
     return Slot(tuple(parts), devices, sum(part.share_milli for part in parts))
 
 
@@ -365,7 +365,7 @@ def _pool_slots(pool: Pool, group: Sequence[_Unit]) -> list[list[Slot]]:
     slots: list[list[Slot]] = []
     start = 0
     for size in pool.sizes:
-        parts: list[Part] = []
+        parts: list[MemberShare] = []
         for unit in group:
             each = max(1, unit.accelerator_milli // WHOLE)
             for index in range(start // each, min(unit.members, (start + size) // each)):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rlmesh.placement.bundles import Chunk, Layout, Slot
+from rlmesh.placement.bundles import BundleLayout, Chunk, Slot
 from rlmesh.placement.demand import WHOLE
 from rlmesh.placement.machine.inventory import MIG, Device, NodeInfo
 from rlmesh.placement.topology import close_devices
@@ -69,7 +69,7 @@ class Fleet:
     """
 
     def __init__(
-        self, nodes: Sequence[NodeInfo], devices: Sequence[Sequence[Device]], layout: Layout, *, soft: bool
+        self, nodes: Sequence[NodeInfo], devices: Sequence[Sequence[Device]], layout: BundleLayout, *, soft: bool
     ) -> None:
         self.nodes = tuple(nodes)
         self.devices = tuple(tuple(each) for each in devices)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from rlmesh.placement.bundles import Chunk, Layout
+from rlmesh.placement.bundles import BundleLayout, Chunk
 from rlmesh.placement.demand import WHOLE, JobDemand, RoleDemand
 from rlmesh.placement.fleet import Fleet
 from rlmesh.placement.machine.inventory import VIRTUAL, NodeInfo
-from rlmesh.placement.search import SEARCH_TRIES, Taken
+from rlmesh.placement.search import SEARCH_TRIES, PlacedBundle
 
 COLUMNS = 8
 """Most nodes that the table tells apart; of those that look the same it has one."""
 
 
 def shortage_table(
-    demand: JobDemand, layout: Layout, fleet: Fleet, shapes: Sequence[int], kept: Mapping[int, Taken], *,
+    demand: JobDemand, layout: BundleLayout, fleet: Fleet, shapes: Sequence[int], kept: Mapping[int, PlacedBundle], *,
     spares: Sequence[NodeInfo], gave_up: bool,
 ) -> str:  # fmt: skip
     """Explain why the job doesn't fit. Roles are placed in the order of declaration, as far as they go.
@@ -32,7 +32,7 @@ def shortage_table(
 
 class _Table:
     def __init__(
-        self, demand: JobDemand, layout: Layout, fleet: Fleet, shapes: Sequence[int], kept: Collection[int]
+        self, demand: JobDemand, layout: BundleLayout, fleet: Fleet, shapes: Sequence[int], kept: Collection[int]
     ) -> None:
         self._demand, self._layout, self._fleet = demand, layout, fleet
         self._unit = "GPU" if demand.device_type == "GPU" else "slot"

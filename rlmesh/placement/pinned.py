@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlmesh.errors import PlacementError
-from rlmesh.placement.bundles import Chunk, Part
+from rlmesh.placement.bundles import Chunk, MemberShare
 from rlmesh.placement.fleet import Fleet
-from rlmesh.placement.search import Taken
+from rlmesh.placement.search import PlacedBundle
 
 if TYPE_CHECKING:
     from rlmesh.placement.planner import Placement
 
 
-class Kept:
+class PinnedBundles:
     """The chunks of a job, some of whose members are placed already.
 
     A chunk of which some members stay and others do not is split: the slots with members that stay, and the
@@ -56,17 +56,17 @@ class Kept:
         self._rest = rest
         self.chunks = tuple(rest)
 
-    def _kept(self, part: Part) -> bool:
+    def _kept(self, part: MemberShare) -> bool:
         return (part.role, part.rank) in self._at
 
-    def take_places(self, fleet: Fleet) -> tuple[list[int], dict[int, Taken]]:
+    def take_places(self, fleet: Fleet) -> tuple[list[int], dict[int, PlacedBundle]]:
         """The shapes of the nodes with what is kept on them, and where it is.
 
         Raises:
             PlacementError: a member is to stay where it cannot.
         """
         shapes = list(fleet.start)
-        taken: dict[int, Taken] = {}
+        taken: dict[int, PlacedBundle] = {}
         for number in self._slots:
             at = self._split.get(number, number)
             chunk = self.chunks[at]
@@ -76,7 +76,7 @@ class Kept:
             taken[number] = self._place_rest(self.chunks[number], fleet, taken[at].node, shapes)
         return shapes, taken
 
-    def _place(self, chunk: Chunk, fleet: Fleet) -> Taken:
+    def _place(self, chunk: Chunk, fleet: Fleet) -> PlacedBundle:
         nodes = {node.node_rank: i for i, node in enumerate(fleet.nodes)}
         found: int | None = None
         devices: list[tuple[int, ...]] = []
@@ -101,9 +101,9 @@ class Kept:
                 )
             devices.append(tuple(places[uuid] for uuid in uuids))
         assert found is not None
-        return Taken(found, tuple(devices))
+        return PlacedBundle(found, tuple(devices))
 
-    def _uuids_of_pool(self, parts: Sequence[Part], size: int, there: Iterable[str], node: int) -> list[str]:
+    def _uuids_of_pool(self, parts: Sequence[MemberShare], size: int, there: Iterable[str], node: int) -> list[str]:
         """The devices of a pool's part on a node, in their order; for members that are placed anew the first ones
         that nobody has who stays."""
         uuids = [""] * size
@@ -116,7 +116,7 @@ class Kept:
         free = iter([uuid for uuid in there if uuid not in had])
         return [uuid or next(free, "(none is free)") for uuid in uuids]
 
-    def _place_rest(self, chunk: Chunk, fleet: Fleet, node: int, shapes: list[int]) -> Taken:
+    def _place_rest(self, chunk: Chunk, fleet: Fleet, node: int, shapes: list[int]) -> PlacedBundle:
         moves = fleet.moves(chunk, fleet.kind(chunk), shapes[node])
         if not moves:
             names = ", ".join(f"{part.role}:{part.rank}" for part in chunk.parts)
@@ -125,14 +125,16 @@ class Kept:
                 "there is no room: let the whole group be placed anew"
             )
         shapes[node] = moves[0].after
-        return Taken(node, moves[0].devices)
+        return PlacedBundle(node, moves[0].devices)
 
-    def join(self, taken: Mapping[int, Taken]) -> dict[int, Taken]:
+    def join(self, taken: Mapping[int, PlacedBundle]) -> dict[int, PlacedBundle]:
         """Where the whole chunks are."""
         joined = {number: taken[number] for number in range(len(self.whole))}
         for number, at in self._split.items():
             stays = dict(zip(self._slots[number], taken[at].devices, strict=True))
             others = iter(taken[number].devices)
             slots = range(len(self.whole[number].slots))
-            joined[number] = Taken(taken[at].node, tuple(stays[i] if i in stays else next(others) for i in slots))
+            joined[number] = PlacedBundle(
+                taken[at].node, tuple(stays[i] if i in stays else next(others) for i in slots)
+            )
         return joined

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 from rlmesh.errors import PlacementError
 from rlmesh.placement.binding import Binding, binding_for
-from rlmesh.placement.bundles import Chunk, Layout, layout_of
+from rlmesh.placement.bundles import BundleLayout, Chunk, layout_of
 from rlmesh.placement.demand import WHOLE, JobDemand
 from rlmesh.placement.fleet import Fleet
 from rlmesh.placement.infeasible import shortage_table
 from rlmesh.placement.machine.inventory import VIRTUAL, Device, NodeInfo
-from rlmesh.placement.pinned import Kept
-from rlmesh.placement.search import Found, Taken, find_places
+from rlmesh.placement.pinned import PinnedBundles
+from rlmesh.placement.search import PlacedBundle, SearchResult, find_places
 
 SPREAD_STEPS = 8
 """How often the limit of a spread role is raised by one before it is dropped."""
@@ -116,8 +116,8 @@ def make_plan(
         ]
         for node in usable
     ]
-    there = Kept(layout.chunks, kept)
-    layout = Layout(there.chunks, layout.limits, layout.spreads)
+    there = PinnedBundles(layout.chunks, kept)
+    layout = BundleLayout(there.chunks, layout.limits, layout.spreads)
     fleet = Fleet(usable, devices, layout, soft=_is_soft(demand, devices))
     shapes, taken = there.take_places(fleet)
     found = _place(fleet, layout, {i: c for i, c in enumerate(layout.chunks) if i not in taken}, shapes)
@@ -161,10 +161,10 @@ def _refuse_unknown_nodes(demand: JobDemand, nodes: Sequence[NodeInfo]) -> None:
             )
 
 
-def _place(fleet: Fleet, layout: Layout, chunks: Mapping[int, Chunk], shapes: Sequence[int]) -> Found:
+def _place(fleet: Fleet, layout: BundleLayout, chunks: Mapping[int, Chunk], shapes: Sequence[int]) -> SearchResult:
     """With spread roles first as evenly as can be, then less so."""
     if not chunks:
-        return Found({})
+        return SearchResult({})
     if not layout.spreads:
         return find_places(fleet, chunks, shapes)
     own = Counter[str]()
@@ -172,7 +172,7 @@ def _place(fleet: Fleet, layout: Layout, chunks: Mapping[int, Chunk], shapes: Se
         for label, count in chunk.adds:
             own[label] = max(own[label], count)
     even = {label: max(own[label], -(-members // len(fleet.nodes))) for label, members in layout.spreads.items()}
-    found = Found(None)
+    found = SearchResult(None)
     for step in range(SPREAD_STEPS + 1):
         for label, members in layout.spreads.items():
             fleet.limits[label] = members if step == SPREAD_STEPS else min(members, even[label] + step)
@@ -183,14 +183,14 @@ def _place(fleet: Fleet, layout: Layout, chunks: Mapping[int, Chunk], shapes: Se
     return found
 
 
-def _in_node_order(chunks: Sequence[Chunk], taken: Mapping[int, Taken], fleet: Fleet) -> dict[int, Taken]:
+def _in_node_order(chunks: Sequence[Chunk], taken: Mapping[int, PlacedBundle], fleet: Fleet) -> dict[int, PlacedBundle]:
     """Give lower ranks to lower nodes and devices, where chunks of a group ask the same."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for index in sorted(taken):
         chunk = chunks[index]
         roles = tuple(tuple(part.key for part in slot.parts) for slot in chunk.slots)
         alike.setdefault((chunk.group, fleet.kind(chunk), roles), []).append(index)
-    result: dict[int, Taken] = {}
+    result: dict[int, PlacedBundle] = {}
     for indexes in alike.values():
         places = sorted((taken[i] for i in indexes), key=lambda t: (t.node, min(map(min, filter(None, t.devices)),
                                                                                default=-1)))  # fmt: skip
@@ -199,7 +199,7 @@ def _in_node_order(chunks: Sequence[Chunk], taken: Mapping[int, Taken], fleet: F
 
 
 def _placements(
-    demand: JobDemand, chunks: Sequence[Chunk], taken: Mapping[int, Taken], fleet: Fleet
+    demand: JobDemand, chunks: Sequence[Chunk], taken: Mapping[int, PlacedBundle], fleet: Fleet
 ) -> tuple[Placement, ...]:
     found: dict[tuple[str, int], Placement] = {}
     bindings: dict[tuple[int, tuple[int, ...]], Binding | None] = {}

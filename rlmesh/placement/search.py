@@ -19,7 +19,7 @@ SEARCH_TRIES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class PlacedBundle:
     """Where one chunk went: the node, and each slot's devices, by position."""
 
     node: int
@@ -27,21 +27,21 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Where all chunks went, by number; None if there is no place. ``gave_up``: or at least none was found."""
 
-    taken: Mapping[int, Taken] | None
+    taken: Mapping[int, PlacedBundle] | None
     gave_up: bool = False
 
 
-def find_places(fleet: Fleet, chunks: Mapping[int, Chunk], shapes: Sequence[int]) -> Found:
+def find_places(fleet: Fleet, chunks: Mapping[int, Chunk], shapes: Sequence[int]) -> SearchResult:
     """Place ``chunks`` on nodes whose shapes are ``shapes``."""
     order = sorted(chunks, key=lambda i: urgency(chunks[i], i))
     kinds = {i: fleet.kind(chunks[i]) for i in order}
     if (taken := _one_after_the_other(fleet, chunks, order, kinds, shapes)) is not None:
-        return Found(taken)
+        return SearchResult(taken)
     if not _could_fit(fleet, chunks, shapes):
-        return Found(None)
+        return SearchResult(None)
     return _Search(fleet, chunks, order, kinds, shapes).run()
 
 
@@ -63,9 +63,9 @@ def preference(fleet: Fleet, chunk: Chunk, shape: int) -> float:
 
 def _one_after_the_other(
     fleet: Fleet, chunks: Mapping[int, Chunk], order: Sequence[int], kinds: Mapping[int, int], shapes: Sequence[int]
-) -> dict[int, Taken] | None:
+) -> dict[int, PlacedBundle] | None:
     current = list(shapes)
-    taken: dict[int, Taken] = {}
+    taken: dict[int, PlacedBundle] = {}
     # For each kind of chunk the nodes that may still take one, best first. An entry is void when its node's shape
     # has changed; where a kind does not fit now it never will again, since nodes only become fuller.
     queues: dict[int, list[tuple[float, int, int]]] = {}
@@ -83,7 +83,7 @@ def _one_after_the_other(
             if not moves:
                 heapq.heappop(queue)
                 continue
-            taken[index] = Taken(node, moves[0].devices)
+            taken[index] = PlacedBundle(node, moves[0].devices)
             current[node] = moves[0].after
             for other, entries in queues.items():
                 heapq.heappush(entries, (preference(fleet, like[other], current[node]), node, current[node]))
@@ -152,7 +152,7 @@ class _Search:
         self._fleet, self._chunks, self._order, self._kinds, self._shapes = fleet, chunks, order, kinds, shapes
         self._tries = 0
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         dead: set[tuple[int, tuple[tuple[int, int], ...]]] = set()
         counts = dict(Counter(self._shapes))
         path = [_Level(counts, self._moves(0, counts))]
@@ -162,11 +162,11 @@ class _Search:
                 dead.add((depth, count_alike(self._fleet, level.counts)))
                 path.pop()
                 if not path:
-                    return Found(None)
+                    return SearchResult(None)
                 continue
             shape, move = level.move = level.untried.pop()
             if depth + 1 == len(self._order):
-                return Found(self._replay([each.move for each in path if each.move is not None]))
+                return SearchResult(self._replay([each.move for each in path if each.move is not None]))
             after = dict(level.counts)
             after[shape] -= 1
             if not after[shape]:
@@ -174,7 +174,7 @@ class _Search:
             after[move.after] = after.get(move.after, 0) + 1
             if (depth + 1, count_alike(self._fleet, after)) not in dead:
                 path.append(_Level(after, self._moves(depth + 1, after)))
-        return Found(None, gave_up=True)
+        return SearchResult(None, gave_up=True)
 
     def _moves(self, depth: int, counts: Mapping[int, int]) -> list[tuple[int, Move]]:
         """What can be done with the next chunk, best last; of what leads to nodes that are alike only the first."""
@@ -188,7 +188,7 @@ class _Search:
                 found.setdefault((fleet.alike[shape], fleet.alike[move.after]), (shape, move))
         return list(reversed(found.values()))
 
-    def _replay(self, path: Sequence[tuple[int, Move]]) -> dict[int, Taken]:
+    def _replay(self, path: Sequence[tuple[int, Move]]) -> dict[int, PlacedBundle]:
         """Which node each chunk goes to: of those with the shape, the first."""
         nodes: dict[int, list[int]] = defaultdict(list)
         for node, shape in enumerate(self._shapes):
@@ -197,5 +197,5 @@ class _Search:
         for index, (shape, move) in zip(self._order, path, strict=True):
             node = heapq.heappop(nodes[shape])
             heapq.heappush(nodes[move.after], node)
-            taken[index] = Taken(node, move.devices)
+            taken[index] = PlacedBundle(node, move.devices)
         return taken

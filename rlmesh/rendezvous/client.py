@@ -32,13 +32,13 @@ from rlmesh.rendezvous.state import (
     ANY_RANK,
     PROBE,
     RENDEZVOUS,
-    End,
     Follow,
     Joined,
     NodeHello,
     Order,
     Over,
-    Probe,
+    ProbeNodes,
+    ReleaseAgent,
     Start,
 )
 from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice
@@ -111,10 +111,10 @@ def join_and_serve(options: NodeOptions) -> int:
         AuthenticationFailed: the head has another key.
     """
     with Runtime.start(name=f"node:{options.node_rank}", key=options.key, bind=False) as runtime:
-        return _Node(options, runtime).live()
+        return _NodeClient(options, runtime).live()
 
 
-class _Node:
+class _NodeClient:
     def __init__(self, options: NodeOptions, runtime: Runtime) -> None:
         self._options, self._runtime = options, runtime
         self._token = secrets.token_hex(8)
@@ -204,7 +204,7 @@ class _Node:
             self._probe.serve(PROBE, Pong(), inline=True)
         return self._probe.endpoint or ""
 
-    def _try_to_reach(self, order: Probe) -> None:
+    def _try_to_reach(self, order: ProbeNodes) -> None:
         peers = {0: self._head, **{rank: self._runtime.peer(PROBE, address) for rank, address in order.targets}}
         self._head.notify("probed", self._token, ask_all(self.rank, peers))
 
@@ -302,7 +302,7 @@ class _Node:
     def _take(self, order: Order) -> None:
         if isinstance(order, Over):
             self._over = order
-        elif isinstance(order, Probe):
+        elif isinstance(order, ProbeNodes):
             self._try_to_reach(order)
         elif isinstance(order, Start):
             self._close_probe()
@@ -312,7 +312,7 @@ class _Node:
             pass
         elif isinstance(order, Follow):
             self._logs.follow_files(order.members)
-        elif isinstance(order, End):
+        elif isinstance(order, ReleaseAgent):
             self._end_guardian()
 
     def _start(self, order: Start) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from rlmesh.agent.protocol import AgentConfig, ExitReport, Leftover
-from rlmesh.rendezvous.state import End, NodeEntry, Order
+from rlmesh.rendezvous.state import NodeEntry, Order, ReleaseAgent
 
 __all__ = ["RemoteNode", "unproven"]
 
@@ -34,7 +34,7 @@ class RemoteNode:
     def let_go(self) -> None:
         if not self._let_go and self.running():
             self._let_go = True
-            self._order(self.node_rank, End(self.config.job_id))
+            self._order(self.node_rank, ReleaseAgent(self.config.job_id))
 
     def wait(self, timeout_s: float) -> ExitReport:
         if not self._ended.wait(timeout_s):

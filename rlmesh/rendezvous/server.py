@@ -33,7 +33,7 @@ from rlmesh.rendezvous.state import (
     NodeHello,
     Order,
     Over,
-    Probe,
+    ProbeNodes,
     Roster,
     Start,
     node_hosts,
@@ -272,7 +272,7 @@ class Head:
         ranks = [0, *nodes]
         for rank, node in nodes.items():
             targets = tuple((each, nodes[each].hello.probe) for each in targets_of(rank, ranks))
-            self.order(node.node_rank, Probe(targets))
+            self.order(node.node_rank, ProbeNodes(targets))
         peers = {rank: self._runtime.peer(PROBE, nodes[rank].hello.probe) for rank in targets_of(0, ranks)}
         own = ask_all(0, peers)
         deadline = self._clock() + PING_S + PROBED_S

@@ -63,7 +63,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeNodes:
     """Try to reach these nodes: rank and address of each; and the head."""
 
     targets: tuple[tuple[int, str], ...]
@@ -86,7 +86,7 @@ class Follow:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ReleaseAgent:
     """Let go of the agent of a job: the job has ended."""
 
     job: str
@@ -100,7 +100,7 @@ class Over:
     why: str = ""
 
 
-Order: TypeAlias = Probe | Start | Follow | End | Over
+Order: TypeAlias = ProbeNodes | Start | Follow | ReleaseAgent | Over
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.kl import kl_estimate
 from rlmesh.rl.masking import deferred_checks, keep, masked_mean
 
-__all__ = ["LIMITS", "Drift", "DriftAlarm", "Limits", "drift"]
+__all__ = ["LIMITS", "Drift", "DriftAlarm", "DriftLimits", "drift"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DriftLimits:
     """What numerics allow for the means. One token may be far off where its probability is tiny, so there is no limit
     for the largest gap."""
 
@@ -52,10 +52,10 @@ class Limits:
 
 
 LIMITS = {
-    "float32": Limits(1e-3, 1e-5),
-    "float16": Limits(1e-2, 1e-3),
-    "bfloat16": Limits(5e-2, 1e-2),
-    "float8_e4m3fn": Limits(0.2, 0.1),
+    "float32": DriftLimits(1e-3, 1e-5),
+    "float16": DriftLimits(1e-2, 1e-3),
+    "bfloat16": DriftLimits(5e-2, 1e-2),
+    "float8_e4m3fn": DriftLimits(0.2, 0.1),
 }
 """By the coarser of the types that the two compute in.
 
@@ -103,7 +103,7 @@ class DriftAlarm:
         stop: raise instead of going on.
     """
 
-    def __init__(self, limits: str | Limits, *, patience: int = 1, stop: bool = False) -> None:
+    def __init__(self, limits: str | DriftLimits, *, patience: int = 1, stop: bool = False) -> None:
         if isinstance(limits, str):
             if limits not in LIMITS:
                 raise ValueError(f"no limits are known for {limits!r}: use one of {', '.join(LIMITS)}, or Limits(…)")

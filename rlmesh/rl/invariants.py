@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlmesh.rl.drift import Limits
+from rlmesh.rl.drift import DriftLimits
 from rlmesh.rl.masking import keep, require_mask
 
 __all__ = [
@@ -168,7 +168,7 @@ class EngineGap:
 
 
 def name_cause(
-    gap: EngineGap, limits: Limits, *, versions_behind: int = 0, truncated: bool = False, same_prompt: bool = True
+    gap: EngineGap, limits: DriftLimits, *, versions_behind: int = 0, truncated: bool = False, same_prompt: bool = True
 ) -> tuple[Cause, str]:
     """The most likely cause of a gap between an engine and the trainer, and a sentence on what to do.
 

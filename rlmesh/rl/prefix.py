@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlmesh.rl.packing import Segment
 
-__all__ = ["Layout", "packed_attention"]
+__all__ = ["PrefixLayout", "packed_attention"]
 
 LONG = 1024
 """Segments that see more tokens than this go alone, and in blocks of this many queries."""
@@ -44,7 +44,7 @@ class _Batch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class PrefixLayout:
     """The segments of a pack, prepared for the attention of every layer.
 
     Attributes:
@@ -68,7 +68,7 @@ class Layout:
     longest_keys: int = 0
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device | str) -> Layout:
+    def of(cls, segments: Sequence[Segment], device: torch.device | str) -> PrefixLayout:
         """Prepare ``segments`` for a device."""
         kept = tuple(segment for segment in segments if segment.length)
         tokens = sum(segment.length for segment in kept)
@@ -90,7 +90,7 @@ class Layout:
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, *, scale: float | None = None
 ) -> Tensor:
     """Softmax attention of each segment over its prefix and itself.
 
@@ -133,7 +133,7 @@ def packed_attention(
     return result
 
 
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None) -> Tensor:
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float | None) -> Tensor:
     grouped = query.shape[0] != key.shape[0]
     places, results = [], []
 

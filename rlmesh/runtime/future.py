@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlmesh.errors import CallCancelled, UsageError, WouldDeadlock
 from rlmesh.runtime.calling.future_arguments import KeptResult, reduce_future
-from rlmesh.runtime.calling.unretrieved import Told, Unheard
+from rlmesh.runtime.calling.unretrieved import ErrorRetrieved, Unheard
 from rlmesh.runtime.process import forked
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_ns
 
@@ -59,7 +59,7 @@ def refuse_to_block(what: Callable[[], str]) -> None:
         )
 
 
-class Origin(Protocol):
+class FutureOrigin(Protocol):
     """What stands behind a future: the call, or the calls, that will end it."""
 
     def describe(self) -> str:
@@ -131,10 +131,10 @@ class Future(concurrent.futures.Future[T]):
     resolved_ns = 0
     _heard = False
     _unheard: Unheard | None = None
-    together: Told | None = None
+    together: ErrorRetrieved | None = None
     """Shared with futures whose errors are told as one."""
 
-    def __init__(self, origin: Origin | None = None) -> None:
+    def __init__(self, origin: FutureOrigin | None = None) -> None:
         self._origin = origin
         self._fork = forked.count
 
@@ -202,7 +202,7 @@ class Future(concurrent.futures.Future[T]):
             self.heard()
         return error
 
-    def share(self, together: Told) -> None:
+    def share(self, together: ErrorRetrieved) -> None:
         """Of the errors of futures that share it, one is told."""
         self.together = together
         if (unheard := self._unheard) is not None:

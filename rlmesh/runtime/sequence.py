@@ -12,9 +12,9 @@ from rlmesh.errors import CallError
 from rlmesh.runtime.batch_results import what_is_wrong
 from rlmesh.runtime.calling.future_arguments import reduce_future
 from rlmesh.runtime.calling.gathering import gather
-from rlmesh.runtime.calling.unretrieved import Told
+from rlmesh.runtime.calling.unretrieved import ErrorRetrieved
 from rlmesh.runtime.future import Future
-from rlmesh.wire.passed import Part
+from rlmesh.wire.passed import ItemRange
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -22,7 +22,7 @@ T_co = TypeVar("T_co", covariant=True)
 class PartOfSequence:
     """Items of a sequence that may not be there yet, to be sent as an argument: the callee gets the items."""
 
-    def __init__(self, touched: list[tuple[Future[Any], Part]], shape: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, touched: list[tuple[Future[Any], ItemRange]], shape: Callable[[list[Any]], Any]) -> None:
         self._touched, self._shape = touched, shape
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -30,7 +30,7 @@ class PartOfSequence:
 
 
 class _Shard:
-    def __init__(self, future: Future[Any], part: Part) -> None:
+    def __init__(self, future: Future[Any], part: ItemRange) -> None:
         self._future, self._part = future, part
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ class FutureSequence(Sequence[T_co]):
         self._sizes = list(sizes)
         self._starts = [0, *accumulate(self._sizes)]
         self._method = method
-        self._together = Told()
+        self._together = ErrorRetrieved()
         for shard in shards:
             shard.what = f"{method}()"
             shard.share(self._together)
@@ -114,14 +114,14 @@ class FutureSequence(Sequence[T_co]):
         """One item, as an argument of another call; waits for nothing."""
         return PartOfSequence(self._touched(slice(index, index + 1)), operator.itemgetter(0))
 
-    def _touched(self, items: slice) -> list[tuple[Future[Any], Part]]:
+    def _touched(self, items: slice) -> list[tuple[Future[Any], ItemRange]]:
         """The shards that a slice with step 1 touches, and which of their items it means."""
         start, stop, _ = items.indices(len(self))
         touched = []
         for shard, first, size in zip(self._shards, self._starts, self._sizes, strict=False):
             low, high = max(start, first), min(stop, first + size)
             if low < high:
-                touched.append((shard, Part(low - first, high - first, size)))
+                touched.append((shard, ItemRange(low - first, high - first, size)))
         return touched
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Source:
+class StreamSource:
     """One member's part of a stream, at the caller."""
 
     def __init__(self, inbox: Inbox, call: PendingCall) -> None:
@@ -65,21 +65,21 @@ class Inbox:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.sources: list[Source] = []
+        self.sources: list[StreamSource] = []
         self._lock = allocate_lock()
-        self._ready: deque[tuple[Source, Frames | BaseException]] = deque()
+        self._ready: deque[tuple[StreamSource, Frames | BaseException]] = deque()
         self._open = 0
         self._wakers: list[Callable[[], None]] = []
 
-    def add(self, call: PendingCall) -> Source:
-        source = Source(self, call)
+    def add(self, call: PendingCall) -> StreamSource:
+        source = StreamSource(self, call)
         self.sources.append(source)
         self._open += 1
         assert call.future is not None
         call.future.add_done_callback(lambda future: self._ended(source, future))
         return source
 
-    def _ended(self, source: Source, future: Future[int]) -> None:
+    def _ended(self, source: StreamSource, future: Future[int]) -> None:
         """A member's part is over."""
         error = future.exception()
         if error is None and future.result() != source.arrived:
@@ -92,7 +92,7 @@ class Inbox:
             error.executed = "yes"  # It sent items, so it ran.
         self.put(source, error)
 
-    def put(self, source: Source, what: Frames | BaseException) -> None:
+    def put(self, source: StreamSource, what: Frames | BaseException) -> None:
         with self._lock:
             self._ready.append((source, what))
             wakers, self._wakers = self._wakers, []
@@ -106,7 +106,7 @@ class Inbox:
         for wake in wakers:
             wake()
 
-    def take(self, wake: Callable[[], None]) -> tuple[Source, Frames | BaseException] | None:
+    def take(self, wake: Callable[[], None]) -> tuple[StreamSource, Frames | BaseException] | None:
         """The next item; None if there is none yet, in which case ``wake`` is called when that may have changed.
 
         Raises:
@@ -211,7 +211,7 @@ class Stream(Generic[T_co]):
     async def aclose(self) -> None:
         self.close()
 
-    def _take(self, wake: Callable[[], None]) -> tuple[Source, Frames | BaseException] | None:
+    def _take(self, wake: Callable[[], None]) -> tuple[StreamSource, Frames | BaseException] | None:
         if self._fork != forked.count:
             raise UsageError(f"the items of this stream come to the process that made it: {forked.refusal('it')}")
         try:
@@ -220,7 +220,7 @@ class Stream(Generic[T_co]):
             self._ended = True
             raise
 
-    def _opened(self, source: Source, what: Frames | BaseException) -> T_co:
+    def _opened(self, source: StreamSource, what: Frames | BaseException) -> T_co:
         if isinstance(what, BaseException):
             self.close()
             raise what

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.argument_types import require
-from rlmesh.runtime.transport.base import Link, Receiver, Rejection, Transport, TransportFactory
+from rlmesh.runtime.transport.base import Link, PacketReceiver, Rejection, Transport, TransportFactory
 from rlmesh.wire.envelope import Frames
 
 REORDER_LIMIT_S = 0.05
@@ -74,7 +74,9 @@ def faulty(factory: TransportFactory, plan: FaultPlan) -> TransportFactory:
     """A transport that behaves as ``plan`` says, in both directions of the links of its runtime."""
     numbers = itertools.count()
 
-    def make(receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
+    def make(
+        receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
+    ) -> Transport:
         return _FaultyTransport(factory, plan, numbers, receiver, loop, post, key)
 
     return make
@@ -162,7 +164,7 @@ class _FaultyTransport:
     """Stands between a transport and its runtime."""
 
     def __init__(
-        self, factory: TransportFactory, plan: FaultPlan, numbers: itertools.count[int], receiver: Receiver,
+        self, factory: TransportFactory, plan: FaultPlan, numbers: itertools.count[int], receiver: PacketReceiver,
         loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes,
     ) -> None:  # fmt: skip
         self._inner = factory(self, loop, post, key)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import get_args
 
 from rlmesh.driver.options import Ambient, Cluster, LaunchOptions, ambient
-from rlmesh.master.jobspec import Limits
+from rlmesh.master.jobspec import TimeLimits
 from rlmesh.observe.views.live import ViewMode
 from rlmesh.runtime.argument_types import require, require_choice, require_number
 
@@ -39,12 +39,12 @@ class LocalCluster:
 
     def __init__(
         self, nodes: int = 1, devices_per_node: int = 8, *, view: ViewMode = "none",
-        run_root: Path | None = None, limits: Limits | None = None, nvml: str = "",
+        run_root: Path | None = None, limits: TimeLimits | None = None, nvml: str = "",
     ) -> None:  # fmt: skip
         require_number("LocalCluster(nodes=…)", nodes, 1, 1000)
         require_number("LocalCluster(devices_per_node=…)", devices_per_node, 0, 10_000)
         require("LocalCluster(run_root=…)", run_root, str | Path | None, "the path of a folder")
-        require("LocalCluster(limits=…)", limits, Limits | None, "Limits")
+        require("LocalCluster(limits=…)", limits, TimeLimits | None, "TimeLimits")
         require("LocalCluster(nvml=…)", nvml, str, "module:attribute")
         require_choice("LocalCluster(view=…)", view, get_args(ViewMode))
         names = tuple(f"node-{rank}" for rank in range(nodes))
@@ -54,7 +54,7 @@ class LocalCluster:
             cluster=self.cluster,
             run_root=Path(run_root) if run_root is not None else None,
             report=False,
-            limits=limits or Limits(),
+            limits=limits or TimeLimits(),
         )
         self._stack = ExitStack()
         self._jobs: Ambient | None = None

@@ -20,7 +20,7 @@ from rlmesh.runtime.transport.base import (
     PACKET_LIMIT_BYTES,
     UNAUTHENTICATED_LIMIT_BYTES,
     Link,
-    Receiver,
+    PacketReceiver,
     TransportFactory,
 )
 from rlmesh.runtime.transport.half_open import HalfOpen
@@ -40,7 +40,7 @@ class LoopbackNetwork:
         return {"loop": self._make}
 
     def _make(
-        self, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
+        self, receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
     ) -> _LoopbackTransport:
         return _LoopbackTransport(self, receiver, loop, post)
 
@@ -127,7 +127,11 @@ class _LoopbackLink:
 
 class _LoopbackTransport:
     def __init__(
-        self, network: LoopbackNetwork, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None]
+        self,
+        network: LoopbackNetwork,
+        receiver: PacketReceiver,
+        loop: asyncio.AbstractEventLoop,
+        post: Callable[..., None],
     ) -> None:
         self.receiver, self.post = receiver, post
         self.half_open: HalfOpen[_LoopbackLink] = HalfOpen(loop, self._evict)

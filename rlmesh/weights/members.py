@@ -38,7 +38,7 @@ from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.protocols import WeightSink, WeightSource
 from rlmesh.weights.transfer.delivery import Command
 from rlmesh.weights.transfer.receiver import Receiver, Tap
-from rlmesh.weights.transfer.sender import Opened, Origin, RouteStart, Sender
+from rlmesh.weights.transfer.sender import OpenedRoute, RouteStart, Sender, SenderOrigin
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 MOST_VERSION = (1 << 63) - 1
@@ -61,14 +61,14 @@ def commander(runtime: Runtime) -> Command:
     return command
 
 
-def origin_of(runtime: Runtime) -> Origin:
+def origin_of(runtime: Runtime) -> SenderOrigin:
     """The job of this process; outside of a job, one of its own."""
     private, host = runtime.network.private, _host_of(runtime.endpoint)
     try:
         worker = current_worker()
     except UsageError:
-        return Origin("w" + secrets.token_hex(6), private=private, host=host)
-    return Origin(worker.job_info.job_id, worker.node_rank, private, host)
+        return SenderOrigin("w" + secrets.token_hex(6), private=private, host=host)
+    return SenderOrigin(worker.job_info.job_id, worker.node_rank, private, host)
 
 
 def _host_of(endpoint: str | None) -> str:
@@ -125,7 +125,7 @@ class ReceivesWeights:
         return self.weights.has(session)
 
     @rpc(concurrent=BESIDE)
-    def weights_attach(self, opened: Opened, buckets: Sequence[Any]) -> None:
+    def weights_attach(self, opened: OpenedRoute, buckets: Sequence[Any]) -> None:
         self.weights.attach(opened.settings, opened.channel, buckets, opened.info)
 
     @rpc(concurrent=BESIDE)
@@ -221,7 +221,7 @@ class SendsWeights:
     def weights_open(
         self, session: str, buckets: Sequence[Any], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
         verify: bool, sharded: bool,
-    ) -> Mapping[str, Opened]:  # fmt: skip
+    ) -> Mapping[str, OpenedRoute]:  # fmt: skip
         return self.weights_source.open(session, buckets, routes, keep, timeout_s, verify, sharded)
 
     @rpc

@@ -12,13 +12,13 @@ from rlmesh.weights.manifest import Kind, Manifest
 from rlmesh.weights.module_source import manifest_of, named_tensors
 from rlmesh.weights.planning.plan import Mode
 from rlmesh.weights.protocols import Framework
-from rlmesh.weights.transfer.module_snapshot import Seen
+from rlmesh.weights.transfer.module_snapshot import ModuleSnapshot
 from rlmesh.weights.transfer.tensor_bytes import Placed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlmesh.weights.planning.buckets import Entry
+    from rlmesh.weights.planning.buckets import BucketEntry
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class _Memory:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     addresses: list[int] = field(default_factory=list)
     lent: bool = False
-    layouts: dict[int, tuple[Sequence[Entry], list[str], tuple[int, ...]]] = field(default_factory=dict)
+    layouts: dict[int, tuple[Sequence[BucketEntry], list[str], tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class ModuleSink:
         self._module, self._asked = module, (tuple(exclude), lora, adapter)
         self.mode: Mode = mode
         self._keep, self._after_flip = keep_shared, after_flip or (lambda: None)
-        self._seen: Seen | None = None
+        self._seen: ModuleSnapshot | None = None
         self._manifest = Manifest(())
         self._look()
 
@@ -96,7 +96,7 @@ class ModuleSink:
         """Take what the module has now, if it is not what it had; memory for the tensors before is of no use then."""
         if self._seen is None or not self._seen.is_current():
             tensors, kinds, excluded = self._found()
-            seen, self._seen = self._seen, Seen(self._module, tensors, places=False)
+            seen, self._seen = self._seen, ModuleSnapshot(self._module, tensors, places=False)
             if seen is None or not seen.has(tensors):
                 self._take(tensors, kinds, excluded)
 
@@ -176,7 +176,7 @@ class ModuleSink:
 
     # Memory that whoever receives writes to.
 
-    def rooms(self, entries: Sequence[Entry], *, keep: bool) -> Sequence[Tensor | None]:
+    def rooms(self, entries: Sequence[BucketEntry], *, keep: bool) -> Sequence[Tensor | None]:
         if self.mode == "in_place":
             return [self._room(entry, self._owner(entry)) for entry in entries]
         if keep and self._keep and self.device == "cpu":
@@ -195,7 +195,7 @@ class ModuleSink:
         self._staged.update(filled)
         return Placed(filled.values(), addresses)
 
-    def _room(self, entry: Entry, owner: str | None) -> Tensor | None:
+    def _room(self, entry: BucketEntry, owner: str | None) -> Tensor | None:
         if owner is None:
             return None
         target = self._targets[owner][0]
@@ -206,7 +206,7 @@ class ModuleSink:
         there = target.numel() == numel and (bool(target.data_ptr()) or not numel)
         return target if there and target.dtype is dtype is _wire_type(entry) and target.is_contiguous() else None
 
-    def _owner(self, entry: Entry) -> str | None:
+    def _owner(self, entry: BucketEntry) -> str | None:
         """Whose memory a tensor goes to; None if it goes to several, which the source ties and this module does not."""
         known = self._owners.get(entry.name)
         if known is None or known[0] != entry.tied:
@@ -276,7 +276,7 @@ class ModuleSink:
         self._staged, self._next = {}, None
 
 
-def _wire_type(entry: Entry) -> object:
+def _wire_type(entry: BucketEntry) -> object:
     """torch's type of what travels."""
     import torch
 

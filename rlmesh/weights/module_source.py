@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
-from rlmesh.weights.transfer.module_snapshot import Seen, has_memory, shard_again
+from rlmesh.weights.transfer.module_snapshot import ModuleSnapshot, has_memory, shard_again
 from rlmesh.weights.transfer.tensor_bytes import dtype_name
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class ModuleSource:
         self, module: nn.Module, *, exclude: Collection[str] = (), lora: Lora = "", adapter: str = "default"
     ) -> None:
         self._module, self._asked = module, (tuple(exclude), lora, adapter)
-        self._seen: Seen | None = None
+        self._seen: ModuleSnapshot | None = None
         self._tensors: dict[str, Tensor] = {}
         self._manifest = Manifest(())
         self._looks = 0
@@ -154,7 +154,7 @@ class ModuleSource:
             return
         exclude, lora, adapter = self._asked
         tensors, makers, kinds, left = tensors_to_send(self._module, exclude, lora, adapter)
-        seen, self._seen = self._seen, Seen(self._module, tensors, places=True)
+        seen, self._seen = self._seen, ModuleSnapshot(self._module, tensors, places=True)
         if seen is not None and seen.has(tensors) and not makers:
             return
         manifest = manifest_of(tensors, kinds, left)

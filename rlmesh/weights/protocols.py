@@ -14,7 +14,7 @@ from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.planning.plan import Mode
 
 if TYPE_CHECKING:
-    from rlmesh.weights.planning.buckets import Entry
+    from rlmesh.weights.planning.buckets import BucketEntry
 
 Framework = Literal["numpy", "torch"]
 
@@ -121,7 +121,7 @@ class OpenSink(Protocol):
     """A `WeightSink` whose memory may be written to by whoever receives: in one pass with the checksums, and in parts
     where every rank of the source sends its own."""
 
-    def rooms(self, entries: Sequence[Entry], *, keep: bool) -> Sequence[Any]:
+    def rooms(self, entries: Sequence[BucketEntry], *, keep: bool) -> Sequence[Any]:
         """Contiguous memory for each tensor, in the type that travels; None for what shall come by ``stage``. With
         ``keep`` that would get memory which may be used as it is; not asked for parts."""
         ...

@@ -32,12 +32,12 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.manifest import Casts
 from rlmesh.weights.members import MOST_VERSION
-from rlmesh.weights.planning.plan import DEFAULT_BUCKET_BYTES, WeightPlan, Wishes
-from rlmesh.weights.planning.source_state import Left, Told, check, require_same
+from rlmesh.weights.planning.plan import DEFAULT_BUCKET_BYTES, SyncOptions, WeightPlan
+from rlmesh.weights.planning.source_state import ConfirmedVersion, Left, check, require_same
 from rlmesh.weights.protocols import WeightSource
-from rlmesh.weights.transfer.delivery import Failure
-from rlmesh.weights.transfer.endpoints import LocalSource, Members
-from rlmesh.weights.transfer.sync_session import Answers, Link, Timeouts
+from rlmesh.weights.transfer.delivery import DeliveryFailure
+from rlmesh.weights.transfer.endpoints import LocalSource, MemberEndpoint
+from rlmesh.weights.transfer.sync_session import Answers, SyncSession, Timeouts
 
 _pushes = itertools.count(1)
 
@@ -113,19 +113,23 @@ class WeightSync:
         if runtime is not None:
             require("WeightSync(runtime=…)", runtime, Runtime, "a Runtime")
         runtime = runtime or groups[0]._runtime or default_runtime()
-        self._sinks = Members(groups, runtime)
-        self._source = Members([source], runtime) if isinstance(source, RoleGroup) else LocalSource(source, runtime)
-        self._wishes = Wishes(bucket_bytes, Casts.of(allow_cast), channel, "snapshot" if snapshot else "fenced", verify)
+        self._sinks = MemberEndpoint(groups, runtime)
+        self._source = (
+            MemberEndpoint([source], runtime) if isinstance(source, RoleGroup) else LocalSource(source, runtime)
+        )
+        self._wishes = SyncOptions(
+            bucket_bytes, Casts.of(allow_cast), channel, "snapshot" if snapshot else "fenced", verify
+        )
         self._timeouts = Timeouts(bucket_timeout_s, flip_timeout_s, timeout_s, connect_timeout_s)
         self._clock = clock
         self._lock = threading.Lock()
-        self._link: Link | None = None
+        self._link: SyncSession | None = None
         self._running: threading.Thread | None = None
         self._closed = False
         self.version: int | None = None
         """What was committed last."""
         self._left: Left | None = None
-        self._told: Told | None = None
+        self._told: ConfirmedVersion | None = None
         if restored is not None:
             self.source_restored(restored)
 
@@ -164,7 +168,7 @@ class WeightSync:
         """
         require_number("source_restored(version)", version, 0, MOST_VERSION)
         with self._lock:
-            self._told = Told(version, dict(self._source.incarnations()))
+            self._told = ConfirmedVersion(version, dict(self._source.incarnations()))
 
     def catch_up(self) -> tuple[str, ...]:
         """Bring the last committed version to the sinks that do not serve it, since they restarted or joined later;
@@ -180,7 +184,7 @@ class WeightSync:
                 raise WeightSyncError("no version was committed yet: push(version) first")
             behind = self._sinks.behind(self.version, self._timeouts.connect_s)
             if behind:
-                link = Link.open(self._source, self._sinks, self._wishes, self._timeouts, only=behind)
+                link = SyncSession.open(self._source, self._sinks, self._wishes, self._timeouts, only=behind)
                 try:
                     self._check_source(link, self.version, same=True)
                     push = self._capture_over(link, self.version, self._clock(), again=True)
@@ -237,20 +241,20 @@ class WeightSync:
         if running is not None and running is not threading.current_thread():
             running.join()
 
-    def _current_link(self) -> Link:
+    def _current_link(self) -> SyncSession:
         link = self._last_link()
         return link if link is not None and link.is_open(link.ask()) else self._new_link()
 
-    def _last_link(self) -> Link | None:
+    def _last_link(self) -> SyncSession | None:
         """That of the last push, if it may still do."""
         link = self._link
         if link is not None and (link.failed or not link.is_of(self._source, self._sinks)):
             self._drop_link()
         return self._link
 
-    def _new_link(self) -> Link:
+    def _new_link(self) -> SyncSession:
         self._drop_link()
-        self._link = Link.open(self._source, self._sinks, self._wishes, self._timeouts)
+        self._link = SyncSession.open(self._source, self._sinks, self._wishes, self._timeouts)
         return self._link
 
     def _drop_link(self) -> None:
@@ -258,7 +262,7 @@ class WeightSync:
         if link is not None:
             link.close()
 
-    def _check_source(self, link: Link, version: int, *, same: bool = False) -> None:
+    def _check_source(self, link: SyncSession, version: int, *, same: bool = False) -> None:
         """Is the source where the last push left it? Asked once for each plan, and when the caller has said more.
         ``same``: it must stand at this very version.
 
@@ -294,7 +298,7 @@ class WeightSync:
             asked = link.ask()
         return push if link.is_open(asked) else self._capture_over(self._new_link(), version, began)
 
-    def _capture_over(self, link: Link, version: int, began: float, *, again: bool = False) -> _Push:
+    def _capture_over(self, link: SyncSession, version: int, began: float, *, again: bool = False) -> _Push:
         self._check_source(link, version)
         number = (secrets.randbits(31) << 20) + next(_pushes)
         return _Push(link, number, version, began, link.capture(number, version, again=again))
@@ -339,7 +343,7 @@ class WeightSync:
 class _Push:
     """One under way. ``began`` and the like are the clock's seconds."""
 
-    link: Link
+    link: SyncSession
     number: int
     version: int
     began: float
@@ -360,7 +364,9 @@ class _Push:
         return PushReport(self.version, names, plan.nbytes, self.captured_s, self.staged_s, now - self.began)
 
 
-def _error(plan: WeightPlan, version: int, failure: Failure, kept: Mapping[str, int | str | None]) -> WeightSyncError:
+def _error(
+    plan: WeightPlan, version: int, failure: DeliveryFailure, kept: Mapping[str, int | str | None]
+) -> WeightSyncError:
     """Who failed, where and how, what the others serve, and what to do."""
     of_sink = {name: route.channel for route in plan.routes for name in route.sinks}
     is_sink = failure.member in of_sink

@@ -14,7 +14,7 @@ from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.lora import BASE, base_name
 from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
 from rlmesh.weights.module_source import Lora, tensors_to_send
-from rlmesh.weights.transfer.module_snapshot import Seen
+from rlmesh.weights.transfer.module_snapshot import ModuleSnapshot
 from rlmesh.weights.transfer.tensor_bytes import dtype_name
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ZeroSource:
             )
         self._engine = engine
         self._asked = tuple(exclude), lora, adapter
-        self._seen: Seen | None = None
+        self._seen: ModuleSnapshot | None = None
         self._manifest = Manifest(())
         self._looks = 0
         self._look()
@@ -72,7 +72,7 @@ class ZeroSource:
         }
         self._watched = list(module.parameters())
         self.device = str(next(iter(self.tensors.values())).device) if self.tensors else "cpu"
-        self._seen = Seen(module, self.tensors, places=False)
+        self._seen = ModuleSnapshot(module, self.tensors, places=False)
         self._looks += 1
 
     def manifest(self) -> Manifest:

@@ -107,7 +107,7 @@ class Keep(NamedTuple):
     call_id: int
 
 
-class Kept(NamedTuple):
+class StoredReply(NamedTuple):
     """Instead of a `Reply`: the result stays at the callee under ``token``; times as in `Reply`."""
 
     call_id: int
@@ -124,13 +124,13 @@ class Release(NamedTuple):
     token: int
 
 
-class Room(NamedTuple):
+class Concurrency(NamedTuple):
     """A method of the sender runs so many calls at once: as many more may be on their way to it."""
 
     calls: int
 
 
-class Taken(NamedTuple):
+class TakenReplies(NamedTuple):
     """The number of large replies that the sender has taken in so far on this connection.
 
     See `rlmesh.runtime.serving.reply_backlog`.
@@ -151,7 +151,7 @@ class GiveBacks(NamedTuple):
     items: tuple[tuple[str, int, int, int], ...]
 
 
-class Loan(NamedTuple):
+class BufferRef(NamedTuple):
     """In the place of a frame: where in shared memory it lies."""
 
     segment: str
@@ -187,19 +187,31 @@ class Bulk(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class BulkPart(NamedTuple):
     """The next bytes of payload ``number``; none has bytes of two frames."""
 
     number: int
 
 
-LaneHeader: TypeAlias = LaneOffer | OpenLane | Detached | Bulk | Part
+LaneHeader: TypeAlias = LaneOffer | OpenLane | Detached | Bulk | BulkPart
 Header: TypeAlias = (
-    Call | Reply | Cancel | Item | Credit | Keep | Kept | Release | Room | Taken | Shares | GiveBacks | LaneHeader
+    Call
+    | Reply
+    | Cancel
+    | Item
+    | Credit
+    | Keep
+    | StoredReply
+    | Release
+    | Concurrency
+    | TakenReplies
+    | Shares
+    | GiveBacks
+    | LaneHeader
 )
 Message: TypeAlias = tuple[Header, Frames]
-Lend: TypeAlias = Callable[[memoryview], Loan | None]
-Borrow: TypeAlias = Callable[[list[Buffer | Loan]], Frames]
+Lend: TypeAlias = Callable[[memoryview], BufferRef | None]
+Borrow: TypeAlias = Callable[[list[Buffer | BufferRef]], Frames]
 
 _KIND_OF: dict[type[Any], int] = {
     Call: int(Kind.CALL),
@@ -208,17 +220,17 @@ _KIND_OF: dict[type[Any], int] = {
     Item: int(Kind.ITEM),
     Credit: int(Kind.CREDIT),
     Keep: int(Kind.KEEP),
-    Kept: int(Kind.KEPT),
+    StoredReply: int(Kind.KEPT),
     Release: int(Kind.RELEASE),
-    Room: int(Kind.ROOM),
-    Taken: int(Kind.TAKEN),
+    Concurrency: int(Kind.ROOM),
+    TakenReplies: int(Kind.TAKEN),
     Shares: int(Kind.SHARES),
     GiveBacks: int(Kind.GIVE_BACKS),
     LaneOffer: int(Kind.LANE_OFFER),
     OpenLane: int(Kind.OPEN_LANE),
     Detached: int(Kind.DETACHED),
     Bulk: int(Kind.BULK),
-    Part: int(Kind.PART),
+    BulkPart: int(Kind.PART),
 }
 _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.CALL: (Call, (int, str, int, str, float, int, tuple)),
@@ -227,17 +239,17 @@ _SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     Kind.ITEM: (Item, (int, int)),
     Kind.CREDIT: (Credit, (int, int)),
     Kind.KEEP: (Keep, (int,)),
-    Kind.KEPT: (Kept, (int, int, int, int, int, int)),
+    Kind.KEPT: (StoredReply, (int, int, int, int, int, int)),
     Kind.RELEASE: (Release, (int,)),
-    Kind.ROOM: (Room, (int,)),
-    Kind.TAKEN: (Taken, (int,)),
+    Kind.ROOM: (Concurrency, (int,)),
+    Kind.TAKEN: (TakenReplies, (int,)),
     Kind.SHARES: (Shares, (str,)),
     Kind.GIVE_BACKS: (GiveBacks, (tuple,)),
     Kind.LANE_OFFER: (LaneOffer, (str, int)),
     Kind.OPEN_LANE: (OpenLane, ()),
     Kind.DETACHED: (Detached, (int, int, tuple)),
     Kind.BULK: (Bulk, (int, tuple)),
-    Kind.PART: (Part, (int,)),
+    Kind.PART: (BulkPart, (int,)),
 }
 
 
@@ -320,14 +332,14 @@ def reattach(message: Detached) -> Header:
     return header
 
 
-def _with_loans(payload: Frames, loans: object) -> list[Buffer | Loan]:
-    whole: list[Buffer | Loan] = list(payload)
+def _with_loans(payload: Frames, loans: object) -> list[Buffer | BufferRef]:
+    whole: list[Buffer | BufferRef] = list(payload)
     if type(loans) is not tuple:
         raise MalformedFrame("a header's loans are not a list")
     for loan in loans:
         if type(loan) is not tuple or tuple(map(type, loan)) != _LOAN_TYPES or not 0 <= loan[0] <= len(whole):
             raise MalformedFrame("a loan is not a position, a segment and four numbers")
-        whole.insert(loan[0], Loan(*loan[1:]))
+        whole.insert(loan[0], BufferRef(*loan[1:]))
     return whole
 
 

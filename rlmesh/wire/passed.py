@@ -18,7 +18,7 @@ from rlmesh.wire.envelope import Frames
 WHOLE = -1
 
 
-class Part(NamedTuple):
+class ItemRange(NamedTuple):
     """Which items of a value are meant: all of it (``start`` is `WHOLE`), or ``start`` to ``stop`` of ``size``."""
 
     start: int = WHOLE
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     size: int = 0
 
 
-class Elsewhere(NamedTuple):
+class RemoteRef(NamedTuple):
     """A value that its producer keeps: who that is, the number that it keeps it under, and which part is meant."""
 
     name: str
@@ -38,11 +38,11 @@ class Elsewhere(NamedTuple):
     size: int
 
     @property
-    def part(self) -> Part:
-        return Part(self.start, self.stop, self.size)
+    def part(self) -> ItemRange:
+        return ItemRange(self.start, self.stop, self.size)
 
 
-Value: TypeAlias = Frames | Elsewhere
+Value: TypeAlias = Frames | RemoteRef
 
 _TYPES = (str, str, int, int, int, int, int)
 
@@ -52,7 +52,7 @@ def pack_passed(arguments: Frames, values: Sequence[Value]) -> Frames:
     entries: list[object] = []
     frames = list(arguments)
     for value in values:
-        if isinstance(value, Elsewhere):
+        if isinstance(value, RemoteRef):
             entries.append(tuple(value))
         else:
             entries.append(len(value))
@@ -87,7 +87,7 @@ def unpack_passed(payload: Frames) -> tuple[Frames, list[Value]]:
             values.append(list(payload[used : used + entry]))
             used += entry
         elif type(entry) is tuple and tuple(map(type, entry)) == _TYPES:
-            values.append(Elsewhere(*entry))
+            values.append(RemoteRef(*entry))
         else:
             raise MalformedFrame("a passed value has fields of the wrong number or type")
     if used != len(payload) - 1:

@@ -30,7 +30,7 @@ from rlmesh.agent.protocol import (
     MemberProcess,
     WorkerSpec,
 )  # fmt: skip
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from rlmesh.job.status import ExitInfo, MetricRecord
 from rlmesh.placement.machine.inventory import NodeInfo
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
@@ -129,10 +129,10 @@ class Node:
     def agent(self) -> MemberHandle:
         return self._runtime.peer(AGENT, self.info.agent_endpoint).options(timeout_s=HANG_S)
 
-    def spec(self, entry: str | Entry, name: str = "ACTOR:0", **changes: Any) -> WorkerSpec:
+    def spec(self, entry: str | EntryPoint, name: str = "ACTOR:0", **changes: Any) -> WorkerSpec:
         role, _, rank = name.partition(":")
         if isinstance(entry, str):
-            entry = Entry("class" if entry[:1].isupper() else "function", ROLES, entry)
+            entry = EntryPoint("class" if entry[:1].isupper() else "function", ROLES, entry)
         config = self.config
         spec = WorkerSpec(
             job_id=config.job_id,
@@ -173,7 +173,7 @@ class Node:
         found: MemberHello = hello
         return found
 
-    async def start(self, entry: str | Entry, name: str = "ACTOR:0", **changes: Any) -> MemberHandle:
+    async def start(self, entry: str | EntryPoint, name: str = "ACTOR:0", **changes: Any) -> MemberHandle:
         """A member that is ready."""
         await self.spawn(self.spec(entry, name, **changes))
         hello = await self.bound(name)

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from rlmesh.errors import CallError, PeerLost
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from tests.agent.nodes import Node, is_there, open_node
 from tests.agent.processes import wait_gone, wait_until
 from tests.stalls import HANG_S, Stalls
@@ -201,7 +201,7 @@ async def test_functions_and_scripts_are_their_own_run(node: Node, tmp_path: Pat
     script = tmp_path / "train.py"
     script.write_text("import sys; print(__name__, sys.argv[1:]); sys.exit(0)\n")
     await node.start("function_entry", "A:0")
-    await node.start(Entry("script", script=str(script), args=("--lr", "1")), "B:0")
+    await node.start(EntryPoint("script", script=str(script), args=("--lr", "1")), "B:0")
     for name in ("A:0", "B:0"):
         assert await node.control((await node.master.heard("bound", name))[2]).call("begin_run") is True
         await node.master.heard("finished", name)
@@ -220,7 +220,7 @@ async def test_a_class_of_the_submitters_script(node: Node, tmp_path: Path) -> N
         "    def who(self): return __name__, pickle.loads(pickle.dumps(Config())).lr, __main__.Actor is Actor\n"
         "if __name__ == '__main__': raise SystemExit('the job was submitted again')\n"
     )
-    member = await node.start(Entry("class", "__main__", "Actor"), main_path=str(main))
+    member = await node.start(EntryPoint("class", "__main__", "Actor"), main_path=str(main))
     assert await member.call("who") == ("__mp_main__", 3, True)
 
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 from rlmesh.agent.processes import control_groups
 from rlmesh.agent.processes.member_groups import MemberGroups
 from rlmesh.agent.protocol import WorkerSpec
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from tests.agent.nodes import Node, open_node
 from tests.agent.processes import wait_gone, wait_until
 from tests.stalls import HANG_S
@@ -120,7 +120,7 @@ def test_why_groups_cannot_be_made(tmp_path: Path) -> None:
 
 
 def member(**changes: Any) -> WorkerSpec:
-    entry = Entry("class", "tests.agent.roles", "Echo")
+    entry = EntryPoint("class", "tests.agent.roles", "Echo")
     spec = WorkerSpec("j", "j", "", "ACTOR", 0, 1, 0, 0, 1, 0, "n", entry, "", "", "", "", "simple")
     return replace(spec, **changes)
 

@@ -16,7 +16,7 @@ from rlmesh.agent.processes.import_scan import needs_preload
 from rlmesh.agent.processes.spawner import AT_IMPORT, AT_START, import_time_changes
 from rlmesh.agent.protocol import WorkerSpec, named_error, portable_error
 from rlmesh.agent.worker.worker_process import reseed
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from tests.agent.nodes import Node, open_node
 from tests.agent.roles import OwnError
 
@@ -53,7 +53,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def heavy(node: Node, name: str, library: str, **env: str) -> WorkerSpec:
-    entry = Entry("class", "heavyrole", "Heavy")
+    entry = EntryPoint("class", "heavyrole", "Heavy")
     return node.spec(entry, name, import_roots=(library,), env=env)
 
 
@@ -131,7 +131,7 @@ async def test_without_zygotes_members_start_all_the_same(tmp_path: Path) -> Non
 def test_generators_depend_on_who_asks() -> None:
     import random
 
-    spec = WorkerSpec("id", "job", "", "A", 0, 1, 0, 0, 1, 0, "", Entry("class"), "", "", "", "", "simple")
+    spec = WorkerSpec("id", "job", "", "A", 0, 1, 0, 0, 1, 0, "", EntryPoint("class"), "", "", "", "", "simple")
     draws = []
     state = random.getstate()
     try:
@@ -184,9 +184,9 @@ def test_a_role_that_imports_something_of_the_list_needs_it(tmp_path: Path, modu
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(textwrap.dedent(source))
-    entry = Entry("class", module, "Role")
+    entry = EntryPoint("class", module, "Role")
     if module == "script":
-        entry = Entry("script", script=str(tmp_path / "light.py"))
+        entry = EntryPoint("script", script=str(tmp_path / "light.py"))
     preload = ("torch", "transformers:AutoModel", "numpy")
     assert needs_preload(entry, str(tmp_path / "main.py"), (str(tmp_path),), preload) is needed
     assert not needs_preload(entry, str(tmp_path / "main.py"), (str(tmp_path),), ())
@@ -216,7 +216,7 @@ async def test_torch_and_transformers_are_imported_once(tmp_path: Path) -> None:
         "                torch.rand(1).item(), numpy.random.rand(), torch.get_num_threads())\n"
     )
     async with open_node(tmp_path, preload=("torch", "transformers:Qwen2ForCausalLM")) as node:
-        entry = Entry("class", "torchrole", "Role")
+        entry = EntryPoint("class", "torchrole", "Role")
         members = [await node.start(entry, f"A:{rank}", import_roots=(str(tmp_path),)) for rank in range(2)]
         one, two = [await member.call("facts") for member in members]
         assert one[1] is False and one[2] != two[2] and one[3] != two[3] and one[4] == 1

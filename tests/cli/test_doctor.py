@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.agent.machine_checks import Check, Facts, gather, judge
+from rlmesh.agent.machine_checks import Facts, MachineCheck, gather, judge
 from rlmesh.cli.commands.doctor import lines
 from rlmesh.cli.main import main
 from tests.master.launched import TOY, Launched
@@ -17,7 +17,7 @@ GOOD = Facts(
 )
 
 
-def verdict(facts: Facts, name: str) -> Check:
+def verdict(facts: Facts, name: str) -> MachineCheck:
     return next(check for check in judge(facts) if check.name == name)
 
 
@@ -68,5 +68,5 @@ def test_a_job_does_not_start_on_a_machine_that_is_not_fit(tmp_path: Path) -> No
 
 
 def test_advice_stands_under_the_check() -> None:
-    shown = list(lines([Check("a", "ok", "good"), Check("b", "failed", "bad", "mend it")]))
+    shown = list(lines([MachineCheck("a", "ok", "good"), MachineCheck("b", "failed", "bad", "mend it")]))
     assert [line.split() for line in shown] == [["ok", "a", "good"], ["FAILED", "b", "bad"], ["→", "mend", "it"]]

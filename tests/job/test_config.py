@@ -21,7 +21,7 @@ from rlmesh import DLConfig, DLJobBuilder, ElasticWorkloadDesc, ResourceDesc, RL
 from rlmesh.errors import JobSpecError, UsageError
 from rlmesh.job.description.config import DLJob
 from rlmesh.job.description.restart_policy import RestartPolicy
-from rlmesh.job.description.time_limits import Limits
+from rlmesh.job.description.time_limits import TimeLimits
 from rlmesh.job.jsonable import jsonable
 from tests.job import roles
 from tests.job.test_descriptors import fails
@@ -232,7 +232,7 @@ def test_what_workers_must_be_able_to_import(monkeypatch: pytest.MonkeyPatch) ->
 def test_limits_of_a_job() -> None:
     job = RLJobBuilder().limits(hang_s=5).actor(roles.Actor).limits(setup_s=7.5).build()
     assert (job.limits.hang_s, job.limits.setup_s, job.limits.teardown_s) == (5.0, 7.5, 60.0)
-    assert job.limits.under(Limits(hang_s=1.0)) == Limits(hang_s=1.0, setup_s=7.5), "the launch wins"
+    assert job.limits.under(TimeLimits(hang_s=1.0)) == TimeLimits(hang_s=1.0, setup_s=7.5), "the launch wins"
     fails(lambda: config_of(limits={"hang": 1}), "limits: there is no limit 'hang'. Did you mean 'hang_s'?")
     fails(lambda: config_of(limits={"hang_s": 0}), "limits: hang_s=0: it is a number of seconds above 0")
     assert DLConfig(**json.loads(job.model_dump_json())).limits == job.limits

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlmesh import CustomWorkloadDesc, ElasticWorkloadDesc, ResourceDesc, SimpleWorkloadDesc
 from rlmesh.errors import JobSpecError
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from tests.job import roles
 
 HERE = "tests.job.roles"
@@ -145,12 +145,12 @@ def test_entry_points_in_other_forms_become_text() -> None:
     for form in (roles.Plain, (HERE, "Plain"), f"{HERE}:Plain", f"{HERE}::Plain"):
         described = SimpleWorkloadDesc.model_validate({"entry_point": form})
         assert described.entry_point == f"{HERE}.Plain"
-        assert described.entry == Entry("class", HERE, "Plain")
+        assert described.entry == EntryPoint("class", HERE, "Plain")
 
 
 def test_a_custom_role_is_named_by_module_and_class() -> None:
     described = Custom(module_name=HERE, class_name="Runner")
-    assert described.entry == Entry("class", HERE, "Runner")
+    assert described.entry == EntryPoint("class", HERE, "Runner")
     assert (described.module_name, described.class_name) == (HERE, "Runner")
 
 
@@ -167,4 +167,4 @@ def test_an_entry_point_is_looked_up_again_after_a_change() -> None:
     described = SimpleWorkloadDesc(entry_point=f"{HERE}.Plain")
     assert described.entry.name == "Plain"
     described.entry_point = f"{HERE}.main"
-    assert described.entry == Entry("function", HERE, "main")
+    assert described.entry == EntryPoint("function", HERE, "main")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlmesh.job.entry_points.entry import Entry, entry_text, resolve_entry
+from rlmesh.job.entry_points.entry import EntryPoint, entry_text, resolve_entry
 from tests.job import roles
 
 HERE = "tests.job.roles"
@@ -70,7 +70,7 @@ def test_a_local_class_cannot_be_imported_by_workers() -> None:
 def test_names_in_modules(name: str, kind: Any, runs: bool) -> None:
     found = resolve_entry(f"{HERE}.{name}")
     assert found.problems == ()
-    assert found.entry == Entry(kind, HERE, name)
+    assert found.entry == EntryPoint(kind, HERE, name)
     assert found.runs is runs
     assert found.file == FILE
     assert found.root == FILE.parents[2]
@@ -108,7 +108,7 @@ def test_nothing_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(str(tmp_path))
     found = resolve_entry("unimportable.roles.Actor")
     assert found.problems == ()
-    assert found.entry == Entry("class", "unimportable.roles", "Actor")
+    assert found.entry == EntryPoint("class", "unimportable.roles", "Actor")
     assert found.runs is None
     assert found.root == tmp_path
     assert "unimportable" not in sys.modules
@@ -123,7 +123,7 @@ def test_names_are_followed_through_imports(tmp_path: Path, monkeypatch: pytest.
     (package / "inner" / "actor.py").write_text("from ..inner.base import Base\nclass Actor(Base[int]): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = resolve_entry("followed.Policy")
-    assert (found.entry, found.problems, found.runs) == (Entry("class", "followed", "Policy"), (), True)
+    assert (found.entry, found.problems, found.runs) == (EntryPoint("class", "followed", "Policy"), (), True)
     assert resolve_entry("followed.Unseen").problems == ()  # a star import may define it
 
 
@@ -140,7 +140,7 @@ def test_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("train.py --name 'two words' {x}", "./train.py --name 'two words' {x}"):
         found = resolve_entry(text)
         assert found.problems == ()
-        assert found.entry == Entry("script", script=str(script), args=("--name", "two words", "{x}"))
+        assert found.entry == EntryPoint("script", script=str(script), args=("--name", "two words", "{x}"))
         assert (found.runs, found.root) == (True, tmp_path)
     assert "has train.py" in resolve_entry("tran.py").problems[0]
 
@@ -148,5 +148,5 @@ def test_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modules_that_are_run_as_scripts() -> None:
     found = resolve_entry("-m json.tool --sort-keys")
     assert found.problems == ()
-    assert found.entry == Entry("script", module="json.tool", args=("--sort-keys",))
+    assert found.entry == EntryPoint("script", module="json.tool", args=("--sort-keys",))
     assert found.root is None

@@ -13,7 +13,7 @@ from rlmesh.cli.launching.hosts import NOT_WITH_HOSTS, PASSED_ON, passed_on
 from rlmesh.cli.launching.torchrun_options import IGNORED, REFUSED
 from rlmesh.cli.main import main
 from rlmesh.errors import UsageError
-from rlmesh_launcher.hosts import Host, parse_hosts
+from rlmesh_launcher.hosts import RemoteHost, parse_hosts
 from rlmesh_launcher.ssh import render
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -37,7 +37,7 @@ env = { HF_HOME = "/scratch/it's here", NCCL_DEBUG = "INFO" }
 
 def test_what_holds_for_all_and_what_for_one() -> None:
     first, second = parse_hosts(HOSTS, "hosts.toml")
-    assert first == Host("gpu1", "fd00::1", "", "/opt/venv/bin/python", "/shared/my project", ("-p", "2222"))
+    assert first == RemoteHost("gpu1", "fd00::1", "", "/opt/venv/bin/python", "/shared/my project", ("-p", "2222"))
     assert (second.user, second.ssh_options, second.env["NCCL_DEBUG"]) == ("me", (), "INFO")
 
 

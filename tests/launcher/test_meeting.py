@@ -11,7 +11,7 @@ import pytest
 
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.connections.security import make_key
-from rlmesh_launcher.slurm_rendezvous import Found, HeadGone, Meeting, Munge
+from rlmesh_launcher.slurm_rendezvous import HeadGone, Meeting, Munge, ServerAddress
 from tests.stalls import HANG_S
 
 
@@ -34,12 +34,12 @@ def test_tasks_with_the_key_find_the_head(tmp_path: Path) -> None:
     head = Meeting(tmp_path / "meet", "17.0-0", key)
     assert head.make_key() == key
     others = Meeting(tmp_path / "meet", "17.0-0", key)
-    found: list[Found] = []
+    found: list[ServerAddress] = []
     thread = threading.Thread(target=lambda: found.append(others.find(10.0)))
     thread.start()
     head.publish("fd00::1", 4711, key)
     thread.join(HANG_S)
-    assert found == [Found("fd00::1", 4711, key)]
+    assert found == [ServerAddress("fd00::1", 4711, key)]
     assert stat.S_IMODE(head.path.stat().st_mode) == 0o600
     assert key.hex() not in head.path.read_text()
     head.forget()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import LaunchError, UsageError
-from rlmesh_launcher.sbatch import Batch, submit
+from rlmesh_launcher.sbatch import BatchJob, submit
 from rlmesh_launcher.sbatch_options import SBATCH_OPTIONS, split_words
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -33,9 +33,9 @@ LINES = {
 }
 
 
-def batch_of(line: str) -> Batch:
+def batch_of(line: str) -> BatchJob:
     words = split_words(shlex.split(line), LAUNCH)
-    return Batch(words.sbatch, words.job, words.launch)
+    return BatchJob(words.sbatch, words.job, words.launch)
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -126,9 +126,9 @@ def test_wrong_options_are_refused(words: list[str], why: str) -> None:
 
 def test_a_script_is_needed_and_values_stand_on_one_line() -> None:
     with pytest.raises(UsageError, match="no script to run"):
-        Batch({}, ())
+        BatchJob({}, ())
     with pytest.raises(UsageError, match="--comment: a value of sbatch stands on one line"):
-        Batch({"comment": "a\n#SBATCH --uid=0"}, ("job.py",))
+        BatchJob({"comment": "a\n#SBATCH --uid=0"}, ("job.py",))
 
 
 def test_the_key_is_on_no_command_line() -> None:

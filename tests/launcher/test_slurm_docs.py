@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.cli.commands import launch
-from rlmesh_launcher.sbatch import Batch
+from rlmesh_launcher.sbatch import BatchJob
 from rlmesh_launcher.sbatch_options import SBATCH_OPTIONS, split_words
 
 TEXT = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
@@ -34,7 +34,7 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_submitted_can_be_rendered(command: str) -> None:
     words = split_words(shlex.split(command)[3:], launch_options())
-    script = Batch(words.sbatch, words.job, words.launch).script()
+    script = BatchJob(words.sbatch, words.job, words.launch).script()
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     for name in words.sbatch:
         assert f"#SBATCH --{name}" in script

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.errors import LaunchError
-from rlmesh_launcher.slurm import Allocation, Names, Task, show_hostnames
+from rlmesh_launcher.slurm import Names, SlurmAllocation, Task, show_hostnames
 
 NODES = "n[001-003,007],gpu-a[1-2]b"
 ENV = {
@@ -32,21 +32,21 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.case("O12")
 def test_slurm_text(scontrol: Path) -> None:
-    allocation = Allocation.read(ENV)
+    allocation = SlurmAllocation.read(ENV)
     assert allocation.nodes == ("n001", "n002", "n003", "n007", "gpu-a1b", "gpu-a2b")
     assert allocation.tasks == (2, 2, 2, 1, 4, 4)
     assert allocation.cpus == (24, 24, 24, 24, 24, 16)
-    racks = Allocation.read({"SLURM_JOB_NODELIST": "rack[1-2]-n[01-02]"})
+    racks = SlurmAllocation.read({"SLURM_JOB_NODELIST": "rack[1-2]-n[01-02]"})
     assert racks.nodes == ("rack1-n01", "rack1-n02", "rack2-n01", "rack2-n02")
     assert not scontrol.exists(), "what can be read needs no scontrol"
 
     names = Names()
     for _ in range(3):  # a form that is not known: whatever Slurm may write one day
-        assert Allocation.read({"SLURM_JOB_NODELIST": "x{1..2}[odd]"}, names).nodes == ("x1", "x2")
+        assert SlurmAllocation.read({"SLURM_JOB_NODELIST": "x{1..2}[odd]"}, names).nodes == ("x1", "x2")
     assert scontrol.read_text() == "show hostnames x{1..2}[odd]\n"
 
     with pytest.raises(LaunchError) as caught:
-        Allocation.read({**ENV, "SLURM_TASKS_PER_NODE": "2(x3),1,4"})
+        SlurmAllocation.read({**ENV, "SLURM_TASKS_PER_NODE": "2(x3),1,4"})
     assert NODES in str(caught.value)
     assert "2(x3),1,4" in str(caught.value)
     assert "6 nodes" in str(caught.value)
@@ -73,13 +73,13 @@ def test_without_scontrol_the_list_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_step_counts_before_its_job() -> None:
     env = {**ENV, "SLURM_STEP_NODELIST": "n[001-002]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-    allocation = Allocation.read(env)
+    allocation = SlurmAllocation.read(env)
     assert (allocation.nodes, allocation.tasks, allocation.cpus) == (("n001", "n002"), (4, 4), ())
     assert allocation.describe() == "8 tasks on 2 nodes (n001: 4, n002: 4)"
     with pytest.raises(LaunchError, match="no process of a Slurm job"):
-        Allocation.read({})
+        SlurmAllocation.read({})
     with pytest.raises(LaunchError, match=r"SLURM_TASKS_PER_NODE: '2\(y3\)' is no list"):
-        Allocation.read({**ENV, "SLURM_TASKS_PER_NODE": "2(y3)"})
+        SlurmAllocation.read({**ENV, "SLURM_TASKS_PER_NODE": "2(y3)"})
 
 
 TASK = {
@@ -110,7 +110,7 @@ def test_a_step_over_a_heterogeneous_job_is_one() -> None:
     }  # fmt: skip
     task = Task.read(env)
     assert task is not None and (task.id, task.rank, task.size, task.local_size) == ("1", 2, 4, 1)
-    assert Allocation.read(env) == Allocation(("n1", "n2", "n3"), (2, 1, 1))
+    assert SlurmAllocation.read(env) == SlurmAllocation(("n1", "n2", "n3"), (2, 1, 1))
 
 
 def test_a_batch_script_is_no_task() -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member
 from rlmesh.master.decisions.scheduler import Scheduler, Site
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.jobspec import JobSpec, Limits, RestartRule, RoleSpec
+from rlmesh.master.jobspec import JobSpec, RestartRule, RoleSpec, TimeLimits
 from rlmesh.placement.demand import JobDemand, RoleDemand
 from rlmesh.placement.machine.inventory import Device, NodeInfo
 
 A = TypeVar("A")
 NEVER = RestartRule("never")
-LIMITS = Limits(agents_s=10, start_s=20, setup_s=30, teardown_s=15, settle_s=0.3, fail_grace_s=1, exit_s=5)
+LIMITS = TimeLimits(agents_s=10, start_s=20, setup_s=30, teardown_s=15, settle_s=0.3, fail_grace_s=1, exit_s=5)
 
 
 def node(rank: int = 0, devices: int = 4) -> NodeInfo:
@@ -46,7 +46,7 @@ def role(
     name: str, members: int = 1, backend: str = "simple", driver: bool | None = None,
     restart: RestartRule = NEVER,
 ) -> RoleSpec:  # fmt: skip
-    return RoleSpec(name, Entry("class", "m", name), backend, members, driver=driver, restart=restart)
+    return RoleSpec(name, EntryPoint("class", "m", name), backend, members, driver=driver, restart=restart)
 
 
 class Bench:

@@ -11,7 +11,7 @@ from rlmesh.agent.protocol import origin_of
 from rlmesh.errors import CallTimeout, GroupCallError, JobFailed, PeerLost, RemoteError
 from rlmesh.job.restarts import Scope
 from rlmesh.job.status import EdgeStats, FailureInfo, RestartRecord
-from rlmesh.master.decisions.root_cause import Failure, Failures, Weight, first_causes
+from rlmesh.master.decisions.root_cause import Failures, RankedFailure, Weight, first_causes
 from rlmesh.master.monitoring.graph import CallGraph
 from rlmesh.observe.files.incidents import incident_files, read_incident
 from rlmesh.testing import LocalCluster
@@ -40,16 +40,16 @@ def info(name: str, at: float) -> FailureInfo:
     return FailureInfo(f"{name} failed", role, int(rank), at)
 
 
-def death(name: str, at: float) -> Failure:
-    return Failure(Weight.DEATH, info(name, at))
+def death(name: str, at: float) -> RankedFailure:
+    return RankedFailure(Weight.DEATH, info(name, at))
 
 
-def own(name: str, at: float) -> Failure:
-    return Failure(Weight.OWN, info(name, at))
+def own(name: str, at: float) -> RankedFailure:
+    return RankedFailure(Weight.OWN, info(name, at))
 
 
-def follows(name: str, at: float, *blames: str, lost: bool = True) -> Failure:
-    return Failure(Weight.FOLLOWS, info(name, at), blames, lost)
+def follows(name: str, at: float, *blames: str, lost: bool = True) -> RankedFailure:
+    return RankedFailure(Weight.FOLLOWS, info(name, at), blames, lost)
 
 
 def restart(unit: str, name: str, at: float, ready_at: float | None, scope: Scope = "member") -> RestartRecord:
@@ -62,7 +62,7 @@ class Pair:
 
     what: str
     graph: CallGraph
-    failures: list[Failure]
+    failures: list[RankedFailure]
     causes: str
     restarts: list[RestartRecord] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from rlmesh.driver.outcome import JobResult
 from rlmesh.job.status import Serving
 from rlmesh.master.monitoring.activity import Doings
 from rlmesh.observe.files.incidents import incident_files, read_incident
-from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Board, Seen, does_not_answer, look_at
+from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Activity, Board, does_not_answer, look_at
 from rlmesh.testing import LocalCluster
 from tests.master import busy_job
 
@@ -45,17 +45,17 @@ def test_a_board_tells_what_began_and_since_when(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "seen", "text"),
     [
-        ("S", Seen(7, 0.5, "A:0.f()", 100.0), ""),
-        ("S", Seen(7, 5.0, "A:0.f()", 7.2), "busy in A:0.f() for 7 s, does not answer"),
-        ("R", Seen(7, 5.0), "does not answer for 5 s"),
-        ("T", Seen(7, 4.2, "A:0.f()", 9.0), "stopped for 4 s"),
+        ("S", Activity(7, 0.5, "A:0.f()", 100.0), ""),
+        ("S", Activity(7, 5.0, "A:0.f()", 7.2), "busy in A:0.f() for 7 s, does not answer"),
+        ("R", Activity(7, 5.0), "does not answer for 5 s"),
+        ("T", Activity(7, 4.2, "A:0.f()", 9.0), "stopped for 4 s"),
         ("T", None, "stopped"),
-        ("T", Seen(6, 100.0), "stopped"),  # of the process before
-        ("S", Seen(6, 100.0, "A:0.f()", 9.0), ""),
+        ("T", Activity(6, 100.0), "stopped"),  # of the process before
+        ("S", Activity(6, 100.0, "A:0.f()", 9.0), ""),
         ("S", None, ""),
     ],
 )
-def test_why_a_process_does_not_answer(state: str, seen: Seen | None, text: str) -> None:
+def test_why_a_process_does_not_answer(state: str, seen: Activity | None, text: str) -> None:
     assert does_not_answer(state, 7, seen) == text
 
 

@@ -14,7 +14,7 @@ from rlmesh.agent.node_lease import Lease
 from rlmesh.agent.protocol import Grant, MemberProcess
 from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
-from rlmesh.master.decisions.silent_nodes import MARGIN_S, Leases
+from rlmesh.master.decisions.silent_nodes import MARGIN_S, NodeLeases
 from rlmesh.master.jobspec import RestartRule
 from rlmesh.master.monitoring.agent_watch import AgentWatch
 from rlmesh.placement.demand import JobDemand, RoleDemand
@@ -38,13 +38,13 @@ def test_a_lease_lasts_from_when_it_was_asked_for() -> None:
 
 
 def test_a_node_is_given_up_after_its_agent_has_given_up() -> None:
-    leases = Leases([1], 100.0, LEASE_S)
+    leases = NodeLeases([1], 100.0, LEASE_S)
     found = {now: leases.silent(now) for now in [100.0 + STEP_S * i for i in range(1, 60)]}
     assert min(now for now, nodes in found.items() if nodes) == 100.0 + LEASE_S + MARGIN_S
 
 
 def test_a_master_that_stood_still_gives_up_nobody_for_it() -> None:
-    leases = Leases([1], 100.0, LEASE_S)
+    leases = NodeLeases([1], 100.0, LEASE_S)
     assert not leases.silent(101.0)
     assert not leases.silent(160.0), "it has not listened"
     assert not leases.silent(161.0)
@@ -69,7 +69,7 @@ class Node:
 
 class CutNetwork(RuleBasedStateMachine):
     """A master and three nodes whose cables are cut and mended, and whose messages take as long as they like, in any
-    order. Times are virtual. What decides is the code that runs in earnest: ``Lease``, ``Leases`` and
+    order. Times are virtual. What decides is the code that runs in earnest: ``Lease``, ``NodeLeases`` and
     ``JobManager``; nodes and network are played."""
 
     @initialize()
@@ -85,7 +85,7 @@ class CutNetwork(RuleBasedStateMachine):
         self.bench = Bench(replace(spec, limits=replace(LIMITS, lease_s=LEASE_S, start_s=1e6, setup_s=1e6, exit_s=1e6,
                                                         hang_s=1e6, node_wait_s=1e6)))  # fmt: skip
         self.nodes = {rank: Node() for rank in range(3)}
-        self.leases = Leases((), self.bench.now, LEASE_S)
+        self.leases = NodeLeases((), self.bench.now, LEASE_S)
         for rank in self.nodes:
             self.register(rank, rank_asked_at=self.bench.now)
         for rank in (*self.nodes, *self.nodes, *self.nodes):

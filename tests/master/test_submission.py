@@ -12,7 +12,7 @@ from rlmesh.driver.submission import agent_configs, cluster_for, demand_of, expe
 from rlmesh.errors import JobSpecError, LaunchError
 from rlmesh.job.description.config import DLConfig
 from rlmesh.job.description.restart_policy import RestartPolicy
-from rlmesh.master.jobspec import JobSpec, Limits
+from rlmesh.master.jobspec import JobSpec, TimeLimits
 from rlmesh.placement.planner import make_plan
 from rlmesh.run_directory.workspace import Workspace
 
@@ -50,7 +50,7 @@ def space(tmp_path: Path) -> Workspace:
 def spec_of(
     config: DLConfig, cluster: Cluster, space: Workspace, max_restarts: int | None = None
 ) -> JobSpec:  # fmt: skip
-    return job_spec(config, "toy", demand_of(config), cluster, space, limits=Limits(), restart=None,
+    return job_spec(config, "toy", demand_of(config), cluster, space, limits=TimeLimits(), restart=None,
                     max_restarts=max_restarts, submitted_at=1.0, grace_s=5.0)  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_options_around_the_script_win_and_leave_the_rest() -> None:
 @pytest.mark.case("s08")
 def test_what_a_call_says_wins_over_the_programs_own_block_and_not_over_the_launcher() -> None:
     mine, silent = LaunchOptions(view="plain"), LaunchOptions()
-    limits = Limits(setup_s=7.0)
+    limits = TimeLimits(setup_s=7.0)
     cluster = LaunchOptions(view="none", cluster=Cluster(("n",)), limits=limits)
     with ambient(cluster, yields=True):
         assert (effective(mine).view, effective(silent).view) == ("plain", "none")

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack, segment_prefix
+from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn, segment_prefix
 
 ANSWER_WITHIN_S = 30.0
 
@@ -46,7 +46,7 @@ class Commands:
     def drop(self, name: str) -> None:
         del self.views[name]
 
-    def give_backs(self) -> dict[Hashable, list[GiveBack]]:
+    def give_backs(self) -> dict[Hashable, list[LoanReturn]]:
         return self.exchange.take_give_backs()
 
     def pass_on(self, name: str, receiver: Hashable) -> Descriptor | None:
@@ -66,7 +66,7 @@ class Commands:
     def sent(self, name: str) -> None:
         del self.frames[name]
 
-    def receive_give_backs(self, ended: list[GiveBack], receiver: Hashable) -> None:
+    def receive_give_backs(self, ended: list[LoanReturn], receiver: Hashable) -> None:
         self.exchange.give_back(ended, receiver)
 
     def borrowed(self) -> list[dict[str, Any]]:

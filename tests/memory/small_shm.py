@@ -9,7 +9,7 @@ import sys
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
-from rlmesh.memory.room import Room
+from rlmesh.memory.room import MemoryBudget
 
 MIB = 1 << 20
 
@@ -27,7 +27,7 @@ def main() -> None:
     careful = SegmentPool("small", "careful")
     found["asked_before"] = reason(careful, 32 * MIB)
     # As if somebody else took the space between the question and the reservation.
-    hasty = SegmentPool("small", "hasty", room=lambda _: Room(1 << 40, "nothing"))
+    hasty = SegmentPool("small", "hasty", room=lambda _: MemoryBudget(1 << 40, "nothing"))
     found["refused"] = reason(hasty, 32 * MIB)
     found["left_behind"] = os.listdir("/dev/shm")
 

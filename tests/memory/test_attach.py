@@ -12,7 +12,7 @@ import pytest
 
 from rlmesh.errors import MalformedFrame, SlotGone
 from rlmesh.memory.attach import Attachments, writable
-from rlmesh.memory.layout import TABLE_BYTES, Descriptor, GiveBack
+from rlmesh.memory.layout import TABLE_BYTES, Descriptor, LoanReturn
 from rlmesh.memory.pool import SegmentPool
 
 SIZE = 300_000
@@ -42,7 +42,7 @@ def pass_on(attachments: Attachments, view: memoryview) -> memoryview | None:
     return attachments.frame_at(descriptor) if descriptor is not None else None
 
 
-def settle(pool: SegmentPool, attachments: Attachments) -> dict[object, list[GiveBack]]:
+def settle(pool: SegmentPool, attachments: Attachments) -> dict[object, list[LoanReturn]]:
     ended = attachments.collect()
     pool.give_back(ended.get("L", []), "R")
     return ended
@@ -60,7 +60,7 @@ def test_a_view_shows_the_slot_and_its_end_gives_it_back(
     assert attachments.borrowed()[0]["views"] == 1
     del part
     assert woken == [1]
-    assert attachments.collect() == {"L": [GiveBack(descriptor.segment, descriptor.slot, descriptor.generation, 1)]}
+    assert attachments.collect() == {"L": [LoanReturn(descriptor.segment, descriptor.slot, descriptor.generation, 1)]}
     assert attachments.collect() == {}
     assert attachments.borrowed() == []
 
@@ -135,8 +135,8 @@ def test_an_unchanged_view_is_passed_on_without_a_copy(pool: SegmentPool, attach
     assert pass_on(attachments, memoryview(bytes(SIZE))) is None
     del view, frame
     assert attachments.collect() == {}, "the loan to S holds the slot"
-    assert attachments.give_back([GiveBack(*descriptor[:3], 1)], "T") == {}
-    assert attachments.give_back([GiveBack(*descriptor[:3], 1)], "S") == {"L": [GiveBack(*descriptor[:3], 1)]}
+    assert attachments.give_back([LoanReturn(*descriptor[:3], 1)], "T") == {}
+    assert attachments.give_back([LoanReturn(*descriptor[:3], 1)], "S") == {"L": [LoanReturn(*descriptor[:3], 1)]}
     assert attachments.borrowed() == []
 
 

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from rlmesh.memory.attach import Attachments
-from rlmesh.memory.layout import Descriptor, GiveBack
+from rlmesh.memory.layout import Descriptor, LoanReturn
 from rlmesh.memory.native import PARALLEL_BYTES
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
-from rlmesh.memory.room import Room
+from rlmesh.memory.room import MemoryBudget
 from tests.stalls import HANG_S
 
 MIB = 1 << 20
 
 
-def ended(descriptor: Descriptor, loans: int = 1) -> list[GiveBack]:
-    return [GiveBack(descriptor.segment, descriptor.slot, descriptor.generation, loans)]
+def ended(descriptor: Descriptor, loans: int = 1) -> list[LoanReturn]:
+    return [LoanReturn(descriptor.segment, descriptor.slot, descriptor.generation, loans)]
 
 
 def lent(pool: SegmentPool, frame: memoryview, receiver: str = "R") -> Descriptor:
@@ -72,7 +72,7 @@ def test_give_backs_that_are_late_or_wrong_change_nothing(pool: SegmentPool) -> 
     frame = pool.put([b"a"])[0]
     loan = lent(pool, frame)
     pool.give_back(ended(loan), "somebody else")
-    pool.give_back([GiveBack(loan.segment, loan.slot, loan.generation + 1, 1), GiveBack("x", 1, 1, 1)], "R")
+    pool.give_back([LoanReturn(loan.segment, loan.slot, loan.generation + 1, 1), LoanReturn("x", 1, 1, 1)], "R")
     del frame
     assert pool.stats().slots == 1
     pool.give_back(ended(loan), "R")
@@ -126,7 +126,7 @@ def test_the_limit_names_itself_and_nothing_is_taken(job_id: str) -> None:
 
 def test_too_little_room_is_found_out_before(job_id: str) -> None:
     size = 7 * MIB
-    pool = SegmentPool(job_id, "o", room=lambda _: Room(size - pool.stats().total_bytes, "the shed is small"))
+    pool = SegmentPool(job_id, "o", room=lambda _: MemoryBudget(size - pool.stats().total_bytes, "the shed is small"))
     kept = pool.put([bytes(MIB)])  # of a segment of 4 MiB
     with pytest.raises(PoolExhausted, match=r"no room for 6\.0 MiB of shared memory: the shed is small"):
         pool.put([bytes(6 * MIB)])
@@ -147,7 +147,7 @@ def test_too_little_room_is_found_out_before(job_id: str) -> None:
 
 
 def test_a_directory_that_refuses_is_told(job_id: str, tmp_path: Path) -> None:
-    pool = SegmentPool(job_id, "o", directory=str(tmp_path / "gone"), room=lambda _: Room(1 << 40, "nothing"))
+    pool = SegmentPool(job_id, "o", directory=str(tmp_path / "gone"), room=lambda _: MemoryBudget(1 << 40, "nothing"))
     with pytest.raises(PoolExhausted, match=r"could not be reserved in .*gone: No such file or directory"):
         pool.put([b"x"])
 

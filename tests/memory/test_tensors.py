@@ -13,7 +13,7 @@ import torch
 
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import GiveBack
+from rlmesh.memory.layout import LoanReturn
 from tests.memory.borrower import Borrower, borrower, digest
 
 
@@ -29,7 +29,7 @@ def receive(exchange: MemoryExchange, source: Any) -> memoryview:
     return exchange.borrow([descriptor], "self")[0]
 
 
-def settle(exchange: MemoryExchange) -> dict[Hashable, list[GiveBack]]:
+def settle(exchange: MemoryExchange) -> dict[Hashable, list[LoanReturn]]:
     ended = exchange.take_give_backs()
     exchange.give_back(ended.get("self", []), "self")
     return ended

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmesh import DLJobBuilder, RoleGroup, current_worker, rpc
-from rlmesh.agent.device_lease_server import Leases
+from rlmesh.agent.device_lease_server import DeviceLeaseServer
 from rlmesh.errors import LeaseTimeout, PeerLost
 from rlmesh.placement.device_leases import LeaseTable, MemberKey
 from rlmesh.testing import LocalCluster
@@ -131,7 +131,7 @@ def virtual(work: Any) -> None:
 def test_waiting_ends_at_its_deadline_and_says_who_has_it() -> None:
     async def work() -> None:
         loop = asyncio.get_running_loop()
-        leases = Leases(loop.time)
+        leases = DeviceLeaseServer(loop.time)
         assert (await leases.take(A, alone(A), 1.0)).granted
         answer = await leases.take(B, alone(B), 5.0)
         assert not answer.granted
@@ -147,7 +147,7 @@ def test_waiting_ends_at_its_deadline_and_says_who_has_it() -> None:
 
 def test_who_does_not_wait_any_more_is_passed_over() -> None:
     async def work() -> None:
-        leases = Leases(asyncio.get_running_loop().time)
+        leases = DeviceLeaseServer(asyncio.get_running_loop().time)
         await leases.take(A, alone(A), 1.0)
         first = asyncio.create_task(leases.take(B, alone(B), 60.0))
         second = asyncio.create_task(leases.take(C, alone(C), 60.0))
@@ -167,7 +167,7 @@ def test_who_does_not_wait_any_more_is_passed_over() -> None:
 
 def test_members_without_devices_wait_for_nothing() -> None:
     async def work() -> None:
-        assert (await Leases().take(A, {A: ()}, 0.0)).granted
+        assert (await DeviceLeaseServer().take(A, {A: ()}, 0.0)).granted
 
     virtual(work())
 

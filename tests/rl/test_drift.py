@@ -12,7 +12,7 @@ from hypothesis import given
 from rlmesh.cli.commands.status import end_lines, status_lines
 from rlmesh.observe.files.event_log import read_events
 from rlmesh.rl import reference
-from rlmesh.rl.drift import LIMITS, DriftAlarm, Limits, drift
+from rlmesh.rl.drift import LIMITS, DriftAlarm, DriftLimits, drift
 from rlmesh.run_directory.records import read_end, write_end
 from rlmesh.testing import LocalCluster
 from tests.rl import drifting_job
@@ -52,7 +52,7 @@ def test_the_alarm_speaks_beyond_the_limits_only(caplog: pytest.LogCaptureFixtur
 def test_patience_and_stopping() -> None:
     base, mask = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
     far = drift(base, base + 1, mask)
-    alarm = DriftAlarm(Limits(0.1, 0.1), patience=2, stop=True)
+    alarm = DriftAlarm(DriftLimits(0.1, 0.1), patience=2, stop=True)
     assert alarm.check(far, version=1)["drift_alarm"] == 0
     assert alarm.check(drift(base, base, mask), version=1)["drift_alarm"] == 0
     alarm.check(far, version=2)

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlmesh.rl import prefix
 from rlmesh.rl.balance import fill, spread_evenly
 from rlmesh.rl.packing import Pack, pack
-from rlmesh.rl.prefix import Layout, packed_attention
+from rlmesh.rl.prefix import PrefixLayout, packed_attention
 from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes
 
 sizes_drawn = st.lists(st.integers(0, 40), max_size=20)
@@ -107,7 +107,7 @@ def test_packed_attention_is_that_of_each_segment(long: int, drawn: Episodes) ->
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix, "LONG", long)
-        got = packed_attention(query, key, value, Layout.of(one.segments, "cpu"))
+        got = packed_attention(query, key, value, PrefixLayout.of(one.segments, "cpu"))
     assert got.shape == (len(one), 4, 8)
     torch.testing.assert_close(got, reference_attention(query, key, value, one), atol=1e-12, rtol=0)
 
@@ -129,15 +129,15 @@ def test_the_layout_of_another_pack_is_refused() -> None:
     one = pack(episodes_of([(2, [1])], 4).episodes, token_budget=10).by_rank[0][0]
     with pytest.raises(ValueError, match="the layout is of 3 tokens, the query of 5"):
         x = torch.zeros(1, 5, 8)
-        packed_attention(x, x, x, Layout.of(one.segments, "cpu"))
+        packed_attention(x, x, x, PrefixLayout.of(one.segments, "cpu"))
 
 
 def test_no_mask_is_larger_than_a_block_of_queries() -> None:
     drawn = episodes_of([(1500, [1500, 1500])], 5)
     one = pack(drawn.episodes, token_budget=100_000, groups=drawn.groups).by_rank[0][0]
-    layout = Layout.of(one.segments, "cpu")
+    layout = PrefixLayout.of(one.segments, "cpu")
     assert not layout.batches and len(layout.alone) == 3
-    short = Layout.of(
+    short = PrefixLayout.of(
         pack(episodes_of([(20, [30] * 8)], 6).episodes, token_budget=10_000).by_rank[0][0].segments, "cpu"
     )
     assert len(short.batches) == 1 and not short.alone

@@ -50,7 +50,7 @@ def stand_still() -> None:
 class Entry:
     def __init__(self, seconds: float) -> None:
         self.deadline, self.call_id = clock.now() + seconds, 1
-        self.bucket: dict[int, deadlines_module.Entry] | None = None
+        self.bucket: dict[int, deadlines_module.DeadlineEntry] | None = None
 
 
 @pytest.mark.case("b20")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.errors import JobFailed
-from rlmesh.master.jobspec import Limits
+from rlmesh.master.jobspec import TimeLimits
 from rlmesh.testing import LocalCluster
 from tests.runtime import dying_job
 from tests.stalls import HANG_S, Stalls
@@ -27,7 +27,7 @@ from tests.stalls import HANG_S, Stalls
 def test_pending_calls_end_with_the_member_and_say_how(how: str, said: str, tmp_path: Path, stalls: Stalls) -> None:
     out = tmp_path / "seen.json"
     # The trainer has a moment to look around before the failed job ends it.
-    with LocalCluster(run_root=tmp_path, limits=Limits(fail_grace_s=HANG_S)), pytest.raises(JobFailed, match=said):
+    with LocalCluster(run_root=tmp_path, limits=TimeLimits(fail_grace_s=HANG_S)), pytest.raises(JobFailed, match=said):
         dying_job.build("death", out, "WORKER", how=how).submit("death")
     seen = json.loads(out.read_text())
     assert seen["left"] == 0, "calls were left waiting"
@@ -44,7 +44,7 @@ def test_pending_calls_end_with_the_member_and_say_how(how: str, said: str, tmp_
 
 def test_a_member_that_cannot_be_built_fails_the_calls_that_wait_for_it(tmp_path: Path) -> None:
     out = tmp_path / "seen.json"
-    limits = Limits(fail_grace_s=HANG_S)
+    limits = TimeLimits(fail_grace_s=HANG_S)
     with LocalCluster(run_root=tmp_path, limits=limits), pytest.raises(JobFailed, match="it cannot be built"):
         dying_job.build_broken(out).submit("broken")
     text, executed = json.loads(out.read_text())

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rlmesh.errors import RLMeshError
-from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, EndedCall, EndedCalls, message_bytes
+from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, CallRecorder, EndedCall, message_bytes
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 from tests.stalls import Stalls
@@ -73,7 +73,7 @@ def ended(
 
 
 def test_nobody_has_to_take() -> None:
-    calls = EndedCalls()
+    calls = CallRecorder()
     seen: list[EndedCall] = []
     calls.trace = seen.extend
     for number in range(3 * FOLD_AT):
@@ -88,7 +88,7 @@ def test_nobody_has_to_take() -> None:
 
 
 def test_who_takes_the_edges_takes_nothing_from_the_times() -> None:
-    calls = EndedCalls()
+    calls = CallRecorder()
     calls.add(ended("A:0", "m", 0, 100))
     assert [edge.calls for edge in calls.take_edges()] == [1]
     calls.add(ended("A:0", "m", 50, 150))
@@ -101,7 +101,7 @@ def test_who_takes_the_edges_takes_nothing_from_the_times() -> None:
 
 @pytest.mark.parametrize("bulk", [False, True])
 def test_a_group_call_counts_once_and_as_its_slowest_member(bulk: bool) -> None:
-    calls = EndedCalls()
+    calls = CallRecorder()
     for number in range(FOLD_AT if bulk else 10):
         group = CallGroup(3)
         calls.add(ended("A:0", "m", 0, 100, 50, 10, group=group))
@@ -116,7 +116,7 @@ def test_a_group_call_counts_once_and_as_its_slowest_member(bulk: bool) -> None:
 
 
 def test_only_calls_that_somebody_waited_for_and_that_were_answered_take_time() -> None:
-    calls = EndedCalls()
+    calls = CallRecorder()
     calls.add(ended("A:0", "m", 0, 100, waited_ns=-1))
     calls.add(ended("A:0", "m", 0, 100, answered=False))
     assert calls.take_stats() == ()
@@ -167,7 +167,7 @@ def test_waiting_behind_another_call_is_queueing(mesh: Mesh, stalls: Stalls) -> 
 
 def test_many_calls_are_summed_in_bulk_to_the_same_totals() -> None:
     """4,500 calls of two methods, one after the other: the first 4,001 go the quick way."""
-    calls = EndedCalls()
+    calls = CallRecorder()
     for number in range(4500):
         began_ns = 1_000 * number
         method = "a" if number % 3 else "b"
@@ -186,7 +186,7 @@ def test_many_calls_are_summed_in_bulk_to_the_same_totals() -> None:
 
 def test_calls_that_overlap_share_the_time_in_bulk_too() -> None:
     """4,001 calls, all pending during the same millisecond."""
-    calls = EndedCalls()
+    calls = CallRecorder()
     for number in range(4001):
         calls.add(ended("S:0", "a", number, 1_000_000 + number))
     (stats,) = calls.take_stats()

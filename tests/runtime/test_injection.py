@@ -13,7 +13,7 @@ import pytest
 from rlmesh.errors import PeerLost
 from rlmesh.runtime.connections.bulk_channels import _SealedLink
 from rlmesh.runtime.connections.network import NetworkOptions
-from rlmesh.wire.envelope import ANY_INCARNATION, Bulk, Call, Frames, Part, Reply, pack
+from rlmesh.wire.envelope import ANY_INCARNATION, Bulk, BulkPart, Call, Frames, Reply, pack
 from tests.runtime.test_lanes import MIB, Tcp
 from tests.stalls import HANG_S
 
@@ -46,7 +46,7 @@ ATTACKS: dict[str, Callable[[Path], Frames]] = {
     "a call": lambda path: pack([(CALL, [evil(path)])]),
     "a reply": lambda path: pack([(Reply(1, True, 0, 0, 0), [evil(path)])]),
     "a payload": lambda path: pack([(Bulk(1, (len(evil(path)),)), [evil(path)])]),
-    "a part": lambda path: pack([(Part(1), [evil(path)])]),
+    "a part": lambda path: pack([(BulkPart(1), [evil(path)])]),
     "noise": lambda path: [b"noise", b"more"],
 }
 

@@ -13,7 +13,7 @@ import pytest
 from rlmesh.errors import PeerLost, RoleNotFound
 from rlmesh.job.status import ExitInfo
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
-from rlmesh.runtime.connections.joining import JobView
+from rlmesh.runtime.connections.joining import MembershipUpdate
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
@@ -28,12 +28,12 @@ class Master:
     """Answers as a job's master does."""
 
     def __init__(self) -> None:
-        self.view = JobView("j-1", "j", 42.0, AddressBook(0, ()), (), 0)
+        self.view = MembershipUpdate("j-1", "j", 42.0, AddressBook(0, ()), (), 0)
         self.changed = asyncio.Event()
         self.asked: list[tuple[int, int]] = []
 
     @rpc(concurrent=16)
-    async def follow(self, version: int, exits_seen: int, wait_s: float) -> JobView:
+    async def follow(self, version: int, exits_seen: int, wait_s: float) -> MembershipUpdate:
         self.asked.append((version, exits_seen))
         try:
             async with asyncio.timeout(wait_s):
@@ -46,7 +46,9 @@ class Master:
 
     def publish(self, version: int, *endpoints: str, exits: tuple[ExitInfo, ...] = ()) -> None:
         members = tuple(MemberAddress("A", rank, version - 1, each) for rank, each in enumerate(endpoints))
-        self.view = JobView("j-1", "j", 42.0, AddressBook(version, members), exits, self.view.exits_seen + len(exits))
+        self.view = MembershipUpdate(
+            "j-1", "j", 42.0, AddressBook(version, members), exits, self.view.exits_seen + len(exits)
+        )
         self.changed.set()
 
 

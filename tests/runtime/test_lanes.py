@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmesh.errors import MalformedFrame, PeerLost
-from rlmesh.runtime.connections.bulk_channel import Incoming
+from rlmesh.runtime.connections.bulk_channel import BulkReceiver
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.connections.network import NetworkOptions, plain
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.testing import FaultPlan, LoopbackNetwork, VirtualLoop, faulty
-from rlmesh.wire.envelope import Bulk, Call, Cancel, Detached, Frames, Header, Part, Reply, detach
+from rlmesh.wire.envelope import Bulk, BulkPart, Call, Cancel, Detached, Frames, Header, Reply, detach
 from tests.runtime.conftest import KEY
 from tests.stalls import Stalls
 
@@ -216,9 +216,9 @@ def call(number: int, target: str = "A:0") -> Call:
     return Call(number, target, 0, "m", 5.0, 0, ())
 
 
-def receiving() -> tuple[Recorder, Incoming]:
+def receiving() -> tuple[Recorder, BulkReceiver]:
     host = Recorder()
-    return host, Incoming(host, Channel.__new__(Channel))
+    return host, BulkReceiver(host, Channel.__new__(Channel))
 
 
 @settings(max_examples=100, deadline=None)
@@ -268,16 +268,16 @@ def test_messages_of_one_place_are_delivered_in_order_and_none_is_lost(data: st.
 def test_parts_make_the_payload_or_are_malformed() -> None:
     host, incoming = receiving()
     incoming.on_bulk(Bulk(1, (3, 0, 5)), [])
-    incoming.on_part(Part(1), [b"abc"])
+    incoming.on_part(BulkPart(1), [b"abc"])
     with pytest.raises(MalformedFrame, match="more than its payload"):
-        incoming.on_part(Part(1), [b"123456"])
-    incoming.on_part(Part(1), [b"1234"])
-    incoming.on_part(Part(1), [b"5"])
+        incoming.on_part(BulkPart(1), [b"123456"])
+    incoming.on_part(BulkPart(1), [b"1234"])
+    incoming.on_part(BulkPart(1), [b"5"])
     incoming.on_detached(detach(Reply(9, True, 0, 0, 0), 1))
     assert host.delivered == [(Reply(9, True, 0, 0, 0), [b"abc", b"", b"12345"])]
     wrong: list[Callable[[], None]] = [
-        lambda: incoming.on_part(Part(1), [b"x"]),
-        lambda: incoming.on_part(Part(2), []),
+        lambda: incoming.on_part(BulkPart(1), [b"x"]),
+        lambda: incoming.on_part(BulkPart(2), []),
         lambda: incoming.on_bulk(Bulk(3, (-1,)), []),
         lambda: incoming.on_bulk(Bulk(3, (1 << 60,)), []),
         lambda: incoming.on_bulk(Bulk(3, ("x",)), []),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from rlmesh.weights.channels.base import ChannelBroken, Inlet, Outlet, RouteSettings
+from rlmesh.weights.channels.base import ChannelBroken, ChannelReceiver, ChannelSender, RouteSettings
 from rlmesh.weights.channels.registry import open_inlet, open_outlet
 from rlmesh.weights.manifest import Manifest, TensorSpec
 from rlmesh.weights.planning.buckets import Bucket, cut
@@ -43,14 +43,14 @@ class Route:
         settings = RouteSettings("s", "job", 0, "A:0", SINKS, keep, timeout_s, host=host)
         kind: Any = channel.split()[0]
         self.threads = ThreadPoolExecutor(8)
-        self.outlet: Outlet = open_outlet(kind, settings)
+        self.outlet: ChannelSender = open_outlet(kind, settings)
         infos = {sink: dict(self.outlet.info(sink)) for sink in SINKS}
         for info in infos.values():
             if "address" in info:
                 info["address"] = info["address"].replace("0.0.0.0", "127.0.0.1")
         opening = [self.threads.submit(open_inlet, kind, settings, sink, infos[sink]) for sink in SINKS]
         self.outlet.connect()
-        self.inlets: list[Inlet] = [each.result(HANG_S) for each in opening]
+        self.inlets: list[ChannelReceiver] = [each.result(HANG_S) for each in opening]
 
     def send(self, bucket: Bucket, tensors: dict[str, Any], stopped: Callable[[], bool] = lambda: False) -> Any:
         parcel = self.outlet.put(bucket, tensors)

@@ -7,8 +7,8 @@ import pytest
 import xxhash
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.planning.buckets import Bucket, Entry
-from rlmesh.weights.transfer.bucket_check import Check
+from rlmesh.weights.planning.buckets import Bucket, BucketEntry
+from rlmesh.weights.transfer.bucket_check import BucketCheck
 from rlmesh.weights.transfer.checksum import UNIT_BYTES, checksums, copy_with_checksums, units
 
 SIZES = [0, 1, 8, 4096, UNIT_BYTES - 1, UNIT_BYTES, UNIT_BYTES + 1, 3 * UNIT_BYTES + 77]
@@ -49,7 +49,7 @@ def test_bits_words_and_units_that_change_are_seen() -> None:
 
 
 def bucket_of(sizes: list[int]) -> Bucket:
-    entries = [Entry(f"t{i}", (size,), "uint8", 0, size) for i, size in enumerate(sizes)]
+    entries = [BucketEntry(f"t{i}", (size,), "uint8", 0, size) for i, size in enumerate(sizes)]
     return Bucket(4, tuple(entries), sum(sizes))
 
 
@@ -59,7 +59,7 @@ def test_readers_of_one_memory_share_every_unit(readers: int) -> None:
     which = range(len(pieces))
     sent = [one for piece in pieces for one in checksums(piece)]
     bucket = bucket_of(SIZES)
-    checks = [Check(bucket, pieces, lambda: sent, (reader, readers)) for reader in range(readers)]
+    checks = [BucketCheck(bucket, pieces, lambda: sent, (reader, readers)) for reader in range(readers)]
     for check in checks:
         check.looked_at(which, pieces, shared=True)
     for i, size in enumerate(SIZES):
@@ -83,7 +83,7 @@ def test_who_looks_at_other_memory_sees_that_however_small_it_is(sizes: list[int
     which = range(len(sizes))
     sent = [one for piece in pieces for one in checksums(piece)]
     for reader in range(8):
-        check = Check(bucket_of(sizes), pieces, lambda: sent, (reader, 8))
+        check = BucketCheck(bucket_of(sizes), pieces, lambda: sent, (reader, 8))
         check.looked_at(which, pieces, shared=True)
         with pytest.raises(WeightSyncError, match="arrived altered"):
             check.looked_at(which, others, shared=True)
@@ -93,7 +93,7 @@ def test_who_copies_compares_everything() -> None:
     pieces = [some_bytes(size) for size in SIZES]
     which = range(len(pieces))
     sent = [one for piece in pieces for one in checksums(piece)]
-    check = Check(bucket_of(SIZES), pieces, lambda: sent, (1, 3))
+    check = BucketCheck(bucket_of(SIZES), pieces, lambda: sent, (1, 3))
     found = [checksums(piece) for piece in pieces]
     check.copied(which, found)
     check.looked_at(which, pieces, shared=False)

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from rlmesh.weights.transfer.checksum import checksums
-from rlmesh.weights.transfer.parallel_copy import TURN_BYTES, Crew
+from rlmesh.weights.transfer.parallel_copy import TURN_BYTES, ParallelCopy
 
 SIZES = [0, 5, 3 * TURN_BYTES + 13, 0, TURN_BYTES, 8, TURN_BYTES + 8, 1 << 20]
 
 
 @pytest.fixture(params=[1, 2, 5])
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    made = Crew(request.param)
+def crew(request: pytest.FixtureRequest) -> Iterator[ParallelCopy]:
+    made = ParallelCopy(request.param)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("summed", [True, False])
-def test_all_of_it_is_copied_and_summed(crew: Crew, summed: bool) -> None:
+def test_all_of_it_is_copied_and_summed(crew: ParallelCopy, summed: bool) -> None:
     generator = np.random.default_rng(1)
     sources = [generator.integers(0, 256, size, dtype=np.uint8) for size in SIZES]
     targets = [np.zeros(size + 1, np.uint8) for size in SIZES]
@@ -32,7 +32,7 @@ def test_all_of_it_is_copied_and_summed(crew: Crew, summed: bool) -> None:
     assert sums == [checksums(source) if summed else [] for source in sources]
 
 
-def test_nobody_writes_any_more_when_one_has_failed(crew: Crew) -> None:
+def test_nobody_writes_any_more_when_one_has_failed(crew: ParallelCopy) -> None:
     source, target = np.ones(6 * TURN_BYTES, np.uint8), np.zeros(6 * TURN_BYTES, np.uint8)
     locked = np.zeros(8, np.uint8)
     locked.flags.writeable = False

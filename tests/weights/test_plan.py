@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.manifest import Casts, Manifest, TensorSpec
 from rlmesh.weights.planning.buckets import ALIGNMENT, Bucket, cut
-from rlmesh.weights.planning.plan import Party, Place, Wishes, make_plan
+from rlmesh.weights.planning.plan import DeviceLocation, Participant, SyncOptions, make_plan
 
 SPECS = Manifest(
     (
@@ -21,13 +21,19 @@ SPECS = Manifest(
 )
 
 
-def party(name: str, node: str = "a", device: str = "", *, peers: tuple[str, ...] = (), ipc: bool = True) -> Party:
-    place = Place(node, f"shm-{node}", device, peers, bool(device) and ipc, "" if ipc else "expandable segments")
-    return Party(name, 0, place, SPECS)
+def party(
+    name: str, node: str = "a", device: str = "", *, peers: tuple[str, ...] = (), ipc: bool = True
+) -> Participant:
+    place = DeviceLocation(
+        node, f"shm-{node}", device, peers, bool(device) and ipc, "" if ipc else "expandable segments"
+    )
+    return Participant(name, 0, place, SPECS)
 
 
-def routes(sources: list[Party], sinks: list[Party], **wishes: object) -> list[tuple[str, str, tuple[str, ...]]]:
-    plan = make_plan(sources, sinks, Wishes(**wishes))  # type: ignore[arg-type]
+def routes(
+    sources: list[Participant], sinks: list[Participant], **wishes: object
+) -> list[tuple[str, str, tuple[str, ...]]]:
+    plan = make_plan(sources, sinks, SyncOptions(**wishes))  # type: ignore[arg-type]
     return [(route.channel, route.source, route.sinks) for route in plan.routes]
 
 
@@ -77,7 +83,7 @@ def test_channels_can_be_told_by_role_and_member() -> None:
 
 
 def test_the_plan_can_be_printed() -> None:
-    text = str(make_plan([party("A:0")], [party("R:0")], Wishes(bucket_bytes=4000)))
+    text = str(make_plan([party("A:0")], [party("R:0")], SyncOptions(bucket_bytes=4000)))
     assert text == (
         "3.5 KiB in 3 tensors (1 tied names), 1 buckets of at most 3.8 KiB; source fenced\n"
         "  A:0 → R:0 (double_buffer) by shm: same node"
@@ -85,14 +91,16 @@ def test_the_plan_can_be_printed() -> None:
 
 
 def test_what_does_not_fit_is_told_sink_by_sink() -> None:
-    other = Party("R:1", 0, Place("a", "shm-a"), Manifest((TensorSpec("embed", (100, 8), "bfloat16"),)))
+    other = Participant("R:1", 0, DeviceLocation("a", "shm-a"), Manifest((TensorSpec("embed", (100, 8), "bfloat16"),)))
     with pytest.raises(WeightSyncError, match="do not fit R:0, R:1; nothing was sent") as told:
-        make_plan([party("A:0")], [party("R:0"), other], Wishes())
+        make_plan([party("A:0")], [party("R:0"), other], SyncOptions())
     assert "R:1: the sink has no w, b, head" in str(told.value) and "R:0:" not in str(told.value)
-    assert make_plan([party("A:0")], [party("R:0")], Wishes(casts=Casts.of(True))).nbytes == 100 * 32 + 10 * 32 + 32
+    assert (
+        make_plan([party("A:0")], [party("R:0")], SyncOptions(casts=Casts.of(True))).nbytes == 100 * 32 + 10 * 32 + 32
+    )
 
 
 def test_ranks_of_a_source_hold_the_same() -> None:
-    other = Party("A:1", 0, Place("a", "shm-a"), Manifest((TensorSpec("embed", (100, 8), "float32"),)))
+    other = Participant("A:1", 0, DeviceLocation("a", "shm-a"), Manifest((TensorSpec("embed", (100, 8), "float32"),)))
     with pytest.raises(WeightSyncError, match="the ranks of the source hold different weights: A:0 and A:1"):
-        make_plan([party("A:0"), other], [party("R:0")], Wishes())
+        make_plan([party("A:0"), other], [party("R:0")], SyncOptions())

@@ -13,7 +13,7 @@ import pytest
 from rlmesh.errors import SourceRestarted, UsageError, WeightSyncError
 from rlmesh.testing import LocalCluster
 from rlmesh.weights.arrays import ArraySink, ArraySource
-from rlmesh.weights.planning.source_state import Left, Standing, Told, check, left_of
+from rlmesh.weights.planning.source_state import ConfirmedVersion, Left, Standing, check, left_of
 from tests.stalls import HANG_S, Stalls
 from tests.weights import restart_job
 from tests.weights.mesh import WeightMesh, arrays
@@ -77,7 +77,7 @@ def test_the_first_push_knows_of_nothing_that_could_be_lost() -> None:
 
 def test_the_callers_word_holds_for_the_processes_that_it_was_given_for() -> None:
     ranks = {A: Standing(1), B: Standing(1)}
-    told = Told(8, {A: 1, B: 1})
+    told = ConfirmedVersion(8, {A: 1, B: 1})
     assert check(LEFT, ranks, told, 11) == Left(8, {A: 1, B: 1})
     with pytest.raises(SourceRestarted):
         check(LEFT, {A: Standing(2), B: Standing(1)}, told, 11)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from rlmesh.errors import MalformedFrame
 from rlmesh.wire.envelope import Frames
-from rlmesh.wire.passed import Elsewhere, Value, pack_passed, unpack_passed
+from rlmesh.wire.passed import RemoteRef, Value, pack_passed, unpack_passed
 
 frames = st.lists(st.binary(max_size=8), min_size=1, max_size=3)
 numbers = st.integers(-1, 2**40)
-elsewhere = st.builds(Elsewhere, st.text(max_size=8), st.text(max_size=8), *[numbers] * 5)
+elsewhere = st.builds(RemoteRef, st.text(max_size=8), st.text(max_size=8), *[numbers] * 5)
 
 
 @given(frames, st.lists(frames | elsewhere, max_size=4))

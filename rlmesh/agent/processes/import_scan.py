@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import rlmesh
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from rlmesh.job.entry_points.source_scan import absolute_name, top_level
 
 __all__ = ["needs_preload"]
@@ -42,7 +42,7 @@ class Import:
     at_top: bool
 
 
-def needs_preload(entry: Entry, main_path: str, roots: Sequence[str], preload: Sequence[str]) -> bool:
+def needs_preload(entry: EntryPoint, main_path: str, roots: Sequence[str], preload: Sequence[str]) -> bool:
     """Whether the entry point's module, or a local module that it imports, imports something of the list.
 
     Imports inside functions count too, since ``setup()`` is where models are loaded. Installed packages are not
@@ -92,7 +92,7 @@ def _follow(module: str, found: Import, wanted: set[str], folders: Sequence[Path
     return None if unknown else local
 
 
-def _entry_file(entry: Entry, main_path: str) -> Path | None:
+def _entry_file(entry: EntryPoint, main_path: str) -> Path | None:
     if entry.kind == "script" and entry.script:
         return Path(entry.script)
     if entry.module in ("__main__", "__mp_main__"):

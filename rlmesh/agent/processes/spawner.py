@@ -34,10 +34,10 @@ from rlmesh.agent.processes.process_table import Child, ProcessTable
 from rlmesh.agent.processes.zygote import ForkRefused, pack
 from rlmesh.agent.protocol import AgentConfig, WorkerSpec
 from rlmesh.errors import LaunchError
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from rlmesh.runtime.process import clock
 
-__all__ = ["Spawner", "Started", "import_time_changes"]
+__all__ = ["SpawnedMember", "Spawner", "import_time_changes"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ LATER = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NV
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class SpawnedMember:
     """A member's process, how it was started and what that took."""
 
     child: Child
@@ -179,7 +179,7 @@ class Spawner:
         self._env = dict(env)
         self._bare: _Zygote | None = None
         self._preloaded: _Zygote | None = None
-        self._needs: dict[Entry, bool] = {}
+        self._needs: dict[EntryPoint, bool] = {}
         self._unforkable: set[str] = set()
         self.service: set[Child] = set()
         """The zygotes' processes."""
@@ -206,7 +206,7 @@ class Spawner:
         one; its next process gets nothing from a zygote."""
         self._unforkable.add(name)
 
-    async def start_member(self, spec: WorkerSpec) -> Started:
+    async def start_member(self, spec: WorkerSpec) -> SpawnedMember:
         """Start a member's process in the best way that works.
 
         Raises:
@@ -224,8 +224,8 @@ class Spawner:
                 logger.warning("%s is not forked from the %s zygote: %s", name, zygote.name, refused)
                 continue
             way: Way = "preloaded" if zygote is self._preloaded else "bare"
-            return Started(child, way, time.monotonic() - began)
-        return Started(self._exec(name, spec, payload), "exec", time.monotonic() - began)
+            return SpawnedMember(child, way, time.monotonic() - began)
+        return SpawnedMember(self._exec(name, spec, payload), "exec", time.monotonic() - began)
 
     async def _candidates(self, spec: WorkerSpec) -> list[tuple[_Zygote, float]]:
         if f"{spec.role}:{spec.rank}" in self._unforkable:

@@ -18,7 +18,7 @@ import cloudpickle
 
 from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.errors import UsageError
-from rlmesh.job.entry_points.entry import Entry
+from rlmesh.job.entry_points.entry import EntryPoint
 from rlmesh.job.entry_points.program import Program, with_submitters
 from rlmesh.runtime.rpc import exported
 from rlmesh.wire.main_module import MAIN_ALIAS
@@ -85,7 +85,7 @@ def load_user_config(spec: WorkerSpec) -> Any:
     return pickle.loads(spec.user_config) if spec.user_config else None
 
 
-def load_entry(entry: Entry, main_path: str, program: Program = Program()) -> Loaded:  # noqa: B008 (it is frozen)
+def load_entry(entry: EntryPoint, main_path: str, program: Program = Program()) -> Loaded:  # noqa: B008 (it is frozen)
     """Import the entry point, in the folder in which the submitter was started; nothing of it is called.
 
     Raises:
@@ -144,7 +144,7 @@ def _import_main(path: str) -> types.ModuleType:
     return module
 
 
-def _run_script(entry: Entry) -> None:
+def _run_script(entry: EntryPoint) -> None:
     if entry.script:
         sys.argv = [entry.script, *entry.args]
         sys.path.insert(0, os.path.dirname(entry.script))

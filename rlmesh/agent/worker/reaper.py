@@ -21,7 +21,7 @@ from typing import Any
 from rlmesh.agent.processes import ownership
 from rlmesh.runtime.runtime import Runtime
 
-__all__ = ["Reaper", "Started"]
+__all__ = ["Reaper", "StartedChildren"]
 
 LOOK_S = 0.2
 SOON_S = 0.3
@@ -31,7 +31,7 @@ LATE_S = 30.0
 FEW = 3
 
 
-class Started:
+class StartedChildren:
     """The children that this process has started and not yet waited for."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Reaper:
         clock: seconds that only grow.
     """
 
-    def __init__(self, started: Started, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, started: StartedChildren, clock: Callable[[], float] = time.monotonic) -> None:
         self._started, self._clock = started, clock
         self._seen: dict[int, float] = {}
 

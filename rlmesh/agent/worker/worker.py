@@ -43,7 +43,7 @@ from rlmesh.agent.worker.control import Control, MasterLink, Orders, Terminated
 from rlmesh.agent.worker.device_lease_client import AgentLink
 from rlmesh.agent.worker.entrypoint import Loaded, call_plainly, load_entry, load_user_config, take_over
 from rlmesh.agent.worker.fused import acting_for
-from rlmesh.agent.worker.reaper import Reaper, Started
+from rlmesh.agent.worker.reaper import Reaper, StartedChildren
 from rlmesh.agent.worker.worker_process import (
     bound_exit,
     exit_code,
@@ -134,7 +134,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
     _link_logs(spec)
     take_over(spec.program, spec.import_roots, spec.main_path)
     reseed(spec)
-    member = Member(spec)
+    member = WorkerMember(spec)
     atexit.register(member.end_by_signal)  # first in, so that it runs after the handlers of the user's code
     code = member.live()
     set_current_worker(None)
@@ -184,7 +184,7 @@ class _Role:
             call_plainly(f"{type(self.object).__name__}.{name}()", hook, *args)
 
 
-class Member:
+class WorkerMember:
     """The life of one member on the main thread, and of those that are fused with it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -239,7 +239,7 @@ class Member:
             rejections = RejectionReporter(runtime, partial(self._master.notify, "rejected", self.name))
             reporter.start()
             rejections.start()
-            started = Started()
+            started = StartedChildren()
             if started.watch():
                 Reaper(started).start(runtime)
             set_default_runtime(runtime)

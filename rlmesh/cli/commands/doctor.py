@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rlmesh.agent.machine_checks import Check, gather, judge
+from rlmesh.agent.machine_checks import MachineCheck, gather, judge
 from rlmesh.cli.job_choice import told
 
 _MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
@@ -28,7 +28,7 @@ def show(options: argparse.Namespace) -> int:
     return int(any(check.verdict == "failed" for check in checks))
 
 
-def lines(checks: Iterable[Check]) -> Iterator[str]:
+def lines(checks: Iterable[MachineCheck]) -> Iterator[str]:
     """One line per check, and what to do under those that are not ok."""
     for check in checks:
         yield f"{_MARKS[check.verdict]}  {check.name:<11}  {check.text}"

@@ -60,7 +60,7 @@ def _own_options(launch: argparse.ArgumentParser) -> dict[str, bool]:
 
 def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
     """``rlmesh launch`` with these words, ``--slurm`` among them: print the script, or submit it. The exit code."""
-    from rlmesh_launcher.sbatch import Batch, submit
+    from rlmesh_launcher.sbatch import BatchJob, submit
     from rlmesh_launcher.sbatch_options import split_words
 
     try:
@@ -68,7 +68,7 @@ def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
         options = [word for word in split.launch if word not in (FLAG, "--dry-run")]
         _check_options(launch.parse_args([*options, *split.job[:1]]))
         _check_script(split.job, "--module" in options or "-m" in options, split.sbatch.get("chdir") or "")
-        batch = Batch(split.sbatch, split.job, options, _own_command())
+        batch = BatchJob(split.sbatch, split.job, options, _own_command())
         if "--dry-run" in split.launch:
             print(mask_text(batch.script()), end="")
             return 0
@@ -212,7 +212,7 @@ class StepPlace:
 
     def _be_head(self, run_script: Callable[[Head | None], int]) -> int:
         from rlmesh_launcher.local import run_node
-        from rlmesh_launcher.slurm import Allocation
+        from rlmesh_launcher.slurm import SlurmAllocation
 
         meeting = self._meeting()
         heads: list[Head] = []
@@ -228,7 +228,7 @@ class StepPlace:
         try:
             key = meeting.make_key()
             host = self._own_address()
-            allocation = Allocation.read(os.environ)
+            allocation = SlurmAllocation.read(os.environ)
             if sum(allocation.tasks) != self.task.size:
                 raise LaunchError(
                     f"{self.task.label}: the step has {self.task.size} tasks, not {allocation.describe()}"

@@ -39,7 +39,7 @@ from rlmesh.job.description.placement_rules import SeparationDesc, placing_probl
 from rlmesh.job.description.resources import MOST
 from rlmesh.job.description.restart_policy import RestartPolicy, effective_policy, names_a_budget
 from rlmesh.job.description.spec import Spec
-from rlmesh.job.description.time_limits import MAY_BE_0, Limits
+from rlmesh.job.description.time_limits import MAY_BE_0, TimeLimits
 from rlmesh.job.entry_points.program import main_path
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.nearest_name import did_you_mean
@@ -108,7 +108,7 @@ class DLConfig(Spec):
     spare_nodes: int = Field(default=0, ge=0, le=MOST)
     relaunch: str = ""
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
-    limits: Limits = Field(default_factory=Limits)
+    limits: TimeLimits = Field(default_factory=TimeLimits)
     call_timeout_s: float = Field(default=1800.0, gt=0, le=MOST_S, allow_inf_nan=False)
     preload: tuple[str, ...] | None = None
 
@@ -129,8 +129,8 @@ class DLConfig(Spec):
     @field_validator("limits", mode="before")
     @classmethod
     def _known_limits(cls, value: object) -> object:
-        known = [field.name for field in fields(Limits)]
-        given = asdict(value) if isinstance(value, Limits) else value
+        known = [field.name for field in fields(TimeLimits)]
+        given = asdict(value) if isinstance(value, TimeLimits) else value
         if not isinstance(given, Mapping):
             return value
         for name, seconds in given.items():
@@ -140,7 +140,7 @@ class DLConfig(Spec):
                 raise ValueError(f"{name}={seconds!r}: it is a number of seconds above 0, at most {MOST_S:.0f}")
             if seconds == 0 and name not in MAY_BE_0:
                 raise ValueError(f"{name}=0: it is a number of seconds above 0")
-        return Limits(**{name: float(seconds) for name, seconds in given.items()})
+        return TimeLimits(**{name: float(seconds) for name, seconds in given.items()})
 
     @field_validator("global_env", mode="before")
     @classmethod

@@ -21,7 +21,7 @@ from rlmesh.job.description.placement_rules import GroupDesc
 from rlmesh.job.description.resources import MOST, ResourceDesc
 from rlmesh.job.description.restart_policy import RestartPolicy, restart_problems
 from rlmesh.job.description.spec import Spec
-from rlmesh.job.entry_points.entry import Entry, Resolved, entry_text, resolve_entry
+from rlmesh.job.entry_points.entry import EntryPoint, Resolved, entry_text, resolve_entry
 
 __all__ = [
     "AnyWorkloadDesc",
@@ -160,7 +160,7 @@ class BaseWorkloadDesc(Spec):
         return self._resolved[1]
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> EntryPoint:
         """What the members run."""
         return self.resolved.entry
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["MAY_BE_0", "Limits"]
+__all__ = ["MAY_BE_0", "TimeLimits"]
 
 MAY_BE_0 = frozenset({"node_wait_s"})
 """All other limits must leave some time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TimeLimits:
     """How long each phase may take, in seconds. There is no wait without a limit.
 
     Attributes:
@@ -40,8 +40,8 @@ class Limits:
     lease_s: float = 15.0
     node_wait_s: float = 0.0
 
-    def under(self, others: Limits) -> Limits:
+    def under(self, others: TimeLimits) -> TimeLimits:
         """These limits, except where ``others`` differ from the defaults."""
-        default = Limits()
+        default = TimeLimits()
         given = {f.name: value for f in fields(self) if (value := getattr(others, f.name)) != getattr(default, f.name)}
         return replace(self, **given)

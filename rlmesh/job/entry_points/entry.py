@@ -35,7 +35,7 @@ from rlmesh.job.entry_points.source_scan import (
 )
 from rlmesh.job.nearest_name import did_you_mean
 
-__all__ = ["Entry", "EntryKind", "EntryLike", "Resolved", "entry_text", "resolve_entry"]
+__all__ = ["EntryKind", "EntryLike", "EntryPoint", "Resolved", "entry_text", "resolve_entry"]
 
 EntryKind = Literal["class", "function", "script"]
 
@@ -44,7 +44,7 @@ EntryLike: TypeAlias = "str | tuple[str, str] | type[Any] | Callable[..., Any]"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EntryPoint:
     """What a worker runs. ``module`` may be ``__main__``: then the worker imports the submitter's script.
 
     ``class`` and ``function`` have ``module`` and ``name``. ``script`` has ``script`` (an absolute path) and
@@ -71,7 +71,7 @@ class Resolved:
         root: the folder that must be importable in the worker, ``None`` if the source is installed.
     """
 
-    entry: Entry
+    entry: EntryPoint
     problems: tuple[str, ...] = ()
     runs: bool | None = None
     file: Path | None = None
@@ -127,7 +127,7 @@ def _is_name(part: str) -> bool:
 
 def resolve_entry(text: str) -> Resolved:
     """Find out what an entry point's text names, without importing it. Never raises."""
-    nothing = Entry("class")
+    nothing = EntryPoint("class")
     if not text:
         return Resolved(nothing, ("is empty: give 'module.Class', a class, a function or a script",))
     if _is_dotted(text):
@@ -149,7 +149,7 @@ def resolve_entry(text: str) -> Resolved:
 
 def _resolve_script(script: str, args: tuple[str, ...]) -> Resolved:
     path = Path(os.path.abspath(os.path.expanduser(script)))
-    entry = Entry("script", script=str(path), args=args)
+    entry = EntryPoint("script", script=str(path), args=args)
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.py"))[:8] if path.parent.is_dir() else []
         there = f"; {path.parent} has {', '.join(near)}" if near else ""
@@ -158,7 +158,7 @@ def _resolve_script(script: str, args: tuple[str, ...]) -> Resolved:
 
 
 def _resolve_module(module: str, args: tuple[str, ...]) -> Resolved:
-    entry = Entry("script", module=module, args=args)
+    entry = EntryPoint("script", module=module, args=args)
     path = module_file(module)
     if path is None:
         return Resolved(entry, (_no_module(module),), True)
@@ -175,17 +175,17 @@ def _resolve_name(module: str, name: str) -> Resolved:
         module = main_name() or module
     path = module_file(module)
     if path is None:
-        return Resolved(Entry(guess, module, name), (_no_module(module),))
+        return Resolved(EntryPoint(guess, module, name), (_no_module(module),))
     try:
         facts = read_module(path)
         callee, owner, home = _find(facts, module, name)
     except (SyntaxError, ValueError, OSError) as error:
-        return Resolved(Entry(guess, module, name), (f"{path} cannot be read: {error}",), None, path)
+        return Resolved(EntryPoint(guess, module, name), (f"{path} cannot be read: {error}",), None, path)
     root = _local_root(module, path)
     if callee is None:
         problem = () if facts.opaque or name in facts.imported else (_no_name(facts, module, name),)
-        return Resolved(Entry(guess, module, name), problem, None, path, root)
-    entry = Entry("class" if callee.kind == "class" else "function", module, name)
+        return Resolved(EntryPoint(guess, module, name), problem, None, path, root)
+    entry = EntryPoint("class" if callee.kind == "class" else "function", module, name)
     problems = _argument_problem(callee, owner.path)
     runs = True if callee.kind == "function" else _has_run(callee, owner, home)
     return Resolved(entry, problems, runs, path, root)

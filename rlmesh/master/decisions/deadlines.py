@@ -8,20 +8,20 @@ from typing import ClassVar, Literal
 from rlmesh.job.status import FailureInfo
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.decisions.root_cause import Weight
-from rlmesh.master.jobspec import Limits
+from rlmesh.master.jobspec import TimeLimits
 
 SLOW_START_S = 10.0
 SHOWN_NAMES = 5
 
 
-class Deadlines:
+class WaitDeadlines:
     """The moments, in seconds since the epoch, at which something must have happened."""
 
     KEPT: ClassVar[Mapping[str, object]] = dict.fromkeys(
         ("agents_at", "runs_at", "teardown_at", "exits_at"), float | None
     )
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: TimeLimits, now: float) -> None:
         self._limits = limits
         self.agents_at: float | None = now + limits.agents_s
         self.runs_at: float | None = None

@@ -9,8 +9,8 @@ from typing import ClassVar
 from rlmesh.job.status import MemberState
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext, Member
-from rlmesh.master.decisions.deadlines import Deadlines
-from rlmesh.master.jobspec import JobSpec, Limits
+from rlmesh.master.decisions.deadlines import WaitDeadlines
+from rlmesh.master.jobspec import JobSpec, TimeLimits
 
 LastLines = Callable[[str], tuple[str, ...]]
 """Reads the last lines of the log file at a path."""
@@ -22,10 +22,10 @@ SERVING: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
 class JobState:
     """One job. ``actions`` are those of the event at hand; ``ports`` those of the elastic roles' process groups."""
 
-    KEPT: ClassVar[Mapping[str, object]] = {"deadlines": Deadlines, "ports": dict[str, int]}
+    KEPT: ClassVar[Mapping[str, object]] = {"deadlines": WaitDeadlines, "ports": dict[str, int]}
 
     context: JobContext
-    deadlines: Deadlines
+    deadlines: WaitDeadlines
     last_lines: LastLines
     actions: list[ev.Action] = field(default_factory=list)
     ports: dict[str, int] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class JobState:
         return self.context.spec
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TimeLimits:
         return self.context.spec.limits
 
     @property

@@ -37,7 +37,7 @@ class Weight(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankedFailure:
     """One failure, with how well it explains itself.
 
     Attributes:
@@ -54,7 +54,7 @@ class Failure:
     def name(self) -> str:
         return f"{self.info.role}:{self.info.rank}"
 
-    def with_exit(self, exit: ExitInfo) -> Failure:
+    def with_exit(self, exit: ExitInfo) -> RankedFailure:
         """The same failure, once it is known how its process ended."""
         return replace(self, info=replace(self.info, exit=exit))
 
@@ -76,23 +76,23 @@ class Failures:
         job: has the graph of calls, as far as they are known.
     """
 
-    KEPT: ClassVar[Mapping[str, object]] = {"_found": list[Failure], "_settle_at": float | None}
+    KEPT: ClassVar[Mapping[str, object]] = {"_found": list[RankedFailure], "_settle_at": float | None}
 
     def __init__(self, settle_s: float, job: HasGraph) -> None:
         self._settle_s, self._job = settle_s, job
-        self._found: list[Failure] = []
+        self._found: list[RankedFailure] = []
         self._settle_at: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def __iter__(self) -> Iterator[Failure]:
+    def __iter__(self) -> Iterator[RankedFailure]:
         return iter(list(self._found))
 
     def add(
         self, weight: Weight, info: FailureInfo, now: float, blames: tuple[str, ...] = (), *, lost: bool = False
     ) -> None:
-        self._found.append(Failure(weight, info, blames, lost))
+        self._found.append(RankedFailure(weight, info, blames, lost))
         if self._settle_at is None:
             self._settle_at = now + self._settle_s
 
@@ -117,7 +117,7 @@ class Failures:
 
 
 def first_causes(
-    failures: Iterable[Failure], graph: CallGraph, restarts: Sequence[RestartRecord] = ()
+    failures: Iterable[RankedFailure], graph: CallGraph, restarts: Sequence[RestartRecord] = ()
 ) -> list[FailureInfo]:
     """The failures, first cause first, then what followed, oldest first. A first cause that came out of a call has
     the failures before it that led to the restart of whoever was called."""
@@ -133,7 +133,7 @@ def first_causes(
     return [*(info for info in led_to(first, restarts, graph) if info.message not in known), *infos]
 
 
-def explains(cause: Failure, failure: Failure, graph: CallGraph) -> bool:
+def explains(cause: RankedFailure, failure: RankedFailure, graph: CallGraph) -> bool:
     """Whether one failure is the reason of another one, by weight and by the graph of calls."""
     if cause.weight >= failure.weight or cause.info.role is None or failure.info.role is None:
         return cause.weight < failure.weight and cause.info.role is None
@@ -142,7 +142,7 @@ def explains(cause: Failure, failure: Failure, graph: CallGraph) -> bool:
     return unknown or cause.name in reached or cause.name in graph.beside(failure.name)
 
 
-def led_to(failure: Failure, restarts: Sequence[RestartRecord], graph: CallGraph) -> list[FailureInfo]:
+def led_to(failure: RankedFailure, restarts: Sequence[RestartRecord], graph: CallGraph) -> list[FailureInfo]:
     """The failures of restarted members that an exception out of a call follows from, oldest first.
 
     Such a restart was under way, or just mended, when the exception was raised, and concerned a member that the
@@ -162,7 +162,7 @@ def led_to(failure: Failure, restarts: Sequence[RestartRecord], graph: CallGraph
     return found
 
 
-def _last_of(record: RestartRecord, later: Sequence[RestartRecord], failure: Failure) -> bool:
+def _last_of(record: RestartRecord, later: Sequence[RestartRecord], failure: RankedFailure) -> bool:
     """Whether a restart is the last one, before the failure, of a member that it names."""
     after = [other for other in later if other.at <= failure.info.at]
     return any(in_unit(record, name) and not any(in_unit(o, name) for o in after) for name in failure.blames)
@@ -177,7 +177,7 @@ def in_unit(record: RestartRecord, name: str) -> bool:
     return role in roles.split("+") and rank in ("", own)
 
 
-def _reached(failure: Failure, graph: CallGraph) -> frozenset[str]:
+def _reached(failure: RankedFailure, graph: CallGraph) -> frozenset[str]:
     """Whom a member that failed waited for, directly or through others: by its exception, else by its calls."""
     return (
         graph.reached_from(failure.blames) | set(failure.blames)
@@ -186,7 +186,7 @@ def _reached(failure: Failure, graph: CallGraph) -> frozenset[str]:
     )
 
 
-def is_settled(failures: Iterable[Failure], graph: CallGraph) -> bool:
+def is_settled(failures: Iterable[RankedFailure], graph: CallGraph) -> bool:
     """Whether waiting for a better explanation is pointless: one is a death, known in full, and explains all that may
     be a consequence."""
     found = list(failures)

@@ -18,7 +18,7 @@ STILL_S = 2.0
 """A master that did not look for so long stood still."""
 
 
-class Leases:
+class NodeLeases:
     """The leases of all nodes. Times are seconds of a clock that counts while the machine is suspended.
 
     Args:

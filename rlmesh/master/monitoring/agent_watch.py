@@ -10,7 +10,7 @@ from rlmesh.agent.node_description import machine_id
 from rlmesh.agent.node_lease import suspend_aware_clock
 from rlmesh.agent.processes import ownership
 from rlmesh.agent.processes.process_table import wait_processes
-from rlmesh.master.decisions.silent_nodes import Leases
+from rlmesh.master.decisions.silent_nodes import NodeLeases
 from rlmesh.placement.machine.inventory import NodeInfo
 
 MEMBERS_END_S = 5.0
@@ -33,7 +33,7 @@ class AgentWatch:
     ) -> None:  # fmt: skip
         self._job_id, self._lost, self._members_of = job_id, lost, members_of
         self._leased, self._clock = lease_s > 0, clock
-        self._leases = Leases((), clock(), lease_s)
+        self._leases = NodeLeases((), clock(), lease_s)
         self._suspected: dict[int, str] = {}
         self._given_up: set[int] = set()
         self._fds: dict[int, int] = {}

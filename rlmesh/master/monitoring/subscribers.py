@@ -10,7 +10,7 @@ from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.runtime.connections.address_book import AddressBook
-from rlmesh.runtime.connections.joining import JobView
+from rlmesh.runtime.connections.joining import MembershipUpdate
 
 LONGEST_WAIT_S = 60.0
 
@@ -51,7 +51,7 @@ class Followers:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def changes(self, version: int, exits_seen: int, wait_s: float) -> JobView:
+    async def changes(self, version: int, exits_seen: int, wait_s: float) -> MembershipUpdate:
         """What is newer than version ``version`` of the address book and the first ``exits_seen`` exits; the same
         again if nothing came within ``wait_s`` seconds. At once if the job is ending."""
         try:
@@ -62,4 +62,4 @@ class Followers:
             pass
         spec, exits = self._spec, tuple(self._exits[max(0, exits_seen) :])
         seen = len(self._exits)
-        return JobView(spec.job_id, spec.job_name, spec.call_timeout_s, self._book, exits, seen, self._ends)
+        return MembershipUpdate(spec.job_id, spec.job_name, spec.call_timeout_s, self._book, exits, seen, self._ends)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rlmesh.errors import MalformedFrame
 from rlmesh.runtime.transport.stream import StreamLink
-from rlmesh.wire.envelope import Frames, Message, Reply, Taken, unpack
+from rlmesh.wire.envelope import Frames, Message, Reply, TakenReplies, unpack
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.pending import PendingCall
@@ -104,7 +104,7 @@ class BusyPoll:
             channel = call.peer.channel
             call.table.on_reply(link, reply, frames)
             if count := channel.backlog.took(frames):
-                channel.send(Taken(count), [])
+                channel.send(TakenReplies(count), [])
 
 
 def _lone_answer(packet: Frames) -> Message | None:

@@ -123,7 +123,7 @@ class _Sum:
         self.slowest[name] += calls
 
 
-class EndedCalls:
+class CallRecorder:
     """The ended calls of one runtime. ``add`` and ``add_wake`` may be called from any thread."""
 
     def __init__(self) -> None:

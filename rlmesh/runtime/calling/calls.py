@@ -26,7 +26,7 @@ from rlmesh.errors import (
     WireError,
 )
 from rlmesh.runtime.calling.busy_poll import BusyPoll
-from rlmesh.runtime.calling.call_stats import EndedCalls, message_bytes
+from rlmesh.runtime.calling.call_stats import CallRecorder, message_bytes
 from rlmesh.runtime.calling.future_arguments import KeptResult
 from rlmesh.runtime.calling.generations import CohortCalls, first_parts
 from rlmesh.runtime.calling.pending import Peer, PendingCall, how_it_ended
@@ -34,13 +34,13 @@ from rlmesh.runtime.connections.address_book import AddressBook, member_name, sp
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.process.deadlines import Deadlines, Entry
+from rlmesh.runtime.process.deadlines import DeadlineEntry, Deadlines
 from rlmesh.runtime.process.scheduling_delay import RunQueueMeter
 from rlmesh.runtime.serving.dependency_queue import HeldCalls
 from rlmesh.runtime.transport.base import Link
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Item, Keep, Kept, Release, Reply
-from rlmesh.wire.passed import WHOLE, Elsewhere
+from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Item, Keep, Release, Reply, StoredReply
+from rlmesh.wire.passed import WHOLE, RemoteRef
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
@@ -64,7 +64,7 @@ class Calls(CohortCalls):
         knock: Callable[[Channel, str], None], post: Callable[..., None], meter: RunQueueMeter,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.meter, self.ended = meter, EndedCalls()
+        self.meter, self.ended = meter, CallRecorder()
         self._loop, self._connect_link, self._knock, self._post = loop, connect, knock, post
         self._ids = itertools.count(1)
         self._by_link: dict[Link, Peer] = {}
@@ -72,7 +72,7 @@ class Calls(CohortCalls):
         self._detours = 0
         self._held = HeldCalls(post, self._arguments_are_there, self._arguments_of_all_are_there)
         self.busy_poll: BusyPoll | None = None
-        self.fetch: Callable[[Elsewhere, float | None], Future[Any]]
+        self.fetch: Callable[[RemoteRef, float | None], Future[Any]]
         """Set by the runtime: gets a result from its producer."""
         self._deadlines = Deadlines(loop, self._lock, self._expired)
         self._closing = False
@@ -302,7 +302,7 @@ class Calls(CohortCalls):
             peer.channel.put(Keep(call.call_id), [])
         peer.channel.kick()
 
-    def on_kept(self, link: Link, kept: Kept) -> None:
+    def on_kept(self, link: Link, kept: StoredReply) -> None:
         """The result of a call stays at its producer."""
         peer = self._by_link.get(link)
         if peer is None:
@@ -312,7 +312,7 @@ class Calls(CohortCalls):
             self._release(peer, kept.token)
             return
         call.done((kept.executed_ns, kept.queued_ns, kept.run_queue_ns))
-        where = Elsewhere(call.name, peer.endpoint, call.incarnation, kept.token, WHOLE, 0, 0)
+        where = RemoteRef(call.name, peer.endpoint, call.incarnation, kept.token, WHOLE, 0, 0)
         what = f"{call.name}.{call.method}()"
         call.future.stayed(KeptResult(where, kept.nbytes, what, peer, self._post, self._release, self.fetch))
 
@@ -358,7 +358,7 @@ class Calls(CohortCalls):
         if call.cohort is not None and not call.cohort.sent:
             self._post(self.one_failed, call, call.error(CallCancelled, f"it was cancelled: {call.describe()}", "no"))
 
-    def _expired(self, entry: Entry) -> None:
+    def _expired(self, entry: DeadlineEntry) -> None:
         call: PendingCall = entry  # type: ignore[assignment]
         peer = call.peer
         executed: Executed = "no"

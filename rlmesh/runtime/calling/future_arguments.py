@@ -5,7 +5,7 @@ needs is there, the call goes out with the names of the kept results, and the ca
 was at the caller already, travels with the call. Whatever a caller keeps alive at a producer is released when its
 last future and the last call that needs it are gone.
 
-`PassedArguments` and `KeptResult` are the caller's side, `Arrivals` is the callee's.
+`PassedArguments` and `KeptResult` are the caller's side, `ArgumentResolver` is the callee's.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rlmesh.errors import CallCancelled, CallError, RemoteError
 from rlmesh.runtime.serving.result_store import items_of
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
-from rlmesh.wire.passed import WHOLE, Elsewhere, Part, Value, pack_passed
+from rlmesh.wire.passed import WHOLE, ItemRange, RemoteRef, Value, pack_passed
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.pending import Peer
     from rlmesh.runtime.future import Future
 
-_THE_WHOLE = Part()
+_THE_WHOLE = ItemRange()
 
 
 class KeptResult:
@@ -34,8 +34,8 @@ class KeptResult:
     __slots__ = ("_fetch", "_fetching", "_post", "_release", "elsewhere", "nbytes", "peer", "what")
 
     def __init__(
-        self, elsewhere: Elsewhere, nbytes: int, what: str, peer: Peer, post: Callable[..., None],
-        release: Callable[[Peer, int], None], fetch: Callable[[Elsewhere, float | None], Future[Any]],
+        self, elsewhere: RemoteRef, nbytes: int, what: str, peer: Peer, post: Callable[..., None],
+        release: Callable[[Peer, int], None], fetch: Callable[[RemoteRef, float | None], Future[Any]],
     ) -> None:  # fmt: skip
         self.elsewhere, self.nbytes, self.what, self.peer = elsewhere, nbytes, what, peer
         self._post, self._release, self._fetch = post, release, fetch
@@ -77,8 +77,8 @@ def not_fetched(error: BaseException, what: str, executed: str) -> BaseException
 class _Collecting(threading.local):
     """The futures that were met while this thread pickles the arguments of a call."""
 
-    found: dict[tuple[int, Part], int] | None = None
-    futures: list[tuple[Future[Any], Part]]
+    found: dict[tuple[int, ItemRange], int] | None = None
+    futures: list[tuple[Future[Any], ItemRange]]
 
 
 class _Resolving(threading.local):
@@ -90,7 +90,7 @@ class _Resolving(threading.local):
 _collecting, _resolving = _Collecting(), _Resolving()
 
 
-def reduce_future(future: Future[Any], part: Part = _THE_WHOLE) -> tuple[Any, ...]:
+def reduce_future(future: Future[Any], part: ItemRange = _THE_WHOLE) -> tuple[Any, ...]:
     """How a future is pickled as an argument: a value that is there as itself, else a placeholder.
 
     Raises:
@@ -238,14 +238,14 @@ class PassedArguments:
         return self._payload
 
 
-class Arrivals:
+class ArgumentResolver:
     """The passed values of a call, at its callee: some came with it, the others are fetched."""
 
     def __init__(
-        self, values: Sequence[Value], timeout_s: float, fetch: Callable[[Elsewhere, float | None], Future[Any]]
+        self, values: Sequence[Value], timeout_s: float, fetch: Callable[[RemoteRef, float | None], Future[Any]]
     ) -> None:
-        self._values = [fetch(value, timeout_s) if isinstance(value, Elsewhere) else value for value in values]
-        self._names = [value.name if isinstance(value, Elsewhere) else "" for value in values]
+        self._values = [fetch(value, timeout_s) if isinstance(value, RemoteRef) else value for value in values]
+        self._names = [value.name if isinstance(value, RemoteRef) else "" for value in values]
 
     def cancel(self) -> None:
         for value in self._values:

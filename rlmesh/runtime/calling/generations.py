@@ -36,7 +36,7 @@ from rlmesh.runtime.connections.channel import turn_loops
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.rpc import MAX_CONCURRENT
 from rlmesh.runtime.transport.base import Link
-from rlmesh.wire.envelope import Cancel, Room
+from rlmesh.wire.envelope import Cancel, Concurrency
 
 if TYPE_CHECKING:
     from rlmesh.runtime.process.deadlines import Deadlines
@@ -315,7 +315,7 @@ class CohortCalls(Knowledge):
         peer.blocked.append(gate)
         return gate
 
-    def on_room(self, link: Link, room: Room) -> None:
+    def on_room(self, link: Link, room: Concurrency) -> None:
         """A method there runs many calls at once: so many more may be on their way."""
         peer = self._by_link.get(link)
         if peer is not None:

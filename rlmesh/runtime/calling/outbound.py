@@ -26,7 +26,7 @@ from rlmesh.runtime.serving.served_calls import is_shown, serving_of
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
-from rlmesh.wire.passed import Elsewhere
+from rlmesh.wire.passed import RemoteRef
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.calls import Calls
@@ -125,7 +125,7 @@ class Submission(GroupSubmission):
             self._calls.start_later(call)
         return future
 
-    def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
+    def fetch(self, elsewhere: RemoteRef, timeout_s: float | None) -> Future[Any]:
         """A result that a process keeps; on behalf of no particular call."""
         if elsewhere.endpoint in (self.endpoint, self.public_endpoint):
             return self._dispatcher.kept.fetch_here(elsewhere, self.capture)

@@ -15,7 +15,7 @@ from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.process.deadlines import Entry
+from rlmesh.runtime.process.deadlines import DeadlineEntry
 from rlmesh.wire.envelope import ANY_INCARNATION, Flag, Frames
 
 if TYPE_CHECKING:
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from rlmesh.runtime.calling.future_arguments import KeptResult, PassedArguments
     from rlmesh.runtime.calling.generations import Cohort
     from rlmesh.runtime.calling.rank_loops import Round
-    from rlmesh.runtime.streams import Source
+    from rlmesh.runtime.streams import StreamSource
 
 
 class PendingCall:
     """One call to one peer, from ``call()`` to its answer."""
 
     # One is made per call: what most calls never change are defaults of the class.
-    bucket: dict[int, Entry] | None = None
+    bucket: dict[int, DeadlineEntry] | None = None
     call_id = 0
     sent_bytes = 0
     flags = 0
     future: Future[Any] | None = None
     peer: Peer | None = None
-    source: Source | None = None
+    source: StreamSource | None = None
     """Where the items of a stream go."""
     passed: PassedArguments | None = None
     """Futures among the arguments, until they are there."""

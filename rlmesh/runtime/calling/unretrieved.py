@@ -16,7 +16,7 @@ _OWN = ("@", "weights_")
 """Targets and methods of rlmesh's own calls begin so."""
 
 
-class Told:
+class ErrorRetrieved:
     """Shared by futures of which one error is enough: ``told`` once somebody knows of it."""
 
     __slots__ = ("told",)
@@ -30,7 +30,7 @@ class Unheard:
 
     __slots__ = ("_error", "_fork", "together")
 
-    def __init__(self, error: BaseException, together: Told | None) -> None:
+    def __init__(self, error: BaseException, together: ErrorRetrieved | None) -> None:
         self._error: BaseException | None = error
         self.together = together
         self._fork = forked.count

@@ -22,6 +22,7 @@ from rlmesh.runtime.transport.receive_buffers import room
 from rlmesh.wire.envelope import (
     Buffer,
     Bulk,
+    BulkPart,
     Call,
     Cancel,
     Credit,
@@ -30,7 +31,6 @@ from rlmesh.wire.envelope import (
     Header,
     Item,
     Keep,
-    Part,
     Reply,
     detach,
     pack,
@@ -137,7 +137,7 @@ def _packets(number: int, payload: Frames, chunk_bytes: int | None) -> Iterator[
     yield pack([(Bulk(number, sizes), [])])
     for view in views:
         for at in range(0, view.nbytes, chunk_bytes):
-            yield pack([(Part(number), [view[at : at + chunk_bytes]])])
+            yield pack([(BulkPart(number), [view[at : at + chunk_bytes]])])
 
 
 class _Assembly:
@@ -181,7 +181,7 @@ class _Held:
         self.since = clock.now()
 
 
-class Incoming:
+class BulkReceiver:
     """The receiving half, for the messages of one channel. On the loop."""
 
     def __init__(self, host: LaneHost, channel: Channel) -> None:
@@ -257,7 +257,7 @@ class Incoming:
         else:
             self._assemblies[bulk.number] = _Assembly(sizes)
 
-    def on_part(self, part: Part, payload: Frames) -> None:
+    def on_part(self, part: BulkPart, payload: Frames) -> None:
         """The next part of a payload.
 
         Raises:

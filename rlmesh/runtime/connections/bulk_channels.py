@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rlmesh.errors import MalformedFrame
-from rlmesh.runtime.connections.bulk_channel import Incoming, LaneHost, LaneLink, Outgoing
+from rlmesh.runtime.connections.bulk_channel import BulkReceiver, LaneHost, LaneLink, Outgoing
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.transport.base import Link
 from rlmesh.runtime.transport.inet import join_host_port, split_host_port
-from rlmesh.wire.envelope import Bulk, Detached, Frames, Header, LaneOffer, OpenLane, Part
+from rlmesh.wire.envelope import Bulk, BulkPart, Detached, Frames, Header, LaneOffer, OpenLane
 from rlmesh.wire.seal import Seal, Side
 
 _NAME = "~lane:"
@@ -53,7 +53,7 @@ class LanesHost(LaneHost, Protocol):
 class _Lane:
     """The lane of one channel, open or not."""
 
-    def __init__(self, channel: Channel, incoming: Incoming) -> None:
+    def __init__(self, channel: Channel, incoming: BulkReceiver) -> None:
         self.channel, self.incoming = channel, incoming
         self.outgoing: Outgoing | None = None
         self.carrier: Channel | None = None
@@ -120,7 +120,7 @@ class Lanes:
             WireError: it does not fit.
         """
         lane = self._carriers.get(channel)
-        if lane is None or type(header) not in (Bulk, Part):
+        if lane is None or type(header) not in (Bulk, BulkPart):
             raise MalformedFrame(f"a {type(header).__name__} came over a connection for large payloads")
         self.on_message(channel, header, payload)
 
@@ -135,7 +135,7 @@ class Lanes:
             raise MalformedFrame(f"a {type(header).__name__} came over a connection without a lane")
         if type(header) is Bulk:
             lane.incoming.on_bulk(header, payload)
-        elif type(header) is Part:
+        elif type(header) is BulkPart:
             lane.incoming.on_part(header, payload)
         elif type(header) is Detached:
             lane.incoming.on_detached(header)
@@ -147,7 +147,7 @@ class Lanes:
     # The side that was called.
 
     def _prepare(self, channel: Channel, called: str | None, address: str) -> None:
-        lane = self._lanes[channel] = _Lane(channel, Incoming(self._host, channel))
+        lane = self._lanes[channel] = _Lane(channel, BulkReceiver(self._host, channel))
         channel.incoming = lane.incoming
         if called is not None:
             return  # It learns from the offer that the peer has lanes too.

@@ -17,7 +17,7 @@ from rlmesh.wire.envelope import Frames, Header, Lend, Message, pack
 from rlmesh.wire.greeting import Admission, Opening
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.connections.bulk_channel import Incoming
+    from rlmesh.runtime.connections.bulk_channel import BulkReceiver
 
 _PACKET_MESSAGES = 1024
 _FULL_TURN_MESSAGES = 64
@@ -51,7 +51,7 @@ class Channel:
         """Set once the peer is known to share this process's memory."""
         self.divert: Callable[[Header, Frames], Header | None] | None = None
         """Set once the peer takes large payloads another way: takes such a payload, gives what is sent instead."""
-        self.incoming: Incoming | None = None
+        self.incoming: BulkReceiver | None = None
         """What of the peer's messages waits for its payload."""
         self.unseal: Callable[[Frames], Frames] | None = None
         """Set for a connection that carries payloads only: gives the frames of a packet that the peer sent."""

@@ -20,18 +20,18 @@ from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import (
     Call,
     Cancel,
+    Concurrency,
     Credit,
     Frames,
     GiveBacks,
     Header,
     Item,
     Keep,
-    Kept,
     Release,
     Reply,
-    Room,
     Shares,
-    Taken,
+    StoredReply,
+    TakenReplies,
     unpack,
 )
 
@@ -108,25 +108,25 @@ class Reception:
         elif kind is Item:
             self._calls.on_item(link, header, payload)
             self._took(channel, payload)
-        elif kind is Taken:
+        elif kind is TakenReplies:
             for incoming in channel.backlog.told(header.total):
                 self._dispatcher.start(incoming)
         elif kind is Credit:
             self._dispatcher.on_credit(channel, header)
         elif kind is Keep:
             self._dispatcher.on_keep(channel, header.call_id)
-        elif kind is Kept:
+        elif kind is StoredReply:
             self._calls.on_kept(link, header)
         elif kind is Release:
             self._dispatcher.kept.release(link, header.token)
-        elif kind is Room:
+        elif kind is Concurrency:
             self._calls.on_room(link, header)
         else:
             self._lanes.on_message(channel, header, payload)
 
     def _took(self, channel: Channel, answer: Frames) -> None:
         if count := channel.backlog.took(answer):
-            channel.send(Taken(count), [])
+            channel.send(TakenReplies(count), [])
 
     def watch_backlog(self, channel: Channel) -> None:
         """Look, from now on, whether a peer that is behind takes its answers in at last; cut it off if it does not."""

@@ -35,7 +35,7 @@ _ENTER_MARGIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
+class MembershipUpdate:
     """What a service learns of a job: its members' addresses, and which of them ended since it asked before.
 
     ``call_timeout_s`` is the job's default. ``exits_seen`` counts the exits up to this view. ``ends`` says why the job
@@ -51,7 +51,7 @@ class JobView:
     ends: str = ""
 
 
-async def ask(runtime: Runtime, address: str, timeout_s: float) -> JobView:
+async def ask(runtime: Runtime, address: str, timeout_s: float) -> MembershipUpdate:
     """The first view of a job, once its members are known.
 
     Raises:
@@ -60,7 +60,7 @@ async def ask(runtime: Runtime, address: str, timeout_s: float) -> JobView:
     """
     master = runtime.peer(MASTER, address).options(timeout_s=timeout_s)
     try:
-        view: JobView = await master.call("follow", 0, 0, timeout_s / 2)
+        view: MembershipUpdate = await master.call("follow", 0, 0, timeout_s / 2)
     except (CallTimeout, PeerLost) as error:
         raise PeerLost(
             f"no job answers at {address}: {error}. `rlmesh ps JOB` shows the address and the key file of a job that "
@@ -72,7 +72,7 @@ async def ask(runtime: Runtime, address: str, timeout_s: float) -> JobView:
 class Follower:
     """Keeps a runtime's address book as the master has it, by one task on the running loop."""
 
-    def __init__(self, runtime: Runtime, address: str, view: JobView) -> None:
+    def __init__(self, runtime: Runtime, address: str, view: MembershipUpdate) -> None:
         self._runtime, self._address, self._view = runtime, address, view
         self._task: asyncio.Task[None] | None = None
         self._ends = False
@@ -117,7 +117,7 @@ class Follower:
             if self._view.ends:
                 await asyncio.sleep(_RETRY_S)  # Its master answers at once from now on.
 
-    def _take(self, view: JobView) -> None:
+    def _take(self, view: MembershipUpdate) -> None:
         self._view = view
         if view.ends and not self._ends:
             self._ends = True
@@ -146,14 +146,14 @@ class Joining:
         self._stack = AsyncExitStack()
         self._runtime: Runtime | None = None
 
-    def _rest(self, view: JobView) -> dict[str, Any]:
+    def _rest(self, view: MembershipUpdate) -> dict[str, Any]:
         # Through a socket of the first node it reaches that node's others; over the network, what all nodes offer.
         return {**self._options, "job_id": view.job_id, "node_rank": -1 if self._address.startswith("tcp:") else 0}
 
     def _scout(self) -> dict[str, Any]:
         return {"name": self._options["name"], "network": self._options["network"], "bind": False}
 
-    async def _follow(self, runtime: Runtime, view: JobView) -> None:
+    async def _follow(self, runtime: Runtime, view: MembershipUpdate) -> None:
         runtime.default_timeout_s = view.call_timeout_s
         await self._stack.enter_async_context(Follower(runtime, self._address, view))
 

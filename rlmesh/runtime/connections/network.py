@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rlmesh.errors import PayloadTooLarge, UsageError
-from rlmesh.runtime.transport.base import Receiver, Transport, TransportFactory
+from rlmesh.runtime.transport.base import PacketReceiver, Transport, TransportFactory
 
 MAX_PAYLOAD_VARIABLE = "RLMESH_MAX_PAYLOAD_BYTES"
 PRIVATE_VARIABLE = "RLMESH_PRIVATE_NETWORK"
@@ -82,21 +82,25 @@ def options_of_environment() -> NetworkOptions:
 # The transports are loaded when they are used: a process on one node never needs ZeroMQ.
 
 
-def unix(receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
+def unix(receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
     """Unix sockets."""
     from rlmesh.runtime.transport.unix_transport import UnixTransport
 
     return UnixTransport(receiver, loop, post)
 
 
-def plain(receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
+def plain(
+    receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
+) -> Transport:
     """TCP without encryption: for large payloads on a private network only."""
     from rlmesh.runtime.transport.plain_transport import PlainTransport
 
     return PlainTransport(receiver, loop, post)
 
 
-def zeromq(receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
+def zeromq(
+    receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
+) -> Transport:
     """ZeroMQ with CURVE, over TCP or Unix sockets."""
     from rlmesh.runtime.connections.security import CurveKeys
     from rlmesh.runtime.transport.zmq_transport import ZmqTransport

@@ -1,7 +1,7 @@
 """Large buffers between processes of one node: shared memory instead of bytes in the packet.
 
 Each side says after the greeting where its shared memory lies (`Shares`); if both say the same, the frames of
-messages that lie in shared memory are lent: the packet carries where they are (`Loan`), and the borrower gives
+messages that lie in shared memory are lent: the packet carries where they are (`BufferRef`), and the borrower gives
 them back (`GiveBacks`) when its last array or tensor over them is gone.
 """
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import SlotGone, WireError
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import Descriptor, GiveBack, owner_name
+from rlmesh.memory.layout import Descriptor, LoanReturn, owner_name
 from rlmesh.runtime.connections.pool_trimmer import Trimmer
-from rlmesh.wire.envelope import Buffer, Frames, GiveBacks, Loan, Shares
+from rlmesh.wire.envelope import Buffer, BufferRef, Frames, GiveBacks, Shares
 
 if TYPE_CHECKING:
     from rlmesh.runtime.connections.channel import Channel
@@ -99,23 +99,23 @@ class Lending:
         if shares.place == self.place:
             channel.lend = lambda frame: self._lend(frame, channel)
 
-    def _lend(self, frame: memoryview, channel: Channel) -> Loan | None:
+    def _lend(self, frame: memoryview, channel: Channel) -> BufferRef | None:
         found = self.exchange.lend(frame, channel)
-        return Loan(*found) if found is not None else None
+        return BufferRef(*found) if found is not None else None
 
-    def borrow(self, payload: Sequence[Buffer | Loan], channel: Channel) -> Frames:
+    def borrow(self, payload: Sequence[Buffer | BufferRef], channel: Channel) -> Frames:
         """The frames of a message, with what was lent in its place. If that is not there (its owner died, or it
         cannot be mapped), decoding the message raises, and so only this message fails."""
-        loans = [frame for frame in payload if type(frame) is Loan]
+        loans = [frame for frame in payload if type(frame) is BufferRef]
         try:
             views = iter(self.exchange.borrow([Descriptor(*loan) for loan in loans], channel))
         except (WireError, OSError) as error:
             return [pickle.dumps(_Gone(_not_there(error, channel.peer_name)))]
         self._trimmer.want()
-        return [writable(next(views)) if type(frame) is Loan else frame for frame in payload]  # type: ignore[misc]
+        return [writable(next(views)) if type(frame) is BufferRef else frame for frame in payload]  # type: ignore[misc]
 
     def on_give_backs(self, channel: Channel, message: GiveBacks) -> None:
-        self.exchange.give_back([GiveBack.parse(item) for item in message.items], channel)
+        self.exchange.give_back([LoanReturn.parse(item) for item in message.items], channel)
 
     def lost(self, channel: Channel) -> None:
         self.exchange.peer_lost(channel)

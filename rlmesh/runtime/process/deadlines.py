@@ -15,9 +15,9 @@ _FINE_UP_TO_S = 10.0
 _IDLE_TICK_S = 0.1
 
 
-class Entry(Protocol):
+class DeadlineEntry(Protocol):
     deadline: float
-    bucket: dict[int, Entry] | None
+    bucket: dict[int, DeadlineEntry] | None
     call_id: int
 
 
@@ -26,10 +26,10 @@ class _Wheel:
 
     def __init__(self, width_s: float) -> None:
         self.width_s = width_s
-        self.buckets: dict[int, dict[int, Entry]] = {}
+        self.buckets: dict[int, dict[int, DeadlineEntry]] = {}
         self._done = int(clock.now() / width_s)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: DeadlineEntry) -> None:
         # At least one interval ahead of the tick, so that nobody adds to a bucket that is being emptied.
         number = int(entry.deadline / self.width_s) + 1
         if number < self._done + 2:
@@ -40,9 +40,9 @@ class _Wheel:
         bucket[entry.call_id] = entry
         entry.bucket = bucket
 
-    def expired(self, now: float) -> list[Entry]:
+    def expired(self, now: float) -> list[DeadlineEntry]:
         last = int(now / self.width_s)
-        found: list[Entry] = []
+        found: list[DeadlineEntry] = []
         for number in range(self._done + 1, last + 1):
             bucket = self.buckets.pop(number, None)
             if bucket:
@@ -60,7 +60,10 @@ class Deadlines:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, lock: AbstractContextManager[Any], expired: Callable[[Entry], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lock: AbstractContextManager[Any],
+        expired: Callable[[DeadlineEntry], None],
     ) -> None:
         self._loop, self._lock, self._expired = loop, lock, expired
         clock.begin(loop)
@@ -68,12 +71,12 @@ class Deadlines:
         self._timer = loop.call_later(_IDLE_TICK_S, self._tick)
         self._closed = False
 
-    def add(self, entry: Entry, timeout_s: float) -> None:
+    def add(self, entry: DeadlineEntry, timeout_s: float) -> None:
         """From any thread that holds the lock."""
         (self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse).add(entry)
 
     @staticmethod
-    def remove(entry: Entry) -> None:
+    def remove(entry: DeadlineEntry) -> None:
         if entry.bucket is not None:
             entry.bucket.pop(entry.call_id, None)
             entry.bucket = None

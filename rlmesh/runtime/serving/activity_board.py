@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ASYNC", "DEF", "Board", "Seen", "board_path", "does_not_answer", "link_board", "look_at"]
+__all__ = ["ASYNC", "DEF", "Activity", "Board", "board_path", "does_not_answer", "link_board", "look_at"]
 
 BEAT, PID, DEF, ASYNC = 0, 1, 2, 4
 """Words of the page: when the loop ran last, whose page it is; of the last ``def`` and the last ``async def`` method
@@ -65,7 +65,7 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Activity:
     """What a page said.
 
     Attributes:
@@ -96,7 +96,7 @@ def link_board(socket_dir: str, owner: str, name: str) -> None:
         pass
 
 
-def look_at(path: Path) -> Seen | None:
+def look_at(path: Path) -> Activity | None:
     """Read a page; None if there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -117,10 +117,10 @@ def look_at(path: Path) -> Seen | None:
         start = _NAMES_AT + (number - 1) * _NAME_BYTES
         method = page[start : start + _NAME_BYTES].rstrip(b"\0").decode("utf-8", "replace")
         since_s = max(0.0, (now_ns - began_ns) / 1e9)
-    return Seen(words[PID], max(0.0, (now_ns - words[BEAT]) / 1e9), method, since_s)
+    return Activity(words[PID], max(0.0, (now_ns - words[BEAT]) / 1e9), method, since_s)
 
 
-def does_not_answer(state: str, pid: int, seen: Seen | None) -> str:
+def does_not_answer(state: str, pid: int, seen: Activity | None) -> str:
     """Why a process does not answer, for people; empty if it does, or if nothing is known.
 
     Args:

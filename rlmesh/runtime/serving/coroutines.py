@@ -10,14 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.serving.incoming import Incoming
+    from rlmesh.runtime.serving.incoming import IncomingCall
 
 _LOOK_S = 1.0
 """So often a thread that waits for a coroutine looks whether the process is ending."""
 
 
 def await_elsewhere(
-    incoming: Incoming, value: Awaitable[Any], post: Callable[..., Any], ending: Callable[[], bool], *,
+    incoming: IncomingCall, value: Awaitable[Any], post: Callable[..., Any], ending: Callable[[], bool], *,
     closing: bool = False,
 ) -> Any:  # fmt: skip
     """The result of a coroutine that a method gave which seemed to be a plain one. The member's thread waits, so that
@@ -65,7 +65,7 @@ def _hand_over(done: Future[Any], value: Awaitable[Any], task: asyncio.Task[Any]
     done.set_exception(asyncio.CancelledError() if task.cancelled() else error)
 
 
-def cancel_task(incoming: Incoming) -> None:
+def cancel_task(incoming: IncomingCall) -> None:
     """On the task's loop. A task that was cancelled before its first step would never run the lines that give its
     place back; it looks for itself whether it was cancelled."""
     if incoming.started_ns and incoming.task is not None and not incoming.context.over:

@@ -22,7 +22,7 @@ from rlmesh.errors import (
     StaleIncarnation,
     WouldDeadlock,
 )
-from rlmesh.runtime.calling.future_arguments import Arrivals
+from rlmesh.runtime.calling.future_arguments import ArgumentResolver
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
@@ -33,14 +33,24 @@ from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Board
 from rlmesh.runtime.serving.call_context import InContext, current_call
 from rlmesh.runtime.serving.coroutines import await_elsewhere, cancel_task
-from rlmesh.runtime.serving.incoming import Incoming
-from rlmesh.runtime.serving.result_store import FETCH, KEEP_BYTES, KeptResults
+from rlmesh.runtime.serving.incoming import IncomingCall
+from rlmesh.runtime.serving.result_store import FETCH, KEEP_BYTES, ResultStore
 from rlmesh.runtime.serving.served_objects import Method, Served
-from rlmesh.runtime.serving.serving_host import Host
+from rlmesh.runtime.serving.serving_host import ServingHost
 from rlmesh.runtime.serving.stream_server import Outflow
 from rlmesh.wire import codec, failure
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Call, Credit, Flag, Frames, Kept, Reply, Room
-from rlmesh.wire.passed import Part, unpack_passed
+from rlmesh.wire.envelope import (
+    ANY_INCARNATION,
+    WINDOW_SHIFT,
+    Call,
+    Concurrency,
+    Credit,
+    Flag,
+    Frames,
+    Reply,
+    StoredReply,
+)
+from rlmesh.wire.passed import ItemRange, unpack_passed
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +63,16 @@ _NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(F
 class Dispatcher:
     """Serves objects of one runtime."""
 
-    def __init__(self, host: Host, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, host: ServingHost, loop: asyncio.AbstractEventLoop) -> None:
         self._host, self._loop = host, loop
         self.capture = host.capture
         self._served: dict[str, Served] = {}
-        self._incoming: dict[tuple[Any, int], Incoming] = {}
-        self._unawaited: dict[tuple[Any, int], Incoming] = {}
+        self._incoming: dict[tuple[Any, int], IncomingCall] = {}
+        self._unawaited: dict[tuple[Any, int], IncomingCall] = {}
         """Notifications, and calls that run on although they were cancelled."""
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
-        self._starting: list[Incoming] | None = None
-        self.kept = KeptResults(loop)
+        self._starting: list[IncomingCall] | None = None
+        self.kept = ResultStore(loop)
         self.board: Board | None = None
         """Where methods that begin are noted, for those who look from outside."""
         self.active_at = clock.now()
@@ -114,7 +124,7 @@ class Dispatcher:
             else:
                 self.refuse(channel, call, error)
             return
-        incoming = Incoming(channel, call, frames, method, run_queue_ns)
+        incoming = IncomingCall(channel, call, frames, method, run_queue_ns)
         if not call.flags:
             self._incoming[incoming.key] = incoming
         elif not self._prepare(incoming):
@@ -135,7 +145,7 @@ class Dispatcher:
         for incoming in starting or ():
             self.start(incoming)
 
-    def start(self, incoming: Incoming) -> None:
+    def start(self, incoming: IncomingCall) -> None:
         """Begin a call as soon as its method has a place for it."""
         method = incoming.method
         if not method.is_async and method.serial:
@@ -144,7 +154,7 @@ class Dispatcher:
         elif self._may_begin(incoming):
             self.begin(incoming)
 
-    def _prepare(self, incoming: Incoming) -> bool:
+    def _prepare(self, incoming: IncomingCall) -> bool:
         """What the flags of a call ask for; False if it was refused."""
         call = incoming.call
         if call.flags & _STREAM and incoming.key in self._incoming:
@@ -155,7 +165,7 @@ class Dispatcher:
             except MalformedFrame as error:
                 self.refuse(incoming.channel, call, error)
                 return False
-            incoming.passed = Arrivals(values, call.timeout_s, self._host.fetch)
+            incoming.passed = ArgumentResolver(values, call.timeout_s, self._host.fetch)
         (self._unawaited if call.flags & _NO_REPLY else self._incoming)[incoming.key] = incoming
         if call.flags & _STREAM:
             incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
@@ -172,7 +182,7 @@ class Dispatcher:
     def _answer_fetch(self, channel: Channel, call: Call, frames: Frames) -> None:
         try:
             ((token, *part), _) = codec.decode(frames)
-            answer = self.kept.fetch(token, Part(*part), self._host.capture)
+            answer = self.kept.fetch(token, ItemRange(*part), self._host.capture)
         except Exception as error:
             self.refuse(channel, call, error)
         else:
@@ -184,11 +194,11 @@ class Dispatcher:
         if incoming is not None and incoming.outflow is not None:
             incoming.outflow.on_credit(credit.items)
 
-    def calls(self) -> list[Incoming]:
+    def calls(self) -> list[IncomingCall]:
         """Calls that have arrived and have not ended, whether somebody waits for them or not. From any thread."""
         return [*list(self._incoming.values()), *self.unawaited()]
 
-    def unawaited(self) -> list[Incoming]:
+    def unawaited(self) -> list[IncomingCall]:
         """Those for whose answer nobody waits. From any thread."""
         return list(self._unawaited.values())
 
@@ -247,7 +257,7 @@ class Dispatcher:
             )
         return method
 
-    def begin(self, incoming: Incoming) -> None:
+    def begin(self, incoming: IncomingCall) -> None:
         """Run a call that has its place, or a stream that has new credit. From any thread."""
         method = incoming.method
         if not method.is_async:
@@ -261,7 +271,7 @@ class Dispatcher:
         else:
             self._host.post_to_user(self._begin_on_user_loop, incoming)
 
-    def _may_begin(self, incoming: Incoming) -> bool:
+    def _may_begin(self, incoming: IncomingCall) -> bool:
         """Take one of the method's places, or queue for one."""
         method = incoming.method
         with method.lock:
@@ -271,12 +281,12 @@ class Dispatcher:
             method.running += 1
         if method.concurrent > incoming.channel.room:
             incoming.channel.room = method.concurrent
-            incoming.channel.send(Room(method.concurrent), [])
+            incoming.channel.send(Concurrency(method.concurrent), [])
         return True
 
     # Any thread: a reply leaves from the thread that made it.
 
-    def _ended(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
+    def _ended(self, incoming: IncomingCall, ok: bool, frames: Frames, ended_ns: int) -> None:
         self._incoming.pop(incoming.key, None)
         method, call = incoming.method, incoming.call
         if method.is_async or not method.serial:
@@ -296,9 +306,9 @@ class Dispatcher:
         else:
             incoming.channel.hurry()  # No other reply of this turn can travel with it.
 
-    def _give_place_back(self, incoming: Incoming, now_ns: int) -> None:
+    def _give_place_back(self, incoming: IncomingCall, now_ns: int) -> None:
         method = incoming.method
-        following: Incoming | None = None
+        following: IncomingCall | None = None
         with method.lock:
             if method.queue:
                 following = method.queue.popleft()
@@ -311,11 +321,11 @@ class Dispatcher:
             else:
                 self.begin(following)
 
-    def _keep(self, incoming: Incoming, frames: Frames, nbytes: int, executed_ns: int, queued_ns: int) -> None:
+    def _keep(self, incoming: IncomingCall, frames: Frames, nbytes: int, executed_ns: int, queued_ns: int) -> None:
         call = incoming.call
         what = f"{call.target}.{call.method}()"
         token = self.kept.add(incoming.channel.link, frames, what, call.timeout_s)
-        kept = Kept(call.call_id, token, nbytes, executed_ns, queued_ns, incoming.run_queue_ns)
+        kept = StoredReply(call.call_id, token, nbytes, executed_ns, queued_ns, incoming.run_queue_ns)
         incoming.channel.send(kept, [])
 
     def refuse(self, channel: Channel, call: Call, error: Exception) -> None:
@@ -327,21 +337,21 @@ class Dispatcher:
 
     # The user's loop.
 
-    def _begin_on_user_loop(self, incoming: Incoming) -> None:
+    def _begin_on_user_loop(self, incoming: IncomingCall) -> None:
         incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
 
-    def _coroutine(self, incoming: Incoming) -> Coroutine[Any, Any, None]:
+    def _coroutine(self, incoming: IncomingCall) -> Coroutine[Any, Any, None]:
         if incoming.outflow is not None:
             return incoming.outflow.run_async()
         return self._run_serially(incoming) if incoming.method.serial else self._run_async(incoming)
 
-    async def _run_serially(self, first: Incoming) -> None:
+    async def _run_serially(self, first: IncomingCall) -> None:
         """A call of a serial method, and those that queue behind it: a task and a turn of the loop for each would cost
         more than most of them. Each has a context of its own, as it would have in a task of its own."""
         task = asyncio.current_task()
         assert task is not None
         context = copy_context()
-        incoming: Incoming | None = first
+        incoming: IncomingCall | None = first
         for number in itertools.count(1):
             if incoming is None or self.ending:
                 return
@@ -357,7 +367,7 @@ class Dispatcher:
             if number % _CALLS_PER_TURN == 0:
                 await asyncio.sleep(0)
 
-    def _sets_aside(self, incoming: Incoming) -> bool:
+    def _sets_aside(self, incoming: IncomingCall) -> bool:
         """Whether a call waits until its caller has taken in the answers that it was sent."""
         if not incoming.channel.backlog.sets_aside(incoming):
             return False
@@ -368,7 +378,7 @@ class Dispatcher:
             incoming.hands_over = False
         return True
 
-    async def _run_async(self, incoming: Incoming) -> None:
+    async def _run_async(self, incoming: IncomingCall) -> None:
         if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
             return
         if incoming.cancelled:
@@ -398,7 +408,7 @@ class Dispatcher:
 
     # The member's thread.
 
-    def _execute(self, incoming: Incoming) -> None:
+    def _execute(self, incoming: IncomingCall) -> None:
         served = incoming.method.owner
         if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
             return
@@ -433,12 +443,12 @@ class Dispatcher:
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
 
-    def awaited(self, incoming: Incoming, value: Awaitable[Any], *, closing: bool = False) -> Any:
+    def awaited(self, incoming: IncomingCall, value: Awaitable[Any], *, closing: bool = False) -> Any:
         """As `awaiting.await_elsewhere`, on the loop where an ``async def`` method of this member would run."""
         post = self._loop.call_soon_threadsafe if incoming.method.owner.inline else self._host.post_to_user
         return await_elsewhere(incoming, value, post, lambda: self.ending, closing=closing)
 
-    def finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
+    def finish(self, incoming: IncomingCall, ok: bool, frames: Frames, ended_ns: int) -> None:
         if self.forked:
             end_child(None)
         incoming.context.over = True
@@ -447,7 +457,7 @@ class Dispatcher:
             # After the reply: the caller shall learn that the method called sys.exit, not only that it died.
             self._host.system_exit(incoming.exit.code)
 
-    def failed(self, incoming: Incoming, error: BaseException) -> Frames:
+    def failed(self, incoming: IncomingCall, error: BaseException) -> Frames:
         if self.forked:
             end_child(error)
         call = incoming.call

@@ -1,4 +1,4 @@
-"""`Incoming`: a call on its way through the process that serves it."""
+"""`IncomingCall`: a call on its way through the process that serves it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from rlmesh.errors import CallError, PeerLost, SlotGone
-from rlmesh.runtime.calling.future_arguments import Arrivals
+from rlmesh.runtime.calling.future_arguments import ArgumentResolver
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.process import clock
@@ -18,7 +18,7 @@ from rlmesh.wire import codec
 from rlmesh.wire.envelope import Call, Frames
 
 
-class Incoming:
+class IncomingCall:
     """A call that arrived, until its reply left."""
 
     # One is made per call: what most calls never change are defaults of the class.
@@ -27,12 +27,12 @@ class Incoming:
     cancelled = False
     task: asyncio.Task[Any] | None = None
     outflow: Outflow | None = None
-    passed: Arrivals | None = None
+    passed: ArgumentResolver | None = None
     keep = False
     refused = False
     hands_over = False
     """Whoever runs it takes the next call of its method as well."""
-    following: Incoming | None = None
+    following: IncomingCall | None = None
 
     def __init__(self, channel: Channel, call: Call, frames: Frames, method: Method, run_queue_ns: int) -> None:
         self.channel, self.call, self.frames, self.method = channel, call, frames, method

@@ -15,7 +15,7 @@ from rlmesh.runtime.process import clock
 from rlmesh.wire.envelope import Frames
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.serving.incoming import Incoming
+    from rlmesh.runtime.serving.incoming import IncomingCall
 
 LIMIT_BYTES = 64 << 20
 CUT_OFF_S = 60.0
@@ -65,7 +65,7 @@ class Backlog:
             self._owed.append((self._sent, nbytes))
             self.owed_bytes += nbytes
 
-    def sets_aside(self, incoming: Incoming) -> bool:
+    def sets_aside(self, incoming: IncomingCall) -> bool:
         """Keep a call for later if its caller is behind."""
         if self.owed_bytes < LIMIT_BYTES:
             return False
@@ -75,7 +75,7 @@ class Backlog:
             self._aside.append(incoming)
             return True
 
-    def told(self, count: int) -> list[Incoming]:
+    def told(self, count: int) -> list[IncomingCall]:
         """The peer has taken in so many answers; gives the calls that may run again."""
         with self._lock:
             self.moved_at = clock.now()

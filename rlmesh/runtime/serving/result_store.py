@@ -13,7 +13,7 @@ from rlmesh.runtime.batch_results import what_is_wrong
 from rlmesh.runtime.process import clock
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
-from rlmesh.wire.passed import WHOLE, Elsewhere, Part
+from rlmesh.wire.passed import WHOLE, ItemRange, RemoteRef
 
 if TYPE_CHECKING:
     from rlmesh.runtime.future import Future
@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
     until: float
 
 
-class KeptResults:
+class ResultStore:
     """The results that one process keeps for its callers: until they release them, are gone, or time is over."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -77,7 +77,7 @@ class KeptResults:
             if kept.owner is owner:
                 self._kept.pop(token, None)
 
-    def fetch(self, token: int, part: Part, capture: codec.Capture | None) -> Frames:
+    def fetch(self, token: int, part: ItemRange, capture: codec.Capture | None) -> Frames:
         """The frames of a kept result, or of some of its items, which become a list.
 
         Raises:
@@ -90,7 +90,7 @@ class KeptResults:
             return kept.frames
         return codec.encode(items_of(codec.decode(kept.frames), part, kept.what), capture)
 
-    def fetch_here(self, elsewhere: Elsewhere, capture: codec.Capture | None) -> Future[Any]:
+    def fetch_here(self, elsewhere: RemoteRef, capture: codec.Capture | None) -> Future[Any]:
         """The value of a result that this process keeps itself."""
         from rlmesh.runtime.future import Future
 
@@ -120,7 +120,7 @@ class KeptResults:
             self.expect()
 
 
-def items_of(value: Any, part: Part, what: str) -> list[Any]:
+def items_of(value: Any, part: ItemRange, what: str) -> list[Any]:
     """Items of a batch result.
 
     Raises:

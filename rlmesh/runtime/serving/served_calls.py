@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlmesh.runtime.calling.peer_status import Serving
-from rlmesh.runtime.serving.incoming import Incoming
+from rlmesh.runtime.serving.incoming import IncomingCall
 from rlmesh.wire.envelope import Flag
 
 __all__ = ["is_shown", "serving_of"]
@@ -11,12 +11,12 @@ __all__ = ["is_shown", "serving_of"]
 _NO_REPLY = int(Flag.NO_REPLY)
 
 
-def is_shown(incoming: Incoming) -> bool:
+def is_shown(incoming: IncomingCall) -> bool:
     """Not so for a call that was cancelled before it began: it only waits for its turn to be dropped."""
     return not incoming.context.over and (incoming.started_ns > 0 or not incoming.cancelled)
 
 
-def serving_of(incoming: Incoming, now_ns: int) -> Serving:
+def serving_of(incoming: IncomingCall, now_ns: int) -> Serving:
     """One call; one that runs counts from its start."""
     runs = incoming.started_ns > 0 and not (incoming.outflow is not None and incoming.outflow.waits)
     unawaited = ""

@@ -18,7 +18,7 @@ from rlmesh.runtime.serving.method_kinds import is_on_loop
 from rlmesh.runtime.serving.stream_server import refuse_call
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.serving.incoming import Incoming
+    from rlmesh.runtime.serving.incoming import IncomingCall
 
 
 class Method:
@@ -37,7 +37,7 @@ class Method:
         # Serial `def` methods share the member's one thread, so they share a slot.
         self.slot = f"{owner.name}.{name}" if self.is_async else owner.slot
         self.running = 0
-        self.queue: deque[Incoming] = deque()
+        self.queue: deque[IncomingCall] = deque()
         self.lock = allocate_lock()
         self.number = 0
         """On the board of its process; 0: it has not run."""

@@ -8,15 +8,15 @@ from typing import Any, Protocol
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
 from rlmesh.wire.envelope import Buffer
-from rlmesh.wire.passed import Elsewhere
+from rlmesh.wire.passed import RemoteRef
 
-__all__ = ["Host"]
+__all__ = ["ServingHost"]
 
 
-class Host(Protocol):
+class ServingHost(Protocol):
     """What dispatch needs of its runtime."""
 
-    def fetch(self, elsewhere: Elsewhere, timeout_s: float | None) -> Future[Any]:
+    def fetch(self, elsewhere: RemoteRef, timeout_s: float | None) -> Future[Any]:
         """A result that another process keeps."""
         ...
 

@@ -22,13 +22,13 @@ from rlmesh.wire.envelope import Item
 
 if TYPE_CHECKING:
     from rlmesh.runtime.serving.dispatch import Dispatcher
-    from rlmesh.runtime.serving.incoming import Incoming
+    from rlmesh.runtime.serving.incoming import IncomingCall
 
 
 class Outflow:
     """One stream at its callee: a generator, and the credit that its consumer gave."""
 
-    def __init__(self, dispatcher: Dispatcher, incoming: Incoming, window: int) -> None:
+    def __init__(self, dispatcher: Dispatcher, incoming: IncomingCall, window: int) -> None:
         self._dispatcher, self._incoming = dispatcher, incoming
         self._lock = allocate_lock()
         self._credit = window
@@ -203,7 +203,7 @@ def _close(iterator: Any) -> None:
         iterator.close()
 
 
-def _no_generator(incoming: Incoming, made: object) -> Exception:
+def _no_generator(incoming: IncomingCall, made: object) -> Exception:
     if asyncio.iscoroutine(made):
         made.close()
     name = f"{incoming.call.target}.{incoming.call.method}()"

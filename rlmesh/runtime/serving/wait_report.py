@@ -27,7 +27,7 @@ from rlmesh.runtime.calling.retry import Retries
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.serving.call_context import InContext
 from rlmesh.runtime.serving.dispatch import Dispatcher
-from rlmesh.runtime.serving.incoming import Incoming
+from rlmesh.runtime.serving.incoming import IncomingCall
 from rlmesh.runtime.serving.stream_server import Outflow
 from rlmesh.runtime.streams import Stream
 
@@ -135,7 +135,7 @@ def refuse_queued(
         loop.call_later(REFUSED_AFTER_S, dispatcher.refuse, channel, call, WouldDeadlock(text))
 
 
-def _key_of(incoming: Incoming) -> CallKey:
+def _key_of(incoming: IncomingCall) -> CallKey:
     return incoming.channel.peer_name, incoming.call.call_id
 
 
@@ -143,7 +143,7 @@ def _keys(name: str, calls: Iterable[PendingCall]) -> tuple[CallKey, ...]:
     return tuple((name, call.call_id) for call in calls)
 
 
-def _queued(calls: list[Incoming], holders: dict[str, Holder], now_ns: int) -> Iterator[QueuedCall]:
+def _queued(calls: list[IncomingCall], holders: dict[str, Holder], now_ns: int) -> Iterator[QueuedCall]:
     """Calls whose every way to begin is held by a holder."""
     running: dict[int, list[str]] = {}
     for incoming in calls:
@@ -172,7 +172,7 @@ def _place(method: Method) -> int:
 
 
 def _blocked_threads() -> tuple[dict[int, tuple[PendingCall, ...]], tuple[PendingCall, ...]]:
-    """The calls that threads wait for, by the identity of the `Incoming` that each serves; and what the main thread
+    """The calls that threads wait for, by the identity of the `IncomingCall` that each serves; and what the main thread
     waits for while it serves none."""
     found: dict[int, tuple[PendingCall, ...]] = {}
     main: tuple[PendingCall, ...] = ()
@@ -188,7 +188,7 @@ def _blocked_threads() -> tuple[dict[int, tuple[PendingCall, ...]], tuple[Pendin
     return found, main
 
 
-def _of_frames(frame: types.FrameType | None) -> tuple[tuple[PendingCall, ...], Incoming | None]:
+def _of_frames(frame: types.FrameType | None) -> tuple[tuple[PendingCall, ...], IncomingCall | None]:
     """What a thread waits for, and which call it serves."""
     waits: tuple[PendingCall, ...] = ()
     while frame is not None:

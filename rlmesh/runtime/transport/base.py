@@ -124,7 +124,7 @@ class Link(Protocol):
         ...
 
 
-class Receiver(Protocol):
+class PacketReceiver(Protocol):
     """What a transport calls, on the runtime's loop."""
 
     def on_packet(self, link: Link, frames: Frames) -> None: ...
@@ -176,5 +176,5 @@ class TransportFactory(Protocol):
     """
 
     def __call__(
-        self, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
+        self, receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
     ) -> Transport: ...

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any, Protocol, TypeVar
 
-from rlmesh.runtime.transport.base import PACKET_LIMIT_BYTES, UNAUTHENTICATED_LIMIT_BYTES, Receiver
+from rlmesh.runtime.transport.base import PACKET_LIMIT_BYTES, UNAUTHENTICATED_LIMIT_BYTES, PacketReceiver
 from rlmesh.runtime.transport.receive_buffers import room
 from rlmesh.wire.envelope import Buffer, Frames
 
@@ -157,7 +157,7 @@ class LinkOwner(Protocol):
 
     scheme: str
     loop: asyncio.AbstractEventLoop
-    receiver: Receiver
+    receiver: PacketReceiver
     post: Callable[..., None]
 
     def trusted(self, link: StreamLink) -> None: ...

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.transport.base import Link, Receiver
+from rlmesh.runtime.transport.base import Link, PacketReceiver
 from rlmesh.runtime.transport.half_open import HalfOpen
 from rlmesh.runtime.transport.stream import StreamLink
 
@@ -26,7 +26,7 @@ class StreamTransport(ABC):
 
     scheme: str
 
-    def __init__(self, receiver: Receiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None]) -> None:
+    def __init__(self, receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None]) -> None:
         self.receiver, self.loop, self.post = receiver, loop, post
         self._listener: socket.socket | None = None
         self._endpoint = ""

@@ -17,7 +17,13 @@ from zmq.utils.monitor import parse_monitor_message
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.connections.security import CurveKeys
-from rlmesh.runtime.transport.base import UNAUTHENTICATED_LIMIT_BYTES, Link, Receiver, Rejection, prepare_socket_path
+from rlmesh.runtime.transport.base import (
+    UNAUTHENTICATED_LIMIT_BYTES,
+    Link,
+    PacketReceiver,
+    Rejection,
+    prepare_socket_path,
+)
 from rlmesh.runtime.transport.descriptors import check_room_for_sockets
 from rlmesh.runtime.transport.half_open import TIMEOUT_S
 from rlmesh.runtime.transport.zmq_listener import ListenerWatch
@@ -162,7 +168,7 @@ _of_parents: list[object] = []
 class ZmqTransport:
     """One context per runtime. Create and use it on the runtime's loop."""
 
-    def __init__(self, receiver: Receiver, loop: asyncio.AbstractEventLoop, keys: CurveKeys) -> None:
+    def __init__(self, receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, keys: CurveKeys) -> None:
         self.receiver = receiver
         self.linger_ms = 0
         self.endpoint = ""

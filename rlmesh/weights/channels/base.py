@@ -31,7 +31,7 @@ SOONER = 0.9
 
 
 @dataclass(eq=False)
-class Parcel:
+class BucketTransfer:
     """One bucket on its way. ``checksums`` are those of its entries, in their order: of each unit where they are in
     this machine's memory (`rlmesh.weights.transfer.checksum`), of each entry where they are on a GPU.
     """
@@ -78,7 +78,7 @@ class RouteSettings:
     shares_events: bool = False
 
 
-class Outlet(Protocol):
+class ChannelSender(Protocol):
     """The sending half, for all sinks of one route.
 
     Attributes:
@@ -103,7 +103,7 @@ class Outlet(Protocol):
         """Wait until all sinks are connected."""
         ...
 
-    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
+    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> BucketTransfer:
         """Take a bucket. With ``keep`` the tensors may change after ``captured``; otherwise only after ``taken``."""
         ...
 
@@ -111,9 +111,9 @@ class Outlet(Protocol):
         """With ``keep``: wait until all that was put is copied."""
         return
 
-    def payload(self, parcel: Parcel, sink: str) -> Any: ...
+    def payload(self, parcel: BucketTransfer, sink: str) -> Any: ...
 
-    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
+    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
         """Move the bytes. Whenever it waits it looks whether it is ``stopped``: a sink has answered that it failed.
 
         Raises:
@@ -121,7 +121,7 @@ class Outlet(Protocol):
         """
         ...
 
-    def taken(self, parcel: Parcel) -> None: ...
+    def taken(self, parcel: BucketTransfer) -> None: ...
 
     def abandon(self) -> None:
         """The push failed: free what was taken for it, and let no sink wait for more. No push follows."""
@@ -130,7 +130,7 @@ class Outlet(Protocol):
     def close(self) -> None: ...
 
 
-class Inlet(Protocol):
+class ChannelReceiver(Protocol):
     """The receiving half, at one sink.
 
     Attributes:

@@ -14,7 +14,14 @@ from datetime import timedelta
 from typing import Any
 
 from rlmesh.runtime.process import clock
-from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
+from rlmesh.weights.channels.base import (
+    SOONER,
+    BucketTransfer,
+    ChannelBroken,
+    ChannelReceiver,
+    ChannelSender,
+    RouteSettings,
+)
 from rlmesh.weights.planning.buckets import Bucket
 from rlmesh.weights.transfer.tensor_bytes import checksums_of, host_bytes
 
@@ -85,8 +92,8 @@ def _broadcast(group: Any, data: Any, timeout_s: float) -> None:
         raise ChannelBroken(f"the broadcast failed: {error}") from error
 
 
-class CollectiveOutlet(Outlet):
-    """See `channels.base.Outlet`. Rank 0 of its group."""
+class CollectiveOutlet(ChannelSender):
+    """See `channels.base.ChannelSender`. Rank 0 of its group."""
 
     joins_bytes = 0, 0
 
@@ -109,7 +116,7 @@ class CollectiveOutlet(Outlet):
         settings = self._settings
         self._group = _make_group(self._backend, self._store, 0, len(settings.sinks) + 1, settings.timeout_s)
 
-    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
+    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> BucketTransfer:
         import torch
 
         on_gpu = next((t.device for t in tensors.values() if self._settings.on_gpu and t.is_cuda), None)
@@ -128,12 +135,12 @@ class CollectiveOutlet(Outlet):
                 whole = tensors[entry.name].detach().to(getattr(torch, entry.dtype)).contiguous()
                 piece.copy_(whole.reshape(-1).view(torch.uint8), non_blocking=True)
         sums = [one for each in checksums_of(pieces) for one in each] if self._settings.verify else []
-        return Parcel(bucket, sums, flat[: max(bucket.nbytes, 1)])
+        return BucketTransfer(bucket, sums, flat[: max(bucket.nbytes, 1)])
 
-    def payload(self, parcel: Parcel, sink: str) -> Any:
+    def payload(self, parcel: BucketTransfer, sink: str) -> Any:
         return None
 
-    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
+    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
         self._number += 1
         ready = [_ready(self._number, rank) for rank in range(1, len(self._settings.sinks) + 1)]
 
@@ -160,7 +167,7 @@ class CollectiveOutlet(Outlet):
         except RuntimeError:
             return False
 
-    def taken(self, parcel: Parcel) -> None:
+    def taken(self, parcel: BucketTransfer) -> None:
         parcel.data = None
 
     def abandon(self) -> None:
@@ -175,8 +182,8 @@ class CollectiveOutlet(Outlet):
         self._store = None
 
 
-class CollectiveInlet(Inlet):
-    """See `channels.base.Inlet`."""
+class CollectiveInlet(ChannelReceiver):
+    """See `channels.base.ChannelReceiver`."""
 
     keeps = False
 

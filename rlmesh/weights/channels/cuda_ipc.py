@@ -29,10 +29,17 @@ from typing import Any
 
 from rlmesh.errors import DeviceUnreachable
 from rlmesh.runtime.calling.peer_status import lives
-from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
+from rlmesh.weights.channels.base import (
+    SOONER,
+    BucketTransfer,
+    ChannelBroken,
+    ChannelReceiver,
+    ChannelSender,
+    RouteSettings,
+)
 from rlmesh.weights.cuda.copies import copy, start
 from rlmesh.weights.cuda.devices import MASK, index_of, uuid_of
-from rlmesh.weights.cuda.memory import Allocation, Opened, Unshareable, export, this_process
+from rlmesh.weights.cuda.memory import OpenedAllocations, ShareableAllocation, Unshareable, export, this_process
 from rlmesh.weights.planning.buckets import Bucket
 from rlmesh.weights.transfer.tensor_bytes import Placed
 
@@ -66,7 +73,7 @@ class _Known:
     places: list[tuple[bytes, int]]
     addresses: tuple[int, ...] = ()
     freed: int = 0
-    own: Allocation | None = None
+    own: ShareableAllocation | None = None
     targets: Sequence[Any] = ()
     dtypes: Sequence[Any] = ()
     ready: Any = None
@@ -80,14 +87,14 @@ def _freed(device: Any) -> int:
     return int(torch.cuda.memory_stats_as_nested_dict(device)["segment"]["all"]["freed"])
 
 
-class CudaOutlet(Outlet):
-    """See `channels.base.Outlet`."""
+class CudaOutlet(ChannelSender):
+    """See `channels.base.ChannelSender`."""
 
     tells_only = True
 
     def __init__(self, settings: RouteSettings) -> None:
         self._settings = settings
-        self._own: dict[int, Allocation] = {}
+        self._own: dict[int, ShareableAllocation] = {}
         self._direct = settings.lasting and not settings.keep
         # Only weights that stay where they are: what was gathered for this push may be gone before it is copied.
         self._early = settings.lasting and settings.keep and settings.same_device and settings.shares_events
@@ -112,7 +119,7 @@ class CudaOutlet(Outlet):
     def connect(self) -> None:
         return
 
-    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
+    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> BucketTransfer:
         import torch
 
         whole = Placed(map(tensors.__getitem__, bucket.names))
@@ -132,7 +139,7 @@ class CudaOutlet(Outlet):
                 stream = torch.cuda.current_stream()
                 if not stream.query():  # Takes less time than to wait for nothing.
                     stream.synchronize()
-        return Parcel(bucket, sums, (places, whole))
+        return BucketTransfer(bucket, sums, (places, whole))
 
     def captured(self) -> None:
         under_way, self._under_way = self._under_way, []
@@ -189,7 +196,7 @@ class CudaOutlet(Outlet):
         if own is None or own.nbytes < nbytes:
             if own is not None:
                 self._own.pop(turn).free()
-            own = self._own[turn] = Allocation(nbytes, torch.device(self._device).index or 0)
+            own = self._own[turn] = ShareableAllocation(nbytes, torch.device(self._device).index or 0)
         known = self._known.get(bucket.index)
         if known is None or known.own is not own:
             known = self._remember(bucket, [(own.handle, entry.offset) for entry in bucket.entries])
@@ -214,7 +221,7 @@ class CudaOutlet(Outlet):
             self._under_way.append(known.ready)
         return known, sums
 
-    def payload(self, parcel: Parcel, sink: str) -> Any:
+    def payload(self, parcel: BucketTransfer, sink: str) -> Any:
         known, index = parcel.data[0], parcel.bucket.index
         if self._told.get((sink, index)) == known.serial:
             return [known.serial]
@@ -235,10 +242,10 @@ class CudaOutlet(Outlet):
             event = known.ready.ipc_handle(), os.getpid(), (0, offset, known.sums.data_ptr()), len(known.addresses)
         return [known.serial, uuid, this_process(), handles, places, event]
 
-    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
+    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
         return
 
-    def taken(self, parcel: Parcel) -> None:
+    def taken(self, parcel: BucketTransfer) -> None:
         parcel.data = None
 
     def abandon(self) -> None:
@@ -271,8 +278,8 @@ class _Taken:
     sums: Any = None
 
 
-class CudaInlet(Inlet):
-    """See `channels.base.Inlet`."""
+class CudaInlet(ChannelReceiver):
+    """See `channels.base.ChannelReceiver`."""
 
     keeps = False
 
@@ -282,7 +289,7 @@ class CudaInlet(Inlet):
         import torch
 
         self._sink, self._clock, self._wait = sink, clock, wait
-        self._opened = Opened(torch.cuda.current_device())
+        self._opened = OpenedAllocations(torch.cuda.current_device())
         self._used: set[int] = set()
         self._known: dict[int, _Taken] = {}
         self._all_used = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from rlmesh.weights.channels.base import Inlet, Outlet, RouteSettings
+from rlmesh.weights.channels.base import ChannelReceiver, ChannelSender, RouteSettings
 from rlmesh.weights.planning.plan import Channel
 
 _MODULES: Mapping[Channel, str] = {
@@ -17,11 +17,11 @@ _MODULES: Mapping[Channel, str] = {
 }
 
 
-def open_outlet(channel: Channel, settings: RouteSettings) -> Outlet:
-    outlet: Outlet = import_module(_MODULES[channel]).open_outlet(settings)
+def open_outlet(channel: Channel, settings: RouteSettings) -> ChannelSender:
+    outlet: ChannelSender = import_module(_MODULES[channel]).open_outlet(settings)
     return outlet
 
 
-def open_inlet(channel: Channel, settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> Inlet:
-    inlet: Inlet = import_module(_MODULES[channel]).open_inlet(settings, sink, info)
+def open_inlet(channel: Channel, settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> ChannelReceiver:
+    inlet: ChannelReceiver = import_module(_MODULES[channel]).open_inlet(settings, sink, info)
     return inlet

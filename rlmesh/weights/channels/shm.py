@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlmesh.memory.attach import Attachments, writable
-from rlmesh.memory.layout import DIRECTORY, Descriptor, GiveBack
+from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
-from rlmesh.weights.channels.base import ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
+from rlmesh.weights.channels.base import BucketTransfer, ChannelBroken, ChannelReceiver, ChannelSender, RouteSettings
 from rlmesh.weights.planning.buckets import Bucket
-from rlmesh.weights.transfer.parallel_copy import Crew
+from rlmesh.weights.transfer.parallel_copy import ParallelCopy
 from rlmesh.weights.transfer.tensor_bytes import host_bytes
 
 _POLL_S = 0.002
@@ -32,7 +32,7 @@ _POLL_S = 0.002
 class _BucketFiller:
     """Writes a bucket's tensors where the pool says; ``summed``: and makes their checksums on the way."""
 
-    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], summed: bool, crew: Crew) -> None:
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], summed: bool, crew: ParallelCopy) -> None:
         self._bucket, self._tensors, self._summed, self._crew = bucket, tensors, summed, crew
         self.checksums: list[int] = []
         self.nbytes = max(bucket.nbytes, 1)
@@ -48,8 +48,8 @@ class _BucketFiller:
         self.checksums = [one for each in self._crew.copy(work, summed=self._summed) for one in each]
 
 
-class ShmOutlet(Outlet):
-    """See `channels.base.Outlet`."""
+class ShmOutlet(ChannelSender):
+    """See `channels.base.ChannelSender`."""
 
     joins_bytes = 0, 0
     tells_only = True
@@ -62,7 +62,7 @@ class ShmOutlet(Outlet):
         owner = f"n{settings.node_rank}-weights-{plain}-{os.getpid()}-{secrets.token_hex(3)}"
         self._settings, self._clock, self._wait = settings, clock, wait
         self.pool = SegmentPool(settings.job_id, owner, directory=directory)
-        self._crew = Crew()
+        self._crew = ParallelCopy()
         self._directory = directory
 
     def info(self, sink: str) -> Mapping[str, Any]:
@@ -71,12 +71,12 @@ class ShmOutlet(Outlet):
     def connect(self) -> None:
         return
 
-    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
+    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> BucketTransfer:
         settings = self._settings
         filler = _BucketFiller(bucket, tensors, settings.verify, self._crew)
         frame = self._written(filler, bucket.index, self._clock() + settings.timeout_s)
         lent = {sink: self.pool.lend(frame, sink) for sink in settings.sinks}
-        return Parcel(bucket, filler.checksums, lent)
+        return BucketTransfer(bucket, filler.checksums, lent)
 
     def _written(self, filler: _BucketFiller, bucket: int, deadline: float) -> memoryview:
         while True:
@@ -93,15 +93,15 @@ class ShmOutlet(Outlet):
                     raise ChannelBroken(f"bucket {bucket} is not needed any more") from error
                 self._wait(_POLL_S)
 
-    def payload(self, parcel: Parcel, sink: str) -> Any:
+    def payload(self, parcel: BucketTransfer, sink: str) -> Any:
         return list(parcel.data[sink])
 
-    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
+    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
         return
 
-    def taken(self, parcel: Parcel) -> None:
+    def taken(self, parcel: BucketTransfer) -> None:
         for sink, lent in parcel.data.items():
-            self.pool.give_back([GiveBack(lent.segment, lent.slot, lent.generation, 1)], sink)
+            self.pool.give_back([LoanReturn(lent.segment, lent.slot, lent.generation, 1)], sink)
         parcel.data = {}
 
     def abandon(self) -> None:
@@ -114,8 +114,8 @@ class ShmOutlet(Outlet):
         self._crew.close()
 
 
-class ShmInlet(Inlet):
-    """See `channels.base.Inlet`."""
+class ShmInlet(ChannelReceiver):
+    """See `channels.base.ChannelReceiver`."""
 
     keeps = True
 

@@ -13,7 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlmesh.weights.channels.authenticated_stream import CurveListener, CurvePipe, Pipe, PlainListener, PlainPipe
-from rlmesh.weights.channels.base import SOONER, ChannelBroken, Inlet, Outlet, Parcel, RouteSettings
+from rlmesh.weights.channels.base import (
+    SOONER,
+    BucketTransfer,
+    ChannelBroken,
+    ChannelReceiver,
+    ChannelSender,
+    RouteSettings,
+)
 from rlmesh.weights.planning.buckets import Bucket
 from rlmesh.weights.transfer.checksum import checksums
 from rlmesh.weights.transfer.tensor_bytes import host_bytes
@@ -21,8 +28,8 @@ from rlmesh.weights.transfer.tensor_bytes import host_bytes
 LOOPBACK = ("127.", "::1", "localhost")
 
 
-class StreamOutlet(Outlet):
-    """See `channels.base.Outlet`."""
+class StreamOutlet(ChannelSender):
+    """See `channels.base.ChannelSender`."""
 
     joins_bytes = 0, 0
 
@@ -48,18 +55,18 @@ class StreamOutlet(Outlet):
                     f"{sink} did not connect to {listener.address} within {self._settings.timeout_s:g} s: {error}", sink
                 ) from error
 
-    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> Parcel:
+    def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> BucketTransfer:
         pieces = []
         for entry in bucket.entries:
             data = host_bytes(tensors[entry.name], entry.dtype)
             pieces.append(data.copy() if self._settings.keep else data)
         sums = [one for piece in pieces for one in checksums(piece)] if self._settings.verify else []
-        return Parcel(bucket, sums, pieces)
+        return BucketTransfer(bucket, sums, pieces)
 
-    def payload(self, parcel: Parcel, sink: str) -> Any:
+    def payload(self, parcel: BucketTransfer, sink: str) -> Any:
         return None
 
-    def transmit(self, parcel: Parcel, stopped: Callable[[], bool]) -> None:
+    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
         buffers = [memoryview(piece) for piece in parcel.data if piece.nbytes]
 
         def send(sink: str) -> None:
@@ -74,7 +81,7 @@ class StreamOutlet(Outlet):
         for sending in [self._threads.submit(send, sink) for sink in self._settings.sinks]:
             sending.result()
 
-    def taken(self, parcel: Parcel) -> None:
+    def taken(self, parcel: BucketTransfer) -> None:
         parcel.data = None
 
     def abandon(self) -> None:
@@ -89,8 +96,8 @@ class StreamOutlet(Outlet):
         self._threads.shutdown(wait=True)
 
 
-class StreamInlet(Inlet):
-    """See `channels.base.Inlet`. One buffer, which every bucket is read into."""
+class StreamInlet(ChannelReceiver):
+    """See `channels.base.ChannelReceiver`. One buffer, which every bucket is read into."""
 
     keeps = False
 

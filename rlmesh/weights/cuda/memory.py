@@ -1,7 +1,8 @@
 """GPU memory of a source in its sinks: who has which allocation open, and allocations that can always be shared.
 
-Handles and what has none: `rlmesh.memory.cuda_driver`. Opening a handle takes milliseconds, so `Opened` keeps them.
-Weights in memory without handles are copied into an `Allocation` before they are shared.
+`rlmesh.memory.cuda_driver` describes the handles, and the memory that has none. Opening a handle takes milliseconds,
+so `OpenedAllocations` keeps each one open. Weights in memory without handles are copied into a `ShareableAllocation`
+before they are shared.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def export(tensor: Tensor) -> tuple[bytes, int]:
         raise Unshareable(str(error)) from None
 
 
-class Opened:
+class OpenedAllocations:
     """Allocations of other processes that this one has open. Not thread-safe.
 
     Args:
@@ -88,7 +89,7 @@ class Opened:
         self.keep_only(())
 
 
-class Allocation:
+class ShareableAllocation:
     """Memory that can always be shared, outside of torch's allocator. Free it when nobody has it open any more.
 
     Raises:

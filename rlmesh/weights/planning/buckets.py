@@ -15,7 +15,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BucketEntry:
     """One tensor inside a bucket, or a part of it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Bucket:
     """
 
     index: int
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     nbytes: int
     count: int = 1
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -71,7 +71,7 @@ class Bucket:
     def from_wire(cls, fields: Sequence[Any]) -> Bucket:
         index, nbytes, rows = fields
         entries = tuple(
-            Entry(n, tuple(shape), dtype, at, size, tuple(tied), start)
+            BucketEntry(n, tuple(shape), dtype, at, size, tuple(tied), start)
             for n, shape, dtype, at, size, tied, start in rows
         )
         return cls(index, entries, nbytes)
@@ -82,7 +82,7 @@ def cut(manifest: Manifest, types: Mapping[str, str], bucket_bytes: int) -> tupl
     if bucket_bytes < 1:
         raise WeightSyncError(f"bucket_bytes={bucket_bytes}: it is a number of bytes, 1 or more")
     buckets: list[Bucket] = []
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     end = 0
 
     def close() -> None:
@@ -103,7 +103,9 @@ def cut(manifest: Manifest, types: Mapping[str, str], bucket_bytes: int) -> tupl
         if entries and start + nbytes > bucket_bytes:
             close()
             start = 0
-        entries.append(Entry(spec.name, spec.shape, types[spec.name], start, nbytes, tuple(tied.get(spec.name, ()))))
+        entries.append(
+            BucketEntry(spec.name, spec.shape, types[spec.name], start, nbytes, tuple(tied.get(spec.name, ())))
+        )
         end = start + nbytes
     close()
     return tuple(buckets)
@@ -146,7 +148,7 @@ def parts_of(buckets: Sequence[Bucket], share: Mapping[str, tuple[int, int]]) ->
     """Of each bucket what a rank sends; buckets of which it sends nothing are left out."""
     cut = []
     for bucket in buckets:
-        entries: list[Entry] = []
+        entries: list[BucketEntry] = []
         end = 0
         for entry in bucket.entries:
             if entry.name not in share:
@@ -180,7 +182,7 @@ def join_all(run: Sequence[Bucket]) -> Bucket:
     """Neighbours as one."""
     if len(run) == 1:
         return run[0]
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     end = 0
     for bucket in run:
         base = _aligned(end)

@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 
 from rlmesh.memory.layout import place as shm_place
-from rlmesh.weights.planning.plan import Place
+from rlmesh.weights.planning.plan import DeviceLocation
 
 
-def place_of(device: str, node: str | None = None) -> Place:
+def place_of(device: str, node: str | None = None) -> DeviceLocation:
     """The place of weights on ``device`` (``cpu``, ``cuda:0``) of this process.
 
     Args:
@@ -26,8 +26,8 @@ def place_of(device: str, node: str | None = None) -> Place:
         from rlmesh.weights.cuda.devices import describe_device
 
         uuid, peers, why_not = describe_device(device)
-        return Place(here, shm, uuid, peers, not why_not, why_not)
-    return Place(here, shm)
+        return DeviceLocation(here, shm, uuid, peers, not why_not, why_not)
+    return DeviceLocation(here, shm)
 
 
 def _boot_id() -> str:

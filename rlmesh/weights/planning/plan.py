@@ -26,7 +26,7 @@ DEFAULT_BUCKET_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceLocation:
     """Where a member is. ``shm`` is equal where shared memory can be shared, ``devices`` where GPUs are; ``device`` is
     the UUID of the GPU that holds the weights, empty on a CPU; ``peers`` are the GPUs that it can reach."""
 
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
+class Participant:
     """One source rank or one sink, as it described itself.
 
     Attributes:
@@ -52,7 +52,7 @@ class Party:
 
     name: str
     incarnation: int
-    place: Place
+    place: DeviceLocation
     manifest: Manifest | None
     mode: Mode = "double_buffer"
     channels: tuple[Channel, ...] = CHANNELS
@@ -73,7 +73,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SyncOptions:
     """What the user asked for.
 
     Attributes:
@@ -106,8 +106,8 @@ class Wishes:
 class WeightPlan:
     """Print it: ``str(plan)`` says who gets what from whom, by which channel and why."""
 
-    sources: tuple[Party, ...]
-    sinks: tuple[Party, ...]
+    sources: tuple[Participant, ...]
+    sinks: tuple[Participant, ...]
     manifest: Manifest
     buckets: tuple[Bucket, ...]
     routes: tuple[Route, ...]
@@ -160,7 +160,7 @@ class WeightPlan:
         return "\n".join(lines)
 
 
-def make_plan(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes) -> WeightPlan:
+def make_plan(sources: Sequence[Participant], sinks: Sequence[Participant], wishes: SyncOptions) -> WeightPlan:
     """Match, cut and choose.
 
     Raises:
@@ -185,7 +185,7 @@ def make_plan(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes) 
     return WeightPlan(tuple(sources), tuple(sinks), manifest, buckets, routes, wishes.source_mode, by_rank)
 
 
-def _one_manifest(sources: Sequence[Party]) -> Manifest:
+def _one_manifest(sources: Sequence[Participant]) -> Manifest:
     first = sources[0].manifest
     if first is None:
         raise WeightSyncError(f"{sources[0].name} says nothing of its weights")
@@ -199,7 +199,7 @@ def _one_manifest(sources: Sequence[Party]) -> Manifest:
     return first
 
 
-def wire_types(manifest: Manifest, sinks: Sequence[Party]) -> dict[str, str]:
+def wire_types(manifest: Manifest, sinks: Sequence[Participant]) -> dict[str, str]:
     """The type that each tensor travels in: the sinks' own if they all have the same, else the source's."""
     chosen = {}
     for spec in manifest:
@@ -213,7 +213,11 @@ _WITHOUT_GATHERING: tuple[Channel, ...] = ("cuda_ipc", "shm")
 
 
 def _shards(
-    manifest: Manifest, buckets: Sequence[Bucket], sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes
+    manifest: Manifest,
+    buckets: Sequence[Bucket],
+    sources: Sequence[Participant],
+    sinks: Sequence[Participant],
+    wishes: SyncOptions,
 ) -> tuple[tuple[Route, ...], dict[str, tuple[Bucket, ...]]]:
     """Routes from every rank, with its own shards only; none if the shards do not add up, or a channel or sink needs
     whole tensors."""
@@ -236,7 +240,7 @@ def _shards(
     return tuple(routes), by_rank
 
 
-def _takes_parts(sink: Party, buckets: Sequence[Bucket]) -> bool:
+def _takes_parts(sink: Participant, buckets: Sequence[Bucket]) -> bool:
     """Has it, for every tensor that travels, one tensor of that very type?"""
     mine = sink.manifest
     if not sink.takes_parts or mine is None:
@@ -248,7 +252,9 @@ def _takes_parts(sink: Party, buckets: Sequence[Bucket]) -> bool:
     return True
 
 
-def choose_routes(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wishes) -> tuple[Route, ...]:
+def choose_routes(
+    sources: Sequence[Participant], sinks: Sequence[Participant], wishes: SyncOptions
+) -> tuple[Route, ...]:
     """One channel per sink, one source rank per channel and place, so that each byte is written as seldom as it can."""
     grouped: dict[tuple[Channel, str], tuple[list[str], str]] = {}
     for sink in sinks:
@@ -257,7 +263,7 @@ def choose_routes(sources: Sequence[Party], sinks: Sequence[Party], wishes: Wish
     return tuple(Route(channel, source, tuple(names), why) for (channel, source), (names, why) in grouped.items())
 
 
-def _choose(sources: Sequence[Party], sink: Party, wanted: str) -> tuple[Party, Channel, str]:
+def _choose(sources: Sequence[Participant], sink: Participant, wanted: str) -> tuple[Participant, Channel, str]:
     refusals = []
     for channel in CHANNELS if wanted == "auto" else tuple(name for name in CHANNELS if name == wanted):
         if wanted == "auto" and channel == "collective" and not (sink.place.device and sources[0].place.device):
@@ -269,7 +275,7 @@ def _choose(sources: Sequence[Party], sink: Party, wanted: str) -> tuple[Party, 
     raise WeightSyncError(f"no channel leads from {_names(sources)} to {sink.name}: {'; '.join(refusals)}")
 
 
-def _nearest(sources: Sequence[Party], sink: Party, channel: Channel) -> tuple[Party | None, str]:
+def _nearest(sources: Sequence[Participant], sink: Participant, channel: Channel) -> tuple[Participant | None, str]:
     """The source rank that is closest to a sink, as the channel sees it, and why; or why none can."""
     place = sink.place
     if channel == "shm":
@@ -291,7 +297,7 @@ def _nearest(sources: Sequence[Party], sink: Party, channel: Channel) -> tuple[P
     return near, "same node" if near.place.node == place.node else "other nodes"
 
 
-def _names(parties: Sequence[Party]) -> str:
+def _names(parties: Sequence[Participant]) -> str:
     return ", ".join(party.name for party in parties)
 
 

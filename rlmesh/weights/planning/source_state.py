@@ -50,7 +50,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ConfirmedVersion:
     """The caller's word that the source stands at ``version``; it holds for these incarnations only."""
 
     version: int
@@ -69,7 +69,7 @@ def left_of(notes: Sequence[Left], ranks: Mapping[str, Standing]) -> Left | None
     return Left(newest, {name: rank.incarnation for name, rank in sent.items()})
 
 
-def check(left: Left | None, ranks: Mapping[str, Standing], told: Told | None, version: int) -> Left | None:
+def check(left: Left | None, ranks: Mapping[str, Standing], told: ConfirmedVersion | None, version: int) -> Left | None:
     """May these ranks send ``version``? Gives what counts as left from now on.
 
     They may if each is the process that sent last, or was restored from the version sent last. If all were restored

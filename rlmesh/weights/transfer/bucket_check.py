@@ -1,4 +1,4 @@
-"""`Check`: a sink compares what it has of a bucket with what the source says of it."""
+"""`BucketCheck`: a sink compares what it has of a bucket with what the source says of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlmesh.weights.transfer.checksum import checksum_of_unit
 from rlmesh.weights.transfer.tensor_bytes import checksums_of, how_many_checksums, in_memory
 
 
-class Check:
+class BucketCheck:
     """One bucket.
 
     Args:

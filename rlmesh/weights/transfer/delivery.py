@@ -1,7 +1,7 @@
 """`Delivery`: one route of one push. Announces buckets to the route's sinks and waits for their answers.
 
-Where the command says all (`Outlet.tells_only`) it runs on the thread that gathers, which sends one command after the
-other and waits for answers when there is no room, or at the end. A channel that moves bytes runs on a thread of its
+Where the command says all (`ChannelSender.tells_only`) it runs on the thread that gathers, which sends one command
+after the other and waits for answers when there is no room, or at the end. A channel that moves bytes runs on a thread of its
 own, so that the next bucket is gathered meanwhile and a snapshotted source trains on; where there is no next bucket, on
 the thread that waits for it. At most ``window`` buckets of a fenced source are unanswered at a time. The first failure
 ends it: what comes afterwards is dropped, and `result` tells who failed, and in which bucket.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlmesh.runtime.calling.pending import wait_about
-from rlmesh.weights.channels.base import ChannelBroken, Outlet, Parcel
+from rlmesh.weights.channels.base import BucketTransfer, ChannelBroken, ChannelSender
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 WINDOW = 2
@@ -38,7 +38,7 @@ class Command(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class DeliveryFailure:
     """Who failed, in which bucket (-1: in none), and how. ``error`` is the text; ``kind`` the error's type."""
 
     member: str
@@ -50,7 +50,7 @@ class Failure:
         return [self.member, self.bucket, self.kind, self.error]
 
     @classmethod
-    def of(cls, member: str, bucket: int, error: BaseException) -> Failure:
+    def of(cls, member: str, bucket: int, error: BaseException) -> DeliveryFailure:
         kind = getattr(error, "remote_type", "") or type(error).__name__
         return cls(member, bucket, kind.rpartition(".")[2], str(error) or kind)
 
@@ -70,7 +70,7 @@ class Header:
 class _Announced:
     """A bucket that its sinks were told of; ``began`` is of `time.perf_counter`."""
 
-    parcel: Parcel
+    parcel: BucketTransfer
     answers: dict[str, PlainFuture[Any]]
     began: float = field(default_factory=time.perf_counter)
 
@@ -90,16 +90,16 @@ class Delivery:
     """
 
     def __init__(
-        self, outlet: Outlet, sinks: Mapping[str, int], command: Command, header: Header, source: str, *,
+        self, outlet: ChannelSender, sinks: Mapping[str, int], command: Command, header: Header, source: str, *,
         window: int = WINDOW, beside: bool = True, took: dict[int, float] | None = None,
     ) -> None:  # fmt: skip
         self._outlet, self._sinks, self._command, self._header = outlet, dict(sinks), command, header
         self._source, self._window = source, window
-        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._parcels: queue.SimpleQueue[BucketTransfer | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(window)
         self._took = took if took is not None else {}
         self._unanswered: deque[_Announced] = deque()
-        self._failure: Failure | None = None
+        self._failure: DeliveryFailure | None = None
         self._turn = -1
         self._thread: threading.Thread | None = None
         self._done = False
@@ -124,7 +124,7 @@ class Delivery:
         """The bucket that there was room for does not come."""
         self._room.release()
 
-    def send(self, parcel: Parcel) -> None:
+    def send(self, parcel: BucketTransfer) -> None:
         if not self._at_once:
             self._parcels.put(parcel)
             return
@@ -140,13 +140,13 @@ class Delivery:
 
     def put_failed(self, bucket: int, error: BaseException) -> None:
         """The source itself could not make a bucket."""
-        self._failure = self._failure or Failure.of(self._source, bucket, error)
+        self._failure = self._failure or DeliveryFailure.of(self._source, bucket, error)
 
     def end(self) -> None:
         """No more buckets come."""
         self._parcels.put(None)
 
-    def result(self) -> Failure | None:
+    def result(self) -> DeliveryFailure | None:
         """Wait for the last answer. Bounded by the deadlines of the buckets."""
         if self._thread is not None:
             self._thread.join()
@@ -168,7 +168,7 @@ class Delivery:
         if self._failure is not None:
             self._outlet.abandon()
 
-    def _announce(self, parcel: Parcel) -> None:
+    def _announce(self, parcel: BucketTransfer) -> None:
         header, index = self._header, parcel.bucket.index
         answers: dict[str, PlainFuture[Any]] = {}
         self._unanswered.append(_Announced(parcel, answers))
@@ -182,23 +182,23 @@ class Delivery:
                 )  # fmt: skip
             self._outlet.transmit(parcel, lambda: any(_has_failed(answer) for answer in answers.values()))
         except ChannelBroken as error:
-            named = Failure.of(error.sink or self._source, index, error)
+            named = DeliveryFailure.of(error.sink or self._source, index, error)
             told = self._first_told()
             self._failure = told if told is not None and told.member == (error.sink or told.member) else named
         except Exception as error:
-            self._failure = Failure.of(self._source, index, error)
+            self._failure = DeliveryFailure.of(self._source, index, error)
 
-    def _first_told(self) -> Failure | None:
+    def _first_told(self) -> DeliveryFailure | None:
         """Of the oldest bucket that some sink has failed in."""
         told = (self._told(one.answers, one.parcel.bucket.index) for one in self._unanswered)
         return next((failure for failure in told if failure is not None), None)
 
-    def _told(self, answers: dict[str, PlainFuture[Any]], bucket: int) -> Failure | None:
+    def _told(self, answers: dict[str, PlainFuture[Any]], bucket: int) -> DeliveryFailure | None:
         """What the sinks themselves say of a broken channel: whose own fault it is comes before those who only lost
         their connection."""
         wait(answers.values(), TELL_S, FIRST_EXCEPTION)
         failed = [(sink, answer.exception()) for sink, answer in answers.items() if _has_failed(answer)]
-        told = [Failure.of(sink, bucket, error) for sink, error in failed if error is not None]
+        told = [DeliveryFailure.of(sink, bucket, error) for sink, error in failed if error is not None]
         return min(told, key=lambda failure: failure.kind == ChannelBroken.__name__, default=None)
 
     def _settle(self) -> None:
@@ -218,7 +218,7 @@ class Delivery:
                 answer.cancel()
         self._forget(parcel)
 
-    def _forget(self, parcel: Parcel) -> None:
+    def _forget(self, parcel: BucketTransfer) -> None:
         self._outlet.taken(parcel)
         self._room.release()
 

@@ -14,7 +14,7 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.members import commander, origin_of
-from rlmesh.weights.planning.plan import Party, Place
+from rlmesh.weights.planning.plan import DeviceLocation, Participant
 from rlmesh.weights.planning.source_state import Left, Standing
 from rlmesh.weights.protocols import WeightSource
 from rlmesh.weights.transfer.sender import Sender
@@ -23,15 +23,15 @@ from rlmesh.wire.envelope import ANY_INCARNATION
 Incarnations = Mapping[str, int]
 
 
-def party_of(fields: Mapping[str, Any]) -> Party:
+def party_of(fields: Mapping[str, Any]) -> Participant:
     """From what a member said of itself."""
     node, shm, device, peers, ipc, why_not = fields["place"]
     manifest, parts = fields["manifest"], fields.get("parts")
     standing, left = fields.get("standing"), fields.get("left")
-    return Party(
+    return Participant(
         name=fields["name"],
         incarnation=fields["incarnation"],
-        place=Place(node, shm, device, tuple(peers), ipc, why_not),
+        place=DeviceLocation(node, shm, device, tuple(peers), ipc, why_not),
         manifest=Manifest.from_wire(manifest) if manifest is not None else None,
         mode=fields["mode"],
         parts={name: (first, count) for name, (first, count) in parts.items()} if parts else None,
@@ -41,7 +41,7 @@ def party_of(fields: Mapping[str, Any]) -> Party:
     )
 
 
-class End(Protocol):
+class Endpoint(Protocol):
     """Either end.
 
     Attributes:
@@ -66,7 +66,7 @@ class End(Protocol):
 class Bound:
     """An end as it was when a link was made: what it is told is meant for those incarnations of its members."""
 
-    def __init__(self, end: End, incarnations: Incarnations) -> None:
+    def __init__(self, end: Endpoint, incarnations: Incarnations) -> None:
         self._end, self._incarnations = end, incarnations
 
     def call(self, member: str, method: str, *args: Any, timeout_s: float) -> PlainFuture[Any]:
@@ -74,7 +74,7 @@ class Bound:
         return self._end.call(member, method, *args, timeout_s=timeout_s, incarnation=incarnation)
 
 
-class Members:
+class MemberEndpoint:
     """All members of some roles."""
 
     is_here = False

@@ -1,4 +1,4 @@
-"""`Seen`: what a module had when it was looked at, and a cheap way to find out that it has something else now.
+"""`ModuleSnapshot`: the tensors of a module at one moment, and a cheap test whether the module still has them.
 
 Parameters are replaced by ``load_state_dict(assign=True)``, by ties, by resized embeddings and by adapters; ``to()``
 and ``half()`` keep the parameter and replace its memory. Whoever holds tensors of a module for longer than a call must
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Seen:
+class ModuleSnapshot:
     """What ``module`` has now.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Crew`: several threads that copy and sum much memory side by side.
+"""`ParallelCopy`: several threads that copy and sum much memory side by side.
 
 One core alone does not fill the memory of a machine (5 to 7 of 12 GB/s on two cores); NumPy works without the
 interpreter's lock, and so does xxhash. Work is cut into turns of a few MiB, which whoever is free takes next.
@@ -25,7 +25,7 @@ MOST = 4
 """More threads than that fill no memory faster, and there are others on the machine."""
 
 
-class Crew:
+class ParallelCopy:
     """The thread that asks, and up to ``hands - 1`` more, which start when there is work for them.
 
     Args:

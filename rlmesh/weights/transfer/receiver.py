@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlmesh.errors import WeightSyncError
 from rlmesh.runtime.process import clock
-from rlmesh.weights.channels.base import Inlet, RouteSettings
+from rlmesh.weights.channels.base import ChannelReceiver, RouteSettings
 from rlmesh.weights.channels.registry import open_inlet
 from rlmesh.weights.planning.buckets import Bucket, join_all
 from rlmesh.weights.planning.device_location import place_of
@@ -23,7 +23,7 @@ from rlmesh.weights.planning.plan import Channel
 from rlmesh.weights.planning.sink_state import SinkState
 from rlmesh.weights.planning.source_state import Left
 from rlmesh.weights.protocols import SINK, OpenSink, WeightSink, check_end
-from rlmesh.weights.transfer.bucket_check import Check
+from rlmesh.weights.transfer.bucket_check import BucketCheck
 from rlmesh.weights.transfer.staging import stage_pieces
 from rlmesh.weights.version_gate import VersionGate
 
@@ -51,7 +51,7 @@ def _command(method: Callable[Concatenate[Receiver, P], R]) -> Callable[Concaten
 
 
 @dataclass(eq=False)
-class _Route:
+class _IncomingRoute:
     """From one rank of the source.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Route:
 
     settings: RouteSettings
     buckets: tuple[Bucket, ...]
-    inlet: Inlet
+    inlet: ChannelReceiver
     share: tuple[int, int]
     first: int
     turn: tuple[int, int] = (0, 0)
@@ -87,10 +87,10 @@ class _Route:
 
 
 @dataclass(eq=False)
-class _Session:
+class _ReceivingSession:
     """One plan of one `WeightSync`, as this sink sees it: a route from each rank of the source that sends to it."""
 
-    routes: dict[str, _Route] = field(default_factory=dict)
+    routes: dict[str, _IncomingRoute] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -119,7 +119,7 @@ class Receiver:
         self.state = SinkState(sink.mode, self.gate.version)
         self.tap: Tap = tap or (lambda step, bucket: None)
         self._node = node
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _ReceivingSession] = {}
         self._commands = threading.Condition()
         """Held by the command that runs. It is reentrant."""
         self._alone: tuple[int, float] | None = None
@@ -163,9 +163,9 @@ class Receiver:
         self._use_device()
         inlet = open_inlet(channel, settings, self.who, info)
         cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
-        session = self._sessions.setdefault(settings.session, _Session())
+        session = self._sessions.setdefault(settings.session, _ReceivingSession())
         share = settings.sinks.index(self.who), len(settings.sinks)
-        session.routes[settings.source] = _Route(settings, cut, inlet, share, session.total)
+        session.routes[settings.source] = _IncomingRoute(settings, cut, inlet, share, session.total)
 
     def has(self, session: str) -> bool:
         """Is it connected to this plan? Not after a restart, nor when a role has said anew where weights go."""
@@ -201,7 +201,7 @@ class Receiver:
         Args:
             turn: the how-manieth command of the push and of this rank it is, from 0 on.
             buckets: number of the first, and how many.
-            checksums: of its entries; see `Parcel`.
+            checksums: of its entries; see `BucketTransfer`.
         """
         with self._commands:
             found = self._find(session)
@@ -221,8 +221,8 @@ class Receiver:
                 self._commands.notify_all()
 
     def _stage(
-        self, found: _Session, route: _Route, push: int, version: int, buckets: tuple[int, int], payload: Any,
-        checksums: Sequence[int], flip_s: float,
+        self, found: _ReceivingSession, route: _IncomingRoute, push: int, version: int, buckets: tuple[int, int],
+        payload: Any, checksums: Sequence[int], flip_s: float,
     ) -> None:  # fmt: skip
         self._use_device()
         if self.state.push != push or self.state.phase != "staging":
@@ -237,15 +237,15 @@ class Receiver:
         for number in range(index, index + count):
             self.tap("staged", number)
 
-    def _take(self, route: _Route, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
+    def _take(self, route: _IncomingRoute, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
         inlet = route.inlet
         pieces = inlet.take(bucket, payload, route.settings.timeout_s)
         check = None
         if route.settings.verify:
-            check = Check(bucket, pieces, lambda: inlet.checksums(checksums), route.share)
+            check = BucketCheck(bucket, pieces, lambda: inlet.checksums(checksums), route.share)
         stage_pieces(self.sink, bucket, pieces, keep=inlet.keeps, check=check, ready=inlet.ready)
 
-    def _begin(self, session: _Session, push: int, version: int, flip_s: float) -> None:
+    def _begin(self, session: _ReceivingSession, push: int, version: int, flip_s: float) -> None:
         self.abort(self.state.push)
         self._heed_gate()
         self._alone = None
@@ -358,7 +358,7 @@ class Receiver:
 
             torch.cuda.set_device(torch.device(self.sink.device))
 
-    def _find(self, session: str) -> _Session:
+    def _find(self, session: str) -> _ReceivingSession:
         found = self._sessions.get(session)
         if found is None:
             raise WeightSyncError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.channels.base import Outlet, RouteSettings
+from rlmesh.weights.channels.base import ChannelSender, RouteSettings
 from rlmesh.weights.channels.registry import open_outlet
 from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.planning.buckets import Bucket, join
@@ -19,7 +19,7 @@ from rlmesh.weights.planning.device_location import place_of
 from rlmesh.weights.planning.plan import Channel
 from rlmesh.weights.planning.source_state import Standing
 from rlmesh.weights.protocols import SOURCE, ShardedSource, WeightSource, check_end
-from rlmesh.weights.transfer.delivery import Command, Delivery, Failure, Header
+from rlmesh.weights.transfer.delivery import Command, Delivery, DeliveryFailure, Header
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class RouteStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SenderOrigin:
     """What this process knows of its job; see `RouteSettings`."""
 
     job_id: str
@@ -44,7 +44,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedRoute:
     """What a sink needs to attach to a route."""
 
     settings: RouteSettings
@@ -53,7 +53,7 @@ class Opened:
 
 
 @dataclass(eq=False)
-class _Route:
+class _OutgoingRoute:
     """One that starts here.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Route:
     """
 
     sinks: Mapping[str, int]
-    outlet: Outlet
+    outlet: ChannelSender
     took: dict[int, float] = field(default_factory=dict)
 
 
@@ -92,11 +92,11 @@ class _Form(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Session:
+class _SendingSession:
     buckets: tuple[Bucket, ...]
     keep: bool
     sharded: bool
-    routes: list[_Route]
+    routes: list[_OutgoingRoute]
     form: _Form
     stale: bool = False
     deliveries: dict[int, list[Delivery]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Sender:
     """
 
     def __init__(
-        self, source: WeightSource, who: str, command: Command, origin: Origin, *, incarnation: int = 0,
+        self, source: WeightSource, who: str, command: Command, origin: SenderOrigin, *, incarnation: int = 0,
         node: str | None = None, restored: int | None = None,
     ) -> None:  # fmt: skip
         check_end(source, SOURCE, "weight source", "ModuleSource(model) or ArraySource(arrays)")
@@ -138,7 +138,7 @@ class Sender:
         """The version that it gave last."""
         self._given: object = None
         """The source's stamp then."""
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _SendingSession] = {}
 
     def describe(self) -> dict[str, Any]:
         place = place_of(self.source.device, self._node)
@@ -156,13 +156,13 @@ class Sender:
     def open(
         self, session: str, buckets: Sequence[Any], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
         verify: bool, sharded: bool,
-    ) -> dict[str, Opened]:  # fmt: skip
+    ) -> dict[str, OpenedRoute]:  # fmt: skip
         """Open the routes that start here; gives what each sink needs to connect. ``sharded``: give the shards of this
         rank, which ``buckets`` are of, and gather nothing."""
-        made: list[_Route] = []
+        made: list[_OutgoingRoute] = []
         cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
-        self._sessions[session] = _Session(cut, keep, sharded, made, _Form.of(self.source))
-        opened: dict[str, Opened] = {}
+        self._sessions[session] = _SendingSession(cut, keep, sharded, made, _Form.of(self.source))
+        opened: dict[str, OpenedRoute] = {}
         job = self._origin
         for start in routes:
             settings = RouteSettings(
@@ -172,8 +172,8 @@ class Sender:
                 shares_events=start.shares_events,
             )  # fmt: skip
             outlet = open_outlet(start.channel, settings)
-            made.append(_Route(start.sinks, outlet))
-            opened.update({sink: Opened(settings, start.channel, outlet.info(sink)) for sink in start.sinks})
+            made.append(_OutgoingRoute(start.sinks, outlet))
+            opened.update({sink: OpenedRoute(settings, start.channel, outlet.info(sink)) for sink in start.sinks})
         return opened
 
     def connect(self, session: str) -> None:
@@ -183,7 +183,7 @@ class Sender:
 
     def capture(
         self, session: str, push: int, version: int, flip_s: float, bucket_s: float, again: bool = False
-    ) -> Failure | None:
+    ) -> DeliveryFailure | None:
         """Give all buckets to the routes. Returns when the weights may change: with a fenced source when all sinks
         have all of it, with a snapshot when all of it is copied; `sent` then waits for the sinks.
 
@@ -224,12 +224,12 @@ class Sender:
                 if found.keep
                 else "the weights were changed before all sinks had them: wait for the push, or push with snapshot"
             )
-            failure = Failure(self.who, -1, "WeightSyncError", text)
+            failure = DeliveryFailure(self.who, -1, "WeightSyncError", text)
         if failure is None:
             self.sent_version, self._given = version, before
         return failure
 
-    def _check_form(self, found: _Session) -> None:
+    def _check_form(self, found: _SendingSession) -> None:
         """The plan's buckets are of what the source had when it was made."""
         changes = found.form.changes(_Form.of(self.source))
         if changes:
@@ -239,7 +239,7 @@ class Sender:
                 "The next push makes a new plan"
             )
 
-    def _gather(self, bucket: Bucket, found: _Session, deliveries: Sequence[Delivery]) -> None:
+    def _gather(self, bucket: Bucket, found: _SendingSession, deliveries: Sequence[Delivery]) -> None:
         if not found.keep:
             for delivery in deliveries:
                 delivery.wait_for_room()
@@ -254,13 +254,13 @@ class Sender:
                     delivery.put_failed(bucket.index, error)
                     delivery.skip()
 
-    def _tensors(self, bucket: Bucket, found: _Session) -> AbstractContextManager[Mapping[str, Any]]:
+    def _tensors(self, bucket: Bucket, found: _SendingSession) -> AbstractContextManager[Mapping[str, Any]]:
         if found.sharded:
             assert isinstance(self.source, ShardedSource)
             return self.source.shards(bucket.names)
         return self.source.gather(bucket.names)
 
-    def sent(self, session: str, push: int) -> Failure | None:
+    def sent(self, session: str, push: int) -> DeliveryFailure | None:
         """Wait for the sinks' last answers; the first failure, if there is one."""
         deliveries = self._find(session).deliveries.pop(push, [])
         results = [delivery.result() for delivery in deliveries]
@@ -286,7 +286,7 @@ class Sender:
         for session in list(self._sessions):
             self.close_session(session)
 
-    def _find(self, session: str) -> _Session:
+    def _find(self, session: str) -> _SendingSession:
         found = self._sessions.get(session)
         if found is None:
             raise WeightSyncError(

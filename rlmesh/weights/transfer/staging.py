@@ -11,7 +11,7 @@ from typing import Any
 
 from rlmesh.weights.planning.buckets import Bucket
 from rlmesh.weights.protocols import OpenSink, WeightSink
-from rlmesh.weights.transfer.bucket_check import Check
+from rlmesh.weights.transfer.bucket_check import BucketCheck
 from rlmesh.weights.transfer.checksum import checksums, copy_with_checksums
 from rlmesh.weights.transfer.tensor_bytes import in_memory, is_torch, tensor_of
 
@@ -22,7 +22,7 @@ def stage_pieces(
     pieces: Sequence[Any],
     *,
     keep: bool,
-    check: Check | None,
+    check: BucketCheck | None,
     ready: Callable[[], object],
 ) -> None:
     """Stage one bucket; with ``check``, verified.

@@ -1,4 +1,4 @@
-"""`Link`: a plan that is connected, and the commands of a push over it.
+"""`SyncSession`: a plan that is connected, and the commands of a push over it.
 
 A link is good for one set of members: when one restarts or joins, or when a push fails, it is dropped and the next push
 makes another. That is all there is to joining late: a sink that is in no committed push serves nothing.
@@ -17,10 +17,10 @@ from typing import Any
 
 from rlmesh.errors import WeightSyncError
 from rlmesh.runtime.process import clock
-from rlmesh.weights.planning.plan import Party, WeightPlan, Wishes, make_plan
+from rlmesh.weights.planning.plan import Participant, SyncOptions, WeightPlan, make_plan
 from rlmesh.weights.planning.source_state import Left, Standing, left_of
-from rlmesh.weights.transfer.delivery import Failure, wait_as_last
-from rlmesh.weights.transfer.endpoints import Bound, End, Incarnations, party_of
+from rlmesh.weights.transfer.delivery import DeliveryFailure, wait_as_last
+from rlmesh.weights.transfer.endpoints import Bound, Endpoint, Incarnations, party_of
 from rlmesh.weights.transfer.sender import RouteStart
 
 logger = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class Timeouts:
     connect_s: float
 
 
-class Link:
+class SyncSession:
     """See the module. Made by `open`."""
 
     def __init__(
-        self, session: str, plan: WeightPlan, source: End, sinks: End, timeouts: Timeouts, members: Incarnations,
-        verify: bool,
+        self, session: str, plan: WeightPlan, source: Endpoint, sinks: Endpoint, timeouts: Timeouts,
+        members: Incarnations, verify: bool,
     ) -> None:  # fmt: skip
         self._verify = verify
         self.session, self.plan, self.failed = session, plan, False
@@ -67,8 +67,14 @@ class Link:
 
     @classmethod
     def open(
-        cls, source: End, sinks: End, wishes: Wishes, timeouts: Timeouts, *, only: Collection[str] | None = None
-    ) -> Link:
+        cls,
+        source: Endpoint,
+        sinks: Endpoint,
+        wishes: SyncOptions,
+        timeouts: Timeouts,
+        *,
+        only: Collection[str] | None = None,
+    ) -> SyncSession:
         """Ask everybody, make the plan, and connect the channels.
 
         Raises:
@@ -88,7 +94,7 @@ class Link:
             raise
         return link
 
-    def is_of(self, source: End, sinks: End) -> bool:
+    def is_of(self, source: Endpoint, sinks: Endpoint) -> bool:
         """Are the members still those that the plan was made for?"""
         return self._members == {**source.incarnations(), **sinks.incarnations()}
 
@@ -157,11 +163,11 @@ class Link:
             for name in self._source_names
         }  # fmt: skip
 
-    def wait_captured(self, captures: Answers) -> Failure | None:
+    def wait_captured(self, captures: Answers) -> DeliveryFailure | None:
         self._wait_as_last("capture", captures)
         return _first_failure(captures)
 
-    def wait_sent(self, push: int, failure: Failure | None) -> Failure | None:
+    def wait_sent(self, push: int, failure: DeliveryFailure | None) -> DeliveryFailure | None:
         """With a snapshot: until the sinks have it."""
         if self.plan.source_mode != "snapshot":
             return failure
@@ -197,14 +203,14 @@ class Link:
         """What a commit of ``version`` over this plan leaves."""
         return Left(version, {name: rank.incarnation for name, rank in self.standings.items()})
 
-    def wait_flipped(self, flips: Answers) -> Failure | None:
+    def wait_flipped(self, flips: Answers) -> DeliveryFailure | None:
         self._wait_as_last("flip", flips)
-        failure: Failure | None = None
+        failure: DeliveryFailure | None = None
         for name, answer in flips.items():
             try:
                 answer.result()
             except Exception as error:
-                failure = failure or Failure.of(name, -1, error)
+                failure = failure or DeliveryFailure.of(name, -1, error)
         return failure
 
     def _wait_as_last(self, what: str, answers: Answers) -> None:
@@ -229,7 +235,7 @@ class Link:
                 self.failed = True
                 logger.warning("%s has the new weights but does not serve them until the next push: %s", name, error)
 
-    def abort(self, push: int, failure: Failure) -> dict[str, int | str | None]:
+    def abort(self, push: int, failure: DeliveryFailure) -> dict[str, int | str | None]:
         """Let all sinks go back, and close the channels; what each serves then, or why that is not known."""
         self.failed = True
         aborted = {
@@ -271,7 +277,7 @@ def _left(deadline: float) -> float:
     return max(0.0, deadline - clock.now())
 
 
-def _ask(end: Bound, names: list[str], method: str, timeout_s: float) -> list[Party]:
+def _ask(end: Bound, names: list[str], method: str, timeout_s: float) -> list[Participant]:
     asked = {name: end.call(name, method, timeout_s=timeout_s) for name in names}
     return [party_of(_result(answer, name, "say what weights it has")) for name, answer in asked.items()]
 
@@ -283,13 +289,13 @@ def _result(answer: PlainFuture[Any], name: str, what: str) -> Any:
         raise WeightSyncError(f"{name} could not {what}: {type(error).__name__}: {error}") from error
 
 
-def _first_failure(answers: Answers) -> Failure | None:
-    found: Failure | None = None
+def _first_failure(answers: Answers) -> DeliveryFailure | None:
+    found: DeliveryFailure | None = None
     for name, answer in answers.items():
         try:
             wire = answer.result()
         except Exception as error:
-            found = found or Failure.of(name, -1, error)
+            found = found or DeliveryFailure.of(name, -1, error)
         else:
-            found = found or (Failure(*wire) if wire is not None else None)
+            found = found or (DeliveryFailure(*wire) if wire is not None else None)
     return found

@@ -25,9 +25,9 @@ from rlmesh.rl.engines.training.protocol import (
     Lora,
     LossFunction,
     Saving,
-    Source,
     Splittable,
     StepReport,
+    SyncableSource,
     TrainingOptions,
 )
 from rlmesh.rl.head import TokenTerms
@@ -164,7 +164,7 @@ class ModuleEngine(ABC):
     def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> EngineSource:
         return EngineSource(self, self._source(lora, adapter))
 
-    def _source(self, lora: Lora = "", adapter: str = "default") -> Source:
+    def _source(self, lora: Lora = "", adapter: str = "default") -> SyncableSource:
         return ModuleSource(self.plain, lora=lora, adapter=adapter)
 
     def export(self, folder: Path) -> None:
@@ -221,7 +221,7 @@ class EngineSource:
 
     lasting = False
 
-    def __init__(self, engine: ModuleEngine, inner: Source) -> None:
+    def __init__(self, engine: ModuleEngine, inner: SyncableSource) -> None:
         self._engine, self._inner = engine, inner
         self.device = inner.device
 

@@ -23,7 +23,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.head import TokenTerms, chunked_log_probs
 from rlmesh.rl.packing import Pack, Segment
 from rlmesh.rl.packing import pack as build_packs
-from rlmesh.rl.prefix import Layout, packed_attention
+from rlmesh.rl.prefix import PrefixLayout, packed_attention
 
 __all__ = ["PackedBatch", "PackedInputs", "PackedPart", "packed_hidden", "packed_log_probs", "packed_values", "prepare"]
 
@@ -51,7 +51,7 @@ class PackedInputs:
                 pack.targets,
             )
         )
-        self.layout = Layout.of(pack.segments if len(pack) else [Segment(0, 1)], device)
+        self.layout = PrefixLayout.of(pack.segments if len(pack) else [Segment(0, 1)], device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,7 +209,7 @@ def _attention(
     Returns:
         ``[batch, tokens, heads, width]``, and no attention weights.
     """
-    layout: Layout | None = options.pop("packed_layout", None)
+    layout: PrefixLayout | None = options.pop("packed_layout", None)
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

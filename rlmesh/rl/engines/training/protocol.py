@@ -122,7 +122,7 @@ class Saving(Protocol):
     def done(self) -> bool: ...
 
 
-class Source(Protocol):
+class SyncableSource(Protocol):
     """What a `WeightSync` takes weights from: `rlmesh.ModuleSource` and its like."""
 
     device: str
@@ -198,7 +198,7 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> Source:
+    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> SyncableSource:
         """The weights as the source of a `WeightSync`: names are those of the plain model, tensors whole.
 
         Args:

@@ -17,7 +17,7 @@ from rlmesh.rl.engines.rollout import PauseMode, SleepLevel
 from rlmesh.rl.engines.vllm.base import (
     CALL_S,
     START_S,
-    Batch,
+    RequestBatch,
     Sink,
     T,
     VllmBase,
@@ -41,7 +41,7 @@ class Stretch:
     with it afterwards."""
 
     name: str
-    batch: Batch
+    batch: RequestBatch
     tokens: int = 0
     keep: bool = False
 
@@ -64,7 +64,7 @@ class AsyncVllmEngine(VllmBase):
         self._arguments = engine_args(model, arguments, in_process=False)
         self._numbers = itertools.count()
         self._stretches: dict[asyncio.Task[None], Stretch] = {}
-        self._kept: list[tuple[Growing, Batch]] = []
+        self._kept: list[tuple[Growing, RequestBatch]] = []
         self._halted = False
         self._resuming: set[asyncio.Task[None]] = set()
         self._engine: Any = None
@@ -122,7 +122,7 @@ class AsyncVllmEngine(VllmBase):
 
     # On the engine's loop.
 
-    async def _add(self, row: Growing, batch: Batch) -> None:
+    async def _add(self, row: Growing, batch: RequestBatch) -> None:
         """Start a stretch; it is in vLLM when this returns."""
         name = str(next(self._numbers))
         outputs = await self._engine.add_request(name, tokens_of(row.context), stretch_params(row, self._ends))
@@ -161,11 +161,11 @@ class AsyncVllmEngine(VllmBase):
     async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self._engine, method)(*args, **kwargs)
 
-    async def _submitted(self, batch: Batch) -> None:
+    async def _submitted(self, batch: RequestBatch) -> None:
         for row in batch.rows:
             await self._add(row, batch)
 
-    async def _withdrawn(self, batch: Batch) -> None:
+    async def _withdrawn(self, batch: RequestBatch) -> None:
         batch.withdrawn = True
         self._kept = [kept for kept in self._kept if kept[1] is not batch]
         await self._engine.abort([each.name for each in self._stretches.values() if each.batch is batch])
@@ -223,7 +223,7 @@ class AsyncVllmEngine(VllmBase):
         self._resuming.add(task)
         task.add_done_callback(self._resuming.discard)
 
-    async def _put_back(self, kept: Sequence[tuple[Growing, Batch]]) -> None:
+    async def _put_back(self, kept: Sequence[tuple[Growing, RequestBatch]]) -> None:
         for row, batch in kept:
             try:
                 await self._add(row, batch)
@@ -268,10 +268,10 @@ class AsyncVllmEngine(VllmBase):
     def _call(self, what: str, work: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
         return self._answer(what, self._post(work), timeout_s)
 
-    def _submit(self, batch: Batch, timeout_s: float) -> None:
+    def _submit(self, batch: RequestBatch, timeout_s: float) -> None:
         self._call("take requests", self._submitted(batch), timeout_s)
 
-    def _withdraw(self, batch: Batch) -> None:
+    def _withdraw(self, batch: RequestBatch) -> None:
         with suppress(UsageError):
             self._post(self._withdrawn(batch))
 

@@ -26,7 +26,7 @@ from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
 from rlmesh.rl.engines.vllm.buckets import BucketWriter
 
-__all__ = ["Batch", "Probe", "VllmBase", "end_tokens", "engine_args", "stretch_params"]
+__all__ = ["ProbeResult", "RequestBatch", "VllmBase", "end_tokens", "engine_args", "stretch_params"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ CPU_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeResult:
     """What the engine said of a fixed prompt right after a push: to compare with the trainer's."""
 
     version: int
@@ -50,7 +50,7 @@ class Probe:
     log_probs: list[float]
 
 
-class Batch:
+class RequestBatch:
     """Requests that were made together; ``done`` is set when all have ended, or all have failed."""
 
     def __init__(self, rows: Sequence[Growing]) -> None:
@@ -77,7 +77,7 @@ class Core(Protocol):
 
     gate: VersionGate
     pause_mode: PauseMode
-    probe: Probe | None
+    probe: ProbeResult | None
     probe_token_ids: list[int]
     tied: bool
 
@@ -138,7 +138,7 @@ class Sink:
         found = core.probed([core.probe_token_ids], self._halt_s)[0]
         if not all(map(math.isfinite, found)):
             raise WeightSyncError(f"with version {version} the log-probs of a fixed prompt are not finite: {found}")
-        core.probe = Probe(version, core.probe_token_ids, found)
+        core.probe = ProbeResult(version, core.probe_token_ids, found)
 
     def conclude(self, version: int) -> None:
         self._halted = False
@@ -170,7 +170,7 @@ class VllmBase(ABC):
     """See `VllmEngine`; subclasses say how vLLM itself is reached: all methods without a text of their own."""
 
     pause_modes: frozenset[PauseMode] = frozenset({"abort", "wait", "keep"})
-    probe: Probe | None = None
+    probe: ProbeResult | None = None
     """Of the last push."""
 
     def __init__(
@@ -209,7 +209,7 @@ class VllmBase(ABC):
         if not prompts:
             return []
         deadline = time.monotonic() + timeout_s
-        batch = Batch([Growing(prompt, params, row) for row, prompt in enumerate(prompts)])
+        batch = RequestBatch([Growing(prompt, params, row) for row, prompt in enumerate(prompts)])
         # Held until the requests are in the engine: from then on a push knows of them.
         with self._serving(timeout_s):
             try:
@@ -332,11 +332,11 @@ class VllmBase(ABC):
         """Tell the engine's thread to end, after what it was asked for before. Does not wait."""
 
     @abstractmethod
-    def _submit(self, batch: Batch, timeout_s: float) -> None:
+    def _submit(self, batch: RequestBatch, timeout_s: float) -> None:
         """Put requests into vLLM."""
 
     @abstractmethod
-    def _withdraw(self, batch: Batch) -> None:
+    def _withdraw(self, batch: RequestBatch) -> None:
         """Nobody waits for them any more. Does not wait, and may be called when they have ended."""
 
     @abstractmethod

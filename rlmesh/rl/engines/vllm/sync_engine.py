@@ -17,7 +17,7 @@ from rlmesh.rl.engines.rollout import PauseMode, SleepLevel
 from rlmesh.rl.engines.vllm.base import (
     CALL_S,
     START_S,
-    Batch,
+    RequestBatch,
     Sink,
     T,
     VllmBase,
@@ -69,8 +69,8 @@ class VllmEngine(VllmBase):
         self._serving_version = version
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
-        self._running: dict[str, tuple[Growing, Batch]] = {}
-        self._kept: list[tuple[Growing, Batch]] = []
+        self._running: dict[str, tuple[Growing, RequestBatch]] = {}
+        self._kept: list[tuple[Growing, RequestBatch]] = []
         self._halted = False
         self._idle = threading.Event()
         """Set when nothing runs."""
@@ -147,13 +147,13 @@ class VllmEngine(VllmBase):
                 batch.ended()
         return others
 
-    def _add(self, row: Growing, batch: Batch) -> None:
+    def _add(self, row: Growing, batch: RequestBatch) -> None:
         number = str(next(self._numbers))
         self._engine.add_request(number, tokens_of(row.context), stretch_params(row, self._ends))
         self._running[number] = (row, batch)
         self._idle.clear()
 
-    def _take_out(self) -> list[tuple[Growing, Batch]]:
+    def _take_out(self) -> list[tuple[Growing, RequestBatch]]:
         """End all running requests where they are."""
         out = list(self._running.values())
         self._engine.abort_request(list(self._running))
@@ -228,14 +228,14 @@ class VllmEngine(VllmBase):
     def _call(self, what: str, function: Callable[..., T], *args: Any, timeout_s: float = CALL_S) -> T:
         return self._answer(what, self._post(function, *args), timeout_s)
 
-    def _submit(self, batch: Batch, timeout_s: float) -> None:
+    def _submit(self, batch: RequestBatch, timeout_s: float) -> None:
         def add() -> None:
             for row in batch.rows:
                 self._add(row, batch)
 
         self._call("take requests", add, timeout_s=timeout_s)
 
-    def _withdraw(self, batch: Batch) -> None:
+    def _withdraw(self, batch: RequestBatch) -> None:
         def remove() -> None:
             mine = [number for number, (_, of) in self._running.items() if of is batch]
             self._engine.abort_request(mine)

@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 
 from rlmesh.rl.engines.training import ranks
-from rlmesh.rl.engines.training.protocol import Source
+from rlmesh.rl.engines.training.protocol import SyncableSource
 
 FILE_BYTES = 2 << 30
 
 
 def write_safetensors(
-    folder: Path, source: Source, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
+    folder: Path, source: SyncableSource, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
 ) -> None:
     """Write all weights, tied ones once, and the configuration, if the model has one. ``folder`` appears, or is
     replaced, when all is there. Collective; rank 0 writes and holds one file's tensors at a time.
