@@ -1,10 +1,10 @@
 """`Delivery`: one route of one push. Announces buckets to the route's sinks and waits for their answers.
 
-Where the command says all (`ChannelSender.tells_only`) it runs on the thread that gathers, which sends one command
-after the other and waits for answers when there is no room, or at the end. A channel that moves bytes runs on a thread of its
-own, so that the next bucket is gathered meanwhile and a snapshotted source trains on; where there is no next bucket, on
-the thread that waits for it. At most ``window`` buckets of a fenced source are unanswered at a time. The first failure
-ends it: what comes afterwards is dropped, and `result` tells who failed, and in which bucket.
+A channel whose commands carry everything (`ChannelSender.tells_only`) runs on the gathering thread: it sends one
+command after the other and waits for answers when the window is full, and at the end. A channel that moves bytes runs
+on its own thread, so that the next bucket is gathered meanwhile and a snapshotted source trains on. If there is no next
+bucket, it runs on the waiting thread. At most ``window`` buckets of a fenced source are unanswered at a time. The first
+failure ends the delivery: later buckets are dropped, and `result` says which sink failed in which bucket.
 """
 
 from __future__ import annotations
