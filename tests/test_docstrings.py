@@ -41,12 +41,14 @@ def first_lines() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-                if documented and (text := ast.get_docstring(node)):
+                text = None
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = ast.get_docstring(node)
+                if text:
                     place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
                     yield place, text.splitlines()[0].strip()
-                for text, line in strings_below_names(node):
-                    yield f"{path.relative_to(ROOT)}:{line}", text.splitlines()[0].strip()
+                for below, line in strings_below_names(node):
+                    yield f"{path.relative_to(ROOT)}:{line}", below.splitlines()[0].strip()
 
 
 def strings_below_names(node: ast.AST) -> Iterator[tuple[str, int]]:
