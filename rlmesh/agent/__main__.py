@@ -11,7 +11,7 @@ from rlmesh.agent.processes import ownership
 
 
 def main() -> int:
-    """Start what takes long, then import the rest and be the agent."""
+    """Start the slow processes, then import the rest of the agent and run it."""
     ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
     ownership.prctl(ownership.PR_SET_NAME, b"rlmesh-agent")
     line = _first_line(0)
@@ -24,7 +24,7 @@ def main() -> int:
 
 
 def _first_line(fd: int) -> bytes:
-    """Read no further than the line that was written: the pipe stays open, and more may come."""
+    """Read one line and nothing after it: the pipe stays open, and more may come."""
     line = b""
     while not line.endswith(b"\n"):
         chunk = os.read(fd, 1 << 20)

@@ -1,9 +1,9 @@
 """The agent: one per node, the parent of every process of the job on it.
 
-It knows of a death from the operating system, through the descriptor of the process, and tells the master within
-milliseconds, with the process's last words. It ends with everything below it when its guardian lets go of it or the
-job is over; what it leaves after a SIGKILL, the guardian ends. A master that dies before that is started again, while
-the members run on.
+The agent learns of a process's death from its process descriptor, and reports it to the master within milliseconds,
+with the last lines of its log. The agent ends with everything below it when its guardian closes the pipe or the job is
+over; after a SIGKILL of the agent, the guardian cleans up. If the master dies earlier, the agent restarts it while the
+members run on.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 from rlmesh.agent.boot import Boot
 from rlmesh.agent.device_lease_server import DeviceLeaseServer
 from rlmesh.agent.master_keeper import GiveUp, MasterKeeper, failed_start
-from rlmesh.agent.master_session import Allegiance, Ties
+from rlmesh.agent.master_session import AgentCallbacks, MasterSession
 from rlmesh.agent.members import MemberKey, NodeMembers
 from rlmesh.agent.monitoring.device_watch import DeviceWatch
 from rlmesh.agent.monitoring.rejections import RejectionReporter
 from rlmesh.agent.monitoring.usage import NodeUse, read_use
 from rlmesh.agent.node_description import node_info
 from rlmesh.agent.processes import ownership
-from rlmesh.agent.processes.cleanup import Leavings
+from rlmesh.agent.processes.cleanup import Cleanup
 from rlmesh.agent.processes.freezing import Freezer
 from rlmesh.agent.processes.process import Ended
 from rlmesh.agent.processes.process_table import Child, ProcessTable, stop
@@ -51,17 +51,17 @@ __all__ = ["Agent"]
 logger = logging.getLogger(__name__)
 
 LAST_GRACE_S = 1.5
-"""Grace of the members when nobody says how long they have: the guardian is gone, or the master is."""
+"""Grace of the members in seconds when nobody gives one, because the guardian or the master is gone."""
 MASTER_WAIT_S = 0.5
 SERVICE_GRACE_S = 0.0 if ownership.signals_are_shared() else 0.3
-"""For processes that have nothing to lose; where signals are shared they do not hear SIGTERM."""
+"""Grace of service processes, which have nothing to lose. Where signals are shared they do not get SIGTERM."""
 REPORT_WAIT_S = 10.0
 SETTLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class _Over:
-    """Why the node ends, the agent's exit code for it, and how long members have."""
+class _NodeEnd:
+    """The reason why the node ends, the agent's exit code, and the grace of the members in seconds."""
 
     why: str
     code: int = 0
@@ -79,14 +79,14 @@ class Agent:
         self._master_child = self._table.adopt("master", started.master.pid) if started.master else None
         self._keeper = MasterKeeper(config, started.master)
         self._spawner = Spawner(config, self._table, started.env, started.zygotes)
-        self._leavings = Leavings(config, self._table)
+        self._cleanup = Cleanup(config, self._table)
         self._ports: list[socket.socket] = []
         self._leases = DeviceLeaseServer()
         self._watch: asyncio.Task[None] | None = None
         self._folder = SocketFolder(config)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
-        self._over: asyncio.Future[_Over] = self._loop.create_future()
+        self._over: asyncio.Future[_NodeEnd] = self._loop.create_future()
         self._last_line = b""
         self._cause = ""
         sender = f"agent:{config.node_rank}/{os.getpid()}"
@@ -94,7 +94,7 @@ class Agent:
         own, public = runtime.endpoint, runtime.public_endpoint
         assert own is not None
         self._members = NodeMembers(
-            config, own, started.env, self._table, self._spawner, self._leavings,
+            config, own, started.env, self._table, self._spawner, self._cleanup,
             ended=self._member_ended, unwanted=self._may_not_run, do=self._do,
         )  # fmt: skip
         # The master is on the first node, whose socket folder it sees.
@@ -103,23 +103,25 @@ class Agent:
         )
         for note in info.notes:
             logger.warning("%s", note)
-        ties = Ties(self._pids, self._running, self._fence, Freezer(self._pids), self._give_up, self._job_over)
-        self._allegiance = Allegiance(config, runtime, sender, info, ties)
+        callbacks = AgentCallbacks(
+            self._pids, self._running, self._fence, Freezer(self._pids), self._give_up, self._job_over
+        )
+        self._session = MasterSession(config, runtime, sender, info, callbacks)
 
     # Called by the master
 
     @rpc
     async def spawn(self, specs: tuple[WorkerSpec, ...], term: int = 0) -> tuple[int, ...]:
-        """Start members and return their process numbers, in order. They are not up yet: they register. Those that
-        run already are not started twice. ``term`` is the one in which it was ordered.
+        """Start members and return their process numbers, in order. The members are not up yet: they register when they
+        are. Members that already run are not started again. ``term`` is the master's term in which it ordered them.
 
         Raises:
-            LaunchError: one could not be started; those that could are running.
-            ShuttingDown: the node is ending, or may not start what was ordered.
+            LaunchError: a member could not be started; the others are running.
+            ShuttingDown: the node is ending, or has no lease for this term.
         """
         if self._closing:
             raise ShuttingDown(f"node {self._config.node_name} is ending and starts nothing", executed="no")
-        if not self._allegiance.may_start(term):
+        if not self._session.may_start(term):
             why = f"node {self._config.node_name} has no lease for what was ordered in term {term} and starts nothing"
             raise ShuttingDown(why, executed="no")
         self._folder.look()
@@ -132,13 +134,13 @@ class Agent:
 
     @rpc
     async def stop_members(self, members: tuple[MemberKey, ...], grace_s: float) -> None:
-        """SIGTERM, later SIGKILL; returns when they are gone. Members that are gone already are no error."""
+        """Send SIGTERM, later SIGKILL; return when the members are gone. Members that are already gone are no error."""
         await self._members.started(members)
         await self._members.stop([child for child, _ in self._members.living_in(members)], grace_s)
 
     @rpc
     async def signal(self, member: MemberKey | None, number: int) -> None:
-        """Send a signal to a member that lives, or to this agent itself: a rehearsal of a failure."""
+        """Send a signal to a running member, or to this agent (None): a rehearsal of a failure."""
         if member is None:
             os.kill(os.getpid(), number)
         for child, _ in self._members.living_in([member] if member is not None else []):
@@ -148,9 +150,11 @@ class Agent:
 
     @rpc
     async def reserve_port(self, instead_of: int | None = None) -> int:
-        """A port that no ``bind(0)`` gets on any address of this node until the node ends, but that a server which
-        sets SO_REUSEADDR can bind: nobody listens on it. On any address, since torch's store binds to all of them,
-        whatever the address is that it is told. ``instead_of`` is given up for it."""
+        """Reserve a port on all addresses of this node until the node ends.
+
+        No ``bind(0)`` gets the port, but a server that sets SO_REUSEADDR can bind it, since nobody listens on it. All
+        addresses are needed because torch's store binds to all of them. The port ``instead_of`` is released.
+        """
         family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET
         holder = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -170,16 +174,16 @@ class Agent:
 
     @rpc
     async def usage(self) -> NodeUse:
-        """What the node and its members use now."""
+        """CPU, memory and device use of the node and its members now."""
         return read_use({f"{spec.role}:{spec.rank}": child.pid for child, spec in self._members})
 
     @rpc(concurrent=4096)
     async def lease_devices(self, key: MemberKey, timeout_s: float, group: tuple[MemberKey, ...] = ()) -> LeaseAnswer:
-        """Give a member its devices when no other role has them; called by the member, in ``device_lease()``.
+        """Lease a member its devices once no other role has them; the member calls it in ``device_lease()``.
 
         Args:
-            group: all members of its role, if they are on several nodes: they have their turn together, also those of
-                other nodes, which have no devices here.
+            group: all members of the role, if they are on several nodes: they get their turn together, including the
+                members of other nodes, which have no devices here.
         """
         specs = [spec for _, process in self._members for spec in process.members if spec.role == key[0]]
         own = [spec for spec in specs if spec.key == key]
@@ -199,13 +203,14 @@ class Agent:
     async def examine(
         self, members: tuple[MemberKey, ...], silent: tuple[MemberKey, ...] = ()
     ) -> tuple[MemberStack, ...]:
-        """What the processes of these members do; those that are gone are left out. Of those that are ``silent``, that
-        is did not answer when they were asked, also their stacks, whatever keeps them busy."""
+        """State of the members' processes; members that are gone are left out. Members in ``silent`` did not answer
+        when
+        asked for their stacks: the agent gets these by a signal, whatever keeps the member busy."""
         return await self._members.examine(members, silent)
 
     @rpc
     async def silent(self) -> dict[MemberKey, str]:
-        """The members that do not answer, with why."""
+        """The members that do not answer, with the reason."""
         return self._members.silent()
 
     def _on_exit(self, child: Child, ended: Ended) -> None:
@@ -217,8 +222,8 @@ class Agent:
             self._members.process_ended(child, ended)
         elif child in self._spawner.service and not self._closing:
             logger.warning("the %s process ended; workers start without it", child.name)
-        self._do(self._leavings.remove_segments(child.pid, child.name))
-        self._do(self._leavings.end_of(child.name, spec))
+        self._do(self._cleanup.remove_segments(child.pid, child.name))
+        self._do(self._cleanup.end_of(child.name, spec))
 
     def _member_ended(self, exit: ExitInfo) -> None:
         self._leases.gone((exit.role, exit.rank, exit.incarnation))
@@ -226,38 +231,38 @@ class Agent:
             self._outbox.put(exit)
 
     def _may_not_run(self) -> bool:
-        return self._closing or self._allegiance.must_not_run()
+        return self._closing or self._session.must_not_run()
 
     def _pids(self) -> list[int]:
         return [child.pid for child, _ in self._members]
 
     def _running(self) -> tuple[MemberProcess, ...]:
-        """The members that run here, and those whose end the master may not know of."""
-        untold = [exit for exit in self._outbox.kept() if isinstance(exit, ExitInfo)]
+        """Members that run here, and members whose end the master has not confirmed."""
+        unconfirmed = [exit for exit in self._outbox.unconfirmed() if isinstance(exit, ExitInfo)]
         return (
             *self._members.running(),
-            *(MemberProcess(exit.role, exit.rank, exit.incarnation, exit.pid) for exit in untold),
+            *(MemberProcess(exit.role, exit.rank, exit.incarnation, exit.pid) for exit in unconfirmed),
         )
 
     async def _fence(self, grace_s: float) -> None:
-        """No member may run here any longer, nor one whose start is under way."""
+        """End all members, including those whose start is under way: none may run here any longer."""
         await self._members.started()
         await self._members.stop_all(grace_s)
-        await self._leavings.end_orphans("the members")
+        await self._cleanup.end_orphans("the members")
 
     def _job_over(self) -> None:
-        self._end(_Over("the job is over"))
+        self._end(_NodeEnd("the job is over"))
 
     def _give_up(self, why: str) -> None:
         self._cause = self._cause or why
-        self._end(_Over(why, 1))
+        self._end(_NodeEnd(why, 1))
 
     # The master
 
     def _master_ended(self, ended: Ended) -> None:
         if self._closing or ended.exit_code == 0:
-            self._keeper.let_go()
-            self._end(_Over(f"the master {ended.describe()}"))
+            self._keeper.release()
+            self._end(_NodeEnd(f"the master {ended.describe()}"))
             return
         verdict = self._keeper.ended(ended)
         if isinstance(verdict, GiveUp):
@@ -281,11 +286,11 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
     async def live(self) -> int:
-        """Register, serve until the node is over, end everything; returns the exit code."""
+        """Register, serve until the node ends, and end all processes; return the exit code."""
         self._loop.add_reader(0, self._on_input)
         if not ownership.signals_are_shared():
-            self._loop.add_signal_handler(signal.SIGTERM, self._end, _Over("SIGTERM", 128 + signal.SIGTERM))
-        self._allegiance.start()
+            self._loop.add_signal_handler(signal.SIGTERM, self._end, _NodeEnd("SIGTERM", 128 + signal.SIGTERM))
+        self._session.start()
         master = self._runtime.peer(MASTER, self._config.master_endpoint)
         name = f"agent:{self._config.node_rank}"
         RejectionReporter(self._runtime, partial(master.notify, "rejected", name)).start()
@@ -300,7 +305,7 @@ class Agent:
             self._watch.cancel()
         logger.info("node %s ends: %s", self._config.node_name, over.why)
         report = await self._end_members(over.grace_s)
-        await self._allegiance.close()
+        await self._session.close()
         await self._end_master()
         await self._settle()
         with suppress(BrokenPipeError):  # the guardian was killed
@@ -308,7 +313,7 @@ class Agent:
         return over.code
 
     async def _watch_stops(self) -> None:
-        """End a master or a zygote that is stopped: another one takes its place, or members start without it."""
+        """Kill a master or zygote that is stopped: the master is restarted, and members start without the zygote."""
         looks = StoppedLooks()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -329,7 +334,7 @@ class Agent:
             logger.error("the master was not told that %s: %s", bad.describe(), error)
 
     def _on_input(self) -> None:
-        """The guardian's pipe: a number of seconds may come before its end."""
+        """Read the guardian's pipe: the grace in seconds may come before its end."""
         data = os.read(0, 4096)
         if data:
             self._last_line += data
@@ -338,9 +343,9 @@ class Agent:
         grace_s = LAST_GRACE_S
         with suppress(ValueError):
             grace_s = max(0.1, float(self._last_line) - 1.0)  # the rest is for what comes after the members
-        self._end(_Over("its guardian let go of it", 0, grace_s))
+        self._end(_NodeEnd("its guardian let go of it", 0, grace_s))
 
-    def _end(self, over: _Over) -> None:
+    def _end(self, over: _NodeEnd) -> None:
         if not self._over.done():
             self._over.set_result(over)
 
@@ -349,23 +354,23 @@ class Agent:
         await self._members.stop_all(grace_s)
         await self._spawner.close()
         await stop(self._table, [child for child in self._spawner.service if child in self._table], SERVICE_GRACE_S)
-        await self._leavings.end_orphans("the members")
+        await self._cleanup.end_orphans("the members")
         for holder in self._ports:
             holder.close()
         self._ports.clear()
-        left = await self._leavings.all()
+        left = await self._cleanup.all()
         return ExitReport(self._config.node_rank, self._table.started, (*left, *self._members.stuck()))
 
     async def _end_master(self) -> None:
-        """It may be about to end by itself, and have files to close."""
-        self._keeper.let_go()
+        """End the master, which may be about to end by itself and have files to close."""
+        self._keeper.release()
         if self._master_child is not None and self._master_child in self._table:
             await asyncio.wait([self._master_child.ended], timeout=MASTER_WAIT_S)
             await stop(self._table, [self._master_child], SERVICE_GRACE_S)
 
     async def _settle(self) -> None:
-        """Let reports that are under way arrive, but not for long."""
-        if self._outbox.kept() and self._master_lives():
+        """Wait shortly for reports that are under way."""
+        if self._outbox.unconfirmed() and self._master_lives():
             await asyncio.to_thread(self._outbox.drain, SETTLE_S)
         self._outbox.close()
         if self._tasks:
@@ -376,5 +381,5 @@ class Agent:
         self._table.close()
 
     def _master_lives(self) -> bool:
-        """As far as this node can know."""
+        """True if the master lives, as far as this node can know."""
         return self._master_child is None or self._master_child in self._table

@@ -1,4 +1,4 @@
-"""What the agent starts before it imports anything heavy itself, so that all of them import at the same time."""
+"""Processes that the agent starts before its own heavy imports, so that all of them import at the same time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = ["Boot", "MasterStart", "ZygoteStart", "boot", "start_master", "start_
 
 REQUEST_FD = 0
 PRELOAD_FD = 3
-"""Descriptor of the preloaded zygote's socket in the bare one; absent if there is nothing to preload."""
+"""Descriptor of the preloaded zygote's socket in the bare zygote; absent without a preload list."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZygoteStart:
-    """The bare zygote, started but not ready; the sockets of both. ``preload`` is None without a preload list."""
+    """The bare zygote, started but not ready, and the sockets of both zygotes. ``preload`` is None without a preload
+    list."""
 
     pid: int
     bare: socket.socket
@@ -30,7 +31,7 @@ class ZygoteStart:
 
 @dataclass(frozen=True, slots=True)
 class MasterStart:
-    """The master's process. It ends when ``lifeline``, the other end of its standard input, is closed."""
+    """The master's process. It ends when ``lifeline``, the write end of its standard input, is closed."""
 
     pid: int
     lifeline: int
@@ -38,13 +39,15 @@ class MasterStart:
 
 @dataclass(frozen=True, slots=True)
 class Boot:
+    """The processes that were started, and the environment of workers."""
+
     env: Mapping[str, str]
     zygotes: ZygoteStart | None
     master: MasterStart | None
 
 
 def boot(config: AgentConfig, line: bytes) -> Boot:
-    """Start the zygotes and, on the first node, the master. ``line`` is the configuration as it came.
+    """Start the zygotes and, on the first node, the master. ``line`` is the configuration as received.
 
     Raises:
         LaunchError: a program could not be started.
@@ -55,7 +58,7 @@ def boot(config: AgentConfig, line: bytes) -> Boot:
 
 
 def worker_environment(config: AgentConfig) -> dict[str, str]:
-    """What every worker of the job starts from."""
+    """The environment that every worker of the job starts from."""
     env = {"OMP_NUM_THREADS": "1", **os.environ, **config.env}
     if env["OMP_NUM_THREADS"] == "1":
         env.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -64,7 +67,7 @@ def worker_environment(config: AgentConfig) -> dict[str, str]:
 
 
 def start_master(config: AgentConfig, line: bytes) -> MasterStart:
-    """Start the master with the agent's configuration on its standard input, its log in ``logs/master.log``."""
+    """Start the master with the agent's configuration on its standard input; its log is ``logs/master.log``."""
     read, lifeline = held_input(line)
     argv = [sys.executable, "-P", "-u", "-m", "rlmesh.master.prime_master"]
     try:
@@ -75,7 +78,7 @@ def start_master(config: AgentConfig, line: bytes) -> MasterStart:
 
 
 def start_zygotes(config: AgentConfig, env: Mapping[str, str]) -> ZygoteStart:
-    """Start the bare zygote, which forks the preloaded one itself."""
+    """Start the bare zygote, which forks the preloaded one."""
     ours, theirs = socket.socketpair()
     inherit = {REQUEST_FD: theirs.fileno()}
     preload: socket.socket | None = None

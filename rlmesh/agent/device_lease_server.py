@@ -1,4 +1,4 @@
-"""The agent's side of device leases: members that wait for their turn, in front of the table that decides."""
+"""The agent's side of device leases: members that wait for their turn. `LeaseTable` decides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DeviceLeaseServer"]
 
 
 class DeviceLeaseServer:
-    """The leases of one node's devices. To be used on one event loop."""
+    """The leases of one node's devices. Belongs to one event loop."""
 
     def __init__(self, clock_: Callable[[], float] = time.monotonic) -> None:
         self._table = LeaseTable()
@@ -21,7 +21,8 @@ class DeviceLeaseServer:
         self._waiting: dict[MemberKey, asyncio.Future[None]] = {}
 
     async def take(self, key: MemberKey, together: Mapping[MemberKey, Sequence[str]], timeout_s: float) -> LeaseAnswer:
-        """Wait until a member has its devices; ``together`` as for the table. Cancelling it gives up the place."""
+        """Wait until the member has its devices; ``together`` as in `LeaseTable.ask`. Cancelling gives up the place in
+        the queue."""
         devices = tuple(together[key])
         began = self._clock()
         if not any(together.values()):
@@ -38,18 +39,18 @@ class DeviceLeaseServer:
                 self.give_back(key)
                 return LeaseAnswer(False, devices, self._clock() - began, why)
         except asyncio.CancelledError:
-            if self._waiting.get(key) is turn:  # else it has given up its place by itself, and may have a new one
+            if self._waiting.get(key) is turn:  # else the member gave up its place, and may have a new one
                 self.give_back(key)
             raise
         return LeaseAnswer(True, devices, self._clock() - began)
 
     def give_back(self, key: MemberKey) -> None:
-        """A member has put its engine to sleep, or does not wait any more."""
+        """Release the devices or the place in the queue of a member."""
         self._drop(key)
         self._wake(self._table.give_back(key, self._clock()))
 
     def gone(self, key: MemberKey) -> None:
-        """A member's process has ended."""
+        """Release everything of a member whose process has ended."""
         self._drop(key)
         self._wake(self._table.gone(key, self._clock()))
 

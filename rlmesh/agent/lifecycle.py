@@ -1,4 +1,4 @@
-"""The agent's process from its loop to its last act: whatever happens, nothing is left below it."""
+"""The agent's process from its event loop to its exit: no process is left below it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_agent(config: AgentConfig, started: Boot) -> int:
-    """Be the agent; returns the exit code. Whatever happens, nothing is left below this process."""
+    """Run the agent and return its exit code. No process is left below this one, also after an error."""
     import uvloop
 
     log_to_standard_error()
@@ -54,7 +54,7 @@ async def _main(config: AgentConfig, started: Boot) -> int:
 
 
 def _clean_up_for_the_guardian(config: AgentConfig) -> None:
-    """The guardian was killed: its other duties are the agent's now."""
+    """Do the cleanup of a guardian that was killed."""
     own, _ = control_groups.own_group()
     if own:
         control_groups.end(control_groups.node_group(own, config.job_id, config.node_rank))

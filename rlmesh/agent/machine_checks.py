@@ -1,6 +1,6 @@
-"""What a machine must have before a job starts on it: facts are gathered, and judged by pure functions.
+"""Checks of a machine before a job starts on it: facts are gathered, and pure functions judge them.
 
-``rlmesh doctor`` prints the judgement, and the nodes of a job send their facts to the head before they start.
+``rlmesh doctor`` prints the result. The nodes of a job send their facts to the head before they start.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ GOOD_FILES = 4096
 LEAST_SHM_BYTES = 16 << 20
 GOOD_SHM_BYTES = 1 << 30
 SOCKET_PATH_BYTES = 60
-"""More leaves too little of the 107 bytes that the path of a socket may have."""
+"""A longer base path leaves too little of the 107 bytes of a socket's path."""
 NAME_WAIT_S = 2.0
 CLOCK_S = 5.0
-"""Clocks of nodes may differ by so much before the order of their logs means nothing."""
+"""Clocks of nodes may differ by this much before the order of their logs means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a machine has. Sizes are bytes, ``at`` is its clock in seconds since the epoch.
+    """Facts about a machine. Sizes are bytes, ``at`` is its clock in seconds since the epoch.
 
     Attributes:
         files: soft and hard limit of open descriptors.
         shm: free and total bytes of /dev/shm; -1 where it cannot be used.
-        resolves: the addresses that the machine's own name stands for; None if it does not resolve in time.
-        gpu_files: /dev/nvidia0 and the like that this process may open, and those that it may not.
-        cgroup: this process's control group (v2), if it may make others in it; else empty, and ``no_cgroup`` says why.
+        resolves: the addresses to which the machine's own name resolves; None if it does not resolve in time.
+        gpu_files: device files such as /dev/nvidia0 that this process may open, and device files that it may not.
+        cgroup: this process's control group (v2) if it may make groups in it; else empty, with the reason in
+            ``no_cgroup``.
     """
 
     hostname: str
@@ -69,7 +70,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """One judgement; ``advice`` is what to do where it is not ok."""
+    """The result of one check; ``advice`` says what to do if it is not ok."""
 
     name: str
     verdict: Verdict
@@ -78,7 +79,7 @@ class MachineCheck:
 
 
 def gather(*, names: bool = True) -> Facts:
-    """The facts of this machine; ``names``: also what its own name resolves to, which may take ``NAME_WAIT_S``."""
+    """Gather the facts of this machine; ``names``: also resolve its own name, which may take ``NAME_WAIT_S``."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     hostname = socket.gethostname()
     cgroup, no_cgroup = own_group()
@@ -114,7 +115,7 @@ def _shm(folder: str = "/dev/shm") -> tuple[int, int]:
 
 
 def _resolved(name: str) -> tuple[str, ...] | None:
-    """What a name stands for, asked on a thread of its own: a name server that does not answer must not hold us."""
+    """Resolve a name on a thread: a name server that does not answer must not block."""
     found: list[tuple[str, ...]] = []
 
     def ask() -> None:
@@ -146,7 +147,7 @@ def _loopback_works() -> bool:
 
 
 def judge(facts: Facts) -> tuple[MachineCheck, ...]:
-    """What is right and wrong with a machine. Pure."""
+    """Check the facts of a machine. No I/O."""
     return tuple(rule(facts) for rule in _RULES)
 
 

@@ -1,8 +1,7 @@
-"""Keeps the master of a job running: the agent of the first node starts it again when it died.
+"""Keeps the master of a job running: the agent of the first node restarts it when it dies.
 
-The new one reads the store and listens at the same address, so that whoever talked to the old one goes on. A master
-that dies again and again, because of a fault of its own or of what it finds in its store, ends the job with the first
-of the deaths as its cause.
+The new master reads the store and listens at the same address, so that its peers go on. A master that dies again and
+again ends the job, with the first of the deaths as the cause.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The master is not started again; why."""
+    """The master is not restarted; the reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """The master is started again after so many seconds."""
+class Restart:
+    """The master is restarted after ``after_s`` seconds."""
 
     after_s: float
 
 
-Verdict = GiveUp | Again
+Verdict = GiveUp | Restart
 
 
 @dataclass(frozen=True, slots=True)
 class MasterBudget:
-    """How often a master may die. Pure.
+    """The number of deaths that a master may have. No I/O.
 
     Attributes:
-        deaths: more than so many within ``window_s`` end the job.
-        first_pause_s: before the second start in a row; it doubles each time. The first restart waits for nothing.
+        deaths: more deaths within ``window_s`` seconds end the job.
+        first_pause_s: seconds before the second restart in a row; doubles each time. The first restart does not wait.
     """
 
     deaths: int = 5
@@ -57,13 +56,13 @@ class MasterBudget:
     most_pause_s: float = 3.0
 
     def judge(self, ended: tuple[tuple[float, str], ...], now: float) -> Verdict:
-        """What to do about the last of the deaths, given as times (seconds, monotonic) and how each came about."""
+        """Decide what follows from the last death. ``ended``: time (seconds, monotonic) and description of each."""
         recent = [(at, how) for at, how in ended if now - at < self.window_s]
         if len(recent) > self.deaths:
             at, how = recent[0]
             return GiveUp(f"the master died {len(recent)} times within {now - at:.0f} s; first it {how}")
         before = len(recent) - 1
-        return Again(0.0 if before <= 0 else min(self.most_pause_s, self.first_pause_s * 2.0 ** (before - 1)))
+        return Restart(0.0 if before <= 0 else min(self.most_pause_s, self.first_pause_s * 2.0 ** (before - 1)))
 
 
 class _Starter(Protocol):
@@ -71,12 +70,12 @@ class _Starter(Protocol):
 
 
 class MasterKeeper:
-    """The master's process of one node, and the ones before it.
+    """The processes that were and are the master of the job, on the node that runs it.
 
     Args:
-        config: of this agent.
-        started: the first master's process; None where the master is on another node.
-        start: starts another.
+        config: the agent's configuration.
+        started: the first master; None where the master runs on another node.
+        start: starts a master.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class MasterKeeper:
         self._lifeline = started.lifeline if started else None
 
     def ended(self, ended: Ended) -> Verdict:
-        """The master ended although the job has not: whether it is started again, or how the job ends."""
-        self.let_go()
+        """Decide what follows after the master ended before the job did."""
+        self.release()
         lines = last_lines(f"{self._config.run_dir}/logs/master.log")
         tail = "".join(f"\n    {line}" for line in lines)
         if ended.exit_code == STATE_REFUSED:
@@ -99,10 +98,10 @@ class MasterKeeper:
         return self._budget.judge(tuple(self._deaths), self._clock())
 
     def start(self) -> int:
-        """Start it again; its process number.
+        """Restart the master and return its process number.
 
         Raises:
-            LaunchError: it could not be started.
+            LaunchError: the master could not be started.
         """
         config = replace(self._config, start_master=True)
         started = self._start(config, encode_config(config))
@@ -110,13 +109,13 @@ class MasterKeeper:
         logger.info("the master is started again as pid %d", started.pid)
         return started.pid
 
-    def let_go(self) -> None:
-        """Tell the master, if it still runs, that its agent is done."""
+    def release(self) -> None:
+        """Close the master's standard input: a master that still runs learns that its agent is done."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
 
 
 def failed_start(error: Exception) -> GiveUp:
-    """What follows from a start that failed."""
+    """The verdict after a restart failed."""
     return GiveUp(f"the master could not be started again: {error}")

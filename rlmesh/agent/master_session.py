@@ -1,10 +1,10 @@
-"""An agent's bond with its master: it registers, notices at once when the master is gone, and finds the next one.
+"""An agent's session with its master: registration, detection of the master's death, and the lease.
 
-The master's endpoint stays the same. While there is no master the members run on and call each other; what must be
-said waits in the outbox. Where several nodes share a job the agent may let members run only as long as its lease
-lasts: without word from the master it ends them when the lease is over, for then the master may start them elsewhere. A
-lease that ran out while all processes of the job stood still is another matter: the members are kept stopped until the
-master has said whether they may go on.
+The master's endpoint never changes. While there is no master, the members run on and call each other, and reports wait
+in the outbox. Where several nodes share a job, the members may run only as long as the agent's lease lasts: without an
+answer from the master the agent ends them when the lease ends, for then the master may start them elsewhere. A lease
+that ended while all processes of the job stood still is different: the members stay stopped until the master says
+whether they may go on.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.runtime import Runtime
 
-__all__ = ["Allegiance", "Ties"]
+__all__ = ["AgentCallbacks", "MasterSession"]
 
 logger = logging.getLogger(__name__)
 
 REGISTER_WAIT_S = 60.0
 ATTEND_S = 60.0
-"""How long the master keeps a question that only its end answers."""
+"""Seconds for which the master holds the call ``attend``, which only the end of the job answers."""
 RETRY_S = 0.05
 REFUSED_S = 0.5
 FENCE_GRACE_S = 1.0
-"""Grace of the members when the lease is over: the master waits for some seconds more."""
+"""Grace of the members when the lease has ended: the master waits some seconds more."""
 MASTER_GONE_S = 120.0
-"""An agent that had a master and finds none for so long ends."""
+"""An agent that has found no master for this many seconds ends."""
 LEASE_TICK_S = 0.25
 WAKING_S = 5.0
-"""After a standstill the master gets so long, or as long as a lease if that is longer, to say whether members may go
-on: it may begin to run later than its agents."""
+"""Seconds, or the length of a lease if that is more, that the master gets after a standstill to say whether members may
+go on: it may begin to run later than its agents."""
 ASK_AGAIN_S = 0.05
 GUARDIAN_FD = 1
-"""The guardian reads what the agent writes there."""
+"""Descriptor of the pipe to the guardian."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ties:
-    """What the bond needs of its agent.
+class AgentCallbacks:
+    """Functions of the agent that its session calls.
 
     Attributes:
-        members: the numbers of the members' processes.
-        running: the members that run here or whose end the master has not confirmed.
-        fence: ends all members within so many seconds; returns when they are gone.
+        members: process numbers of the members.
+        running: members that run here or whose end the master has not confirmed.
+        fence: ends all members within the given seconds; returns when they are gone.
         freezer: stops the members while it is unknown whether they may run.
         give_up: ends the node, with the reason.
-        over: ends the node; the job has ended.
+        over: ends the node because the job has ended.
     """
 
     members: Callable[[], list[int]]
@@ -70,19 +70,19 @@ class Ties:
     over: Callable[[], None]
 
 
-class Allegiance:
-    """Keeps one agent bound to whoever is the job's master.
+class MasterSession:
+    """Keeps one agent registered with the job's master.
 
     Args:
-        sender: the name of this agent's life in its outbox and towards the master.
-        info: what it registers with.
+        sender: identity of this agent's process in its outbox and towards the master.
+        info: the node's description, sent with each registration.
     """
 
     def __init__(
-        self, config: AgentConfig, runtime: Runtime, sender: str, info: NodeInfo, ties: Ties, *,
+        self, config: AgentConfig, runtime: Runtime, sender: str, info: NodeInfo, callbacks: AgentCallbacks, *,
         lease_clock: Callable[[], float] = suspend_aware_clock,
     ) -> None:  # fmt: skip
-        self._config, self._sender, self._info, self._ties, self._clock = config, sender, info, ties, lease_clock
+        self._config, self._sender, self._info, self._agent, self._clock = config, sender, info, callbacks, lease_clock
         self._master: MemberHandle = runtime.peer(MASTER, config.master_endpoint).options(idempotent=True)
         self._lease = Lease()
         self._leased = config.lease_s > 0
@@ -95,9 +95,9 @@ class Allegiance:
         self._anew = asyncio.Event()
 
     def start(self) -> None:
-        """Begin; ends with ``close``."""
+        """Start the tasks; `close` ends them."""
         loop = asyncio.get_running_loop()
-        self._tasks.append(loop.create_task(self._stay_registered(), name="rlmesh-allegiance"))
+        self._tasks.append(loop.create_task(self._stay_registered(), name="rlmesh-master-session"))
         if self._leased:
             self._tasks.append(loop.create_task(self._renew(), name="rlmesh-renew"))
             self._tasks.append(loop.create_task(self._watch_lease(), name="rlmesh-lease"))
@@ -110,13 +110,13 @@ class Allegiance:
         self._tell_guardian(None)
 
     def may_start(self, term: int | None = None) -> bool:
-        """Whether a member may be started now, one that was ordered in ``term``."""
+        """True if a member that the master ordered in ``term`` may be started now."""
         return not self._leased or (self._lease.held(self._clock()) and term in (None, self._term))
 
     def must_not_run(self) -> bool:
-        """Whether a member whose start is under way must end. While it is asked whether those that run may go on,
-        nobody knows."""
-        return self._leased and not self._lease.held(self._clock()) and not self._ties.freezer.active
+        """True if a member whose start is under way must be ended. False while the master is asked whether running
+        members may go on."""
+        return self._leased and not self._lease.held(self._clock()) and not self._agent.freezer.active
 
     # Registering
 
@@ -126,12 +126,12 @@ class Allegiance:
             try:
                 known = self._leased and self._met_at is not None
                 call = self._master.options(timeout_s=self._config.lease_s if known else REGISTER_WAIT_S)
-                grant = await call.call("register_agent", self._info, self._sender, self._ties.running())
+                grant = await call.call("register_agent", self._info, self._sender, self._agent.running())
                 self._take(asked_at, grant)
-                if self._refused and self._fenced:  # its members have ended, but the master has yet to hear of it
+                if self._refused and self._fenced:  # the members have ended, but the master does not know it yet
                     await asyncio.sleep(REFUSED_S)
                 elif await self._attend():
-                    self._ties.over()
+                    self._agent.over()
                     return
             except CallTimeout as error:
                 self._absent(f"it did not answer: {error}")
@@ -140,10 +140,10 @@ class Allegiance:
                 await asyncio.sleep(RETRY_S)
 
     async def _attend(self) -> bool:
-        """Until the job is over (True), the master is gone, or this node must register anew."""
+        """Wait until the job is over (True), the master is gone, or this node must register again."""
         self._anew.clear()
         fenced = asyncio.ensure_future(self._anew.wait())
-        # Not to be made again at the next master, which does not know this node before it registers.
+        # Not retried at the next master, which does not know this node before it registers.
         call = self._master.options(timeout_s=2 * ATTEND_S, idempotent=False).call("attend", self._sender, ATTEND_S)
         over = asyncio.ensure_future(_awaited(call))
         try:
@@ -156,9 +156,9 @@ class Allegiance:
     def _absent(self, why: str) -> None:
         now = clock.now()
         if self._met_at is None:
-            self._ties.give_up(f"the master did not take this node: {why}")
+            self._agent.give_up(f"the master did not take this node: {why}")
         elif now - self._met_at > MASTER_GONE_S:
-            self._ties.give_up(f"there has been no master for {now - self._met_at:.0f} s: {why}")
+            self._agent.give_up(f"there has been no master for {now - self._met_at:.0f} s: {why}")
         else:
             logger.info("the master is away: %s", why.partition("\n")[0])
 
@@ -186,13 +186,13 @@ class Allegiance:
                 self._take(asked_at, await call.call("renew", self._info.node_rank, self._sender))
 
     async def _watch_lease(self) -> None:
-        """Looked at often, since a suspended machine does not count its sleep in timers."""
+        """Fence the members when the lease ends. Polls often, since timers do not count a suspended machine's sleep."""
         while True:
             await asyncio.sleep(LEASE_TICK_S)
             self._standstills.look(now := self._clock())
             if self._met_at is None or self._fenced or self._lease.held(now):
                 continue
-            # The lease may have been shortened by a standstill that ended before it did.
+            # A standstill that ended before the lease did may have shortened it.
             asked = self._standstills.lately(now, self._config.lease_s)
             if asked and await self._may_go_on():
                 continue
@@ -201,17 +201,17 @@ class Allegiance:
             away = f"{late_s:.1f} s ago" if late_s < 1e6 else "by the master's word"
             why = f"the lease of node {self._config.node_name} ended {away}: its members may run elsewhere now"
             logger.error("%s; they are ended here", why)
-            await self._ties.fence(0.0 if self._ties.freezer.active else FENCE_GRACE_S)
-            self._ties.freezer.thaw()
+            await self._agent.fence(0.0 if self._agent.freezer.active else FENCE_GRACE_S)
+            self._agent.freezer.thaw()
             self._tell_guardian(None)
             self._anew.set()
 
     async def _may_go_on(self) -> bool:
-        """Ask the master, with all members stopped; whether the lease is held again. They go on then."""
+        """Ask the master with all members stopped; let them run and return True if the lease is held again."""
         logger.warning("the lease of node %s ran out in a standstill; the master is asked", self._config.node_name)
         wait_s = max(self._config.lease_s, WAKING_S)
         deadline = self._clock() + wait_s
-        self._ties.freezer.freeze()
+        self._agent.freezer.freeze()
         self._tell_guardian(wait_s, frozen=True)
         while not self._refused and (asked_at := self._clock()) < deadline:
             with suppress(CallError):
@@ -219,21 +219,21 @@ class Allegiance:
                 self._take(asked_at, await call.call("renew", self._info.node_rank, self._sender))
             now = self._clock()
             if self._lease.held(now):
-                self._ties.freezer.thaw()
+                self._agent.freezer.thaw()
                 self._tell_guardian(self._lease.left_s(now))
                 logger.warning("the master has renewed the lease: the members go on")
                 return True
             if self._standstills.look(now):
                 deadline = now + wait_s
-            self._ties.freezer.freeze()
+            self._agent.freezer.freeze()
             await asyncio.sleep(ASK_AGAIN_S)
         return False
 
     def _tell_guardian(self, left_s: float | None, *, frozen: bool = False) -> None:
-        """How long the guardian may let this agent live without another word; None: as long as it likes, for no
-        member runs. The moment is given by the clock that both have, since the guardian may read it later."""
+        """Tell the guardian for how many seconds this agent may live without another message; None: without limit, for
+        no member runs. The deadline is on the clock that both share, since the guardian may read it later."""
         until = None if left_s is None else suspend_aware_clock() + left_s
-        said = {"lease_until": until, "members": self._ties.members(), "frozen": frozen}
+        said = {"lease_until": until, "members": self._agent.members(), "frozen": frozen}
         with suppress(OSError):
             os.write(GUARDIAN_FD, json.dumps(said).encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""What an agent registers with: what its machine offers to a job."""
+"""The description with which an agent registers: what its machine offers to a job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["machine_id", "node_info"]
 
 
 def machine_id() -> str:
-    """Equal in two processes if the process numbers of one mean the same to the other: same kernel, same namespace.
-    Two machines may have the same host name, and containers usually do."""
+    """An identity that is equal in two processes if process numbers mean the same to both: same kernel and namespace.
+    Host names do not tell this: two machines may share one, and containers usually do."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -27,8 +27,8 @@ def node_info(
     config: AgentConfig, endpoint: str, machine: Machine | None = None, env: Mapping[str, str] | None = None,
     *, public: str = "",
 ) -> NodeInfo:  # fmt: skip
-    """What the machine offers under the masks and allocations in ``env`` (this process's, if not given). The agent
-    listens at ``endpoint`` for the master, and at ``public`` for processes of other machines.
+    """Describe what the machine offers under the masks and allocations in ``env`` (default: this process's
+    environment). The agent listens at ``endpoint`` for the master and at ``public`` for processes of other machines.
     ``config.virtual_devices`` replaces the machine's own devices."""
     machine = machine or Machine(nvml=config.nvml)
     env = os.environ if env is None else env

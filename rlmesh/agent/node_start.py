@@ -1,4 +1,4 @@
-"""How a driver or a launcher starts a node on this machine: the guardian, which starts the agent."""
+"""Starting a node on this machine: a driver or launcher starts the guardian, and the guardian the agent."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_comman
 
 
 def guardian_command(python: str = sys.executable) -> list[str]:
-    """The command that must get the configuration on its standard input, and that input kept open."""
+    """The guardian's command. It reads the configuration from standard input, which must then stay open."""
     return [python, "-I", "-S", str(guardian.__file__)]
 
 
 def encode_config(config: AgentConfig) -> bytes:
-    """One line of JSON. It holds the job's key: for standard input only.
+    """Encode the configuration as one line of JSON. It has the job's key: for standard input only.
 
     Raises:
-        LaunchError: it is too long for a pipe.
+        LaunchError: the line is too long for a pipe.
     """
     line = json.dumps(dataclasses.asdict(config)).encode() + b"\n"
     if len(line) > guardian.CONFIG_LIMIT_BYTES:
@@ -42,10 +42,10 @@ def encode_config(config: AgentConfig) -> bytes:
 
 
 def decode_config(line: bytes) -> AgentConfig:
-    """The inverse of ``encode_config``; fields of another version of rlmesh are an error that names them.
+    """Decode a line of ``encode_config``; the error names fields of another version of rlmesh.
 
     Raises:
-        LaunchError: the line is no configuration of this version.
+        LaunchError: the line is not a configuration of this version.
     """
     try:
         values: dict[str, Any] = json.loads(line)
@@ -60,8 +60,8 @@ def decode_config(line: bytes) -> AgentConfig:
 
 
 def read_exit_report(line: bytes, node_rank: int) -> ExitReport:
-    """The guardian's last line as a value. An empty or broken line means that the guardian was killed: then
-    nothing is proven, and the report says so."""
+    """Decode the guardian's last line. An empty or broken line means that the guardian was killed: then nothing is
+    proven, and the report says so."""
     try:
         values: dict[str, Any] = json.loads(line)
         leftovers = tuple(Leftover(**item) for item in values["leftovers"])
@@ -81,16 +81,16 @@ def read_exit_report(line: bytes, node_rank: int) -> ExitReport:
 
 
 class GuardianProcess:
-    """The guardian of one node as a child of this process. As a context manager it ends the node at the end.
+    """The guardian of one node as a child of this process. As a context manager it ends the node on exit.
 
-    The node lives no longer than this process or than this object's ``let_go()``.
+    The node ends when this process ends or ``let_go()`` is called.
     """
 
     def __init__(self, config: AgentConfig, *, stderr: int | None = None) -> None:
-        """Start it. ``stderr`` is where the guardian itself complains (default: this process's own).
+        """Start the guardian. ``stderr`` is its standard error (default: this process's own).
 
         Raises:
-            LaunchError: it could not be started, or ended at once.
+            LaunchError: the guardian could not be started, or ended at once.
         """
         line = encode_config(config)
         env = dict(os.environ)
@@ -115,7 +115,7 @@ class GuardianProcess:
         forget_in_children(self)
 
     def forked(self) -> None:
-        """In a forked child: the guardian must notice the end of the parent, whose pipe a child would keep open."""
+        """Close the pipes in a forked child, which would keep them open: the guardian must notice the parent's end."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -125,7 +125,7 @@ class GuardianProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the node has ended (its report has come)."""
+        """A descriptor that becomes readable when the node has ended and its report has come."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -133,28 +133,28 @@ class GuardianProcess:
         return self._process.poll() is None
 
     def let_go(self) -> None:
-        """Tell the guardian that the driver is done with it: it ends what still runs, within 5 s."""
+        """Close the guardian's input: it ends the node within 5 s."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
     def terminate(self) -> None:
-        """Ask it to end the node, giving the agent its grace."""
+        """Ask the guardian to end the node with the agent's full grace."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """Kill the guardian itself; its agent then ends the node."""
+        """Kill the guardian; its agent then ends the node."""
         self._process.kill()
 
     def wait(self, timeout_s: float) -> ExitReport:
         """Wait until the node has ended.
 
         Raises:
-            TimeoutError: it did not end in time. Nothing is done about it; see ``let_go``.
+            TimeoutError: the node did not end in time. It goes on; see ``let_go``.
         """
         if self._report is None:
             assert self._process.stdout is not None
             try:
-                # With the pipe still open on both sides communicate() would close it: wait first.
+                # communicate() would close the pipe that is still open on both sides: wait first.
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 raise TimeoutError(

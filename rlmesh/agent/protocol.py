@@ -1,4 +1,4 @@
-"""The values that master, agents and workers exchange. Plain, frozen, picklable; no behaviour of their own."""
+"""The messages that master, agents and workers exchange. Plain, frozen, picklable; without behaviour."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from rlmesh.placement.machine.inventory import Device as Device
 from rlmesh.placement.machine.inventory import NodeInfo as NodeInfo
 
 MASTER = "@master"
-"""Name under which the master's endpoint serves its control object."""
+"""Name under which the master's runtime serves its control object."""
 AGENT = "@agent"
-"""Name under which an agent's endpoint serves its control object."""
+"""Name under which an agent's runtime serves its control object."""
 CONTROL = "@control"
-"""Name under which a worker's endpoint serves its control object."""
+"""Name under which a worker's runtime serves its control object."""
 
 STATE_REFUSED = 76
-"""Exit code of a master that does not trust the job's state: starting it again would change nothing."""
+"""Exit code of a master that refuses the job's state: a restart would change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """All that an agent needs; written as JSON to its standard input, never on a command line.
+    """The configuration of an agent; written as JSON to its standard input, never on a command line.
 
-    ``key_hex`` is the job's secret. ``socket_dir`` has mode 0700 and is removed by the guardian at the end.
-    ``job_path`` is the pickled job, only read where ``start_master`` is set. ``env`` is what all workers of the job
-    have in common: the processes that workers are forked from start with it, and with ``python_flags``. ``host`` is
-    set where the job has several machines: the numeric address at which this one's processes listen for the
-    others'. ``nvml`` names a library in place of pynvml (``module:attribute``), for machines without GPUs. Agents
-    of the same ``group`` are on one machine. ``lease_s`` is how long members may run without word from the master;
-    0: for ever, since they cannot be started elsewhere.
+    ``key_hex`` is the job's secret. ``socket_dir`` has mode 0700; the guardian removes it at the end.
+    ``job_path`` is the pickled job, only read if ``start_master`` is set. ``env`` and ``python_flags`` are common to
+    all
+    workers of the job: the processes that workers are forked from start with them. ``host`` is set if the job has
+        several
+    machines: the numeric address at which this machine's processes listen for the others.
+    ``nvml`` names a library in place of pynvml (``module:attribute``), for machines without GPUs. Agents
+    of the same ``group`` are on one machine. ``lease_s`` is how long members may run without contact to the master;
+    0: without limit, since they cannot be started elsewhere.
     """
 
     job_id: str
@@ -67,11 +69,11 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All that a worker process needs to become one member of a role. What depends on the node (key, addresses,
-    folder of sockets) is filled in by its agent. ``restart``: why it takes the place of an earlier process; None for
-    the first one. ``fused``: further members that live in the same process; ``env`` is that of all of them.
-    ``lease_agents``: nodes of its group and where their agents listen, if it leases devices on several.
-    ``cgroup``: folder of its control group, if it has one, which may use ``memory_limit_bytes`` (0: any)."""
+    """The configuration of a worker process, which makes it one member of a role. Its agent fills in the values that
+    depend on the node (key, addresses, socket folder). ``restart``: why it replaces an earlier process; None for
+    the first one. ``fused``: further members in the same process; ``env`` is that of all of them.
+    ``lease_agents``: nodes of its group and the endpoints of their agents, if it leases devices on several.
+    ``cgroup``: folder of its control group, if any, which may use ``memory_limit_bytes`` (0: no limit)."""
 
     job_id: str
     job_name: str
@@ -121,13 +123,13 @@ class WorkerSpec:
 
     @property
     def members(self) -> tuple[WorkerSpec, ...]:
-        """Itself, and those that live in its process."""
+        """The specifications of all members of the process, this one first."""
         return (self, *self.fused)
 
 
 @dataclass(frozen=True, slots=True)
 class MemberHello:
-    """A worker's first message to the master: its endpoint is bound; ``public`` is for processes of other nodes."""
+    """A worker's first message to the master: its bound endpoint; ``public`` is for processes of other nodes."""
 
     role: str
     rank: int
@@ -139,7 +141,7 @@ class MemberHello:
 
 @dataclass(frozen=True, slots=True)
 class MemberProcess:
-    """A member that runs on a node, or whose end its agent has yet to tell."""
+    """A member that runs on a node, or whose end its agent has yet to report."""
 
     role: str
     rank: int
@@ -149,9 +151,9 @@ class MemberProcess:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The master's answer to an agent: for how many seconds, from when it asked, its members may run. 0: not at all,
-    for they are placed elsewhere; with an endless lease, where there is no elsewhere, it means nothing. ``term``: how
-    often the node was given up before; what was ordered in an earlier term is not to be started any more."""
+    """The master's answer to an agent: seconds, from the agent's request on, for which its members may run. 0: not at
+    all, since they are placed elsewhere; without leases, where there is no elsewhere, it has no meaning. ``term``: how
+    often the node was given up before; starts ordered in an earlier term are refused."""
 
     lease_s: float = 0.0
     term: int = 0
@@ -159,7 +161,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something that was, or may have been, left behind by a node."""
+    """A leftover of a node, found or suspected."""
 
     kind: Literal["process", "shared_memory", "socket", "control_group", "unproven"]
     what: str
@@ -168,13 +170,13 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """What was found when a node was made sure to be empty.
+    """The result of a node's cleanup.
 
-    From the agent's ``shutdown`` it covers the members, from the guardian (:mod:`rlmesh.agent.node_start`) all.
+    The agent's report covers the members, the guardian's (:mod:`rlmesh.agent.node_start`) everything.
 
     Attributes:
-        processes_started: members and what served them; -1 if the agent died before it could say.
-        leftovers: what had to be ended or removed, or could not be. Empty after an orderly end.
+        processes_started: members and service processes; -1 if the agent died before it could report.
+        leftovers: processes and files that had to be ended or removed, or could not be. Empty after an orderly end.
         agent_code: exit code of the agent, negative for a signal; None while it runs.
         why: what ended the node, as the guardian saw it.
         cause: why the agent gave up, if it did.
@@ -189,12 +191,12 @@ class ExitReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is left."""
+        """True if nothing is left."""
         return all(item.removed for item in self.leftovers)
 
 
 class CallOrigin(NamedTuple):
-    """Whether an exception came out of calls to other members, whose they were, and whether one of them was lost."""
+    """The origin of an exception: if it came out of calls to members, to which, and if one of them was lost."""
 
     from_call: bool
     blames: tuple[str, ...] = ()
@@ -202,8 +204,8 @@ class CallOrigin(NamedTuple):
 
 
 def origin_of(error: BaseException) -> CallOrigin:
-    """Where an exception came from: it is a `CallError`, or was raised because of one (``raise … from``, or in an
-    ``except`` block), or is a group that holds one."""
+    """Find the origin of an exception: it is a `CallError`, was raised because of one (``raise … from``, or in an
+    ``except`` block), or is a group that has one."""
     blames: dict[str, None] = {}
     from_call = lost = False
     left: list[BaseException | None] = [error]
@@ -226,8 +228,8 @@ def origin_of(error: BaseException) -> CallOrigin:
 
 
 def portable_error(error: Exception) -> Exception:
-    """The error itself if every process of the job can unpickle it, else one of the same name and text."""
-    from rlmesh.wire.failure import message_of  # Slow to import, and only needed by what fails.
+    """The error itself if every process of the job can unpickle it, else an error with the same name and text."""
+    from rlmesh.wire.failure import message_of  # Slow to import, and only needed after errors.
 
     module = type(error).__module__
     if module == "builtins" or module.partition(".")[0] == "rlmesh":
@@ -240,7 +242,7 @@ def portable_error(error: Exception) -> Exception:
 
 
 def named_error(name: str, text: str) -> Exception:
-    """An exception whose type has this name, and nothing else of the type that it stands for."""
+    """An exception whose type has this name, and nothing else of the original type."""
     made: type[Exception] = type(name, (_Named,), {})
     return made(text)
 

@@ -1,8 +1,8 @@
-"""News for the master that must not be lost: kept until the master has said that it will not forget it.
+"""Reports to the master that must not be lost: each is stored until the master has confirmed it.
 
-Items are numbered and go out in order, in batches, one batch at a time. A batch that got no answer, because the
-master died or stands still, is sent again until it got one; what the master had taken in already it knows by the
-sender and the numbers. So each item arrives exactly once as long as its sender lives, whatever becomes of the master.
+Items are numbered and sent in order, in batches, one batch at a time. A batch without an answer, because the
+master died or stands still, is sent again; the master recognises items that it has already by the sender and the
+numbers. So each item arrives exactly once while its sender lives, whatever happens to the master.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ BATCH = 1000
 ANSWER_S = 10.0
 RETRY_S = 0.05
 MOST = 100_000
-"""Items that are kept; with more the oldest are given up, since nobody has been there to take them for long."""
+"""Items that are stored; beyond that the oldest are dropped, since nobody has taken them for long."""
 
 
 class OutboxRuntime(Protocol):
-    """What an outbox needs of its runtime."""
+    """The part of the runtime that an outbox uses."""
 
     def call_soon(self, fn: Any, *args: Any) -> None: ...
 
 
 class Outbox:
-    """One sender's news. ``put`` and ``drain`` are for any thread.
+    """The reports of one sender. ``put`` and ``drain`` can be called from any thread.
 
     Args:
-        runtime: whose loop sends.
-        master: takes ``deliver(sender, first, items)`` and answers with the number of the last item that it has.
+        runtime: the runtime whose loop sends.
+        master: serves ``deliver(sender, first, items)``, which returns the number of the last item that it has.
         sender: a name that no other process of the job ever has.
     """
 
@@ -49,39 +49,39 @@ class Outbox:
         self._sender = sender
         self._items: deque[object] = deque()
         self._first = 1
-        """Number of the oldest item that is kept."""
+        """Number of the oldest stored item."""
         self._sending = False
         self._given_up = 0
         self._closed = False
         self._changed = threading.Condition()
 
     def put(self, item: object) -> None:
-        """Send it, now or when there is a master. Never waits."""
+        """Send an item, now or when there is a master. Never waits."""
         with self._changed:
             if len(self._items) >= MOST:
                 self._items.popleft()
                 self._first += 1
                 self._given_up += 1
                 if self._given_up == 1:
-                    logger.error("%s: %d items of news wait for the master; the oldest are lost", self._sender, MOST)
+                    logger.error("%s: %d reports wait for the master; the oldest are lost", self._sender, MOST)
             self._items.append(item)
             if self._sending or self._closed:
                 return
             self._sending = True
         self._runtime.call_soon(self._send)
 
-    def kept(self) -> tuple[object, ...]:
-        """What the master has not confirmed."""
+    def unconfirmed(self) -> tuple[object, ...]:
+        """The items that the master has not confirmed."""
         with self._changed:
             return tuple(self._items)
 
     def drain(self, timeout_s: float) -> bool:
-        """Block until the master has everything; whether it has."""
+        """Block until the master has confirmed all items, at most ``timeout_s`` seconds; return True if it has."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._items, timeout_s)
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         with self._changed:
             self._closed = True
 
@@ -104,7 +104,7 @@ class Outbox:
             return
         if error is not None:
             if not isinstance(error, CallError):
-                logger.error("%s: the master could not take news: %s", self._sender, error)
+                logger.error("%s: the master could not take reports: %s", self._sender, error)
             self._runtime.call_soon(self._send_later)
             return
         last: int = answer.result()

@@ -1,7 +1,7 @@
-"""Keeps what lies beside the sockets of a node: the job's key, what ``rlmesh ps`` reads, the job for the next master.
+"""Restores the files beside the sockets of a node: the job's key, the file that ``rlmesh ps`` reads, and the job.
 
-Each process binds its own socket again when a cleaner of temporary files has removed it; these files are made again by
-the agent, which remembers them, and touched, so that cleaners see that they are in use.
+When a cleaner of temporary files has removed them, each process binds its own socket again, and the agent, which has
+the contents in memory, writes these files again. It also touches them, so that cleaners see that they are in use.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 TOUCH_EVERY = 3600
-"""Looks between two touches."""
-KEPT = ("key", "about.json")
+"""Checks between two touches."""
+RESTORED = ("key", "about.json")
 
 
 class SocketFolder:
-    """The files of one node; reads them when it is made."""
+    """The files of one node; they are read when the object is created."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._folder = Path(config.socket_dir)
-        paths = [self._folder / name for name in KEPT]
+        paths = [self._folder / name for name in RESTORED]
         if config.start_master:
             paths.append(Path(config.job_path))
         self._files = {path: path.read_bytes() for path in paths if path.is_file()}
-        self._told = False
+        self._reported = False
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Check once a second until cancelled."""
         looks = 0
         while True:
             await asyncio.sleep(LOOK_S)
@@ -44,7 +44,7 @@ class SocketFolder:
             self.look(touch=looks % TOUCH_EVERY == 0)
 
     def look(self, *, touch: bool = False) -> None:
-        """Make again what is missing; before each start of a member, and now and then."""
+        """Write missing files again; called before each start of a member, and once a second."""
         try:
             if not self._folder.is_dir():
                 make_again(str(self._folder))
@@ -55,12 +55,12 @@ class SocketFolder:
                 for each in (*self._files, *self._folder.iterdir(), self._folder, self._folder.parent):
                     os.utime(each)
         except OSError as error:
-            if not self._told:
+            if not self._reported:
                 logger.error(
                     "%s was removed, and cannot be made again: %s. No process of the job can start here any more; set "
                     "TMPDIR to a folder that is not cleaned", self._folder, error,
                 )  # fmt: skip
-            self._told = True
+            self._reported = True
 
     def _write(self, path: Path, content: bytes) -> None:
         draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from rlmesh.agent.processes import control_groups
-from rlmesh.agent.processes.member_groups import MemberGroups
+from rlmesh.agent.processes.cleanup import MemberGroups
 from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.job.entry_points.entry import EntryPoint
 from tests.agent.nodes import Node, open_node

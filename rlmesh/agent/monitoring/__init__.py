@@ -1,1 +1,1 @@
-"""What an agent observes on its node: devices, resource usage, logs, and refused connections."""
+"""Monitoring of a node by its agent: devices, resource usage, logs, and refused connections."""

@@ -1,4 +1,4 @@
-"""Watches the GPUs of a node, for the agent: what NVML tells of them by itself, and what a look shows now and then."""
+"""Watches the GPUs of a node for the agent: events of NVML, and periodic reads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["DeviceWatch", "gpus_of"]
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.25
-"""How long one wait for news takes; the end of the watch takes as long at most."""
+"""Seconds of one wait for an event; ending the watch takes at most as long."""
 LOOK_S = 10.0
-"""News come at once; what has no news of its own, such as a GPU that is gone, is looked for this often."""
+"""Seconds between reads, which find faults that send no event, such as a GPU that is gone."""
 
 
 def gpus_of(devices: Sequence[Device]) -> dict[str, tuple[str, ...]]:
-    """The GPUs to watch, with the devices that are parts of them; empty if all are virtual."""
+    """The GPUs to watch, each with its devices (itself or its MIG parts); empty if all devices are virtual."""
     found: dict[str, tuple[str, ...]] = {}
     for device in devices:
         if device.kind == GPU:
@@ -33,13 +33,13 @@ def gpus_of(devices: Sequence[Device]) -> dict[str, tuple[str, ...]]:
 
 
 class DeviceWatch:
-    """Calls ``tell`` once for each GPU that is found to be bad. NVML is used on threads only, since it may block.
+    """Calls ``tell`` once for each GPU found bad. NVML is used on threads only, since it may block.
 
     Args:
-        node_rank: the node's.
-        devices: those that the node has registered with.
-        nvml: library in place of pynvml.
-        tell: takes what was found; it is awaited.
+        node_rank: the rank of the node.
+        devices: the devices that the node has registered with.
+        nvml: the library to use in place of pynvml.
+        tell: a coroutine function that takes the fault.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DeviceWatch:
         self._closing = False
 
     async def run(self) -> None:
-        """Watch until cancelled, or until NVML does not work any more."""
+        """Watch until cancelled, or until NVML fails."""
         if not self._gpus:
             return
         heard: asyncio.Queue[DeviceNews | None] = asyncio.Queue()
@@ -77,7 +77,7 @@ class DeviceWatch:
                 await asyncio.shield(asyncio.wait([listener]))
 
     def _listen(self, reader: Nvml, loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[DeviceNews | None]) -> None:
-        """On a thread of its own, which opens NVML and closes it. The last thing heard is None."""
+        """Put events of NVML into the queue, then None. Runs on a thread, which opens NVML and closes it."""
         try:
             for news in reader.watch(self._gpus, WAIT_S, lambda: self._closing):
                 if news is not None:

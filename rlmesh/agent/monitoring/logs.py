@@ -1,8 +1,8 @@
-"""Log files of members: where they are, their last lines, and following all of them as one stream.
+"""Log files of members: their paths, their last lines, and following all of them as one stream.
 
-A member's standard output and error *are* its log file, opened for appending: what it wrote is there even after
-SIGKILL, and a slow reader never blocks it. Nothing here writes to them. Of a line that was written over, a progress
-bar, readers give the last state.
+A member's standard output and error *are* its log file, opened for appending: the file has everything even after
+SIGKILL, and a slow reader never blocks the member. Nothing here writes to the files. Of a line that was written over,
+such as a progress bar, readers give the last state.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["LogLine", "LogTail", "Written", "last_lines", "logs_folder", "member
 LAST_LINES = 20
 LAST_BYTES = 64 * 1024
 POLL_BYTES = 1 << 20
-"""Read at most this much of one file per poll, so that a member that floods its log does not hide the others."""
+"""Bytes read of one file per poll, so that a member that floods its log does not hide the others."""
 LINE_BYTES = 64 * 1024
-"""A longer line is given in pieces: something without line ends must not grow in memory."""
+"""A longer line is given in parts: output without line ends must not grow in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,9 @@ def member_log(run_dir: str | Path, role: str, rank: int) -> Path:
 
 
 def last_lines(path: str | Path, count: int = LAST_LINES) -> tuple[str, ...]:
-    """The last lines of a file, oldest first; an unfinished last line is one of them.
+    """The last lines of a file, oldest first, including an unfinished last line.
 
-    Reads at most 64 KiB from its end. Bytes that are no UTF-8 become U+FFFD. A file that cannot be read has no
-    lines.
+    Reads at most 64 KiB from the end. Bytes that are not UTF-8 become U+FFFD. A file that cannot be read has no lines.
     """
     try:
         with os.fdopen(private_files.open_file(path, os.O_RDONLY, neighbours=True), "rb") as file:
@@ -61,7 +60,7 @@ def last_lines(path: str | Path, count: int = LAST_LINES) -> tuple[str, ...]:
     if lines[-1] == b"":
         lines.pop()
     if size > LAST_BYTES and len(lines) > 1:
-        del lines[0]  # it begins somewhere in the middle
+        del lines[0]  # its beginning was not read
     lines = [line for at, line in enumerate(lines, 1) if at == len(lines) or not is_overwritten(line)]
     return tuple(_text(line) for line in lines[-count:])
 
@@ -71,11 +70,11 @@ def _text(line: bytes) -> str:
 
 
 Written: TypeAlias = tuple[int, int, int]
-"""A file by its device and number, and how long it was."""
+"""A file's device, inode number and size in bytes."""
 
 
 def written_before(run_dir: str | Path) -> dict[Path, Written]:
-    """The logs that are in a run directory already, from earlier starts of its job."""
+    """The logs that the run directory already has from earlier starts of its job."""
     found = {}
     for path in logs_folder(run_dir).glob("*.log"):
         with suppress(OSError):
@@ -85,13 +84,13 @@ def written_before(run_dir: str | Path) -> dict[Path, Written]:
 
 
 class _Follower:
-    """One file: what was written since the last read, cut into lines."""
+    """One file: the bytes written since the last read, cut into lines."""
 
     def __init__(self, path: Path, skip: Written | None = None) -> None:
         self.path = path
         self._half = b""
         self._over = b""
-        """The last line, if the program went up to it again."""
+        """The last line, if the program moved the cursor up to it again."""
         self._offset = 0 if skip is None else skip[2]
         self._identity = None if skip is None else skip[:2]
 
@@ -100,7 +99,7 @@ class _Follower:
             with os.fdopen(private_files.open_file(self.path, os.O_RDONLY, neighbours=True), "rb") as file:
                 status = os.fstat(file.fileno())
                 if self._identity != (status.st_dev, status.st_ino) or status.st_size < self._offset:
-                    # Another file under this name, or it was emptied.
+                    # The name is another file now, or the file was emptied.
                     self._offset, self._half, self._over = 0, b"", b""
                 self._identity = (status.st_dev, status.st_ino)
                 file.seek(self._offset)
@@ -119,11 +118,11 @@ class _Follower:
         return lines
 
     def bar(self) -> bytes:
-        """The line that is being written over now, if there is one."""
+        """The line that is being written over now, if any."""
         return self._half if is_bar(self._half) else self._over
 
     def behind(self) -> bool:
-        """Whether the file has more than was read."""
+        """True if the file has more than was read."""
         try:
             return os.stat(self.path).st_size != self._offset
         except OSError:
@@ -135,9 +134,9 @@ class _Follower:
 
 
 class LogTail:
-    """Follows the logs of many members: ``poll()`` gives the lines that were completed since the last one.
+    """Follows the logs of many members: ``poll()`` gives the lines completed since the last poll.
 
-    Opens each file only while it reads, so a thousand members need no descriptors.
+    Opens each file only while reading, so a thousand members need no descriptors.
     """
 
     def __init__(self) -> None:
@@ -145,32 +144,32 @@ class LogTail:
         self._skipped: dict[Path, Written] = {}
 
     def skip(self, written: Mapping[Path, Written]) -> None:
-        """Leave out what is in these files already, of those that are added later."""
+        """Skip the present content of these files when they are added later."""
         self._skipped.update(written)
 
     def add(self, name: str, path: str | Path) -> None:
-        """Follow a member's log from its beginning, or from where ``skip`` said; the file may be made later. Adding it
-        again does nothing."""
+        """Follow a member's log from its beginning, or from where ``skip`` said. The file may be made later. Adding a
+        log twice does nothing."""
         known = self._files.get(name)
         if known is None or known.path != Path(path):
             self._files[name] = _Follower(Path(path), self._skipped.get(Path(path)))
 
     def poll(self, names: Iterable[str] | None = None) -> list[LogLine]:
-        """New complete lines of all members, or of those named, member by member. Never blocks."""
+        """New complete lines of all members, or of the named ones, member by member. Never blocks."""
         chosen = self._files if names is None else [name for name in names if name in self._files]
         return [LogLine(name, _text(line)) for name in chosen for line in self._files[name].read()]
 
     def bars(self) -> list[LogLine]:
-        """The progress bars that members draw now, as of the last ``poll``; one that was cleared is none."""
+        """The progress bars that members draw now, as of the last ``poll``; cleared bars are left out."""
         bars = ((name, follower.bar()) for name, follower in self._files.items())
         return [LogLine(name, text) for name, bar in bars if bar and (text := _text(bar))]
 
     def behind(self) -> bool:
-        """Whether a file has more than was read."""
+        """True if a file has more than was read."""
         return any(follower.behind() for follower in self._files.values())
 
     def finish(self) -> list[LogLine]:
-        """All that is left, last lines without an end included."""
+        """The remaining lines, including last lines without an end."""
         lines = []
         for name, follower in self._files.items():
             while follower.behind():

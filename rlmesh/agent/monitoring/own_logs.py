@@ -1,4 +1,4 @@
-"""What the job's own processes log, to their standard error, which is their log file."""
+"""Logging of the job's own processes to standard error, which is their log file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["log_to_standard_error"]
 
 
 class _Readable(logging.Formatter):
-    """Without secrets, and without what a terminal would obey or UTF-8 cannot encode."""
+    """Formats records without secrets, without terminal control codes, and encodable as UTF-8."""
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(mask_text(super().format(record)), lines=True)
 
 
 def log_to_standard_error() -> None:
-    """Set the process's logging up."""
+    """Set up the logging of this process."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Readable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -1,4 +1,4 @@
-"""Who was turned away at the sockets of a job's processes: each process tells the master, which adds it up."""
+"""Connections that the sockets of a job's processes refused: each process reports them to the master, which sums up."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["RejectionReporter", "RejectionSums"]
 
 EVERY_S = 1.0
 AGAIN_TICKS = 30
-"""Counts that do not change are told again after so many seconds: there may be another master by then."""
+"""Counts that do not change are reported again after so many seconds, since there may be another master by then."""
 
 
 class RejectionReporter:
-    """Tells how many strangers one process has turned away since it began, by reason.
+    """Reports how many connections this process has refused since its start, by reason.
 
     Args:
-        runtime: at whose sockets they came.
-        tell: takes the number of the process and the counts; called on the runtime's loop, and only if there are some.
+        runtime: the runtime whose sockets refuse.
+        tell: takes the process number and the counts; called on the runtime's loop, and only if there are counts.
     """
 
     def __init__(self, runtime: Runtime, tell: Callable[[int, Mapping[str, int]], object]) -> None:
@@ -30,11 +30,11 @@ class RejectionReporter:
         self._since = 0
 
     def start(self) -> None:
-        """Go on until the runtime's loop ends. From any thread."""
+        """Report until the runtime's loop ends. Can be called from any thread."""
         self._runtime.call_soon(self._again)
 
     def flush(self) -> None:
-        """Tell what was not told yet. Never waits and never fails."""
+        """Report counts that were not reported yet. Never waits and never fails."""
         counts = dict(self._runtime.strangers.counts)
         self._since += 1
         if counts and (counts != self._told or self._since >= AGAIN_TICKS):
@@ -51,24 +51,24 @@ class RejectionReporter:
 
 
 class RejectionSums:
-    """What all processes of a job have told. Pure."""
+    """Sums of the counts of all processes of a job. No I/O."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int], dict[str, int]] = {}
 
     def take(self, name: str, pid: int, counts: Mapping[str, int]) -> None:
-        """Counts of one process since it began, in place of those that it told before."""
+        """Set the counts of one process since its start."""
         self._counts[name, pid] = dict(counts)
 
     def by_process(self) -> dict[str, Counter[str]]:
-        """By the name of a member, an agent or the master, and by reason; all of its incarnations together."""
+        """Counts by the name of a member, an agent or the master, then by reason; all incarnations together."""
         sums: dict[str, Counter[str]] = {}
         for (name, _), counts in self._counts.items():
             sums.setdefault(name, Counter()).update(counts)
         return sums
 
     def __str__(self) -> str:
-        """For people; empty if nobody was turned away."""
+        """A line for people; empty if no connection was refused."""
         sums = self.by_process()
         if not sums:
             return ""

@@ -1,4 +1,4 @@
-"""What a node and its members use right now, for metrics: read from the operating system when it is asked for."""
+"""Resource use of a node and its members for metrics, read from the operating system on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class NodeUse:
-    """Load over a minute, memory and shared memory that are free, and resident bytes of members by ``ROLE:rank``."""
+    """Load over one minute, free bytes of memory and shared memory, and resident bytes of members by ``ROLE:rank``."""
 
     load: float
     memory_free_bytes: int
@@ -22,7 +22,7 @@ class NodeUse:
 
 
 def read_use(members: Mapping[str, int]) -> NodeUse:
-    """``members``: their process numbers. What cannot be read is 0, a process that is gone left out."""
+    """Read the use now. ``members``: process numbers by name. Unreadable values are 0; gone processes are left out."""
     resident = {name: size for name, pid in members.items() if (size := _resident_bytes(pid))}
     return NodeUse(os.getloadavg()[0], _available_bytes(), _free_bytes("/dev/shm"), resident)
 

@@ -1,12 +1,12 @@
-"""A control group (v2) for each member, where this process may make some. Standard library only.
+"""A control group (v2) for each member, where this process may make groups. Standard library only.
 
 ::
 
-    <the agent's own group>/rlmesh-<job_id>-n<node>/ACTOR-0.1
+  <the agent's own group>/rlmesh-<job_id>-n<node>/ACTOR-0.1
 
-What a member starts is born into its group and cannot leave it by a new session or another parent, so one write to
-``cgroup.kill`` ends all of it at once, however fast it forks. Where groups may not be made, processes are found as
-descendants, as everywhere.
+Processes that a member starts are born into its group and cannot leave it by a new session or another parent, so one
+write to ``cgroup.kill`` ends all of them at once, however fast they fork. Where groups may not be made, processes are
+found as descendants.
 
 The kernel's rules: Documentation/admin-guide/cgroup-v2.rst, "Delegation" and "No Internal Process Constraint".
 :mod:`rlmesh.agent.processes.guardian` loads this file by its path: it may import nothing else.
@@ -19,15 +19,15 @@ import time
 from collections.abc import Callable
 
 ROOTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
-"""Where the one hierarchy of v2 is mounted: alone, or beside those of v1."""
+"""Mount points of the v2 hierarchy: alone, or beside the v1 hierarchies."""
 OFF = "RLMESH_CGROUPS"
-"""Environment variable that is 0 where no groups are to be made."""
+"""Environment variable; 0 turns control groups off."""
 PREFIX = "rlmesh-"
 _POLL_S = 0.001
 
 
 def own_group(proc: str = "/proc", roots: tuple[str, ...] = ROOTS) -> tuple[str, str]:
-    """The folder of this process's group if it may make groups in it, else an empty text; and why not."""
+    """The folder of this process's group if groups may be made in it, else empty; and the reason why not."""
     if os.environ.get(OFF) == "0":
         return "", f"{OFF}=0"
     try:
@@ -49,12 +49,12 @@ def own_group(proc: str = "/proc", roots: tuple[str, ...] = ROOTS) -> tuple[str,
 
 
 def node_group(own: str, job_id: str, node_rank: int) -> str:
-    """The folder of a node's groups."""
+    """The folder of a node's control groups."""
     return f"{own}/{PREFIX}{job_id}-n{node_rank}"
 
 
 def enter(folder: str) -> str:
-    """Move the calling process into a group; an empty text, or why it stays where it is."""
+    """Move the calling process into a group; return an empty text, or the error."""
     try:
         with open(f"{folder}/cgroup.procs", "w") as file:
             file.write("0")
@@ -64,7 +64,7 @@ def enter(folder: str) -> str:
 
 
 def members_of(folder: str) -> list[int]:
-    """The numbers of the processes in a group, those in groups below it included."""
+    """Numbers of the processes in a group and in the groups below it."""
     found: list[int] = []
     for path, _, _ in os.walk(folder):
         try:
@@ -76,15 +76,15 @@ def members_of(folder: str) -> list[int]:
 
 
 def end(folder: str, wait_s: float = 2.0) -> bool:
-    """Kill all that is in a group, wait until it is empty, and remove it; False if it could not be removed. One that
-    is not there is no error."""
+    """Kill the processes of a group, wait until it is empty, and remove it; False if it could not be removed. A missing
+    group is no error."""
     if not os.path.isdir(folder):
         return True
     try:
         with open(f"{folder}/cgroup.kill", "w") as file:
             file.write("1")
     except OSError:
-        pass  # before Linux 5.14 there is no such file: what is empty can be removed all the same
+        pass  # the file is new in Linux 5.14; an empty group can be removed without it
     deadline = time.monotonic() + wait_s
     while True:
         if _remove(folder):
@@ -95,11 +95,11 @@ def end(folder: str, wait_s: float = 2.0) -> bool:
 
 
 def sweep(own: str, lives: Callable[[str], bool]) -> None:
-    """Remove what a job has left whose agent and guardian were killed at the same moment: groups without processes.
+    """Remove groups without processes, which a job leaves whose agent and guardian were killed at the same moment.
 
     Args:
-        lives: whether any process of a node is there, given its job and rank as ``<job_id>/<node>``. One that is may
-            be about to enter a group.
+        lives: returns whether a node has any process, given ``<job_id>/<node>``. Such a process may be about to enter a
+            group.
     """
     try:
         with os.scandir(own) as entries:
@@ -109,7 +109,7 @@ def sweep(own: str, lives: Callable[[str], bool]) -> None:
                 if ours and not lives(f"{job_id}/{node}"):
                     _remove(entry.path)
     except OSError:
-        pass  # another one sweeps too
+        pass  # another process sweeps too
 
 
 def _remove(folder: str) -> bool:
@@ -119,5 +119,5 @@ def _remove(folder: str) -> bool:
     except FileNotFoundError:
         pass
     except OSError:
-        return False  # busy: what was killed has not ended yet
+        return False  # busy: a killed process has not ended yet
     return not os.path.isdir(folder)

@@ -1,4 +1,4 @@
-"""The file in which ``torch.distributed.elastic``'s ``@record`` notes the exception that ends a process."""
+"""The error file, in which ``torch.distributed.elastic``'s ``@record`` notes the exception that ends a process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LIMIT_BYTES = 1 << 18
 
 
 def read_error_file(env: Mapping[str, str]) -> tuple[str, str]:
-    """What the process with these variables noted: the exception in one sentence, and its traceback. Empty if it noted
-    nothing, or nothing that can be read."""
+    """Read the error file of a process with this environment: the exception in one sentence, and its traceback. Empty
+    if there is no readable file."""
     path = env.get(ERROR_FILE)
     if not path:
         return "", ""

@@ -1,4 +1,4 @@
-"""Keeps the members of a node from running while it is unknown whether they may."""
+"""Stops the members of a node while it is unknown whether they may run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Freezer"]
 
 
 class Freezer:
-    """Stops processes, and lets them go on.
+    """Stops processes and resumes them.
 
     Args:
-        roots: the numbers of the processes that are to be stopped with all that is below them.
+        roots: returns the numbers of the processes to stop, with all processes below them.
 
     Attributes:
-        active: whether they are stopped now.
+        active: True while the processes are stopped.
     """
 
     def __init__(self, roots: Callable[[], Iterable[int]]) -> None:
@@ -27,13 +27,13 @@ class Freezer:
         self.active = False
 
     def freeze(self) -> None:
-        """To be repeated: who stopped all processes from outside may let these go on one after the other, and they may
-        have started others."""
+        """Stop the processes. Call repeatedly: whoever stopped all processes from outside may resume them one by one,
+        and they may have started others."""
         self.active = True
         self._frozen |= dict.fromkeys(ownership.stop_all(set(self._roots())))
 
     def thaw(self) -> None:
-        """Let those go on that were stopped here."""
+        """Resume the processes that were stopped here."""
         self.active, frozen, self._frozen = False, self._frozen, {}
         for process in frozen:
             ownership.send_signal(process, signal.SIGCONT)

@@ -1,35 +1,36 @@
-"""The guardian: the agent's parent, which leaves nothing behind whoever is killed.
+"""The guardian: the agent's parent, which leaves nothing behind whichever process is killed.
 
-Run as a script, ``python -I -S guardian.py``, by whoever drives the job, one per node. It imports only the
-standard library (25 ms from exec to watching), knows nothing of the job but who belongs to it, and outlives
-every other process of its node.
+The driver or launcher runs one per node as a script, ``python -I -S guardian.py``. The guardian imports only the
+standard library (25 ms from exec to watching), knows of the job only which processes belong to it, and outlives every
+other process of its node.
 
 Protocol:
 
 * standard input: one line of JSON, the ``AgentConfig``; then the driver keeps the pipe open for as long as it
-  lives. End of file means that the driver is gone. (A descriptor of the driver's process is watched besides,
-  as its forked children may hold the pipe; the parent-death signal only wakes the guardian up to look, since
+  lives. End of file means that the driver is gone. (The guardian also watches the driver's process descriptor,
+  as forked children of the driver may hold the pipe. The parent-death signal only wakes the guardian up to check, since
   it is also sent when the *thread* that started the guardian ends.)
-* standard output: one line of JSON when all is over, the exit report (see :meth:`Guardian.report`). The same
-  line is left in ``<run_dir>/exit-node<rank>.json``.
-* exit code: the agent's, 128 + signal if a signal killed it.
-* SIGTERM: end the job here, giving the agent ``grace_s``; where signals are shared
-  (``ownership.SHARED_SIGNALS``) it is left to the driver, as SIGINT, SIGUSR1 and SIGUSR2 always are.
+* standard output: one line of JSON at the end, the exit report (see :meth:`Guardian.report`). The same
+  line is written to ``<run_dir>/exit-node<rank>.json``.
+* exit code: the agent's; 128 + signal if a signal killed it.
+* SIGTERM: end the job here, giving the agent ``grace_s``. Where signals are shared
+  (``ownership.SHARED_SIGNALS``) SIGTERM is left to the driver, as SIGINT, SIGUSR1 and SIGUSR2 always are.
 
-The agent gets the same line on its own standard input, which stays open likewise; a second line before its end
-says how many seconds the agent has to end its members. The agent writes its log to
+The agent gets the same line on its own standard input, which also stays open; a second line before its end
+gives the seconds that the agent has to end its members. The agent writes its log to
 ``<run_dir>/logs/agent-<rank>.log`` and a last line of JSON to its standard output. Lines before it,
-``{"lease_until": 512.5, "members": [17, 19], "frozen": false}``, say until when its members may run without another
-such line, by CLOCK_BOOTTIME, and which processes they are: an agent that was stopped, and so cannot end them itself,
-is killed soon after that. ``null`` in its place means that no member runs. A guardian that stood still itself first
-stops the members and gives the agent time to say another line: it may have stood still as well, and the master too. An
-agent that says ``frozen`` has stopped them itself.
+``{"lease_until": 512.5, "members": [17, 19], "frozen": false}``, give the CLOCK_BOOTTIME until which its members may
+run
+without another such line, and their process numbers: an agent that was stopped, and so cannot end them itself,
+is killed soon after that. ``null`` as the time means that no member runs. A guardian that stood still itself first
+stops the members and gives the agent time to write another line, since the agent and the master may have stood still as
+well. An agent that reports ``frozen`` has stopped the members itself.
 
 Arguments, if any, are the command that is started instead of ``python -m rlmesh.agent``.
 
-When the agent has ended, or did not end within its time, the guardian kills whatever descends from it,
-orphans and double-forked daemons included: the guardian is a subreaper, so they become its children. Nothing
-that does not descend from the guardian is ever signalled; a process that only carries the job's mark in its
+When the agent has ended, or did not end within its time, the guardian kills all descendants of the agent,
+including orphans and double-forked daemons: the guardian is a subreaper, so they become its children. Only descendants
+of the guardian are ever signalled; a process that only has the job's mark in its
 environment is reported as unproven.
 """
 
@@ -60,16 +61,16 @@ else:  # a script without sys.path: neither site-packages nor the package itself
 CONFIG_LIMIT_BYTES = 1 << 20
 CONFIG_WAIT_S = 30.0
 DRIVER_GONE_GRACE_S = 2.5
-"""What the agent gets to end its members once the driver is gone; all must be over within 5 s."""
+"""Grace of the agent once the driver is gone; everything must have ended within 5 s."""
 KILL_WAIT_S = 5.0
 LEASE_MARGIN_S = 1.5
-"""An agent gets so much longer than its lease, to end its members in good order."""
+"""Seconds beyond its lease that an agent gets to end its members in good order."""
 STILL_S = 1.5
-"""A guardian that comes so much too late to look at the lease stood still."""
+"""A guardian that checks the lease this many seconds late stood still."""
 WAKING_S = 4.0
-"""How long an agent gets, after a standstill, to say what becomes of its lease."""
+"""Seconds after a standstill in which an agent must report its lease."""
 REPORTED_LEFTOVERS = 200
-"""More are only counted: the report must fit into a pipe that nobody reads."""
+"""Further leftovers are only counted: the report must fit into a pipe that nobody reads."""
 
 
 class Guardian:
@@ -115,12 +116,12 @@ class Guardian:
             self._driver_fd = -1
 
     def main(self) -> int:
-        """Start the agent, watch, end everything, report."""
+        """Start the agent, watch it, end everything, and write the report."""
         if not self._read_config():
             self._write_report([])
             return 1
         self._folder = ownership.hold_folder(str(self.config.get("socket_dir", "")))
-        # Until this process has ended, so that no other job starts in the run directory.
+        # Held until this process has ended, so that no other job starts in the run directory.
         ownership.hold_folder(os.path.realpath(str(self.config.get("run_dir", ""))))
         try:
             self._start_agent()
@@ -142,7 +143,7 @@ class Guardian:
                 self.why = f"no configuration came on standard input within {CONFIG_WAIT_S:.0f} s"
                 return False
             if not any(fd == 0 for fd, _ in poller.poll(0 if driver_gone else int(left * 1000) + 1)):
-                if driver_gone:  # what it wrote before says which folders are to be removed: that is read first
+                if driver_gone:  # a configuration that came before is read first: it names the folders to remove
                     self.why = "the driver is gone before its configuration came"
                     return False
                 continue
@@ -193,7 +194,7 @@ class Guardian:
         os.set_blocking(self._agent_output, False)
 
     def _watch(self) -> None:
-        """Until the agent has ended, or its time is up after the driver went or SIGTERM came."""
+        """Wait until the agent has ended, or its time is up after the driver's end or SIGTERM."""
         grace_s = float(str(self.config.get("grace_s", 5.0)))
         poller = self._poller(0, self._driver_fd, self._agent_output)
         deadline: float | None = None
@@ -202,7 +203,7 @@ class Guardian:
             left = 60.0 if deadline is None else deadline - time.monotonic()
             if left <= 0 or self._is_lease_over() or self._is_agent_stopped():
                 return
-            left = min(left, stopped.LOOK_S)  # also since nothing but its number may tell that the driver is gone
+            left = min(left, stopped.LOOK_S)  # also since maybe only the parent's number shows that the driver is gone
             if self._lease_ends is not None:
                 left = min(left, 0.5)  # the poll's clock stands still while the machine is suspended
             ready = {fd for fd, _ in poller.poll(int(left * 1000) + 1)}
@@ -227,7 +228,7 @@ class Guardian:
                 self._tell_agent_to_end(deadline - time.monotonic())
 
     def _listen(self) -> bool:
-        """Take in what the agent wrote; False when it will write no more."""
+        """Process the agent's lines; False at end of file."""
         try:
             data = os.read(self._agent_output, 65536)
         except BlockingIOError:
@@ -239,13 +240,13 @@ class Guardian:
             except ValueError:
                 continue
             if "lease_until" not in said:
-                self._agent_said = line  # its report
+                self._agent_said = line  # the agent's report
                 continue
             until, self._members = said["lease_until"], set(said["members"])
             self._lease_ends = None if until is None else until + LEASE_MARGIN_S
             if not said["frozen"] and not self._is_over():
                 frozen, self._frozen = self._frozen, []
-                for process in frozen:  # perhaps after the agent has let them go on
+                for process in frozen:  # maybe the agent resumed them already
                     ownership.send_signal(process, signal.SIGCONT)
         return bool(data)
 
@@ -275,7 +276,7 @@ class Guardian:
         try:
             os.write(self._agent_input, b"%.3f\n" % within_s)
         except OSError:
-            pass  # it has ended, which the next round notices
+            pass  # the agent has ended, which the next round notices
         os.close(self._agent_input)
         self._agent_input = -1
 
@@ -296,13 +297,13 @@ class Guardian:
             return b""
 
     def _finish(self) -> int:
-        """Nothing may be left: processes first, then what they can no longer make anew."""
+        """End all processes, then remove their files, and report."""
         if self._agent_input >= 0:
             os.close(self._agent_input)
         job_id, node_rank = str(self.config["job_id"]), int(str(self.config["node_rank"]))
         own, _ = control_groups.own_group()
         groups = control_groups.node_group(own, job_id, node_rank) if own else ""
-        # Before the descendants: what forks faster than one can look is ended by its group alone.
+        # Before the descendants: processes that fork faster than /proc can be read are ended by the group alone.
         grouped = [process for pid in control_groups.members_of(groups) if (process := ownership.read_process(pid))]
         groups_gone = not groups or control_groups.end(groups)
         ended, running = ownership.kill_descendants(KILL_WAIT_S, self.statuses)
@@ -335,9 +336,9 @@ class Guardian:
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def report(self, leftovers: list[dict[str, object]]) -> dict[str, object]:
-        """``node_rank``; ``why`` it ended; ``agent_code`` (negative: minus the signal; null: never ended);
-        ``agent`` (the agent's own last line, or null); ``leftovers`` as in
-        :class:`rlmesh.agent.protocol.Leftover`: what the guardian had to end or remove; ``lived_s``."""
+        """The exit report: ``node_rank``; ``why`` it ended; ``agent_code`` (negative: minus the signal; null: did not
+        end); ``agent`` (the agent's own last line, or null); ``leftovers`` (as
+        :class:`rlmesh.agent.protocol.Leftover`): what the guardian had to end or remove; ``lived_s``."""
         agent_line: object = None
         if self._agent_output >= 0:
             while self._listen() and self._agent_pipe_has_more():
@@ -376,12 +377,12 @@ class Guardian:
 
 
 def suspend_aware_clock() -> float:
-    """Seconds since the machine started, those included in which it was suspended."""
+    """Seconds since the machine started, including the time in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def agent_environment(mark: str) -> dict[str, str]:
-    """This environment with the node's mark; ``rlmesh`` stays importable if it runs from a checkout."""
+    """This environment with the node's mark; ``rlmesh`` stays importable if run from a checkout."""
     env = dict(os.environ)
     env[ownership.NODE_MARK] = mark
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -1,4 +1,4 @@
-"""Whether the kernel ended a process because memory was short: counters of the control groups and of the kernel."""
+"""Detection of out-of-memory kills, from counters of the control groups and of the kernel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["OomCounters", "at_the_limit"]
 
 
 NEARLY_BYTES = 32 << 20
-"""With so little address space left a process fails in places that say nothing of memory."""
+"""With less address space left, a process fails in places that do not mention memory."""
 
 
 def at_the_limit(status: Path = Path("/proc/self/statm")) -> str:
-    """In words, how near this process is to its limit of address space; empty if it is not, or has none."""
+    """Describe how near this process is to its limit of address space; empty if it is not near, or has none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     try:
         used = int(status.read_text().split()[0]) * resource.getpagesize()
@@ -27,18 +27,18 @@ def at_the_limit(status: Path = Path("/proc/self/statm")) -> str:
 
 
 class OomCounters:
-    """Looks at the counters of this process's control groups and of the machine; tests give other folders."""
+    """Reads the counters of this process's control groups and of the machine; tests give other folders."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
         self._last = self._read()
 
     def look(self, peak_rss_bytes: int, own_group: str = "") -> str:
-        """How the kernel ran out of memory since the last look, in words; empty if it did not.
+        """Describe how the kernel ran out of memory since the last call; empty if it did not.
 
         Args:
-            peak_rss_bytes: of the process that was killed.
-            own_group: folder of its control group, if it had one of its own.
+            peak_rss_bytes: peak of the process that was killed.
+            own_group: folder of the process's own control group, if it had one.
         """
         before, self._last = self._last, self._read()
         if own_group and _count(Path(own_group) / "memory.events") and (limit := _limit(Path(own_group))) is not None:
@@ -83,7 +83,7 @@ def _count(path: Path) -> int:
 def _limit(folder: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
         text = _text(folder / name).strip()
-        if text.isdigit() and int(text) < 1 << 60:  # v1 writes a huge number for none
+        if text.isdigit() and int(text) < 1 << 60:  # v1 writes a huge number for no limit
             return int(text)
     return None
 

@@ -1,9 +1,9 @@
-"""Which processes, segments and files belong to a node of a job, and how to end them. Standard library only.
+"""Processes, shared memory and files of a job's node: to find them, and to end them. Standard library only.
 
-A process belongs to whoever it descends from. Whoever uses this module is a *subreaper*: orphans and
-double-forked daemons below it become its children instead of escaping to init, so nothing gets away by
+A process belongs to the process it descends from. The user of this module must be a *subreaper*: orphans and
+double-forked daemons below it become its children instead of escaping to init, so no process gets away by
 changing its session or its parent. A process is identified by its number *and* its start time and is
-signalled through a descriptor, so a number that is in use again is never hit.
+signalled through a descriptor, so a reused number is never hit.
 
 :mod:`rlmesh.agent.processes.guardian` runs without site-packages and loads this file by its path: it may import
 nothing else.
@@ -26,22 +26,22 @@ PR_SET_CHILD_SUBREAPER = 36
 NODE_MARK = "RLMESH_NODE"
 """Environment variable of every process of a node: ``<job_id>/<node_rank>``."""
 SHARED_SIGNALS = "RLMESH_SHARED_SIGNALS"
-"""Environment variable that is 1 where somebody signals all processes of the job at once, as Slurm does: then SIGTERM
-to one of them means what the launcher, who gets it too, makes of it."""
+"""Environment variable; 1 where all processes of the job are signalled at once, as Slurm does. The launcher gets the
+signal too, and decides what SIGTERM to one of them means."""
 REMINDER = signal.SIGRTMAX - 3
-"""Follows SIGTERM when most of the grace is over. A signal of its own, so that code which handles SIGTERM itself gets
-that once, and has the whole of its grace."""
+"""Signal that follows SIGTERM when most of the grace is over. It is a different signal so that code which handles
+SIGTERM itself gets that once, and has its whole grace."""
 MEMBER_MARK = "RLMESH_MEMBER"
-"""Environment variable of a worker and of what it starts: ``ROLE:rank:incarnation``."""
+"""Environment variable of a worker and of its child processes: ``ROLE:rank:incarnation``."""
 
 
 def signals_are_shared() -> bool:
-    """See ``SHARED_SIGNALS``."""
+    """True if all processes of the job are signalled at once; see ``SHARED_SIGNALS``."""
     return os.environ.get(SHARED_SIGNALS) == "1"
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own for a signal."""
+    """True if a process has its own handler for a signal."""
     try:
         with open(f"/proc/{pid}/status") as file:
             caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
@@ -51,7 +51,11 @@ def handles(pid: int, number: int) -> bool:
 
 
 def prctl(option: int, value: int | bytes) -> None:
-    """``prctl(2)``; raises OSError."""
+    """Call ``prctl(2)``.
+
+    Raises:
+        OSError: the call failed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     argument = value if isinstance(value, bytes) else ctypes.c_ulong(value)
     zero = ctypes.c_ulong(0)
@@ -84,7 +88,7 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """The process of that number, or None if there is none."""
+    """The process with this number, or None."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -92,7 +96,7 @@ def read_process(pid: int) -> Process | None:
         return None
     name, _, rest = text[text.index(b"(") + 1 :].rpartition(b") ")
     fields = rest.split()
-    # A leader that is a zombie while other threads live belongs to a process that runs.
+    # A leader that is a zombie while other threads live belongs to a running process.
     running = fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
     parent, session, start = int(fields[1]), int(fields[3]), int(fields[19])
     return Process(pid, parent, session, start, name.decode("utf-8", "replace"), running)
@@ -115,7 +119,7 @@ def descendants(root: int) -> list[Process]:
 
 
 def stop_all(roots: set[int]) -> list[Process]:
-    """Send SIGSTOP to these processes and to all below them, as far as they descend from the calling process."""
+    """Send SIGSTOP to these processes and all below them, as far as they descend from the calling process."""
     inside, stopped = set(roots), []
     for process in descendants(os.getpid()):  # parents come before their children
         if process.pid in roots or process.parent in inside:
@@ -138,7 +142,7 @@ def open_process(process: Process) -> int | None:
 
 
 def send_signal(process: Process, number: int) -> bool:
-    """Signal exactly this process; False if it is gone or not ours to signal."""
+    """Signal exactly this process; False if it is gone or may not be signalled."""
     fd = open_process(process)
     if fd is None:
         return False
@@ -152,7 +156,7 @@ def send_signal(process: Process, number: int) -> bool:
 
 
 def reap() -> dict[int, int]:
-    """Collect every child that has ended: pid → wait status."""
+    """Reap every child that has ended: pid → wait status."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -165,10 +169,10 @@ def reap() -> dict[int, int]:
 
 
 def kill_descendants(wait_s: float, statuses: dict[int, int]) -> tuple[list[Process], list[Process]]:
-    """Kill all that runs below the calling process, a subreaper, and reap it; statuses go to ``statuses``.
+    """Kill and reap all processes below the calling process, which is a subreaper; add wait statuses to ``statuses``.
 
-    Repeats until a look at ``/proc`` finds nothing, since those that it kills may have just forked.
-    Returns those that ended, and those that still run: not ours to signal, or not gone after ``wait_s``.
+    Repeats until ``/proc`` has none, since a process may have forked just before it was killed. Returns the processes
+    that ended, and those that still run because they may not be signalled or are not gone after ``wait_s``.
     """
     deadline = time.monotonic() + wait_s
     ended: dict[Process, None] = {}
@@ -183,7 +187,7 @@ def kill_descendants(wait_s: float, statuses: dict[int, int]) -> tuple[list[Proc
 
 
 def _kill_and_wait(processes: list[Process], deadline: float) -> set[Process]:
-    """Wait until all are gone or the deadline comes; returns those that may not be signalled."""
+    """Kill the processes and wait until they are gone or the deadline; return those that may not be signalled."""
     poller = select.poll()
     pending = set()
     immune = set()
@@ -211,7 +215,7 @@ def _kill_and_wait(processes: list[Process], deadline: float) -> set[Process]:
 
 
 def read_mark(pid: int, name: str) -> str:
-    """A variable of the environment that a process had at its exec; empty if it had none or may not be read."""
+    """An environment variable of a process at its exec; empty if unset or unreadable."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
@@ -222,7 +226,7 @@ def read_mark(pid: int, name: str) -> str:
 
 
 def marked(mark: str) -> list[Process]:
-    """Running processes, but for this one, whose environment holds the node's mark."""
+    """Running processes, except this one, whose environment has the node's mark."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid() and read_mark(int(entry), NODE_MARK) == mark:
@@ -233,10 +237,10 @@ def marked(mark: str) -> list[Process]:
 
 
 def remove_shared_memory(job_id: str, node_rank: int, folder: str = "/dev/shm") -> list[tuple[str, bool]]:
-    """Unlink this node's segments: name → whether it is gone.
+    """Unlink this node's segments: (name, True if it is gone) of each.
 
-    All names that begin with ``rlmesh-<job_id>``, except those that say ``-n<rank>-`` of another node
-    (several nodes of a test cluster share one machine).
+    Removes all names that begin with ``rlmesh-<job_id>``, except those with the ``-n<rank>-`` of another node (several
+    nodes of a test cluster share one machine).
     """
     prefix = f"rlmesh-{job_id}"
     removed = []
@@ -251,7 +255,7 @@ def remove_shared_memory(job_id: str, node_rank: int, folder: str = "/dev/shm") 
         path = os.path.join(folder, name)
         try:
             if os.lstat(path).st_uid != os.geteuid():
-                continue  # planted by another user, who may write there too: not the job's
+                continue  # planted by another user, who may write there too: not a file of the job
             os.unlink(path)
             removed.append((name, True))
         except FileNotFoundError:
@@ -262,7 +266,7 @@ def remove_shared_memory(job_id: str, node_rank: int, folder: str = "/dev/shm") 
 
 
 def hold_folder(path: str) -> int | None:
-    """Share a folder with the other nodes of this machine; of the socket folder, the last one to let go removes it."""
+    """Hold a shared lock on a folder. The last node of this machine that releases the socket folder removes it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -295,9 +299,9 @@ def remove_folder(path: str, held: int | None) -> bool:
 
 
 def remove_job_file(path: str, socket_dir: str) -> None:
-    """Remove the job file and the folder that it shares with the nodes' socket folders, with the last node.
+    """Remove the job file and its folder, which also has the nodes' socket folders, with the last node.
 
-    That is the driver's to do, but it may be gone. As long as another node is there, a master may be started again.
+    The driver does this, but it may be gone. While another node is left, the master may be restarted.
     """
     folder = os.path.dirname(path)
     if not path or not socket_dir or os.path.dirname(socket_dir) != folder:
@@ -311,4 +315,4 @@ def remove_job_file(path: str, socket_dir: str) -> None:
         try:
             remove(what)
         except OSError:
-            pass  # not there, or other nodes are
+            pass  # not there, or other nodes are left

@@ -1,4 +1,4 @@
-"""Starting a process and saying how it ended: what the operating system is asked, without an event loop."""
+"""Starting a process and describing its end: calls of the operating system, without an event loop."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
 Process = ownership.Process
 
 _PYTHON_CHANGES = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)
-"""Signals that Python or rlmesh handle or ignore: a new program starts with what the system does."""
+"""Signals that Python or rlmesh handle or ignore: a new program starts with the system's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended. ``exit_code`` or ``signal`` is set; ``at`` in seconds since the epoch."""
+    """The end of a process. ``exit_code`` or ``signal`` is set; ``at`` in seconds since the epoch."""
 
     pid: int
     exit_code: int | None
@@ -52,10 +52,10 @@ class Ended:
 
 
 def collect(pid: int) -> Ended | None:
-    """Reap a child that has ended; None if it has not. Its number is free from then on.
+    """Reap a child that has ended; None if it has not. Its process number is free from then on.
 
     Raises:
-        ChildProcessError: it is no child of this process, or was reaped before.
+        ChildProcessError: it is not a child of this process, or was reaped before.
     """
     found, status, usage = os.wait4(pid, os.WNOHANG)
     if found == 0:
@@ -71,7 +71,7 @@ def collect(pid: int) -> Ended | None:
 
 
 def memory_input(data: bytes) -> int:
-    """A descriptor from which a new process can read ``data``, of any size; to be closed by the caller."""
+    """A descriptor from which a new process can read ``data`` of any size. The caller closes it."""
     fd = os.memfd_create("rlmesh-input", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(data)
@@ -80,7 +80,7 @@ def memory_input(data: bytes) -> int:
 
 
 def held_input(line: bytes) -> tuple[int, int]:
-    """A pipe that holds ``line`` and ends when this process does: (what the child reads, what to keep open)."""
+    """A pipe that holds ``line`` and ends when this process does: (read end for the child, write end to keep open)."""
     import fcntl
 
     read, write = os.pipe2(os.O_CLOEXEC)
@@ -90,8 +90,8 @@ def held_input(line: bytes) -> tuple[int, int]:
 
 
 def open_log(path: str) -> int:
-    """A log file to append to; several writers and a reader may have it open. Makes the folder. A half line of whoever
-    wrote it before is ended."""
+    """Open a log file for appending and make its folder; several writers and a reader may have it open. A half line of
+    an earlier writer gets its end."""
     torn = ends_torn(Path(path))
     fd = private_files.log_to(path)
     if torn:
@@ -107,11 +107,11 @@ def start_process(
     log_path: str | None = None,
     inherit: Mapping[int, int] | None = None,
 ) -> int:
-    """Start a program in a session of its own and return its process number.
+    """Start a program in its own session and return its process number.
 
-    It starts by ``posix_spawn``, so the caller may have threads. Descriptors other than 0 to 2 and those in
-    ``inherit`` (number in the child → descriptor here) stay behind; standard input is ``/dev/null`` unless
-    given there, output goes to ``log_path`` (None: where this process's standard error goes).
+    Uses ``posix_spawn``, so the caller may have threads. The child gets descriptors 0 to 2 and those in ``inherit``
+    (number in the child → descriptor here). Its standard input is ``/dev/null`` unless ``inherit`` gives one; its
+    output goes to ``log_path`` (None: this process's standard error).
 
     Raises:
         LaunchError: the program or its log cannot be opened.
@@ -126,7 +126,7 @@ def start_process(
         if 0 not in fds:
             opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
             fds[0] = opened[-1]
-        # Two rounds, so that no source is overwritten before it is used.
+        # Two rounds, so that no source is overwritten before its use.
         floor = 1 + max([2, *fds, *fds.values(), output])
         moves = [
             (source, floor + n, target) for n, (target, source) in enumerate({**fds, 1: output, 2: output}.items())
@@ -146,10 +146,10 @@ def start_process(
 
 
 def become_member(parent: int, name: str) -> bool:
-    """Tie this process to its agent: it is killed when the agent ends, leads a session of its own, keeps its
-    own orphans (they stay attributable to it), and carries ``name`` in ``/proc/<pid>/comm`` (15 bytes).
+    """Tie this process to its agent: it is killed when the agent ends, leads its own session, adopts its own
+    orphans (so that they are attributed to it), and has ``name`` in ``/proc/<pid>/comm`` (15 bytes).
 
-    Returns False if the agent is gone already: then there is nothing to work for.
+    Returns False if the agent is already gone.
     """
     ownership.prctl(ownership.PR_SET_PDEATHSIG, signal.SIGKILL)
     ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)

@@ -1,4 +1,4 @@
-"""The processes of a node, watched on the agent's loop by their descriptors."""
+"""The processes of a node, watched on the agent's loop through their process descriptors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Child", "ProcessTable", "stop", "wait_processes"]
 logger = logging.getLogger(__name__)
 
 REMIND = 0.6
-"""Share of the grace after which a worker's ``run()`` is interrupted, if it did not come to a step boundary."""
+"""Share of the grace after which a worker's ``run()`` is interrupted if it has not reached a step boundary."""
 ORPHAN_GRACE_S = 0.5
-"""Between SIGTERM and SIGKILL for what a dead process left behind."""
+"""Seconds between SIGTERM and SIGKILL for processes that a dead process left behind."""
 ORPHAN_WAIT_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """A child of the agent that the agent knows. ``ended`` is set within a loop turn of its death."""
+    """A known child of the agent. ``ended`` is set within one loop turn of its death."""
 
     pid: int
     name: str
@@ -39,8 +39,8 @@ class Child:
 class ProcessTable:
     """All children of this process, which must be a subreaper. Not thread-safe: belongs to one loop.
 
-    A child that is not in the table is an orphan, left behind by a child that died, since every worker keeps
-    its own orphans for as long as it lives.
+    A child that is not in the table is an orphan of a child that died, since every worker adopts
+    its own orphans while it lives.
     """
 
     def __init__(self, on_exit: Callable[[Child, Ended], None] = lambda child, ended: None) -> None:
@@ -71,12 +71,12 @@ class ProcessTable:
         """Start a program (see :func:`rlmesh.agent.processes.process.start_process`) and watch it.
 
         Raises:
-            LaunchError: it could not be started.
+            LaunchError: the program could not be started.
         """
         return self.adopt(name, start_process(argv, env, log_path=log_path, inherit=inherit))
 
     def adopt(self, name: str, pid: int) -> Child:
-        """Watch a process that is, or is about to become, a child of this one."""
+        """Watch a process that is a child of this one, or is about to become one."""
         child = Child(pid, name, self._loop.create_future(), os.pidfd_open(pid))
         self._children[pid] = child
         self.started += 1
@@ -85,7 +85,7 @@ class ProcessTable:
 
     @contextmanager
     def fork_in_flight(self) -> Iterator[None]:
-        """While a fork is asked for and its number is not known yet, an unknown child is no orphan."""
+        """Treat no unknown child as an orphan while a fork is requested and its process number is not known yet."""
         self._forks_in_flight += 1
         self._no_fork.clear()
         try:
@@ -110,7 +110,7 @@ class ProcessTable:
         self._on_exit(child, ended)
 
     def signal(self, child: Child, number: int) -> bool:
-        """Send a signal; False if it is gone."""
+        """Send a signal; False if the child is gone."""
         if child not in self:
             return False
         try:
@@ -120,11 +120,11 @@ class ProcessTable:
         return True
 
     async def stop(self, child: Child, grace_s: float) -> Ended:
-        """SIGTERM, once; a reminder when ``REMIND`` of the grace is over; then SIGKILL, without grace at once. What it
-        leaves behind is for ``end_orphans``.
+        """Send SIGTERM once, a reminder after ``REMIND`` of the grace, then SIGKILL (without grace: at once).
+        ``end_orphans`` ends the processes that the child leaves behind.
 
         Raises:
-            TimeoutError: SIGKILL did not end it within 5 s (it waits in the kernel).
+            TimeoutError: SIGKILL did not end the child within 5 s (it waits in the kernel).
         """
         if grace_s <= 0:
             return await self.kill(child)
@@ -138,18 +138,18 @@ class ProcessTable:
         return await self.kill(child)
 
     async def kill(self, child: Child) -> Ended:
-        """SIGKILL, and wait for the end.
+        """Send SIGKILL and wait for the end.
 
         Raises:
-            TimeoutError: it did not end within 5 s.
+            TimeoutError: the child did not end within 5 s.
         """
         self.signal(child, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.shield(child.ended), 5.0)
 
     async def end_orphans(self, left_by: str) -> dict[Process, str]:
-        """End what dead children left behind, by SIGTERM and then SIGKILL; returns it, with whose it was.
+        """End the processes that dead children left behind, by SIGTERM, then SIGKILL; return them with their owners.
 
-        ``left_by`` is who has just died; the mark in a process's environment knows better if there is one.
+        ``left_by`` is the process that has just ended; the mark in a process's environment takes precedence.
         """
         async with self._sweeping:
             found: dict[Process, str] = {}
@@ -165,7 +165,7 @@ class ProcessTable:
                         found[process] = ownership.read_mark(process.pid, ownership.MEMBER_MARK) or left_by
                         logger.warning("%s left %s behind, which is ended", found[process], process)
                 if time.monotonic() > deadline:
-                    logger.error("not to be ended: %s", orphans)
+                    logger.error("could not be ended: %s", orphans)
                     break
                 for process in orphans:
                     ownership.send_signal(process, number)
@@ -174,7 +174,7 @@ class ProcessTable:
             return found
 
     def _orphans(self) -> list[Process]:
-        """Running processes below children that nobody knows; the dead ones among these children are reaped."""
+        """Running processes below unknown children; dead ones among these children are reaped."""
         own = os.getpid()
         pids: set[int] = set()
         running = []
@@ -198,7 +198,7 @@ class ProcessTable:
 
 
 async def stop(table: ProcessTable, children: Sequence[Child], grace_s: float) -> None:
-    """Stop several at once, as `ProcessTable.stop` does; those that not even SIGKILL ends are told in the log."""
+    """Stop several children at once, as `ProcessTable.stop` does; log the ones that survive SIGKILL."""
     ends = await asyncio.gather(*(table.stop(child, grace_s) for child in children), return_exceptions=True)
     for child, end in zip(children, ends, strict=True):
         if isinstance(end, TimeoutError):
@@ -206,7 +206,7 @@ async def stop(table: ProcessTable, children: Sequence[Child], grace_s: float) -
 
 
 async def wait_processes(processes: Iterable[Process], timeout_s: float) -> None:
-    """Wait until none of them runs, or the time is over."""
+    """Wait until none of the processes runs, or the time is over."""
     loop = asyncio.get_running_loop()
     opened: list[int] = []
     pending: set[int] = set()

@@ -1,4 +1,4 @@
-"""How a worker comes to life: forked from a zygote, or started as a new program.
+"""Starting workers: forked from a zygote, or started as a new program.
 
 =====================================================================  =============================
 environment differs in what the interpreter reads at its start         exec
@@ -7,8 +7,8 @@ the role needs nothing of the preload list (:mod:`rlmesh.agent.processes.import_
 else                                                                   fork of the preloaded zygote
 =====================================================================  =============================
 
-A zygote that cannot fork falls back to the one before it in this table, at last to exec: always right, only slower.
-Workers get ``OMP_NUM_THREADS=1`` unless the job or the submitter's environment says otherwise, as with torchrun.
+If a zygote cannot fork, the row above it is used, in the end exec: always right, only slower.
+Workers get ``OMP_NUM_THREADS=1`` unless the job's or the submitter's environment sets it, as with torchrun.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ logger = logging.getLogger(__name__)
 
 READY_WAIT_S = 20.0
 PRELOAD_WAIT_S = 90.0
-"""Longer, and the worker is forked from the bare zygote and imports for itself; less than masters wait for it."""
+"""After this many seconds the worker is forked from the bare zygote and imports for itself. Masters wait longer."""
 FORK_WAIT_S = 20.0
 
 Way = Literal["preloaded", "bare", "exec"]
 
 AT_START = ("GLIBC_TUNABLES", "LANG", "LANGUAGE", "LC_", "LD_", "MALLOC_", "PYTHON_", "PYTHONHASHSEED", "PYTHONHOME",
             "PYTHONMALLOC", "PYTHONPATH", "PYTHONUTF8", "PYTHONWARNINGS")  # fmt: skip
-"""What the loader and the interpreter read when a program starts. A name that ends in ``_`` is a prefix."""
+"""Variables that the loader and the interpreter read when a program starts. A trailing ``_`` marks a prefix."""
 
 AT_IMPORT = (
     "ACCELERATE_", "ARROW_", "ATEN_", "BLIS_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GOMP_", "GOTO_", "HF_", "HIP_",
     "HOME", "HUGGINGFACE_", "JE_", "KMP_", "MKL_", "NUMBA_", "NUMEXPR_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_",
     "PYTORCH_", "TOKENIZERS_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "USE_", "XDG_",
 )  # fmt: skip
-"""What libraries of the preload list read when they are imported."""
+"""Variables that libraries of the preload list read when they are imported."""
 
 LATER = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL_")
-"""Exceptions: read when a device or a process group is opened, which zygotes never do."""
+"""Exceptions: variables that are read when a device or a process group is opened, which zygotes never do."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnedMember:
-    """A member's process, how it was started and what that took."""
+    """A member's process, how it was started, and how long that took."""
 
     child: Child
     way: Way
@@ -73,7 +73,7 @@ class SpawnedMember:
 
 
 def import_time_changes(base: Mapping[str, str], wanted: Mapping[str, str], patterns: Iterable[str]) -> set[str]:
-    """Variables that match one of ``patterns`` and have another value in ``wanted`` than in ``base``."""
+    """Variables that match one of ``patterns`` and whose value in ``wanted`` differs from ``base``."""
     return {
         name
         for name, value in wanted.items()
@@ -119,10 +119,10 @@ class _Zygote:
         return answer
 
     async def wait_ready(self, wait_s: float) -> None:
-        """Until it can fork.
+        """Wait until the zygote can fork.
 
         Raises:
-            ForkRefused: it cannot, or not within the time.
+            ForkRefused: it cannot fork, or not within the time.
         """
         try:
             async with clock.timeout(wait_s):
@@ -133,10 +133,10 @@ class _Zygote:
             raise ForkRefused(ready["refuses"])
 
     async def fork(self, payload: bytes) -> int:
-        """The number of the new process.
+        """Fork a worker and return its process number.
 
         Raises:
-            ForkRefused: it did not fork; nothing was started, or what was is an orphan that ends.
+            ForkRefused: the zygote did not fork; a process that was started all the same is an orphan that ends.
         """
         async with self._turn:
             if self._writer is None or self._writer.is_closing():
@@ -146,7 +146,7 @@ class _Zygote:
                 async with clock.timeout(FORK_WAIT_S):
                     answer = await self._read()
             except (OSError, EOFError, TimeoutError) as error:
-                self._writer.close()  # what comes later would be taken for the answer to another request
+                self._writer.close()  # a late answer would be taken for the answer to another request
                 raise ForkRefused(f"it did not answer ({type(error).__name__})") from None
         if "pid" not in answer:
             raise ForkRefused(answer["refused"])
@@ -154,7 +154,7 @@ class _Zygote:
         return pid
 
     async def close(self) -> None:
-        """Its end of the socket closes, which ends the zygote."""
+        """Close the socket, which ends the zygote."""
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
@@ -186,7 +186,7 @@ class Spawner:
         self._starting = ExitStack()
         if start is not None:
             self.service.add(table.adopt("zygote", start.pid))
-            self._starting.enter_context(table.fork_in_flight())  # the preloaded one is forked meanwhile
+            self._starting.enter_context(table.fork_in_flight())  # the preloaded zygote is forked meanwhile
             self._bare = _Zygote("bare", start.bare)
             self._bare.ready.add_done_callback(self._watch_preloaded)
             if start.preload is not None:
@@ -201,16 +201,16 @@ class Spawner:
                 logger.warning("the preloaded zygote (pid %d) is gone already", pid)
         self._starting.close()
 
-    def failed_young(self, name: str) -> None:
-        """A member ended by itself soon after it was forked. It may have inherited the cause, a limit of memory for
-        one; its next process gets nothing from a zygote."""
+    def failed_early(self, name: str) -> None:
+        """Start the member's next process without a zygote: the last one failed soon after its fork, and may have
+        inherited the cause, such as a limit of memory."""
         self._unforkable.add(name)
 
     async def start_member(self, spec: WorkerSpec) -> SpawnedMember:
-        """Start a member's process in the best way that works.
+        """Start a member's process in the fastest way that works.
 
         Raises:
-            LaunchError: not even exec worked.
+            LaunchError: exec failed too.
         """
         began = time.monotonic()
         name = f"{spec.role}:{spec.rank}"

@@ -1,9 +1,8 @@
-"""Finds processes of the job itself that were stopped by a signal and are not let go on. Standard library only.
+"""Detection of the job's own processes that were stopped by a signal and not resumed. Standard library only.
 
-A process that died is known at once, one that was stopped looks alive. A member that is stopped is the business of its
-callers' deadlines and of the master; but nobody waits for a stopped master, zygote or agent with a deadline of minutes.
-Looks are counted, not seconds: while the looker stood still itself, as all processes do that a batch system suspends,
-it did not look.
+A death is known at once, but a stopped process looks alive. A stopped member is noticed by its callers' deadlines and
+by the master; a stopped master, zygote or agent would delay others for minutes. Checks are counted instead of seconds:
+a checker that stood still itself, as all processes do that a batch system suspends, did not check.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Iterable
 
 LOOK_S = 1.0
 LOOKS = 10
-"""A process that was found stopped so many times in a row is as good as dead."""
+"""A process that was found stopped this many times in a row is treated as dead."""
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, and not by a debugger."""
+    """True if a process was stopped by a signal, and not by a debugger."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] == b"T"
@@ -25,8 +24,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def half_started(pid: int) -> list[int]:
-    """Children of a process that have not become another program yet: their parent may wait for them to do so, with no
-    way to be interrupted."""
+    """Children of a process that have not called exec yet: their parent may wait for that and cannot be interrupted."""
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
             name = file.read()
@@ -46,12 +44,12 @@ def _name(pid: int) -> bytes:
 
 
 class StoppedLooks:
-    """Counts how often each process was found stopped in a row."""
+    """Counts how often in a row each process was found stopped."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
     def look(self, pids: Iterable[int]) -> list[int]:
-        """To be called every ``LOOK_S``; the processes that were stopped for too long."""
+        """Check the processes; return those that were stopped for too long. Call every ``LOOK_S`` seconds."""
         self._counts = {pid: self._counts.get(pid, 0) + 1 for pid in pids if is_stopped(pid)}
         return [pid for pid, count in self._counts.items() if count >= LOOKS]

@@ -1,23 +1,23 @@
-"""The zygote: a process that has imported what workers need, and forks so as to become one.
+"""The zygote: a process that has imported what workers need, and becomes a worker by forking.
 
 There are up to two, both children of the agent and both with a single thread:
 
-* the *bare* one has imported rlmesh and nothing else. It serves roles that need none of the job's heavy
-  libraries, and roles whose environment differs in what such libraries read when they are imported.
-* the *preloaded* one is forked from the bare one as soon as that is up, and imports the job's preload list
-  (torch, transformers, …) while the bare one forks workers already.
+* the *bare* zygote has imported rlmesh and nothing else. It serves roles that need none of the job's heavy
+  libraries, and roles whose environment differs in variables that such libraries read at import.
+* the *preloaded* zygote is forked from the bare one as soon as that is up, and imports the job's preload list
+  (torch, transformers, …) while the bare one already forks workers.
 
 A request is a pickled ``WorkerSpec``, which only the fork unpickles. The zygote forks twice, so that the worker's
-parent is the agent: the process in between ends at once, and the agent, a subreaper, inherits the worker. The
+parent is the agent: the intermediate process ends at once, and the agent, a subreaper, inherits the worker. The
 worker waits for that, ties itself to the agent and returns from :func:`serve` with the request.
 
-It refuses with a reason, and the agent starts the worker by exec, if it has a second thread (a lock that the
+The zygote refuses to fork, and the agent starts the worker by exec, if the zygote has a second thread (a lock that the
 thread holds would stay locked in the fork) or an open ``/dev/nvidia*`` (a CUDA context does not survive a fork).
-To have neither, imports run with one thread for BLAS and OpenMP unless the user says otherwise, and with no CUDA
+To avoid both, imports run with one thread for BLAS and OpenMP unless the user sets another number, and with no CUDA
 device visible.
 
-Frames on the socket: length (4 bytes, big-endian), then bytes; replies are JSON. The first frame from a zygote
-says that it is ready.
+Frames on the socket: length (4 bytes, big-endian), then bytes; replies are JSON. The zygote's first frame
+reports that it is ready.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["ForkRefused", "Ready", "Request", "main", "pack"]
 logger = logging.getLogger(__name__)
 
 BASE = ("rlmesh.agent.worker.worker", "rlmesh.job.description.rl_builder")
-"""What every worker needs, and what a script needs that submits a job and holds the classes of its roles."""
+"""Modules that every worker needs, and those of a script that submits a job and defines the classes of its roles."""
 
 REPARENT_WAIT_S = 10.0
 _LENGTH = struct.Struct(">I")
@@ -55,12 +55,12 @@ _QUIET_IMPORTS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
-"""With these a library that asks for GPUs while it is imported learns that there are none, without CUDA; and the
-allocator that comes with pyarrow starts no thread."""
+"""With these variables a library that asks for GPUs at import finds none, without CUDA, and pyarrow's allocator starts
+no thread."""
 
 
 class ForkRefused(Exception):
-    """Why this process must not fork now."""
+    """The process must not fork now; the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Ready:
     """A zygote's first frame.
 
     Attributes:
-        pid: of the zygote.
-        preload_pid: of the preloaded zygote that it forked, 0 if none.
-        import_s: what its imports took.
-        failed: imports that failed, with their errors: workers will meet them again and report them.
-        refuses: why it cannot fork, empty if it can.
+        pid: process number of the zygote.
+        preload_pid: process number of the preloaded zygote that it forked, 0 if none.
+        import_s: seconds that its imports took.
+        failed: imports that failed, with their errors: workers will meet and report these errors again.
+        refuses: the reason why it cannot fork, empty if it can.
     """
 
     pid: int
@@ -84,19 +84,19 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as the forked worker gets it, with the time at which it reached the zygote."""
+    """A request as the forked worker gets it, and the time at which it reached the zygote."""
 
     payload: bytes
     received_ns: int
 
 
 def pack(data: bytes) -> bytes:
-    """A frame."""
+    """Encode a frame."""
     return _LENGTH.pack(len(data)) + data
 
 
 def main(argv: Sequence[str]) -> int:
-    """``zygote <agent pid> <preload list as JSON>``; serves until the socket ends."""
+    """Run ``zygote <agent pid> <preload list as JSON>``; serve until the socket ends."""
     agent, preload = int(argv[0]), json.loads(argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ownership.prctl(ownership.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -135,9 +135,9 @@ def _serve_preloaded(agent: int, preload: Sequence[str]) -> int:
 
 
 def _serve(sock: socket.socket, agent: int, ready: Ready) -> int:
-    """Answer requests; in a forked worker it returns what the worker returns, else 0 when the agent is gone."""
+    """Answer requests; return 0 when the agent is gone, and in a forked worker what the worker returns."""
     gc.collect()
-    gc.freeze()  # what is here stays: no collection in a worker copies its pages
+    gc.freeze()  # keeps these objects: no collection in a worker copies their pages
     _send(sock, asdict(ready))
     while (payload := _receive(sock)) is not None:
         received_ns = time.monotonic_ns()
@@ -158,7 +158,7 @@ def _serve(sock: socket.socket, agent: int, ready: Ready) -> int:
 
 
 def import_all(names: Sequence[str]) -> dict[str, str]:
-    """Import ``module`` or ``module:name`` each; returns what failed and why."""
+    """Import each ``module`` or ``module:name``; return the failed ones with their errors."""
     failed = {}
     for item in names:
         module, _, name = item.partition(":")
@@ -175,7 +175,7 @@ def import_all(names: Sequence[str]) -> dict[str, str]:
 
 
 def why_not() -> str:
-    """Why this process must not fork, empty if it may."""
+    """The reason why this process must not fork; empty if it may."""
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         names = sorted(_thread_name(thread) for thread in threads)
@@ -199,7 +199,7 @@ def _thread_name(thread: str) -> str:
 
 
 def _forget_missing_gpus() -> None:
-    """Some libraries remember that they saw no GPU; workers must look for themselves."""
+    """Clear caches in which libraries remember that they found no GPU; workers must look for themselves."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("accelerate", "torch", "transformers"):
             continue
@@ -211,12 +211,12 @@ def _forget_missing_gpus() -> None:
 
 
 def fork_twice(agent: int) -> int:
-    """Fork a process whose parent will be ``agent``; returns its number, and 0 in that process.
+    """Fork a process whose parent will be ``agent``; return its process number, and 0 in that process.
 
     The new process returns once the agent is its parent, and is killed when the agent ends.
 
     Raises:
-        OSError: no process could be made.
+        OSError: no process could be created.
     """
     read, write = os.pipe2(os.O_CLOEXEC)
     middle = os.fork()
@@ -245,15 +245,15 @@ def fork_twice(agent: int) -> int:
 
 
 def _wait_for_parent(agent: int) -> None:
-    """Until the process in between has ended; if the agent is gone by then, so is the worker."""
+    """Wait until the intermediate process has ended; exit if the agent is gone by then."""
     deadline = time.monotonic() + REPARENT_WAIT_S
     while (parent := os.getppid()) != agent:
         try:
             fd = os.pidfd_open(parent)
         except ProcessLookupError:
-            continue  # it ended just now
+            continue  # the parent ended just now
         if os.getppid() == parent:
-            # Children are handed over before the descriptor says that their parent has ended.
+            # The kernel reparents children before the descriptor reports the parent's end.
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             ended = poller.poll(int(max(0.0, deadline - time.monotonic()) * 1000))

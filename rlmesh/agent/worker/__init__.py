@@ -1,1 +1,1 @@
-"""What runs inside a worker process around the user's role object."""
+"""Modules that run inside a worker process around the user's role object."""

@@ -1,5 +1,5 @@
-"""A member tells the master whom it calls, and what waits in it for calls that others may never answer: once a second,
-sooner at first, and only if there is something to tell."""
+"""Reports of a member's calls and waits to the master: once a second, more often at first, and only if there are
+any."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["CallReporter"]
 logger = logging.getLogger(__name__)
 
 FIRST_S = 0.1
-"""So that a job that fails early has its graph."""
+"""Seconds before the first report, so that a job that fails early has its graph."""
 EVERY_S = 1.0
 MOST_SHOWN = 16
 QUEUED_S = 0.5
-"""What waits in a member is told if it was asked something so long ago that it has not answered."""
+"""A member's waits are reported if a call has been unanswered for this many seconds."""
 
 
 class CallReporter:
-    """Sends the edges of one member to the master, from the runtime's loop.
+    """Sends the call-graph edges of one member to the master, from the runtime's loop.
 
     Args:
-        runtime: whose calls are told.
+        runtime: the runtime whose calls are reported.
         master: the master, whose ``observed`` is notified.
-        name: the member's, as ``ROLE:rank``.
-        incarnation: the member's.
-        run_dir: of the job, for single calls.
-        board: where it says that the loop runs.
+        name: the member as ``ROLE:rank``.
+        incarnation: the member's incarnation.
+        run_dir: the job's run directory, for traces of single calls.
+        board: the activity board, on which the reporter marks that the loop runs.
     """
 
     def __init__(
@@ -50,38 +50,38 @@ class CallReporter:
         self._runtime.call_soon(self._again)
 
     def note_calls(self) -> None:
-        """Note single calls as well, from now on. On the runtime's loop."""
+        """Trace single calls as well, from now on. On the runtime's loop."""
         if self._trace is None:
             role, _, rank = self._name.rpartition(":")
             self._trace = CallTrace(self._run_dir, role, int(rank))
             self._runtime.trace_calls(self._trace.add)
 
     def close(self) -> None:
-        """Send and write what is left. From any thread."""
+        """Send and write the remaining reports. Can be called from any thread."""
         self.flush()
         if self._trace is not None:
             self._trace.close()
 
     def flush(self) -> None:
-        """Send what was seen since the last time. From any thread; never waits and never fails."""
+        """Send the edges seen since the last time. Can be called from any thread; never waits and never fails."""
         if edges := self._runtime.take_edges():
             self._master.notify("observed", self._name, edges)
 
     def _again(self) -> None:
         asyncio.get_running_loop().call_later(self._pause_s, self._tick)
 
-    def _tell_blocked(self) -> None:
+    def _report_blocked(self) -> None:
         try:
             waits = self._runtime.blocked(QUEUED_S)
-        except Exception:  # it looks into frames of code that it does not know
-            logger.exception("%s cannot tell what waits here", self._name)
+        except Exception:  # it inspects frames of unknown code
+            logger.exception("%s cannot report what waits here", self._name)
             return
         if waits or self._was_blocked:
             self._runtime.notify_aside(self._master, "blocked", self._name, self._incarnation, waits)
         self._was_blocked = bool(waits)
 
-    def _tell_running_on(self) -> None:
-        """What runs although its call was cancelled or timed out."""
+    def _report_running_on(self) -> None:
+        """Report calls that run although they were cancelled or timed out."""
         calls = [call for call in self._runtime.running_on(EVERY_S) if not call.method.startswith("@")]
         if calls or self._ran_on:
             self._runtime.notify_aside(
@@ -93,8 +93,8 @@ class CallReporter:
         if self._board is not None:
             self._board.beat()
         self.flush()
-        self._tell_blocked()
-        self._tell_running_on()
+        self._report_blocked()
+        self._report_running_on()
         if self._trace is not None:
             self._trace.flush()
         self._pause_s = min(EVERY_S, 1.5 * self._pause_s)

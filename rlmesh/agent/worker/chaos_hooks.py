@@ -1,6 +1,6 @@
-"""Rehearsed kills at calls: a method is wrapped, so that its next call tells the master, which sends the signal.
+"""Rehearsed kills at calls: a wrapped method reports its next call to the master, which sends the signal.
 
-The call waits until it was sent, and goes on if it was meant for somebody else.
+The call waits until the signal was sent, and goes on if it was for another process.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from rlmesh.errors import MethodNotFound, RLMeshError
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 
-__all__ = ["Tripwires"]
+__all__ = ["ChaosHooks"]
 
 logger = logging.getLogger(__name__)
 
 REACHED_S = 2.0
 
 
-class Tripwires:
-    """Of the members of one process.
+class ChaosHooks:
+    """The hooks of the members of one process.
 
     Args:
-        runtime: serves the members.
-        master: is told when a wire is reached.
+        runtime: the runtime that serves the members.
+        master: gets a call when a hook is reached.
     """
 
     def __init__(self, runtime: Runtime, master: MemberHandle) -> None:
@@ -37,14 +37,14 @@ class Tripwires:
         self._is_served = False
 
     def arm(self, member: str, method: str, kill: str) -> None:
-        """Wrap a method of a member, now or as soon as it is served."""
+        """Wrap a method of a member, now or as soon as the member is served."""
         if self._is_served:
             self._wrap(member, method, kill)
         else:
             self._waiting.append((member, method, kill))
 
     def served(self) -> None:
-        """The members are served from now on."""
+        """Wrap the methods that wait: the members are served from now on."""
         self._is_served = True
         waiting, self._waiting = self._waiting, []
         for member, method, kill in waiting:

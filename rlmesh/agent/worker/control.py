@@ -1,4 +1,4 @@
-"""How the master and the operating system reach into a worker, and how the worker reports."""
+"""Control of a worker by the master and by signals, and the worker's reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlmesh.agent.processes import ownership
 from rlmesh.agent.protocol import CONTROL
 from rlmesh.agent.reliable_outbox import Outbox
 from rlmesh.agent.worker.call_reporter import CallReporter
-from rlmesh.agent.worker.chaos_hooks import Tripwires
+from rlmesh.agent.worker.chaos_hooks import ChaosHooks
 from rlmesh.agent.worker.stacks import own_stacks
 from rlmesh.agent.worker.stopping import Stopping
 from rlmesh.job.context import RestartEvent, StopRequest
@@ -35,25 +35,25 @@ Order = Literal["run", "end"]
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 TERM_PATIENCE = 0.6
-"""Share of the grace that ``run()`` has, after SIGTERM, to come to a step boundary."""
+"""Share of the grace that ``run()`` has, after SIGTERM, to reach a step boundary."""
 
 
 class Terminated(BaseException):
-    """SIGTERM came, and what the main thread was doing must not go on."""
+    """SIGTERM came, and the main thread must not go on."""
 
 
 class Orders:
-    """What the main thread is told to do next; shared by the control object, signals and the main thread.
+    """Orders to the main thread; shared by the control object, signal handlers and the main thread.
 
-    On SIGTERM a member that serves ends after the method that runs; ``run()`` gets a stop request, which
-    ``step_boundary()`` hands out, and is interrupted by a second SIGTERM, or when most of the grace is over;
-    anything else is interrupted at once. Nothing interrupts ``teardown()`` but the agent's SIGKILL.
+    On SIGTERM a member that serves ends after the running method; ``run()`` gets a stop request, which
+    ``step_boundary()`` returns, and is interrupted by a second SIGTERM, or when most of the grace is over;
+    anything else is interrupted at once. Only the agent's SIGKILL interrupts ``teardown()``.
     """
 
     def __init__(self, runtime: Runtime, grace_s: float) -> None:
         self.phase: Phase = "starting"
         self.runs = ""
-        """The member whose ``run()`` the main thread is for; empty if none has one."""
+        """Name of the member whose ``run()`` the main thread runs; empty if none has one."""
         self.terminated = False
         self.stopping = Stopping()
         self.last_stop: StopRequest | None = None
@@ -62,21 +62,21 @@ class Orders:
         self._grace_s = grace_s
         self._queue: deque[Order] = deque()
         self._turn = threading.RLock()
-        """Held where an order and the phase must fit each other; a signal's handler may interrupt its own thread."""
+        """Protects the order queue and the phase. Reentrant, since a signal handler may interrupt its own thread."""
         self._begun = False
         self._exit: tuple[object] | None = None
-        self._told = self._early_sigterm = False
+        self._end_announced = self._early_sigterm = False
         self._events: deque[RestartEvent] = deque()
         self._unheard: deque[RestartEvent] = deque()
         self.run_began_at: float | None = None
-        """While ``run()`` runs: since when, by `time.monotonic`."""
+        """Start of ``run()`` by `time.monotonic`, while it runs."""
         self._listeners: list[Callable[[RestartEvent], object]] = []
         self._news = threading.Condition()
 
     # Restarts of others
 
     def note_restart(self, event: RestartEvent) -> None:
-        """For `take_events`, and for those that listen. Any thread."""
+        """Queue an event for `take_events` and for listeners. Can be called from any thread."""
         with self._news:
             self._events.append(event)
             if self._listeners:
@@ -86,7 +86,7 @@ class Orders:
             self._runtime.submit_main(self.tell_listeners)
 
     def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
-        """Those since the last take; if there is none, what comes within ``wait_s`` seconds. Any thread."""
+        """Events since the last call; if there are none, waits ``wait_s`` seconds for one. From any thread."""
         with self._news:
             self._news.wait_for(lambda: self._events, wait_s)
             taken = tuple(self._events)
@@ -98,7 +98,7 @@ class Orders:
             self._listeners.append(listener)
 
     def tell_listeners(self) -> None:
-        """On the member's main thread, between methods or at a step's boundary."""
+        """Call the listeners; runs on the member's main thread, between methods or at a step boundary."""
         while True:
             with self._news:
                 if not self._unheard:
@@ -111,7 +111,7 @@ class Orders:
     # Orders
 
     def give(self, order: Order, *, now: bool = False) -> None:
-        """Put an order behind the others; ``now``: methods that are queued are not run before it."""
+        """Queue an order; ``now``: queued methods are not run before it."""
         with self._turn:
             self._queue.append(order)
             if self.phase == "serving":
@@ -132,8 +132,9 @@ class Orders:
             self._runtime.run_main()
 
     def _next(self) -> Order | None:
-        """The next order, and the phase that begins with it. Who gives one sees either that it was not taken yet and
-        ends `run_main`, or that it is under way: else it would end the thread that serves calls during ``run()``."""
+        """Take the next order and set the phase that begins with it. Under the lock: the sender of an order either sees
+        that it was not taken yet and ends `run_main`, or that it is under way. Otherwise it could end the thread that
+        serves calls during ``run()``."""
         with self._turn:
             if not self._queue:
                 self.phase = "serving"
@@ -142,7 +143,7 @@ class Orders:
             return self._queue.popleft()
 
     def begin_run(self, member: str) -> bool:
-        """Order ``run()`` of a member, if it has one, once: a master that was started again may say it again."""
+        """Order ``run()`` of a member once, if it has one: a restarted master may order it again."""
         has_run = bool(self.runs) and member in ("", self.runs)
         if has_run and not self._begun:
             self._begun = True
@@ -150,11 +151,11 @@ class Orders:
         return has_run
 
     def ask_to_stop(self, reason: str) -> None:
-        """Stop at the next boundary, wherever the others are."""
+        """Stop at the next boundary, whatever step the other ranks are at."""
         self.stopping.ask(StopRequest(reason, None, self._grace_s))
 
     def exit(self, code: object) -> None:
-        """A served method called ``sys.exit``: the process ends with that code. Any thread."""
+        """End the process with this code: a served method called ``sys.exit``. Can be called from any thread."""
         self._exit = (code,)
         if self.phase == "serving":
             self._runtime.stop_main(now=True)
@@ -162,7 +163,7 @@ class Orders:
             _interrupt_main()
 
     def handle_signals(self) -> None:
-        """Main thread only."""
+        """Install the signal handlers. Main thread only."""
         for number in NOTICES:  # ignored until now; programs that this process starts must not ignore them
             signal.signal(number, signal.SIG_DFL)
             handle(number, _leave_to_launcher)
@@ -170,21 +171,21 @@ class Orders:
         handle(ownership.REMINDER, self._on_reminder)
 
     @property
-    def told_to_end(self) -> bool:
-        """The job is ending: what fails now may follow from that."""
-        return self._told or self.terminated or self.phase == "ending"
+    def ending(self) -> bool:
+        """True if the job is ending: failures may follow from that."""
+        return self._end_announced or self.terminated or self.phase == "ending"
 
     def end_after_run(self) -> None:
-        """SIGTERM follows, or came already from elsewhere."""
-        self._told = True
+        """Prepare for the end: SIGTERM follows, or already came from elsewhere."""
+        self._end_announced = True
         if self._early_sigterm:
             _interrupt_main()
         if self.phase == "running":
             self.give("end")
 
     def pass_on(self, name: str) -> None:
-        """The job had notice by this signal: a handler of the member's own is called too, once. Where signals are
-        shared, it has been already."""
+        """Call the member's own handler of this signal, of which the job had notice, once. Where signals are shared,
+        the member got the signal already."""
         number = signal.Signals.__members__.get(name)
         if number in NOTICES and not ownership.signals_are_shared():
             handler = signal.getsignal(number)
@@ -192,8 +193,8 @@ class Orders:
                 _signal_main(number)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if ownership.signals_are_shared() and not self._told and self._exit is None:
-            self._early_sigterm = True  # sent to every process of the task; the launcher decides what it means
+        if ownership.signals_are_shared() and not self._end_announced and self._exit is None:
+            self._early_sigterm = True  # sent to every process of the task; the launcher decides what follows
             return
         if self._exit is not None:
             raise SystemExit(*self._exit)
@@ -204,13 +205,13 @@ class Orders:
             raise Terminated
         self.ask_to_stop("SIGTERM")
         self._runtime.call_soon(self._remind)
-        self.give("end", now=True)  # while run() runs: what comes when it returns
+        self.give("end", now=True)  # while run() runs: taken when it returns
 
     def _remind(self) -> None:
         asyncio.get_running_loop().call_later(self._grace_s * TERM_PATIENCE, _signal_main, ownership.REMINDER)
 
     def _on_reminder(self, number: int, frame: FrameType | None) -> None:
-        """Unless the user's code handles SIGTERM itself by now: then the grace is its own."""
+        """Interrupt the main thread, unless the user's code now handles SIGTERM itself and uses the grace."""
         if self.phase != "ending" and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             raise Terminated
 
@@ -220,25 +221,25 @@ def _interrupt_main() -> None:
 
 
 def _signal_main(number: int) -> None:
-    """To the main thread itself, so that it also interrupts a wait of that thread."""
+    """Signal the main thread itself, so that a wait of that thread is interrupted too."""
     main = threading.main_thread().ident
     if main is not None:
         signal.pthread_kill(main, number)
 
 
 def _leave_to_launcher(number: int, frame: FrameType | None) -> None:
-    """The launcher gets the signal as well, and lets all ranks stop together."""
+    """Ignore the signal: the launcher gets it too, and lets all ranks stop together."""
 
 
 class Control:
-    """Served as ``@control``; called by the master. ``member``: whom of a process with fused roles."""
+    """Served as ``@control``; called by the master. ``member`` selects one member of a process with fused roles."""
 
     def __init__(
-        self, runtime: Runtime, orders: Orders, tripwires: Tripwires, reporter: CallReporter, name: str
+        self, runtime: Runtime, orders: Orders, chaos_hooks: ChaosHooks, reporter: CallReporter, name: str
     ) -> None:
         self._runtime = runtime
         self._orders = orders
-        self._tripwires = tripwires
+        self._chaos_hooks = chaos_hooks
         self._reporter = reporter
         self._name = name
 
@@ -254,7 +255,7 @@ class Control:
 
     @rpc
     async def teardown(self, stop: StopRequest | None = None) -> None:
-        """Call ``teardown()`` when ``run()`` has returned and the methods that are queued are done, then end; before
+        """Call ``teardown()`` when ``run()`` has returned and the queued methods are done, then end; before
         it ``on_stop(stop)`` if the job was stopped before its end."""
         self._orders.last_stop = stop
         self._orders.give("end")
@@ -262,7 +263,7 @@ class Control:
     @rpc
     async def stop(self, reason: str, ends: bool = False) -> None:
         """Let the next ``step_boundary()`` return a stop request. ``ends``: SIGTERM follows, which the member's own
-        code may handle; when ``run()`` has returned, the member ends whether it does or not."""
+        code may handle; the member ends when ``run()`` has returned, whether the code handles SIGTERM or not."""
         self._orders.ask_to_stop(reason)
         if ends:
             self._orders.end_after_run()
@@ -285,44 +286,44 @@ class Control:
 
     @rpc
     async def restarted(self, event: RestartEvent) -> None:
-        """Others are replaced by new processes, or have been."""
+        """Handle a restart: other members are being replaced by new processes, or have been."""
         self._orders.note_restart(event)
 
     @rpc
     async def pending(self, member: str = "") -> tuple[tuple[Waiting, ...], tuple[Serving, ...]]:
-        """Whom this member waits for, and what it was asked and has not answered. What a process of several members
-        waits for is told of the first one."""
+        """The calls that this member waits for, and the calls that it has not answered. The waits of a process of
+        several members are reported for the first member."""
         waits = self._runtime.waiting() if member in ("", self._name) else ()
         return waits, tuple(self._calls_of(member))
 
     @rpc
     async def refuse_queued(self, calls: tuple[CallKey, ...], text: str) -> None:
-        """Refuse calls that are queued here and would never begin: they are part of a circle."""
+        """Refuse calls that are queued here and would never begin, since they are part of a deadlock."""
         self._runtime.refuse_queued(calls, text)
 
     @rpc
     async def stacks(self) -> str:
-        """What each thread does: the innermost call first."""
+        """The stack of each thread, innermost call first."""
         return own_stacks()
 
     @rpc
     async def methods(self, member: str) -> tuple[str, ...]:
-        """What a member exports; nothing as long as it is not served."""
+        """The methods that a member exports; empty before it is served."""
         return self._runtime.methods_of(member)
 
     @rpc
     async def note_calls(self) -> None:
-        """Note single calls from now on, for the job's timeline."""
+        """Trace single calls from now on, for the job's timeline."""
         self._reporter.note_calls()
 
     @rpc
     async def arm(self, method: str, kill: str, member: str = "") -> None:
-        """Tell the master when ``method`` is called next: somebody is to be killed then."""
-        self._tripwires.arm(member or self._name, method, kill)
+        """Report to the master when ``method`` is called next: a process is to be killed then."""
+        self._chaos_hooks.arm(member or self._name, method, kill)
 
     @rpc
     async def progress(self, member: str = "") -> MemberProgress:
-        """What this member does, and since when without a sign of life."""
+        """The activity of this member, and the seconds since its last sign of life."""
         began = self._orders.run_began_at if member in ("", self._orders.runs) else None
         return MemberProgress(
             run_s=None if began is None else time.monotonic() - began,

@@ -1,8 +1,8 @@
-"""How a worker gets its devices for itself: from the agent of its node, or, as a rank of a group that spans nodes, from
-those of all of them, one after the other in their global order.
+"""Device leases of a worker: from the agent of its node, or, for a rank of a group that spans nodes, from all of the
+group's agents, one after the other in their global order.
 
-Ranks of two groups that asked each its own node could come to have their turns in different orders, and each group
-would wait for the other for ever. In one order the first node decides for all of them.
+If each rank asked only its own node, two groups could get their turns in different orders, and each would wait for the
+other forever. With one order the first node decides for all of them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from rlmesh.placement.device_leases import Acquisition, LeaseAnswer, MemberKey
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import clock
 
-__all__ = ["AgentLink"]
+__all__ = ["DeviceLeaseClient"]
 
 LEASE_MARGIN_S = 10.0
-"""How much longer than a member waits for its devices the answer that it did not get them may take."""
+"""Seconds beyond a member's own timeout that the answer may take that it did not get its devices."""
 
 
-class AgentLink:
-    """The way of one member.
+class DeviceLeaseClient:
+    """The lease client of one member.
 
     Args:
-        agents: by node, of all nodes of the member's group; of its own node alone, if that is all.
+        agents: the agents by node, of all nodes of the member's group, or only of its own node.
         own: the member's node.
         who: the member.
         members: the number of members of its role.
@@ -42,26 +42,26 @@ class AgentLink:
     def lease_devices(self, timeout_s: float) -> Future[Any]:
         if not self._group:
             return self.ask(self._own, timeout_s)
-        return _Way(self, Acquisition(self._agents), self._own, timeout_s).start()
+        return _Request(self, Acquisition(self._agents), self._own, timeout_s).start()
 
     def return_devices(self) -> Future[Any]:
         return self.give_back(self._agents)
 
     def ask(self, node: int, timeout_s: float) -> Future[Any]:
-        """One node's agent."""
+        """Ask one node's agent."""
         agent = self._agents[node].options(timeout_s=timeout_s + LEASE_MARGIN_S)
         return agent.call("lease_devices", self._who, timeout_s, self._group)
 
     def give_back(self, nodes: Iterable[int]) -> Future[Any]:
-        """To the agents of these nodes, the last one first."""
+        """Return the devices to the agents of these nodes, the last one first."""
         given = [self._agents[node].call("return_devices", self._who) for node in sorted(nodes, reverse=True)]
-        return given[0] if len(given) == 1 else _all(given)
+        return given[0] if len(given) == 1 else _gathered(given)
 
 
-class _Way:
-    """One round over the nodes."""
+class _Request:
+    """One lease request over all nodes."""
 
-    def __init__(self, link: AgentLink, nodes: Acquisition, own: int, timeout_s: float) -> None:
+    def __init__(self, link: DeviceLeaseClient, nodes: Acquisition, own: int, timeout_s: float) -> None:
         self._link, self._nodes, self._own = link, nodes, own
         self._began = clock.now()
         self._deadline = self._began + timeout_s
@@ -73,7 +73,7 @@ class _Way:
         return self._answer
 
     def _ask_next(self) -> None:
-        """On the calling thread, later on the runtime's loop."""
+        """Ask the next node; runs on the calling thread first, then on the runtime's loop."""
         node = self._nodes.next()
         if node is None:
             waited_s = clock.now() - self._began
@@ -81,7 +81,7 @@ class _Way:
                 self._answer.set_result(replace(self._granted, waited_s=waited_s))
             return
         asked = self._link.ask(node, max(0.0, self._deadline - clock.now()))
-        if self._answer.cancelled():  # who cancelled it has given back what it knew of
+        if self._answer.cancelled():  # the canceller has returned the nodes that it knew of
             asked.cancel()
             self._link.give_back([node])
             return
@@ -110,8 +110,8 @@ class _Way:
             self._answer.set_result(LeaseAnswer(False, devices, clock.now() - self._began, why))
 
 
-def _all(futures: Sequence[Future[Any]]) -> Future[Any]:
-    """Done when all of them are, with the first one's error if there is one."""
+def _gathered(futures: Sequence[Future[Any]]) -> Future[Any]:
+    """A future that is done when all of them are, with the first error if there is one."""
     together: Future[Any] = Future()
     together.set_running_or_notify_cancel()
     left = [len(futures)]

@@ -1,4 +1,4 @@
-"""From the description of an entry point to what the worker runs."""
+"""Loading of an entry point: from its description to the code that the worker runs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = ["Loaded", "call_plainly", "load_entry", "load_user_config", "take_ove
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An entry point that was imported.
+    """An imported entry point.
 
     Attributes:
-        build: makes the object that is served, without arguments; None for functions and scripts.
-        run: what runs for functions and scripts; None for classes, whose object may have ``run``.
+        build: creates the served object, without arguments; None for functions and scripts.
+        run: runs a function or a script; None for classes, whose object may have ``run``.
         functions: ``@rpc`` functions at the top level of the entry's module, by remote name.
     """
 
@@ -45,7 +45,7 @@ def call_plainly(what: str, function: Callable[..., object], *args: object) -> N
     """Call a hook or a ``run()``, which must not be ``async def``: nobody would await it.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is ``async def``.
     """
     result = function(*args)
     if inspect.iscoroutine(result):
@@ -57,7 +57,7 @@ def call_plainly(what: str, function: Callable[..., object], *args: object) -> N
 
 
 def take_over(program: Program, roots: Sequence[str], main_path: str) -> None:
-    """Make this process what the submitter was, as far as what it imports can see."""
+    """Set ``sys.path``, ``sys.argv`` and the folder of this process as the submitter had them."""
     sys.path[:] = with_submitters(sys.path, program, roots)
     sys.argv = list(program.args) or [main_path or "rlmesh-worker"]
     _go_to(program.works_in)
@@ -68,7 +68,7 @@ def _go_to(folder: str) -> None:
         try:
             os.chdir(folder)
         except OSError:
-            pass  # another machine, which does not have it
+            pass  # another machine, which does not have the folder
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def _where_it_started(program: Program) -> Iterator[None]:
 
 
 def load_user_config(spec: WorkerSpec) -> Any:
-    """What the job's ``.config(...)`` was given. Its classes may come from the user's modules."""
+    """Unpickle the argument of the job's ``.config(...)``. Its classes may come from the user's modules."""
     return pickle.loads(spec.user_config) if spec.user_config else None
 
 
@@ -90,7 +90,7 @@ def load_entry(entry: EntryPoint, main_path: str, program: Program = Program()) 
 
     Raises:
         UsageError: the module has no such name, or it is neither a class nor a function.
-        Exception: whatever the module raises when it is imported.
+        Exception: any error of the module's import.
     """
     if entry.kind == "script":
         return Loaded(None, lambda: _run_script(entry), {})
@@ -121,7 +121,7 @@ def _import(name: str, main_path: str, main_name: str) -> types.ModuleType:
     if name == "__main__":
         return _import_main(main_path)
     module = importlib.import_module(name)
-    if name == main_name:  # the submitter ran it by python -m
+    if name == main_name:  # the submitter ran it with python -m
         sys.modules[MAIN_ALIAS] = sys.modules["__main__"] = module
     return module
 
@@ -133,11 +133,11 @@ def _import_main(path: str) -> types.ModuleType:
             "put it into a file"
         )
     if (known := sys.modules.get(MAIN_ALIAS)) is not None and known.__file__ == path:
-        return known  # of another role of this process
+        return known  # imported by another role of this process
     module = types.ModuleType(MAIN_ALIAS)
     module.__file__ = path
     sys.modules[MAIN_ALIAS] = sys.modules["__main__"] = module
-    cloudpickle.register_pickle_by_value(module)  # what has no other process of that name
+    cloudpickle.register_pickle_by_value(module)  # other processes have no module of this name
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec")
     exec(code, module.__dict__)

@@ -1,4 +1,4 @@
-"""Several roles in one process: each acts as itself, whichever thread or loop runs its code."""
+"""Several roles in one process: the code of each role runs with its own worker context, on any thread or loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["acting_for"]
 
 
 def acting_for(context: WorkerContext, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same method, within which ``current_worker()`` is ``context``. It stays what it is: a plain function, a
+    """Wrap a method so that ``current_worker()`` is ``context`` within it. The kind of function stays: plain function,
     coroutine function, or a generator of either kind."""
     if inspect.isasyncgenfunction(function):
 
@@ -40,7 +40,7 @@ def acting_for(context: WorkerContext, function: Callable[..., Any]) -> Callable
             made = function(*args, **kwargs)
             try:
                 while True:
-                    with acting_as(context):  # only while it runs: between two items the thread is others'
+                    with acting_as(context):  # only while it runs: between two items other code uses the thread
                         try:
                             item = next(made)
                         except StopIteration:
@@ -64,7 +64,7 @@ def acting_for(context: WorkerContext, function: Callable[..., Any]) -> Callable
     def run(*args: Any, **kwargs: Any) -> Any:
         with acting_as(context):
             made = function(*args, **kwargs)
-        if inspect.isawaitable(made) or inspect.isasyncgen(made):  # An async one, under a decorator that is not.
+        if inspect.isawaitable(made) or inspect.isasyncgen(made):  # an async function below a plain decorator
             return acting_for(context, _gives_back(made))()
         return made
 

@@ -1,8 +1,8 @@
-"""Standard output and error of a member: what it prints never fails, and never ends it.
+"""Standard output and error of a member: printing never fails, and never ends the member.
 
-Both are the member's log file. When the disk is full, or the file has reached the process's size limit, what is printed
-is lost: the member goes on, the job is told once, and the log says how much is missing as soon as it can be written
-again. What UTF-8 cannot encode is written as an escape.
+Both are the member's log file. When the disk is full, or the file has reached the process's size limit, output
+is lost: the member goes on, the job gets one alarm, and the log notes how much is missing as soon as it can be written
+again. Characters that UTF-8 cannot encode are written as escapes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["OwnOutput", "protect", "tell_losses"]
 
 _LOSSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS})
 _replaced: list[object] = []
-"""The interpreter's own streams, which others may hold; kept, since their end would close nothing but warn."""
+"""The interpreter's own streams, which other code may hold; stored, since closing them would only warn."""
 
 
 class OwnOutput(io.RawIOBase):
-    """A descriptor to write to, which takes everything."""
+    """A stream to a descriptor whose writes always succeed."""
 
     def __init__(self, fd: int, name: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class OwnOutput(io.RawIOBase):
         self._why = ""
         self._pid = os.getpid()
         self.on_loss: Callable[[str], None] | None = None
-        """Is told once that output is lost, and why."""
+        """Called once when output is lost, with the reason."""
 
     def writable(self) -> bool:
         return True
@@ -66,7 +66,7 @@ class OwnOutput(io.RawIOBase):
 
 
 def protect() -> None:
-    """Put such streams in place of this process's own."""
+    """Replace this process's standard output and error by such streams."""
     for fd, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
         try:
@@ -75,19 +75,19 @@ def protect() -> None:
             pass
         _replaced.append(old)
         raw = OwnOutput(fd, f"<{name}>")
-        # The text layer hands each write on at once: a process that is killed loses nothing.
+        # The text layer passes each write on at once: a process that is killed loses nothing.
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def tell_losses(listener: Callable[[str], None]) -> None:
-    """Have the first loss of output told, of both streams together."""
-    told: list[str] = []
+    """Call the listener on the first loss of output of either stream."""
+    reported: list[str] = []
 
     def tell_once(text: str) -> None:
-        if not told:
-            told.append(text)
+        if not reported:
+            reported.append(text)
             listener(text)
 
     for stream in (sys.stdout, sys.stderr):

@@ -1,10 +1,10 @@
-"""Reaps processes that a member inherits and nobody waits for.
+"""Reaps zombies that a member inherits and nobody waits for.
 
-Each worker is a subreaper: what its shell commands leave in the background becomes its own child, and a zombie when it
-ends. A zombie may as well be a child that the member's code started and is yet to wait for, whose exit status must not
-be taken away; the kernel does not tell one from the other. So what this process starts is noted at the moment of its
-start, and only other zombies are reaped. A library in C may start processes that are not noted; so a few zombies are
-left alone for longer than such a library takes to wait for them.
+Each worker is a subreaper: a process that its shell commands leave in the background becomes its own child, and a
+zombie when it ends. A zombie may as well be a child that the member's code started and has yet to wait for, whose exit
+status must not be taken away; the kernel does not tell one from the other. So the children that this process starts are
+noted at their start, and only other zombies are reaped. A library in C may start processes that are not noted; so a few
+zombies are left alone for longer than such a library takes to wait for them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ __all__ = ["Reaper", "StartedChildren"]
 
 LOOK_S = 0.2
 SOON_S = 0.3
-"""Zombies that are certainly nobody's, because there are many, are reaped after so long."""
+"""Seconds after which many zombies are reaped: since there are many, nobody waits for them."""
 LATE_S = 30.0
-"""The same for a few."""
+"""Seconds after which a few zombies are reaped."""
 FEW = 3
 
 
 class StartedChildren:
-    """The children that this process has started and not yet waited for."""
+    """The children that this process has started and not waited for yet."""
 
     def __init__(self) -> None:
         self.pids: set[int] = set()
         self._before = threading.local()
 
     def watch(self) -> bool:
-        """Note all that is started from now on, and what runs already; False where the kernel does not list children.
-        Ends with the process."""
+        """Note all children, present and future; False if the kernel does not list children. Stays on until the process
+        ends."""
         import _posixsubprocess
         import subprocess
 
@@ -72,7 +72,7 @@ class StartedChildren:
         self.pids.update(set(now) - set(getattr(self._before, "children", ())))
 
     def forget_ended(self) -> None:
-        """Leave out those that were waited for."""
+        """Forget children that were waited for."""
         own = os.getpid()
         for pid in list(self.pids):
             found = ownership.read_process(pid)
@@ -81,11 +81,11 @@ class StartedChildren:
 
 
 class Reaper:
-    """Looks for zombies, on a runtime's loop.
+    """Reaps zombies on a runtime's loop.
 
     Args:
-        started: what is not to be touched.
-        clock: seconds that only grow.
+        started: children that must not be reaped.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, started: StartedChildren, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,7 +93,7 @@ class Reaper:
         self._seen: dict[int, float] = {}
 
     def start(self, runtime: Runtime) -> None:
-        """Look from now on, for as long as the runtime is there."""
+        """Check until the runtime ends."""
         runtime.call_soon(self._again)
 
     def _again(self) -> None:
@@ -101,22 +101,21 @@ class Reaper:
         asyncio.get_running_loop().call_later(LOOK_S, self._again)
 
     def look(self) -> None:
-        """Reap what is due."""
+        """Reap the zombies that are due."""
         children = children_of_main_thread() or ()
         self._started.forget_ended()
         now = self._clock()
-        nobodys = [pid for pid in children if pid not in self._started.pids and _is_zombie(pid)]
-        self._seen = {pid: self._seen.get(pid, now) for pid in nobodys}
-        wait_s = SOON_S if len(nobodys) > FEW else LATE_S
+        unclaimed = [pid for pid in children if pid not in self._started.pids and _is_zombie(pid)]
+        self._seen = {pid: self._seen.get(pid, now) for pid in unclaimed}
+        wait_s = SOON_S if len(unclaimed) > FEW else LATE_S
         for pid, seen_at in self._seen.items():
             if now - seen_at >= wait_s:
-                with suppress(ChildProcessError):  # somebody waited for it after all
+                with suppress(ChildProcessError):  # other code waited for it after all
                     os.waitpid(pid, os.WNOHANG)
 
 
 def children_of_main_thread() -> tuple[int, ...] | None:
-    """This process's children that its main thread started or inherited, as all orphans are; None if that cannot be
-    known."""
+    """This process's children that its main thread started or inherited (it inherits all orphans); None if unknown."""
     return _read(f"/proc/self/task/{os.getpid()}/children")
 
 

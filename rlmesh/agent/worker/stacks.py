@@ -1,11 +1,11 @@
 """The Python stacks of a member, also of one that holds the interpreter's lock or waits in C.
 
-A member that can answer tells its stacks itself. For one that cannot, ``faulthandler`` writes them into a file of its
-own when a signal comes, which needs neither the lock nor a running loop. Its agent sends the signal and reads the file.
+A member that can answer returns its stacks itself. For one that cannot, ``faulthandler`` writes them into a separate
+file on a signal, which needs neither the lock nor a running loop. Its agent sends the signal and reads the file.
 
-The signal goes to one thread, that of the member's network loop, which goes on waiting when it has come. No thread of
-the user's gets it, so that no system call of theirs returns early (``poll`` and ``sleep`` do, whatever SA_RESTART
-says). A process that is stopped gets none: it could not answer, and must not find one when it goes on.
+The signal goes to one thread, that of the member's network loop, which continues to wait afterwards. No user thread
+gets it, so that no system call of user code returns early (``poll`` and ``sleep`` do, in spite of SA_RESTART).
+A stopped process gets no signal: it could not answer, and must not find one when it is resumed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from rlmesh.runtime.calling.peer_status import state_letter
 __all__ = ["SIGNAL", "dump_stacks", "ignore", "listen", "own_stacks", "stacks_file", "take_signals"]
 
 SIGNAL = signal.SIGRTMIN + 7
-"""One that nobody else uses: SIGUSR1 and SIGUSR2 belong to users and to Slurm."""
+"""A signal that nobody else uses: SIGUSR1 and SIGUSR2 belong to users and to Slurm."""
 WAIT_S = 2.0
 STOPPED = "Tt"
 _TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250, "s390x": 241, "riscv64": 131}.get(platform.machine(), 234)
-"""Number of the system call, which has no name in older C libraries."""
+"""Number of the system call tgkill, for which older C libraries have no function."""
 _QUIET_S = 0.05
 _POLL_S = 0.01
 
 
 def stacks_file(socket_dir: str, role: str, rank: int) -> Path:
-    """Where a member's stacks are written, in the folder that only its owner can enter."""
+    """The file for a member's stacks, in the folder that only its owner can enter."""
     return Path(socket_dir) / f"stacks-{role}-{rank}"
 
 
 def listen(socket_dir: str, role: str, rank: int) -> None:
-    """In a member: write the stacks of all threads when `SIGNAL` comes. A folder that is full or gone only means that
-    there will be none."""
+    """Write the stacks of all threads of this member when `SIGNAL` comes. If the folder is full or gone, there are no
+    stacks."""
     try:
         fd = private_files.append_to(stacks_file(socket_dir, role, rank))
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
@@ -55,12 +55,12 @@ def listen(socket_dir: str, role: str, rank: int) -> None:
 
 
 def ignore() -> None:
-    """In a forked child: the file is its parent's."""
+    """Stop writing stacks in a forked child: the file belongs to its parent."""
     faulthandler.unregister(SIGNAL)
 
 
 def take_signals(socket_dir: str, role: str, rank: int) -> None:
-    """On the thread that is to get `SIGNAL`: say so in the file that the agent reads."""
+    """Announce the calling thread as the receiver of `SIGNAL`, in the file that the agent reads."""
     line = f"thread {threading.get_native_id()} main 0x{threading.main_thread().ident or 0:x}\n"
     try:
         fd = os.open(stacks_file(socket_dir, role, rank), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -73,8 +73,8 @@ def take_signals(socket_dir: str, role: str, rank: int) -> None:
 
 
 def own_stacks() -> str:
-    """What each thread of this process does, innermost call first, as ``faulthandler`` writes it; with the names of
-    the threads and their lines."""
+    """The stack of each thread of this process, innermost call first, in the format of ``faulthandler`` with the
+    threads' names and source lines."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
@@ -90,7 +90,7 @@ def own_stacks() -> str:
 
 
 def catches(pid: int) -> bool:
-    """Whether a process handles `SIGNAL`; one that does not, yet or any more, would be killed by it."""
+    """True if a process handles `SIGNAL`; any other process would be killed by it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -100,7 +100,7 @@ def catches(pid: int) -> bool:
 
 
 async def dump_stacks(pid: int, path: Path, wait_s: float = WAIT_S) -> str:
-    """Have a member write its stacks, and give them; else a sentence that says why there are none."""
+    """Let a member write its stacks and return them; without stacks, return a sentence that says why."""
     process = ownership.read_process(pid)
     if process is None or not process.running:
         return "it has ended"
@@ -124,7 +124,7 @@ async def dump_stacks(pid: int, path: Path, wait_s: float = WAIT_S) -> str:
 
 
 def _listener(path: Path) -> tuple[int, str]:
-    """The thread that takes the signal, and the identity of the main thread; 0 if there is none yet."""
+    """The thread that takes the signal, and the identity of the main thread; 0 if not announced yet."""
     try:
         with open(path, "rb") as file:
             found = [line.split() for line in file.read().splitlines() if line.startswith(b"thread ")]
@@ -134,13 +134,14 @@ def _listener(path: Path) -> tuple[int, str]:
 
 
 def _send_to_thread(pid: int, thread: int) -> bool:
-    """``SIGNAL`` to one thread of a process; False if it is gone. Its number cannot mean another process's thread."""
+    """Send ``SIGNAL`` to one thread of a process; False if it is gone. The pair cannot name another process's
+    thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.syscall(_TGKILL, pid, thread, int(SIGNAL)) == 0)
 
 
 def _named(text: str, main: str) -> str:
-    """The threads, the main one by name and first, without the one that took the signal."""
+    """The stacks with the main thread named and first, and without the thread that took the signal."""
     parts = [part for part in re.split(r"\n(?=(?:Current thread|Thread) 0x)", text) if not part.startswith("Current ")]
     named = []
     for part in parts:

@@ -1,8 +1,8 @@
-"""How one member takes part in a stop at which all ranks stop at the same step.
+"""A member's part in a stop at which all ranks stop at the same step.
 
-The master first asks every member for its step, and from then on the member waits at its next boundary; when all have
-answered, the master sets the step, later than any that was told, and those that wait go on to it. So no rank can have
-passed the step by the time that it learns of it, however fast it is.
+The master first asks every member for its step, and from then on the member waits at its next boundary. When all have
+answered, the master sets the step, later than any reported one, and the waiting members go on to it. So no rank can
+have passed the step when it learns of it, however fast it is.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Stopping"]
 logger = logging.getLogger(__name__)
 
 HOLD_S = 20.0
-"""How long a boundary waits for the step at which all stop: the master asks all members within less."""
+"""Seconds for which a boundary waits for the common step: the master asks all members in less time."""
 
 
 class Stopping:
-    """The stop that a member was asked for. For any thread; ``boundary`` is called by the member's own code."""
+    """The stop requested of one member. For any thread; the member's own code calls ``boundary``."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,8 +31,8 @@ class Stopping:
         self._step: int | None = None
 
     def ask(self, request: StopRequest) -> None:
-        """Hand out this request. Of several the first one stays, but a stop at the next boundary, wherever the others
-        are, is more urgent than one at a step. Boundaries wait no longer."""
+        """Set the request and release waiting boundaries. The first request stays, but a stop at the next boundary,
+        whatever step the others are at, replaces a stop at a step."""
         with self._changed:
             self._held = False
             if self._request is None or (request.step is None and self._request.step is not None):
@@ -40,19 +40,19 @@ class Stopping:
             self._changed.notify_all()
 
     def hold(self) -> int | None:
-        """The step of the last boundary, None before any; the next one waits until ``ask`` or ``let_go``."""
+        """Return the step of the last boundary (None before any); the next one waits until ``ask`` or ``release``."""
         with self._changed:
             self._held = self._request is None
             return self._step
 
-    def let_go(self) -> None:
-        """There will be no stop after all."""
+    def release(self) -> None:
+        """Release waiting boundaries: there will be no stop after all."""
         with self._changed:
             self._held = False
             self._changed.notify_all()
 
     def boundary(self, step: int) -> StopRequest | None:
-        """A step has ended; the request if there is one. Waits at most ``HOLD_S`` for it, where it was announced."""
+        """Note the end of a step and return the request, if any. Waits at most ``HOLD_S`` for an announced one."""
         with self._changed:
             self._step = step
             if not clock.wait_for(self._changed, lambda: not self._held, HOLD_S):

@@ -1,12 +1,12 @@
-"""Single calls of a member, on disk: what ``rlmesh timeline`` draws.
+"""Traces of a member's single calls, on disk, for ``rlmesh timeline``.
 
 One line per flush in ``<run_dir>/timeline/<ROLE>-<rank>.jsonl``::
 
     {"offset_ns": …, "dropped": 0, "calls": [[callee, method, started_ns, ended_ns, answered, executed_ns, queued_ns,
                                               sent_bytes, received_bytes], …]}
 
-``offset_ns`` added to a time gives ns since the epoch. The callee's side needs no file of its own: how long the call
-was queued and ran there came with its answer. Of very many calls the longest and an even sample are kept, and of very
+``offset_ns`` added to a time gives ns since the epoch. The callee's side needs no file: the answer carries how long the
+call was queued and ran there. Of very many calls the longest and an even sample are stored, and of very
 long jobs the end: a member never has more than ``2 * FILE_BYTES`` on disk.
 """
 
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 FILE_BYTES = 8 << 20
 PER_FLUSH = 2000
-"""Calls of one flush that are kept."""
+"""Calls stored per flush."""
 MOST_PENDING = 50_000
-"""Calls that may wait for a flush; later ones are only counted."""
+"""Calls that may wait for a flush; further calls are only counted."""
 
 
 class CallTrace:
-    """Collects the ended calls of one member, and writes them when told to.
+    """Collects the ended calls of one member and writes them on flush.
 
     Args:
-        run_dir: of the job.
-        role, rank: of the member.
+        run_dir: the job's run directory.
+        role, rank: the member.
     """
 
     def __init__(self, run_dir: Path, role: str, rank: int) -> None:
@@ -55,14 +55,14 @@ class CallTrace:
         """The runtime's thread adds and flushes, and the main thread closes."""
 
     def add(self, calls: Sequence[EndedCall]) -> None:
-        """Take calls in. From any thread."""
+        """Add calls. Can be called from any thread."""
         with self._turn:
             room = MOST_PENDING - len(self._pending)
             self._pending += calls[: max(0, room)]
             self._dropped += max(0, len(calls) - max(0, room))
 
     def flush(self) -> None:
-        """Write what was taken in. A disk that fails ends the trace, and nothing else."""
+        """Write the collected calls. A disk error ends the trace, and nothing else."""
         with self._turn:
             self._flush()
 
@@ -93,7 +93,7 @@ class CallTrace:
             logger.warning("the timeline ends here, %s cannot be written: %s", self._path, error)
 
     def close(self) -> None:
-        """Write what is left; what comes later is not noted."""
+        """Write the remaining calls; later calls are not traced."""
         with self._turn:
             self._flush()
             self._broken = True
@@ -101,7 +101,7 @@ class CallTrace:
 
 
 def chosen(calls: Sequence[EndedCall], most: int) -> list[EndedCall]:
-    """At most so many of the calls, in their order: the longest, and an even sample of the others."""
+    """At most ``most`` of the calls, in order: the longest, and an even sample of the others."""
     if len(calls) <= most:
         return list(calls)
     longest = sorted(range(len(calls)), key=lambda at: calls[at][4] - calls[at][3], reverse=True)[: most // 2]

@@ -6,11 +6,11 @@
          → [begin_run → run() → run_finished] → teardown() → exit 0
 
 Calls that come before ``setup()`` has returned wait for it. The main thread runs setup, the member's ``def``
-methods, ``run()`` and teardown; the runtime has a thread of its own. What user code raises is reported to the
-master with its traceback, printed to the log, and ends the process with code 1; ``sys.exit(n)`` ends it with code
-n (0 in ``run()`` or a script counts as returning). After SIGTERM and teardown it ends by that signal.
+methods, ``run()`` and teardown; the runtime has its own thread. Exceptions of user code are reported to the
+master with their traceback, printed to the log, and end the process with code 1; ``sys.exit(n)`` ends it with code
+n (0 in ``run()`` or a script counts as returning). After SIGTERM and teardown the process ends by that signal.
 
-Standard output and error are the member's log file itself.
+Standard output and error are the member's log file.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpe
 from rlmesh.agent.reliable_outbox import Outbox
 from rlmesh.agent.worker import own_output, stacks
 from rlmesh.agent.worker.call_reporter import CallReporter
-from rlmesh.agent.worker.chaos_hooks import Tripwires
+from rlmesh.agent.worker.chaos_hooks import ChaosHooks
 from rlmesh.agent.worker.control import Control, MasterLink, Orders, Terminated
-from rlmesh.agent.worker.device_lease_client import AgentLink
+from rlmesh.agent.worker.device_lease_client import DeviceLeaseClient
 from rlmesh.agent.worker.entrypoint import Loaded, call_plainly, load_entry, load_user_config, take_over
 from rlmesh.agent.worker.fused import acting_for
 from rlmesh.agent.worker.reaper import Reaper, StartedChildren
@@ -82,15 +82,15 @@ T = TypeVar("T")
 
 MASTER_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 5.0
-NEWS_WAIT_S = 2.0
-"""How long the end of a member waits for a master that takes its last reports."""
+LAST_REPORTS_S = 2.0
+"""Seconds for which the end of a member waits for the master to take its last reports."""
 LAST_ANSWERS_S = 1.0
-"""So long may answers take, once ``run()`` is over, that it did not wait for."""
+"""Seconds that answers may take that ``run()`` did not wait for, once it is over."""
 BOOK_WAIT_S = 30.0
 
 
 def forked_main(request: Request, agent: int) -> int:
-    """A fork of the zygote becomes a member; returns its exit code."""
+    """Make a fork of the zygote a member; return its exit code."""
     spec: WorkerSpec = pickle.loads(request.payload)
     _use_null_input()
     log = open_log(spec.log_path)
@@ -104,7 +104,7 @@ def forked_main(request: Request, agent: int) -> int:
 
 
 def exec_main(agent: int) -> int:
-    """A new program, with its spec on standard input, becomes a member; returns its exit code."""
+    """Make a new program, with its specification on standard input, a member; return its exit code."""
     with os.fdopen(os.dup(0), "rb") as file:
         spec: WorkerSpec = pickle.load(file)
     _use_null_input()
@@ -113,7 +113,7 @@ def exec_main(agent: int) -> int:
 
 def _use_null_input() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
-    if null != 0:  # 0 is free where the zygote's socket was
+    if null != 0:  # 0 is free after the zygote's socket was closed
         os.dup2(null, 0)
         os.close(null)
 
@@ -121,13 +121,13 @@ def _use_null_input() -> None:
 def _become(spec: WorkerSpec, agent: int) -> int:
     if not become_member(agent, _comm(spec)):
         return 1
-    if spec.cgroup and (why := control_groups.enter(spec.cgroup)):  # before there is anything that would stay behind
+    if spec.cgroup and (why := control_groups.enter(spec.cgroup)):  # before anything is started that would stay outside
         print_error(f"{spec.name}: it has no control group of its own: {why}")
     os.environ[ownership.MEMBER_MARK] = f"{spec.role}:{spec.rank}:{spec.incarnation}"
     faulthandler.enable(2)
     stacks.listen(spec.socket_dir, spec.role, spec.rank)
     if spec.binding is not None:
-        for failed in bind(spec.binding):  # before there are other threads, which inherit it
+        for failed in bind(spec.binding):  # before other threads start, which inherit the binding
             print_error(f"{spec.role}:{spec.rank}: not bound to {failed}")
     flush_c_output_by_line()
     own_output.protect()
@@ -135,7 +135,7 @@ def _become(spec: WorkerSpec, agent: int) -> int:
     take_over(spec.program, spec.import_roots, spec.main_path)
     reseed(spec)
     member = WorkerMember(spec)
-    atexit.register(member.end_by_signal)  # first in, so that it runs after the handlers of the user's code
+    atexit.register(member.end_by_signal)  # registered first, so that it runs after the handlers of user code
     code = member.live()
     set_current_worker(None)
     bound_exit(code, spec.grace_s)
@@ -143,29 +143,29 @@ def _become(spec: WorkerSpec, agent: int) -> int:
 
 
 def _comm(spec: WorkerSpec) -> str:
-    """``ROLE:rank`` in the 15 bytes that the kernel keeps: a long role is cut, not the rank."""
+    """``ROLE:rank`` in the 15 bytes that the kernel stores: a long role is cut, not the rank."""
     rank = f":{spec.rank}"
     return spec.role[: 15 - len(rank)] + rank
 
 
 def _link_logs(spec: WorkerSpec) -> None:
-    """The log of a member that lives in this process is found under its own name as well."""
+    """Link the log under the names of the fused members as well."""
     for member in spec.fused:
         link = member_log(spec.run_dir, member.role, member.rank)
         try:
             link.symlink_to(Path(spec.log_path).name)
         except FileExistsError:
-            pass  # of the process before
+            pass  # made by the process before
         except OSError as error:
             print_error(f"{spec.name}: {link} could not be made: {error}")
 
 
 class _Failed(Exception):
-    """User code raised; the master knows."""
+    """User code raised; the master has the report."""
 
 
 class _Role:
-    """One member of a process: what it was told to be, and what became of it."""
+    """One member of a process: its specification, and its object, context and functions."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -185,7 +185,7 @@ class _Role:
 
 
 class WorkerMember:
-    """The life of one member on the main thread, and of those that are fused with it."""
+    """The life of one member, and of the members fused with it, on the main thread."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -197,13 +197,13 @@ class WorkerMember:
         forget_in_children(self)
 
     def forked(self) -> None:
-        """In a forked child: it is no member, and ends as any process does."""
+        """Reset a forked child: it is not a member, and ends as any process does."""
         self._forked = True
         atexit.unregister(self.end_by_signal)
         stacks.ignore()
 
     def live(self) -> int:
-        """All of it; returns the exit code."""
+        """Run the member from start to end; return the exit code."""
         spec = self.spec
         runtime = Runtime.start(
             name=self.name,
@@ -230,11 +230,11 @@ class WorkerMember:
             self._orders.handle_signals()
             for role in self._roles:
                 runtime.expect(role.spec.name)
-            self._tripwires = Tripwires(runtime, self._master)
+            self._chaos_hooks = ChaosHooks(runtime, self._master)
             reporter = CallReporter(
                 runtime, self._master, self.name, spec.incarnation, Path(spec.run_dir), self._open_board()
             )
-            control = Control(runtime, self._orders, self._tripwires, reporter, self.name)
+            control = Control(runtime, self._orders, self._chaos_hooks, reporter, self.name)
             runtime.serve(CONTROL, control, incarnation=spec.incarnation, inline=True)
             rejections = RejectionReporter(runtime, partial(self._master.notify, "rejected", self.name))
             reporter.start()
@@ -246,13 +246,13 @@ class WorkerMember:
             code = self._guarded(self._work)
             reporter.close()
             runtime.call_soon(rejections.flush)
-            self._outbox.drain(NEWS_WAIT_S)
+            self._outbox.drain(LAST_REPORTS_S)
             self._outbox.close()
             self._by_signal = self._orders.terminated and code == 0
         return code
 
     def _open_board(self) -> Board | None:
-        """A folder that is full or gone only means that nobody can look from outside."""
+        """Open the activity board; None if the folder is full or gone, which only prevents a view from outside."""
         folder = self.spec.socket_dir
         try:
             board = Board(board_path(folder, self.name))
@@ -264,11 +264,11 @@ class WorkerMember:
         return board
 
     def _last_line_of(self, role: str, rank: int) -> str:
-        """Of a member's log, where this node sees it."""
+        """The last line of a member's log, if this node can read it."""
         return next(iter(last_lines(member_log(self.spec.run_dir, role, rank), 1)), "")
 
     def end_by_signal(self) -> None:
-        """If it was SIGTERM that ended the member, the process says so by the way it ends."""
+        """Kill this process by SIGTERM if SIGTERM ended the member, so that its exit status shows it."""
         if self._by_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -293,11 +293,11 @@ class WorkerMember:
         assert own is not None
         first = self._roles[0]
         for role in self._roles:
-            self._tell("register_member", MemberHello(*role.spec.key, os.getpid(), own, public))
-        self._attempt(first, "does not have what the plan gave it", self._prove)
+            self._call_master("register_member", MemberHello(*role.spec.key, os.getpid(), own, public))
+        self._attempt(first, "does not have what the plan gave it", self._check_devices)
         for role in self._roles:
             self._build(role)
-        self._keep_mask()
+        self._restore_mask()
         runner = self._attempt(first, "cannot run", self._runner)
         self._orders.runs = runner.spec.name if runner is not None else ""
         self._await_book()
@@ -305,24 +305,24 @@ class WorkerMember:
             with self._runtime.occupied(f"{role.spec.name}.setup()"):
                 self._attempt(role, "setup() failed", partial(role.hook, "setup"))
             if (restart := role.spec.restart) is not None:
-                told = restart.with_restored(role.spec.rank, role.restored)
+                event = restart.with_restored(role.spec.rank, role.restored)
                 with self._runtime.occupied(f"{role.spec.name}.on_restart()"):
-                    self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", told))
+                    self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", event))
         self._attempt(
             first, "does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices)
         )
         for role in self._roles:
             self._serve(role)
-        self._tripwires.served()
+        self._chaos_hooks.served()
         for role in self._roles:
-            self._tell("member_ready", *role.spec.key, role.restored)
+            self._call_master("member_ready", *role.spec.key, role.restored)
         while self._attempt(runner or first, "a listener of on_event() failed", self._orders.take) == "run":
             assert runner is not None and runner.run is not None
             self._run(runner, runner.run)
         self._teardown()
 
     def _build(self, role: _Role) -> None:
-        set_current_worker(self._roles[0].context or self._context(role, None))  # while its own is being made
+        set_current_worker(self._roles[0].context or self._context(role, None))  # while the own context is being made
         loaded = self._attempt(role, "the import of its entry point failed", partial(self._load, role))
         if loaded.build is not None:
             role.object = self._attempt(role, "its __init__() failed", loaded.build)
@@ -331,7 +331,7 @@ class WorkerMember:
         self._objects[role.spec.role] = role.object
 
     def _runner(self) -> _Role | None:
-        """Whose ``run()`` the main thread is for."""
+        """The role whose ``run()`` the main thread runs."""
         having = [role for role in self._roles if role.run is not None]
         if len(having) > 1:
             names = " and ".join(role.spec.name for role in having)
@@ -348,14 +348,14 @@ class WorkerMember:
         own = {name: acting_for(role.context, function) for name, function in functions.items()}
         serve(None, functions=own, fused=role is not self._roles[0])
 
-    def _prove(self) -> None:
+    def _check_devices(self) -> None:
         spec = self.spec
-        sight = prove(self.name, spec.devices, spec.binding, Machine(nvml=spec.nvml), os.environ)
-        if sight is not None:
-            print_error(f"{self.name}: sees {sight}, as planned")
+        seen = prove(self.name, spec.devices, spec.binding, Machine(nvml=spec.nvml), os.environ)
+        if seen is not None:
+            print_error(f"{self.name}: sees {seen}, as planned")
 
-    def _keep_mask(self) -> None:
-        """The code of a role may set the mask when it is imported; the plan owns it."""
+    def _restore_mask(self) -> None:
+        """Restore the planned device mask: the code of a role may change it when it is imported."""
         if wrong := mask_disagrees(self.spec.devices, os.environ):
             print_error(f"{self.name}: its code changed what rlmesh had set: {wrong}; it is set back")
             os.environ.update({name: self.spec.env[name] for name in (CUDA_MASK, CUDA_ORDER)})
@@ -377,7 +377,7 @@ class WorkerMember:
             rank=spec.rank,
             world_size=spec.world_size,
             link=MasterLink(self._runtime, self._master, self._outbox, self._orders, spec.key),
-            lessor=AgentLink(self._agents(spec), spec.node_rank, spec.key, spec.world_size),
+            lessor=DeviceLeaseClient(self._agents(spec), spec.node_rank, spec.key, spec.world_size),
             local_rank=spec.local_rank,
             local_world_size=spec.local_world_size,
             node_rank=spec.node_rank,
@@ -391,7 +391,7 @@ class WorkerMember:
         )
 
     def _agents(self, spec: WorkerSpec) -> dict[int, MemberHandle]:
-        """Those whose nodes' devices the member's group leases."""
+        """The agents of the nodes whose devices the member's group leases."""
         others = {
             node: self._runtime.peer(AGENT, endpoint).options(timeout_s=MASTER_TIMEOUT_S)
             for node, endpoint in spec.lease_agents
@@ -400,7 +400,7 @@ class WorkerMember:
         return {**others, spec.node_rank: self._agent}
 
     def _await_book(self) -> None:
-        """So that ``setup()`` may already name other roles."""
+        """Wait for the address book, so that ``setup()`` may already call other roles."""
         if not self._orders.book_arrived.wait(BOOK_WAIT_S):
             logger.warning("%s: the master sent no address book within %g s", self.name, BOOK_WAIT_S)
 
@@ -416,9 +416,9 @@ class WorkerMember:
         with self._runtime.main_busy(), self._runtime.occupied(f"{role.spec.name}.run()"):
             self._attempt(role, "run() failed", call)
         self._orders.run_began_at = None
-        self._runtime.await_answers(LAST_ANSWERS_S)  # a failure that nobody asked for is told while there is a log
-        self._outbox.drain(MASTER_TIMEOUT_S)  # the job may end with the news that run() did
-        self._tell("run_finished", *role.spec.key)
+        self._runtime.await_answers(LAST_ANSWERS_S)  # so that a failure that nobody waited for is in the log
+        self._outbox.drain(MASTER_TIMEOUT_S)  # the job may end when the master learns that run() has ended
+        self._call_master("run_finished", *role.spec.key)
 
     def _teardown(self) -> None:
         self._orders.phase = "ending"
@@ -427,14 +427,14 @@ class WorkerMember:
                 self._attempt(role, "on_stop() failed", partial(role.hook, "on_stop", stop))
             self._attempt(role, "teardown() failed", partial(role.hook, "teardown"))
 
-    def _tell(self, method: str, *args: object) -> None:
+    def _call_master(self, method: str, *args: object) -> None:
         self._master.call(method, *args).result()
 
     def _attempt(self, role: _Role, what: str, work: Callable[[], T]) -> T:
-        """Run user code of a role; an exception is printed and reported.
+        """Run user code of a role; print and report an exception.
 
         Raises:
-            _Failed: it raised.
+            _Failed: the code raised.
         """
         name = role.spec.name
         try:
@@ -450,7 +450,7 @@ class WorkerMember:
                 raise
             origin = origin_of(error)
             text = format_error(error) + memory_limits(error)
-            if self._orders.told_to_end and origin.from_call:  # whom it called has ended before it
+            if self._orders.ending and origin.from_call:  # the called member has ended before
                 print_error(f"{name}: ends with the job, which cut a call short: {text.rstrip().splitlines()[-1]:.200}")
             else:
                 print_error(f"{name}: {what}\n{text}")

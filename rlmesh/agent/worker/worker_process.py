@@ -1,4 +1,4 @@
-"""What a worker does to its own process: its generators, what C libraries print, and how it ends."""
+"""Changes of a worker to its own process: random generators, C output, memory limits, and its exit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def flush_c_output_by_line() -> None:
-    """Libraries that print from C buffer a file by the page: SIGKILL would lose it."""
+    """Flush the output of C libraries by line: they buffer a file by the page, which SIGKILL would lose."""
     try:
         libc = ctypes.CDLL(None)
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, ctypes.c_size_t(0))
@@ -30,9 +30,9 @@ def flush_c_output_by_line() -> None:
 
 
 def reseed(spec: WorkerSpec) -> None:
-    """Seed the generators that exist from job name, role, rank and incarnation: forks would share theirs.
+    """Seed the existing generators from job name, role, rank and incarnation: forks would share their state.
 
-    Of a library that is imported later nothing is changed: it seeds itself.
+    Libraries that are imported later seed themselves.
     """
     who = f"{spec.job_name}/{spec.role}/{spec.rank}/{spec.incarnation}"
     digest = hashlib.sha256(who.encode()).digest()
@@ -44,8 +44,8 @@ def reseed(spec: WorkerSpec) -> None:
 
 
 def bound_exit(code: int, grace_s: float) -> None:
-    """From here on only the interpreter's end is left: exit handlers, threads that are no daemons. It may not
-    take forever, and after SIGTERM it ends in that signal."""
+    """Bound the time of the interpreter's exit (exit handlers, threads that are not daemons). If SIGTERM ended the
+    member, the process ends in that signal."""
 
     def give_up() -> None:
         logger.error("the process did not end within %g s after teardown: threads or exit handlers hang", grace_s)
@@ -62,7 +62,7 @@ def bound_exit(code: int, grace_s: float) -> None:
 
 
 def memory_limits(error: BaseException) -> str:
-    """What an allocation that failed had to get along with."""
+    """The memory limits that a failed allocation had."""
     if not isinstance(error, MemoryError):
         return ""
     names = {"RLIMIT_AS": resource.RLIMIT_AS, "RLIMIT_DATA": resource.RLIMIT_DATA}
@@ -79,11 +79,11 @@ def print_error(text: str) -> None:
         sys.stderr.write(text.rstrip() + "\n")
         sys.stderr.flush()
     except OSError:
-        pass  # the disk of the log is full, which must not keep the master from hearing what failed
+        pass  # the disk of the log is full, which must not prevent the report to the master
 
 
 def exit_code(exit: SystemExit) -> int:
-    """As the interpreter itself would end: no code is 0, a text is printed and 1."""
+    """The exit code as the interpreter would set it: no code is 0; a text is printed and gives 1."""
     if exit.code is None:
         return 0
     if isinstance(exit.code, int):
