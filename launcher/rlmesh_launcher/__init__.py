@@ -1,5 +1,4 @@
-"""Gets one agent onto each node of a job, and does nothing else.
+"""Starts one agent on each node of a job, and does nothing else.
 
-On this machine the driver itself starts the agent (``rlmesh.agent.node_start``); what is here reaches other
-machines.
+On this machine the driver starts the agent (``rlmesh.agent.node_start``); this package reaches other machines.
 """

@@ -1,4 +1,4 @@
-"""Slurm's compressed lists: of node names, ``n[001-003,007],rack[1-2]-n[01-02]``, and of counts, ``24(x5),16``. Pure.
+"""Slurm's compressed lists of node names, ``n[001-003,007],rack[1-2]-n[01-02]``, and of counts, ``24(x5),16``. No I/O.
 
 Grammar of names, after the documentation of ``scontrol show hostnames``::
 
@@ -7,7 +7,7 @@ Grammar of names, after the documentation of ``scontrol show hostnames``::
     item  = digits | digits "-" digits
 
 A range counts up and keeps the width of its lower end: ``[08-10]`` is 08, 09, 10. Of several brackets in one name
-the last one runs fastest.
+the last one varies fastest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlmesh.errors import UsageError
 __all__ = ["compress_counts", "compress_nodes", "expand_counts", "expand_nodes"]
 
 MAX_NAMES = 100_000
-"""More names than this from one list are taken for a typing error; Slurm's own limit is 65,533 nodes."""
+"""A list with more names is taken for a typing error; Slurm's own limit is 65,533 nodes."""
 
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -31,10 +31,10 @@ _LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """The names of a list of nodes, in its order; a name that stands there twice comes twice.
+    """Expand a list of node names, in order; a name that is listed twice comes twice.
 
     Raises:
-        UsageError: the text is no such list; says where it ends to be one.
+        UsageError: the text is not such a list; says where it is wrong.
     """
     names: list[str] = []
     for start, pattern in _split(text):
@@ -43,7 +43,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def _split(text: str) -> Iterator[tuple[int, str]]:
-    """Position and text of each name: commas inside of brackets do not end one."""
+    """Position and text of each name: commas inside brackets do not end one."""
     start, depth = 0, 0
     for at, char in enumerate(text + ","):
         if char == "[":
@@ -92,11 +92,11 @@ def _expand_range(text: str, at: int, item: str, room: int) -> list[str]:
 
 
 def compress_nodes(names: Iterable[str]) -> str:
-    """A short text, with at most one bracket per name, from which ``expand_nodes`` makes the same names in the same
+    """A short list, with at most one bracket per name, that ``expand_nodes`` turns into the same names in the same
     order.
 
     Raises:
-        UsageError: a name holds what no name can: brackets, parentheses, commas, blanks, or nothing.
+        UsageError: a name is empty or has a character that no name can have: brackets, parentheses, commas, blanks.
     """
     parts: list[str] = []
     for frame, group in groupby(map(_take_apart, names), key=lambda name: name.frame):
@@ -111,7 +111,8 @@ def compress_nodes(names: Iterable[str]) -> str:
 
 
 class _Name(NamedTuple):
-    """A name around its last number; without ``frame``, the text before and behind it, all of it is ``number``."""
+    """A name split at its last number; ``frame`` is the text before and after it. Without a number ``frame`` is
+    None."""
 
     frame: tuple[str, str] | None
     number: str
@@ -125,7 +126,7 @@ def _take_apart(name: str) -> _Name:
 
 
 def _ranges(numbers: Sequence[str]) -> list[str]:
-    """Numbers in their order, those that follow each other at the same width as ranges."""
+    """Numbers in order; consecutive numbers of the same width become ranges."""
     runs: list[list[str]] = []
     for number in numbers:
         if runs and f"{int(runs[-1][-1]) + 1:0{len(runs[-1][0])}d}" == number:
@@ -136,10 +137,10 @@ def _ranges(numbers: Sequence[str]) -> list[str]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """One number per node of a list such as ``24(x5),16``.
+    """Expand a list such as ``24(x5),16``: one number per node.
 
     Raises:
-        UsageError: the text is no such list.
+        UsageError: the text is not such a list.
     """
     counts: list[int] = []
     at = 0
@@ -156,7 +157,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def compress_counts(counts: Iterable[int]) -> str:
-    """The text from which ``expand_counts`` makes these counts."""
+    """A list that ``expand_counts`` turns into these counts."""
     runs = [(count, len(list(group))) for count, group in groupby(counts)]
     return ",".join(str(count) if times == 1 else f"{count}(x{times})" for count, times in runs)
 

@@ -2,15 +2,15 @@
 
 ::
 
-    python = "/opt/venv/bin/python"      # what follows holds for all hosts, and each may say otherwise
+    python = "/opt/venv/bin/python"      # keys up here hold for all hosts; each host may override them
     directory = "/shared/project"
     user = "me"
     ssh_options = ["-p", "2222"]
     env = { HF_HOME = "/scratch/hf" }
 
     [[host]]
-    name = "gpu1"                        # as ssh knows it; the first one runs the script
-    address = "10.0.0.1"                 # at which the other hosts reach it; by default what ssh connects to
+    name = "gpu1"                        # as ssh knows it; the first host runs the script
+    address = "10.0.0.1"                 # at which the other hosts reach it; by default the one ssh connects to
 
     [[host]]
     name = "gpu2"
@@ -37,12 +37,12 @@ class RemoteHost:
     """One machine.
 
     Attributes:
-        name: what ssh connects to: a name, an address, or an alias of ssh's own configuration.
-        address: at which the other hosts reach it, numeric or a name; empty: what ssh connects to.
-        user: to log in as; empty leaves it to ssh.
-        python: the interpreter that has rlmesh there.
-        directory: where it starts there; the folder of the submitter by default.
-        ssh_options: put before the name, as they stand.
+        name: the name, address or alias to which ssh connects.
+        address: the address at which the other hosts reach it, numeric or a name; empty: the one ssh connects to.
+        user: the user to log in as; empty leaves it to ssh.
+        python: the interpreter there that has rlmesh.
+        directory: the working directory there; by default the folder of the submitter.
+        ssh_options: options put before the name, unchanged.
         env: variables for the processes there.
     """
 
@@ -59,10 +59,10 @@ _KEYS = {each.name for each in fields(RemoteHost)}
 
 
 def read_hosts(path: Path) -> tuple[RemoteHost, ...]:
-    """The hosts of a file.
+    """Read the hosts of a file.
 
     Raises:
-        UsageError: it cannot be read, or says what it cannot say; names the line or key.
+        UsageError: the file cannot be read or is not valid; names the line or key.
     """
     try:
         text = path.read_text()
@@ -72,7 +72,7 @@ def read_hosts(path: Path) -> tuple[RemoteHost, ...]:
 
 
 def parse_hosts(text: str, where: str, directory: str | None = None) -> tuple[RemoteHost, ...]:
-    """The same for text; ``directory`` is where hosts start that say nothing else (default: this process's)."""
+    """Parse the hosts of a text; ``directory`` is the default working directory (None: this process's)."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

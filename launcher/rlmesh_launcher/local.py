@@ -1,4 +1,4 @@
-"""This machine as one node of a job of several: as the head that runs the script, or as a node that joins it.
+"""This machine as one node of a multi-node job: as the head that runs the script, or as a node that joins it.
 
 Every way of launching ends here, once on each node: by hand, over ssh, under Slurm.
 """
@@ -20,19 +20,19 @@ __all__ = ["NodePlace", "is_head", "run_node"]
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Which node of a job this process is to be, and where the nodes come together.
+    """The node of a job that this process becomes, and where the nodes come together.
 
     Attributes:
-        least, most: how many nodes the job starts with; equal unless fewer will do.
-        host, port: of the head; host is a name or an address without brackets. Port 0 on the head lets the system
-            choose one, which `run_node` hands to ``announce``.
+        least, most: number of nodes with which the job starts; equal unless fewer are enough.
+        host, port: of the head; host is a name or an address without brackets. With port 0 on the head the system
+            chooses a port, which `run_node` passes to ``announce``.
         key: the secret that all nodes share.
         node_rank: 0 is the head; None: the head if ``host`` is this machine and nobody listens there yet, else the
-            lowest rank that is free.
-        join_s: how long nodes may take to come together.
-        last_call_s: with ``least`` nodes there, how long to wait for more.
-        name: of this node in messages; by default the host's.
-        host_here: the numeric address to advertise for this node, where the system's choice is not right.
+            lowest free rank.
+        join_s: seconds for the nodes to come together.
+        last_call_s: seconds to wait for more nodes once ``least`` are there.
+        name: name of this node in messages; by default the host's.
+        host_here: the numeric address to advertise for this node, if the system's choice is not right.
         lifeline: a descriptor whose end of file ends this node.
         group: nodes of the same group are one machine, so that their processes share its memory and sockets.
     """
@@ -52,7 +52,7 @@ class NodePlace:
 
 
 def is_head(place: NodePlace) -> bool | None:
-    """Whether this process is the head; None if only trying to listen tells."""
+    """True if this process is the head; None if it must try to listen to find out."""
     if place.node_rank is not None:
         return place.node_rank == 0
     try:
@@ -65,16 +65,16 @@ def is_head(place: NodePlace) -> bool | None:
 def run_node(
     place: NodePlace, run_script: Callable[[Head], int], announce: Callable[[str], None] = lambda endpoint: None
 ) -> int:
-    """Be one node of a job until it is over, and give its exit code.
+    """Run one node of a job until it is over; return the exit code.
 
     Args:
-        run_script: runs the script that submits jobs, on the head only; gives the exit code of ``launch``.
+        run_script: runs the script that submits jobs, on the head only; returns the exit code of ``launch``.
         announce: takes the head's endpoint once it listens.
 
     Raises:
-        LaunchError: the nodes did not come together; says who is there and who is missing.
+        LaunchError: the nodes did not come together; says which are there and which are missing.
         AuthenticationFailed: the head has another key.
-        UsageError: the numbers do not fit.
+        UsageError: the numbers contradict each other.
     """
     if not 1 <= place.least <= place.most or (place.node_rank or 0) >= place.most:
         raise UsageError(f"node rank {place.node_rank} of {place.least} to {place.most} nodes cannot be")

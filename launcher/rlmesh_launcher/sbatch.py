@@ -1,4 +1,4 @@
-"""Jobs for ``sbatch``: the script is a pure value that can be printed; handing it to Slurm is a step of its own."""
+"""Jobs for ``sbatch``: the script is a pure value that can be printed; submitting it is a separate step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CHECKPOINTED", "BatchJob", "submit"]
 CHECKPOINTED = 75
 """Exit code of ``rlmesh launch`` when the job stopped at a step boundary, with a checkpoint: to be started again."""
 NOTICE = "B:USR1@120"
-"""Signal before the time limit: to the script's shell only, 120 s before (Slurm looks every 30 s or so)."""
+"""Signal before the time limit: only to the script's shell, 120 s before (Slurm checks every 30 s or so)."""
 SUBMIT_TIMEOUT_S = 60.0
 
 _OF_TASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "gpus-per-task")
@@ -28,7 +28,7 @@ _SCRIPT = """\
 #!/bin/bash
 {directives}
 
-# The key of this job's processes. It is handed on in the environment, never on a command line.
+# The key of this job's processes. It is passed on in the environment, never on a command line.
 RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \\n')
 export RLMESH_KEY
 {orphan}
@@ -44,14 +44,14 @@ while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 """
 
 _ORPHAN = """
-# The first node runs this script. When it is lost, a task on another node does what is said here.
-export {variable}={wish}
+# The first node runs this script. When that node is lost, a task on another node takes this action.
+export {variable}={action}
 """
 
 _REQUEUE = """
-# {code}: stopped with a checkpoint before its time was up, or short of a node that was lost. A job that was cancelled
-# is not running any more. The number of an array's last element is the whole array's, so elements go by ARRAY_INDEX; of
-# a heterogeneous job all components are listed.
+# {code}: stopped with a checkpoint before its time limit, or because a node was lost. A cancelled job is not running
+# any more. The number of an array's last element is also the whole array's, so elements are named ARRAY_INDEX; of a
+# heterogeneous job all components are listed.
 job=$SLURM_JOB_ID
 if [ -n "${{SLURM_ARRAY_JOB_ID:-}}" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
 if [ "$code" -eq {code} ] && [ "$(squeue -h -j "$job" -o %T | sort -u)" = RUNNING ]; then
@@ -65,8 +65,8 @@ class BatchJob:
     """One job for ``sbatch``.
 
     Attributes:
-        options: of ``sbatch`` by their long names; None: a flag.
-        launch: options for ``rlmesh launch`` inside of the job.
+        options: options of ``sbatch`` by their long names; None: a flag.
+        launch: options for ``rlmesh launch`` inside the job.
         job: the script that submits the job to rlmesh, and its arguments.
         rlmesh: the command that runs rlmesh on a node.
     """
@@ -87,13 +87,13 @@ class BatchJob:
 
     @property
     def requeue(self) -> bool:
-        """Whether the job is to be started again when it was stopped before its end."""
+        """True if the job is started again after it was stopped before its end."""
         return "requeue" in self.options and "no-requeue" not in self.options
 
     @property
     def goes_on(self) -> bool:
-        """Whether Slurm lets the job go on when it loses a node: rlmesh then starts the node's members elsewhere, or
-        ends the job. Not for jobs that have one node or restart nothing."""
+        """True if Slurm keeps the job when it loses a node: rlmesh then starts the node's members elsewhere, or
+        ends the job. False for jobs that have one node or restart nothing."""
         if "no-kill" in self.options:
             return self.options["no-kill"] != "off"
         words = [part for word in self.launch for part in word.split("=", 1)]
@@ -105,13 +105,14 @@ class BatchJob:
         directives = "\n".join(f"#SBATCH {_directive(name, value)}" for name, value in self._directives().items())
         launch = [*self.rlmesh, "launch", *self.launch, self.job[0], *(["--", *self.job[1:]] if self.job[1:] else [])]
         end = _REQUEUE.format(code=CHECKPOINTED) if self.requeue else 'exit "$code"'
-        orphan = _ORPHAN.format(variable=VARIABLE, wish="requeue" if self.requeue else "cancel") if self.goes_on else ""
+        action = "requeue" if self.requeue else "cancel"
+        orphan = _ORPHAN.format(variable=VARIABLE, action=action) if self.goes_on else ""
         return _SCRIPT.format(
             directives=directives, orphan=orphan, srun=shlex.join(self._srun()), launch=shlex.join(launch), end=end
         )
 
     def _directives(self) -> dict[str, str | None]:
-        """The user's options, and what a job of agents needs where the user says nothing else."""
+        """The user's options, and defaults that a job of agents needs."""
         options = dict(self.options)
         if not any(name in options for name in _OF_TASKS):
             options["ntasks-per-node"] = "1"
@@ -123,8 +124,8 @@ class BatchJob:
         return {**{name: value for name, value in defaults.items() if name not in options}, **options}
 
     def _srun(self) -> list[str]:
-        """One step over all of the allocation. It waits for tasks that end late, since rlmesh ends them together, and
-        it does not end because a node is lost, where the job goes on."""
+        """The ``srun`` of one step over the whole allocation. It waits for tasks that end late, since rlmesh ends them
+        together, and does not end when a node is lost, if the job goes on."""
         words = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
         if (cpus := self.options.get("cpus-per-task")) is not None:
             words.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the allocation
@@ -134,7 +135,7 @@ class BatchJob:
 
 
 def _directive(name: str, value: str | None) -> str:
-    """One option as ``sbatch`` reads it from a script, where quotes count as in a shell."""
+    """Format one option for ``sbatch``, which reads quotes in a script as a shell does."""
     if value is None:
         return f"--{name}"
     if re.fullmatch(r"[\w@%+=:,./\[\]*&|!~^-]+", value):
@@ -147,12 +148,12 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def submit(script: str, run: Run = subprocess.run) -> str:
-    """Hand a script to ``sbatch``; gives the number of the job.
+    """Submit a script to ``sbatch``; return the job number.
 
     Raises:
-        LaunchError: there is no ``sbatch`` here, or it refused; with what it said.
+        LaunchError: there is no ``sbatch`` here, or it refused; with its message.
     """
-    # An allocation that we are in would leak into the new job, whose srun reads SLURM_NTASKS and the like.
+    # The variables of a surrounding allocation would leak into the new job, whose srun reads SLURM_NTASKS and the like.
     inside = "SLURM_JOB_ID" in os.environ
     env = {
         name: value

@@ -1,6 +1,6 @@
-"""The options of ``sbatch`` that describe a job, and how to tell them from others on a command line. Pure.
+"""The options of ``sbatch`` that describe a job, and how to tell them from others on a command line. No I/O.
 
-Names after the manual of Slurm 22.05 to 24.11. Options that make ``sbatch`` do something else than submit a script
+Names from the manual of Slurm 22.05 to 24.11. Options that make ``sbatch`` do something else than submit a script
 (``--help``, ``--wrap``, …) are left out on purpose.
 """
 
@@ -28,7 +28,7 @@ _VALUES = (
     "thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey "
 )
 _OPTIONAL = ("exclusive", "get-user-env", "nice", "no-kill", "propagate")
-"""With a value only after ``=``."""
+"""Options that take a value only after ``=``."""
 
 SBATCH_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(_FLAGS.split(), "flag"),
@@ -47,12 +47,12 @@ SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A command line, taken apart.
+    """A command line, split.
 
     Attributes:
         sbatch: options for ``sbatch`` by their long names; a flag has no value.
-        launch: options for ``rlmesh launch``, as they stood there.
-        job: the script and what follows it, without a ``--`` between them.
+        launch: options for ``rlmesh launch``, unchanged.
+        job: the script and its arguments, without a ``--`` between them.
     """
 
     sbatch: Mapping[str, str | None]
@@ -61,14 +61,14 @@ class Words:
 
 
 def split_words(words: Sequence[str], launch: Mapping[str, bool]) -> Words:
-    """Take apart what stands behind ``rlmesh launch --slurm``, up to the script.
+    """Split the words after ``rlmesh launch --slurm``.
 
     Args:
-        launch: the options of ``rlmesh launch`` with their dashes, and whether each takes a value. Where both have an
+        launch: the options of ``rlmesh launch`` with their dashes, each with True if it takes a value. If both have an
             option of the same name, it is ``sbatch``'s.
 
     Raises:
-        UsageError: an option is neither's; lists all that there are. Or one lacks its value.
+        UsageError: an option is unknown to both (the error lists all options), or lacks its value.
     """
     sbatch: dict[str, str | None] = {}
     own: list[str] = []
@@ -97,7 +97,7 @@ def split_words(words: Sequence[str], launch: Mapping[str, bool]) -> Words:
 
 
 def first_words(words: Sequence[str], launch: Mapping[str, bool]) -> list[str]:
-    """The options before the script, without their values; all words from one on that is nobody's option."""
+    """The options before the script, without their values; from the first unknown option on, all words."""
     rest = list(words)
     found: list[str] = []
     while rest and rest[0].startswith("-") and rest[0] != "--":
@@ -112,7 +112,7 @@ def first_words(words: Sequence[str], launch: Mapping[str, bool]) -> list[str]:
 
 
 def _name_of(word: str) -> str:
-    """The long name, with ``=value`` if it is given that way; of a short option too: ``-N2``, ``-N=2``, ``-N``."""
+    """The long name, with ``=value`` if given that way; of a short option too: ``-N2``, ``-N=2``, ``-N``."""
     if word.startswith("--"):
         return word[2:]
     long = SHORT.get(word[1:2])

@@ -1,4 +1,4 @@
-"""What Slurm's environment says about a step and about the task that this process is. Pure but for ``scontrol``.
+"""Slurm's environment variables about a step and about the task that this process is. No I/O except ``scontrol``.
 
 ``srun rlmesh launch job.py`` runs in every task of a step. Each task becomes one node of the job, task 0 the head: so
 one task per node is one agent per node, and with one task per GPU the agents of a machine form a node group.
@@ -21,10 +21,10 @@ _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 
 def show_hostnames(text: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> tuple[str, ...]:
-    """The names of a list, as ``scontrol show hostnames`` expands it.
+    """Expand a list of nodes by ``scontrol show hostnames``.
 
     Raises:
-        LaunchError: it could not; with what it said.
+        LaunchError: it failed; with its message.
     """
     command = ["scontrol", "show", "hostnames", text]
     try:
@@ -37,16 +37,17 @@ def show_hostnames(text: str, run: Callable[..., subprocess.CompletedProcess[str
 
 
 class Names:
-    """Expands lists of nodes; what it cannot read itself it asks ``scontrol`` for, once in its life."""
+    """Expands lists of nodes; asks ``scontrol`` for a list that it cannot read itself, at most once."""
 
     def __init__(self, ask: Callable[[str], tuple[str, ...]] = show_hostnames) -> None:
         self._ask = ask
         self._asked: dict[str, tuple[str, ...]] = {}
 
     def expand(self, text: str) -> tuple[str, ...]:
-        """
+        """Expand a list of nodes.
+
         Raises:
-            LaunchError: it is no list of nodes.
+            LaunchError: the text is not a list of nodes.
         """
         try:
             return expand_nodes(text)
@@ -61,12 +62,12 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class SlurmAllocation:
-    """The nodes of a step, or of the whole job outside of one.
+    """The nodes of a step, or outside of a step of the whole job.
 
     Attributes:
         nodes: names, in Slurm's order.
-        tasks: tasks on each of them.
-        cpus: CPUs of the job on each of the job's nodes, empty if Slurm does not say or the step has other nodes.
+        tasks: number of tasks on each node.
+        cpus: the job's CPUs on each of its nodes; empty if Slurm does not say or the step has other nodes.
     """
 
     nodes: tuple[str, ...]
@@ -75,9 +76,10 @@ class SlurmAllocation:
 
     @classmethod
     def read(cls, env: Mapping[str, str], names: Names | None = None) -> SlurmAllocation:
-        """
+        """Read the allocation from Slurm's variables.
+
         Raises:
-            LaunchError: the environment is none of Slurm's, or its lists do not fit each other; shows both.
+            LaunchError: the environment is not Slurm's, or its lists contradict each other; shows both.
         """
         names = names or Names()
         nodes_name = next((name for name in _NODES if env.get(name)), None)
@@ -89,7 +91,7 @@ class SlurmAllocation:
         if tasks_name is not None:
             tasks = _counts(env, tasks_name, nodes_name, nodes)
         cpus: tuple[int, ...] = ()
-        # Of a heterogeneous job it tells those of one component.
+        # In a heterogeneous job the variable has the CPUs of one component.
         het = env.get("SLURM_HET_SIZE", "1") != "1"
         if (
             env.get("SLURM_JOB_CPUS_PER_NODE")
@@ -100,7 +102,7 @@ class SlurmAllocation:
         return cls(nodes, tasks, cpus)
 
     def describe(self) -> str:
-        """For people: ``4 tasks on 2 nodes (n1: 2, n2: 2)``."""
+        """A sentence for people: ``4 tasks on 2 nodes (n1: 2, n2: 2)``."""
         shown = ", ".join(f"{node}: {count}" for node, count in list(zip(self.nodes, self.tasks, strict=True))[:8])
         more = ", …" if len(self.nodes) > 8 else ""
         return f"{sum(self.tasks)} tasks on {len(self.nodes)} nodes ({shown}{more})"
@@ -124,16 +126,16 @@ class Task:
     """One task of a step.
 
     Attributes:
-        job, step: their numbers as Slurm writes them; ``id`` is what its commands know the job by.
-        rank, size: of the task among the step's.
-        node, node_name: the number of its node in the step, and Slurm's name of it.
-        local_rank: of the task among those of its node.
-        local_size: how many these are.
+        job, step: their numbers as Slurm writes them; ``id`` is the job's name for Slurm's commands.
+        rank, size: rank of the task in the step, and number of tasks.
+        node, node_name: the number of its node in the step, and Slurm's name of the node.
+        local_rank: rank of the task among the tasks of its node.
+        local_size: number of tasks of its node.
         restarts: how often Slurm has started the job before.
         launcher: address of the node on which ``srun`` runs, empty if unknown.
-        job_name: as given to ``sbatch``.
+        job_name: the name given to ``sbatch``.
         array: ``12_3`` in an array, else empty.
-        gpus: what Slurm lets it see of the node's, as it says it; empty if it did not ask for any.
+        gpus: the node's GPUs that Slurm makes visible, in its notation; empty if the job requested none.
     """
 
     job: str
@@ -152,10 +154,10 @@ class Task:
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Task | None:
-        """The task that this process is; None outside of ``srun``.
+        """Read the task that this process is; None outside ``srun``.
 
         Raises:
-            LaunchError: a number is none.
+            LaunchError: a variable is not a number.
         """
         step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
         if not (env.get("SLURM_JOB_ID") and step and env.get("SLURM_PROCID") and env.get("SLURM_NTASKS")):
@@ -179,13 +181,13 @@ class Task:
 
     @property
     def id(self) -> str:
-        """What ``squeue``, ``scontrol`` and ``scancel`` know this job by, and nothing else: the number of the last
-        element of an array is the number of the whole array. Of a heterogeneous job the number of its leader."""
+        """The only name by which ``squeue``, ``scontrol`` and ``scancel`` know exactly this job: the number of an
+        array's last element is also the number of the whole array. Of a heterogeneous job the number of its leader."""
         return self.array or self.job
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """A name for messages."""
         return f"task {self.rank} of Slurm job {self.id}.{self.step} on {self.node_name or f'node {self.node}'}"
 
 

@@ -1,8 +1,8 @@
-"""How the tasks of a Slurm step find their head: it binds a port that the system chooses, and publishes it in a file.
+"""Rendezvous of the tasks of a Slurm step: the head binds a port that the system chooses, and publishes it in a file.
 
-The file lies in a folder that all nodes see. Its content can be forged by nobody else: it is signed with the job's key
-where all tasks have that from the environment, and else it is a credential of MUNGE that only this user can decode,
-and that carries the key. No port is ever tried, and no key is on a command line or in a file that can be read without
+The file lies in a folder that all nodes see. Nobody else can forge its content: it is signed with the job's key
+if all tasks have that from the environment, else it is a MUNGE credential that only this user can decode,
+and that has the key. No ports are tried, and no key is on a command line or in a file that can be read without
 the cluster's MUNGE key.
 """
 
@@ -23,42 +23,42 @@ from rlmesh.errors import LaunchError, UsageError
 from rlmesh.runtime.connections.security import KEY_TEXT_VARIABLE, make_key
 from rlmesh.runtime.transport.inet import join_host_port, split_host_port
 
-__all__ = ["FOLDER_VARIABLE", "MUNGE_SOCKET_VARIABLE", "HeadGone", "Meeting", "Munge", "ServerAddress"]
+__all__ = ["FOLDER_VARIABLE", "MUNGE_SOCKET_VARIABLE", "HeadGone", "Munge", "ServerAddress", "SlurmRendezvous"]
 
 FOLDER_VARIABLE = "RLMESH_RENDEZVOUS_DIR"
 MUNGE_SOCKET_VARIABLE = "RLMESH_MUNGE_SOCKET"
 MUNGE_TIMEOUT_S = 20.0
 TTL_S = 3600
-"""How long a credential can be decoded; munged allows no more unless told otherwise."""
-KEPT_S = 7 * 86400.0
-"""A file that is older is a start's that ended without removing it."""
+"""Seconds for which a credential can be decoded; munged's default maximum."""
+STALE_S = 7 * 86400.0
+"""An older file is left from a start that ended without removing it."""
 _GAVE_UP = b"gave up: "
 _REPLAYED = 17
-"""Exit code of unmunge for a credential that was decoded on this machine before, by another task of the job."""
+"""Exit code of unmunge for a credential that another task of the job decoded on this machine before."""
 
 
 class Munge:
-    """The ``munge`` and ``unmunge`` commands. ``socket``: of munged, if it is not where they expect it."""
+    """The ``munge`` and ``unmunge`` commands. ``socket``: munged's socket, if not at the default path."""
 
     def __init__(self, socket: str = "", uid: int | None = None) -> None:
         self._options = [f"--socket={socket}"] if socket else []
         self._uid = os.getuid() if uid is None else uid
 
     def seal(self, payload: bytes) -> bytes:
-        """A credential that only this user can decode.
+        """Create a credential that only this user can decode.
 
         Raises:
-            LaunchError: it could not be made.
+            LaunchError: it could not be created.
         """
         return self._run(
             ["munge", f"--restrict-uid={self._uid}", f"--ttl={TTL_S}", *self._options], payload, ()
         ).strip()
 
     def open(self, credential: bytes) -> bytes:
-        """The payload of a credential that this user made.
+        """Decode a credential that this user created.
 
         Raises:
-            LaunchError: it is none, or somebody else's.
+            LaunchError: the data is not a credential, or another user's.
         """
         text = self._run(["unmunge", *self._options], credential, (_REPLAYED,))
         head, _, payload = text.partition(b"\n\n")
@@ -86,20 +86,20 @@ class Munge:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where the head listens, and the key that its job uses."""
+    """The endpoint of the head, and the job's key."""
 
     host: str
     port: int
     key: bytes = field(repr=False)
 
 
-class Meeting:
-    """One step's place to meet.
+class SlurmRendezvous:
+    """The rendezvous of one step.
 
     Args:
-        folder: seen by all its nodes.
-        name: of this start of the step: no other start has it.
-        key: if all tasks have it already; without it the file carries one, by ``munge``.
+        folder: the folder for the file, visible to all nodes.
+        name: a name that only this start of the step has.
+        key: the key, if all tasks have it already; without it the file carries one, by ``munge``.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Meeting:
         self.path = folder / f"{name}.head"
 
     def make_key(self) -> bytes:
-        """The head's: the one that is given, else a new one."""
+        """The key for the head: the given one, else a new one."""
         return self._given or make_key()
 
     def publish(self, host: str, port: int, key: bytes) -> None:
-        """Say where the head listens. The file appears whole or not at all.
+        """Publish the head's endpoint. The file appears whole or not at all.
 
         Raises:
-            LaunchError: it cannot be written.
+            LaunchError: the file cannot be written.
         """
         values = {"name": self._name, "endpoint": join_host_port(host, port)}
         if self._given is not None:
@@ -130,13 +130,12 @@ class Meeting:
         self._write(content)
 
     def give_up(self, why: str, code: int = 1) -> None:
-        """Tell tasks that come later that there is no head any more, so that they do not wait for it, and with which
-        exit code they end. Nothing is signed: a file of this user's that says so is enough to end. It stays until a
-        later start finds it old."""
+        """Tell late tasks that the head is gone, so that they do not wait for it, and their exit code. The file is not
+        signed: any file of this user is enough to make a task end. It stays until a later start finds it old."""
         try:
             self._write(_GAVE_UP + json.dumps({"name": self._name, "why": why, "code": code}).encode())
         except LaunchError:
-            pass  # they wait for as long as they may, then
+            pass  # late tasks wait until their timeout
 
     def _write(self, content: bytes) -> None:
         try:
@@ -151,16 +150,16 @@ class Meeting:
             ) from None
 
     def _prune(self) -> None:
-        """Remove what earlier starts left."""
+        """Remove files of earlier starts."""
         for path in self._folder.glob("*.head"):
-            if time.time() - path.stat().st_mtime > KEPT_S:
+            if time.time() - path.stat().st_mtime > STALE_S:
                 path.unlink(missing_ok=True)
 
     def find(self, timeout_s: float) -> ServerAddress:
         """Wait for the file and read it.
 
         Raises:
-            LaunchError: it did not come within the time, or is not this job's.
+            LaunchError: it did not appear in time, or belongs to another job.
         """
         deadline, pause_s = self._clock() + timeout_s, 0.02
         while True:
@@ -177,7 +176,7 @@ class Meeting:
 
     def _read(self) -> bytes | None:
         try:
-            os.listdir(self._folder)  # a network file system looks again then
+            os.listdir(self._folder)  # makes a network file system refresh its view
             return private_files.read(self.path).strip()
         except FileNotFoundError:
             return None
@@ -205,7 +204,7 @@ class Meeting:
             raise LaunchError(f"{self.path} holds no endpoint: {type(error).__name__}: {error}") from None
 
     def forget(self) -> None:
-        """Remove the file, and its folder if nothing else is in it."""
+        """Remove the file, and its folder if that is empty."""
         self.path.unlink(missing_ok=True)
         try:
             self._folder.rmdir()
@@ -214,7 +213,7 @@ class Meeting:
 
 
 class HeadGone(LaunchError):
-    """The head ended before this task came; ``exit_code`` is how."""
+    """The head ended before this task came; ``exit_code`` is its exit code."""
 
     exit_code: int = 1
 

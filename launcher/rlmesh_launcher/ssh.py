@@ -1,8 +1,8 @@
 """Nodes over the system's ``ssh``: one ``rlmesh launch`` per host, with the key on its standard input.
 
-``render`` gives the commands as values that can be printed; ``run`` runs them. A command's standard input stays open
-for as long as this process lives: its end (a cut connection, this process killed) ends the node there. The line
-``interrupt`` on it asks for the end of the job, as Ctrl-C at the host would.
+``render`` returns the commands as values that can be printed; ``run`` runs them. A command's standard input stays open
+while this process lives: its end (a cut connection, a kill of this process) ends the node there. The line
+``interrupt`` on it requests the end of the job, as Ctrl-C at the host would.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from rlmesh_launcher.hosts import RemoteHost
 __all__ = ["LISTENS", "TOGETHER", "HostCommand", "reached_by", "render", "run"]
 
 _UNKNOWN = "--rdzv-endpoint ENDPOINT"
-"""In the commands of all hosts but the first: for the endpoint that the first one announces. Not the word alone, which
-variables have in their names, such as HF_ENDPOINT."""
+"""Placeholder, in the commands of all hosts but the first, for the endpoint that the first one announces. The word
+ENDPOINT alone may be in names of variables, such as HF_ENDPOINT."""
 LISTENS = "listens at "
 TOGETHER = "nodes are there"
-"""What the head's ``launch`` says on standard error, and what it tells this module."""
+"""Texts on the standard error of the head's ``launch`` that this module reads."""
 HEAD_WAIT_S = 60.0
 END_WAIT_S = 20.0
 LOST_CONNECTION = 255
-"""ssh's own exit code, also when the remote command was killed by a signal."""
+"""ssh's own exit code, also used when a signal killed the remote command."""
 _QUIET = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """How one node is started: ``argv`` here, which runs ``remote`` there."""
+    """The command that starts one node: ``argv`` here, which runs ``remote`` there."""
 
     host: RemoteHost
     node_rank: int
     argv: tuple[str, ...]
 
     def at(self, endpoint: str) -> tuple[str, ...]:
-        """The command once the head's endpoint is known."""
+        """The command with the head's endpoint."""
         *words, remote = self.argv
         return (*words, remote.replace(_UNKNOWN, f"--rdzv-endpoint {shlex.quote(endpoint)}", 1))
 
@@ -63,8 +63,8 @@ def render(
     """The commands for all hosts, in the order of their ranks.
 
     Args:
-        head_address: of the first host, for the others.
-        options: of ``rlmesh launch``, the same for all.
+        head_address: address of the first host, for the others.
+        options: options of ``rlmesh launch``, the same for all.
         script: the job's script and its arguments, for the first host.
     """
     commands = []
@@ -85,17 +85,17 @@ def render(
 
 
 def _path(text: str) -> str:
-    """A path for the shell there, whose ``~`` is the home there."""
+    """Quote a path for the remote shell; ``~`` is the home there."""
     if text == "~" or text.startswith("~/"):
         return text[:2] + (shlex.quote(text[2:]) if text[2:] else "")
     return shlex.quote(text)
 
 
 def reached_by(host: RemoteHost, ssh: str = "ssh") -> str:
-    """The address at which other hosts reach one: what the file says, else what ssh itself connects to.
+    """The address at which other hosts reach one: from the file, else the one to which ssh connects.
 
     Raises:
-        LaunchError: ssh cannot be asked.
+        LaunchError: ssh failed to say it.
     """
     if host.address:
         return host.address
@@ -118,7 +118,7 @@ class _RemoteNode:
         self.command = command
         self.name = command.host.name
         try:
-            # A session of its own: Ctrl-C is for this process, which passes it on by the pipe.
+            # In its own session: Ctrl-C is for this process, which passes it on through the pipe.
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
@@ -132,9 +132,9 @@ class _RemoteNode:
             self.process.stdin.write(data)
             self.process.stdin.flush()
         except OSError:
-            pass  # It has ended, which is noticed by its exit code.
+            pass  # the command has ended, which its exit code shows
 
-    def let_go(self) -> None:
+    def close_input(self) -> None:
         if self.process.stdin is not None:
             try:
                 self.process.stdin.close()
@@ -149,10 +149,10 @@ class _RemoteNode:
 
 
 def run(commands: Sequence[HostCommand], key: bytes, *, out: IO[str] | None = None, err: IO[str] | None = None) -> int:
-    """Run the job and give its exit code, which is the first host's.
+    """Run the job and return its exit code, which is the first host's.
 
-    What the hosts print is passed on; standard error of all but the first begins with their names. On the main
-    thread SIGINT asks the job to end, a second one ends all hosts at once.
+    The hosts' output is passed on; standard error of all hosts but the first is prefixed with their names. On the main
+    thread SIGINT requests the end of the job, and a second one ends all hosts at once.
 
     Raises:
         LaunchError: a host ended before all nodes were there, or the connection to the first one was lost.
@@ -169,7 +169,7 @@ class _Run:
         self._endpoint = ""
         self._together = False
         self._interrupts = 0
-        self._told = 0
+        self._sent_interrupts = 0
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._read, selectors.EVENT_READ)
 
@@ -195,7 +195,7 @@ class _Run:
             self._selector.register(stream, selectors.EVENT_READ, node)
 
     def _until(self, done: Callable[[], bool], within_s: float | None, late: str) -> None:
-        """Pass output on until ``done``, or until the head has ended."""
+        """Pass output on until ``done`` or the head has ended."""
         deadline = None if within_s is None else time.monotonic() + within_s
         head = self._nodes[0]
         while not done():
@@ -244,12 +244,12 @@ class _Run:
         stream.flush()
 
     def _pass_interrupts(self) -> None:
-        if self._interrupts > self._told:
-            self._told = self._interrupts
+        if self._interrupts > self._sent_interrupts:
+            self._sent_interrupts = self._interrupts
             self._nodes[0].write(b"interrupt\n")
 
     def _code(self) -> int:
-        """The head has ended; the others are told by it, and get a moment."""
+        """Wait shortly for the other nodes, which the head has ended, and return the head's exit code."""
         head = self._nodes[0]
         deadline = time.monotonic() + END_WAIT_S
         while any(node.process.poll() is None for node in self._nodes) and time.monotonic() < deadline:
@@ -265,9 +265,9 @@ class _Run:
         return code
 
     def _end(self) -> None:
-        """Whatever happened, no node is left: the end of their input ends them."""
+        """End all nodes by closing their input, and kill ssh processes that are left."""
         for node in self._nodes:
-            node.let_go()
+            node.close_input()
         deadline = time.monotonic() + END_WAIT_S
         while any(node.process.poll() is None for node in self._nodes) and time.monotonic() < deadline:
             self._pump(0.05)

@@ -1,4 +1,4 @@
-"""What the commands about jobs have alike: finding the job that is meant, asking its master, choosing members."""
+"""Common parts of the commands about jobs: finding the job, calling its master, choosing members, reporting errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SHOWN_OTHERS = 3
 
 
 def age(seconds: float) -> str:
-    """``1:02`` or ``1:02:03``."""
+    """Seconds as ``1:02`` or ``1:02:03``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def headline(job: RunningJob | EndedJob) -> str:
-    """A job in one line."""
+    """One line about a job."""
     if isinstance(job, RunningJob):
         return f"{job.job_id}  {job.job_name}  for {age(job.age_s())}  {job.run_dir}"
     return f"{job.job_id or '-'}  {job.job_name}  {_end_of(job)}  {job.run_dir}"
@@ -43,11 +43,11 @@ def _end_of(job: EndedJob) -> str:
 
 
 def find_any(what: str | None) -> RunningJob | EndedJob:
-    """A job that runs or has ended, by its id, name or run directory; without any the only one that runs, else the one
-    that ended last.
+    """A running or ended job, by its id, name or run directory; without a name the only running one, else the one that
+    ended last.
 
     Raises:
-        UsageError: none matches, or several do.
+        UsageError: no job matches, or several do.
     """
     running = running_jobs()
     ended = ended_jobs(job.run_dir for job in running)
@@ -60,14 +60,14 @@ def find_any(what: str | None) -> RunningJob | EndedJob:
     matching = [there] if there else [job for job in ended if what in (job.job_id, job.job_name)]
     if matching:
         newest = max(matching, key=lambda job: (job.started_at, job.ended_at))
-        _tell_others([job for job in matching if job is not newest], what)
+        _name_others([job for job in matching if job is not newest], what)
         return newest
     known = ", ".join(job.job_id for job in running) or "none"
     raise UsageError(f"no job {what!r} runs here or is known to have ended (running: {known}); see `rlmesh ps --all`")
 
 
-def _tell_others(others: Sequence[EndedJob], what: str) -> None:
-    """Of several jobs of one name the newest is meant; the others are told of, beside the output."""
+def _name_others(others: Sequence[EndedJob], what: str) -> None:
+    """Print on stderr the older jobs of the same name."""
     if others:
         shown_ones = [job.run_dir for job in sorted(others, key=lambda job: -job.started_at)][:SHOWN_OTHERS]
         more = ", …" if len(others) > len(shown_ones) else ""
@@ -79,15 +79,15 @@ def _tell_others(others: Sequence[EndedJob], what: str) -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines of others' words: what a terminal would obey is shown, what has the form of a secret is masked."""
+    """Print text that may hold others' words: control codes are made visible, and secrets are masked."""
     print(shown(mask_text(text), lines=True), file=sys.stderr if err else sys.stdout)
 
 
 def find_running(what: str | None) -> RunningJob:
-    """A job that runs, as `find_job` finds it.
+    """A running job, as `find_job` finds it.
 
     Raises:
-        UsageError: there is none, or more than one; of one that has ended it says so.
+        UsageError: there is none or more than one; if the job has ended, the error says so.
     """
     running = running_jobs()
     try:
@@ -108,10 +108,10 @@ def find_running(what: str | None) -> RunningJob:
 
 @contextmanager
 def asking(job: RunningJob, timeout_s: float = ASK_TIMEOUT_S) -> Iterator[MemberHandle]:
-    """The master of a running job.
+    """A handle of a running job's master.
 
     Raises:
-        UsageError: its key is gone, since it has ended just now.
+        UsageError: the key is gone, since the job has just ended.
     """
     from rlmesh.agent.protocol import MASTER
     from rlmesh.runtime.runtime import Runtime
@@ -121,8 +121,10 @@ def asking(job: RunningJob, timeout_s: float = ASK_TIMEOUT_S) -> Iterator[Member
 
 
 def check_own(folder: Path) -> None:
-    """Raises:
-    UsageError: a folder of a run is somebody else's, or others may write to it.
+    """Check that a run's folder is private.
+
+    Raises:
+        UsageError: the folder belongs to another user, or others may write to it.
     """
     try:
         private_files.check_folder(folder)
@@ -133,15 +135,15 @@ def check_own(folder: Path) -> None:
 
 
 def matches(name: str, who: str | None) -> bool:
-    """Whether a member ``ROLE:rank`` is meant by ``ROLE`` or ``ROLE:rank``; by nothing, all are."""
+    """True if a member ``ROLE:rank`` matches ``ROLE`` or ``ROLE:rank``; None matches all."""
     return who is None or name.lower() == who.lower() or name.rpartition(":")[0].lower() == who.lower()
 
 
 def checked(names: list[str], who: str | None) -> list[str]:
-    """The members that are meant.
+    """The members that match.
 
     Raises:
-        UsageError: there are none; names those there are.
+        UsageError: none does; the error names the existing ones.
     """
     chosen = [name for name in names if matches(name, who)]
     if not chosen:
@@ -158,8 +160,10 @@ def _is_job(what: str) -> bool:
     return True
 
 
-def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace, list[str]], int]:
-    """A command's ``run``, with errors for people and Ctrl-C as an end."""
+def as_command(
+    command: str, work: Callable[[argparse.Namespace], int]
+) -> Callable[[argparse.Namespace, list[str]], int]:
+    """A command's ``run``: prints errors for people, and turns them and Ctrl-C into exit codes."""
 
     def run(options: argparse.Namespace, rest: list[str]) -> int:
         try:
@@ -168,7 +172,7 @@ def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[a
             return work(options)
         except RLMeshError as error:
             wrong_use = isinstance(error, UsageError)
-            # What the master says of wrong use is for people as it is, without how it came here.
+            # Errors of wrong use from the master are printed as they are, without their way here.
             text = error.remote_message if wrong_use and isinstance(error, RemoteError) else str(error)
             say(f"rlmesh {command}: {text}", err=True)
             return 2 if wrong_use else 1
@@ -182,8 +186,8 @@ def told(command: str, work: Callable[[argparse.Namespace], int]) -> Callable[[a
 
 
 def add_job_argument(parser: Any, *, option: bool = False) -> None:
-    """``JOB``, or ``--job JOB`` where another word is the command's own."""
-    text = "a job's id, name or run directory; not needed where there is only one"
+    """Add ``JOB``, or ``--job JOB`` for commands whose positional argument is another one."""
+    text = "a job's id, name or run directory; not needed if there is only one job"
     if option:
         parser.add_argument("--job", metavar="JOB", help=text)
     else:

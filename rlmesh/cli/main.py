@@ -1,4 +1,4 @@
-"""``rlmesh``: finds the subcommand and turns what it raises into an exit code."""
+"""``rlmesh``: runs the subcommand and turns errors into an exit code."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ COMMANDS = (
     "launch", "ps", "status", "logs", "stacks", "stop", "doctor", "plan", "timeline", "chaos", "prepare", "keygen",
     "version",
 )  # fmt: skip
-"""Each has its module here. What one command needs is not loaded for another: a job starts sooner."""
+"""Subcommands; each has a module here. Only the module of the given command is loaded, so that a job starts sooner."""
 
 RUN_SCRIPTS = ("launch", "plan")
-"""What stands behind the script is the script's."""
+"""Subcommands that run a script: words after the script are its arguments."""
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def build_parser(*chosen: str) -> argparse.ArgumentParser:
-    """The command line as ``rlmesh --help`` shows it, or what of it concerns the ``chosen`` commands."""
+    """The parser of all subcommands, as ``rlmesh --help`` shows them, or of the ``chosen`` ones."""
     parser = argparse.ArgumentParser(
         prog="rlmesh",
         description="Runs multi-role reinforcement-learning jobs without Ray.",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fill_standard_streams()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # while the command is loaded; later, commands tell it themselves
+    except KeyboardInterrupt:  # while the command is loaded; later, commands report it themselves
         print("rlmesh: stopped", file=sys.stderr)
         return INTERRUPTED
 
@@ -68,7 +68,7 @@ def _run(words: list[str]) -> int:
 
 
 def _split(words: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """The words for the command, the script's name among them, and those for the script."""
+    """Split into the words of the command, including the script's name, and the script's arguments."""
     command, *rest = words
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     chosen: argparse.ArgumentParser = commands.choices[command]
@@ -80,7 +80,7 @@ def _split(words: list[str], parser: argparse.ArgumentParser) -> tuple[list[str]
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """Words before the first ``--``, whether there was one, and the words after it."""
+    """Words before the first ``--``, True if there is one, and the words after it."""
     if "--" not in words:
         return list(words), False, []
     at = words.index("--")

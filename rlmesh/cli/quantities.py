@@ -9,10 +9,10 @@ from rlmesh.runtime.argument_types import MOST_S
 
 
 def seconds(text: str) -> float:
-    """A time that can be waited: not negative, and none that no clock counts to.
+    """Parse a time that can be waited for: not negative, and not beyond any clock.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     try:
         value = float(text)
@@ -24,10 +24,10 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number, not negative.
+    """Parse a whole number of at least 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
@@ -35,10 +35,10 @@ def count(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1.
+    """Parse a whole number of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     if not (text.isascii() and text.isdigit()) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")

@@ -26,16 +26,16 @@ commands:
   COMMAND
     launch    run a script that submits a job
     ps        list the jobs that run on this machine
-    status    the state of a job, or how it ended
-    logs      what members printed
-    stacks    what each thread of each member is doing
+    status    print the state of a job, or how it ended
+    logs      print the output of members
+    stacks    print what each thread of each member is doing
     stop      end a job and prove that nothing is left
     doctor    check whether this machine is fit for jobs
     plan      print where a job's members would run
-    timeline  a job as a trace for Perfetto
+    timeline  write a job as a trace for Perfetto
     chaos     rehearse the failure of a running job
-    prepare   make the parquet files of a well-known data set
-    keygen    make a job's key
+    prepare   create the parquet files of a well-known data set
+    keygen    create a job's key
     version   print the versions of rlmesh and Python
 
 Exit codes: 0 the job succeeded, 1 it failed, 2 wrong usage, 75 it stopped
@@ -45,9 +45,9 @@ after notice and can be resumed, 130 stopped by Ctrl-C, 143 by SIGTERM.
 LAUNCH_HELP = """\
 usage: rlmesh launch [options] JOB.py [script arguments]
 
-Run a script that submits a job. What stands after the script is for it. With
---nnodes, run the command on each node: the script runs on node 0, the others
-take part with an agent each.
+Run a script that submits a job. Words after the script are its arguments.
+With --nnodes, run the command on each node: the script runs on node 0, the
+other nodes take part with an agent each.
 
 positional arguments:
   JOB.py                the script; it calls submit() on a job
@@ -59,38 +59,38 @@ options:
                         elsewhere (auto, the default), or not at all
   --run-dir DIR         folder of logs, metrics and report
   --restart {member,role,job,never}
-                        what is started again when a member dies, whatever the
-                        job says (never: the job fails)
+                        what to restart when a member dies, whatever the job
+                        says (never: the job fails)
   --key-file FILE       the job's key, made by rlmesh keygen (default: the
                         file that RLMESH_KEY_FILE names, else a new key)
   --chaos KILL          rehearse a failure, such as REWARD:0@step=5,
                         ACTOR@call=save, master@shutdown or
-                        random:seed=1,kills=3,within=30; may be given several
-                        times (rlmesh chaos --help says more)
+                        random:seed=1,kills=3,within=30; can be repeated (see
+                        rlmesh chaos --help)
   --metrics ADDRESS     serve metrics to Prometheus at 127.0.0.1:PORT (0: any;
                         it is in metrics.address) or unix:PATH
-  --timeline            note single calls, for rlmesh timeline
-  --dry-run             print how nodes would be started, and start nothing
+  --timeline            trace single calls, for rlmesh timeline
+  --dry-run             print how nodes would be started; start nothing
   --grace S             seconds between SIGTERM and SIGKILL when the job is
                         stopped (default 2.5)
-  --stop-within S       seconds that all ranks have, after notice, to come to
+  --stop-within S       seconds that all ranks have, after notice, to reach
                         the step at which they stop together (default 600)
 
 several nodes, as torchrun:
   --nnodes N[:MAX]      number of nodes, the same on each (default 1)
-  --node-rank R         0 runs the script, the others an agent each
+  --node-rank R         0 runs the script, the other nodes run an agent each
   --rdzv-endpoint HOST[:PORT]
-                        of node 0 (port 29400 if none is given)
+                        address of node 0 (default port 29400)
   --master-addr HOST    the same, in two options
-  --local-addr ADDRESS  address of this node for the others, if the found one
-                        is wrong
+  --local-addr ADDRESS  address of this node for the others, if the detected
+                        one is wrong
   --rdzv-conf K=V,…     join_timeout=600,last_call_timeout=30 (seconds)
-  --standalone          this machine alone, whatever PET_* says
+  --standalone          use this machine alone, whatever PET_* says
   --nproc-per-node N    device slots of each node for a job on CPUs
-  --log-dir DIR         where run directories are made (default runs)
+  --log-dir DIR         folder for run directories (default runs)
   -m, --module          JOB.py is the name of a module
   --max-restarts N      restarts of members in all, for roles for which the
-                        job names no number
+                        job sets no number
 
 several nodes, over ssh:
   --hosts FILE          hosts.toml: the machines, the first runs the script
@@ -98,7 +98,7 @@ several nodes, over ssh:
 Slurm:
   --slurm               submit the job to sbatch: rlmesh launch --slurm [any
                         option of sbatch] JOB.py … (--dry-run prints the
-                        script). Inside of a job, `srun rlmesh launch JOB.py`
+                        script). Inside a job, `srun rlmesh launch JOB.py`
                         needs no option
 """
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.connections.security import make_key
-from rlmesh_launcher.slurm_rendezvous import HeadGone, Meeting, Munge, ServerAddress
+from rlmesh_launcher.slurm_rendezvous import HeadGone, Munge, ServerAddress, SlurmRendezvous
 from tests.stalls import HANG_S
 
 
@@ -31,9 +31,9 @@ class Clock:
 
 def test_tasks_with_the_key_find_the_head(tmp_path: Path) -> None:
     key = make_key()
-    head = Meeting(tmp_path / "meet", "17.0-0", key)
+    head = SlurmRendezvous(tmp_path / "meet", "17.0-0", key)
     assert head.make_key() == key
-    others = Meeting(tmp_path / "meet", "17.0-0", key)
+    others = SlurmRendezvous(tmp_path / "meet", "17.0-0", key)
     found: list[ServerAddress] = []
     thread = threading.Thread(target=lambda: found.append(others.find(10.0)))
     thread.start()
@@ -49,10 +49,10 @@ def test_tasks_with_the_key_find_the_head(tmp_path: Path) -> None:
 
 def test_the_wait_ends_and_says_what_to_do(tmp_path: Path) -> None:
     clock = Clock()
-    meeting = Meeting(tmp_path, "17.0-0", make_key(), clock=clock, sleep=clock.sleep)
+    rendezvous = SlurmRendezvous(tmp_path, "17.0-0", make_key(), clock=clock, sleep=clock.sleep)
     with pytest.raises(LaunchError) as caught:
-        meeting.find(60.0)
-    assert f"there is no {meeting.path} here" in str(caught.value)
+        rendezvous.find(60.0)
+    assert f"there is no {rendezvous.path} here" in str(caught.value)
     assert "RLMESH_RENDEZVOUS_DIR" in str(caught.value)
     assert 60.0 <= clock.now < 62.0
     assert clock.naps < 100
@@ -61,29 +61,29 @@ def test_the_wait_ends_and_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["other key", "other content", "other start", "half", "empty"])
 def test_what_others_wrote_is_refused(change: str, tmp_path: Path) -> None:
     key = make_key()
-    meeting = Meeting(tmp_path, "17.0-1", key)
-    Meeting(tmp_path, "17.0-1", make_key() if change == "other key" else key).publish(
+    rendezvous = SlurmRendezvous(tmp_path, "17.0-1", key)
+    SlurmRendezvous(tmp_path, "17.0-1", make_key() if change == "other key" else key).publish(
         "10.0.0.9", 80, make_key() if change == "other key" else key
     )
-    text = meeting.path.read_bytes()
+    text = rendezvous.path.read_bytes()
     if change == "other content":
         text = text.replace(b"10.0.0.9", b"10.6.6.6")
     elif change == "other start":
-        Meeting(tmp_path, "17.0-0", key).publish("10.0.0.9", 80, key)
+        SlurmRendezvous(tmp_path, "17.0-0", key).publish("10.0.0.9", 80, key)
         text = (tmp_path / "17.0-0.head").read_bytes()
     elif change == "half":
         text = text[:20]
     elif change == "empty":
         text = b""
-    meeting.path.write_bytes(text)
+    rendezvous.path.write_bytes(text)
     with pytest.raises(LaunchError, match=r"not signed with this job's key|of another start"):
-        meeting.find(1.0)
+        rendezvous.find(1.0)
 
 
 def test_a_head_that_gives_up_says_so(tmp_path: Path) -> None:
-    Meeting(tmp_path, "17.0-0", None, Munge("/nowhere")).give_up("no munge here", 9)
+    SlurmRendezvous(tmp_path, "17.0-0", None, Munge("/nowhere")).give_up("no munge here", 9)
     with pytest.raises(LaunchError, match=r"the head \(task 0\) gave up: no munge here") as caught:
-        Meeting(tmp_path, "17.0-0", make_key()).find(1.0)
+        SlurmRendezvous(tmp_path, "17.0-0", make_key()).find(1.0)
     assert isinstance(caught.value, HeadGone)
     assert caught.value.exit_code == 9
 
@@ -93,7 +93,7 @@ def test_old_files_are_removed(tmp_path: Path) -> None:
     for path in (old, new):
         path.write_text("x")
     os.utime(old, (0, 0))
-    Meeting(tmp_path, "slurm-3.0-0", make_key()).publish("10.0.0.1", 1, make_key())
+    SlurmRendezvous(tmp_path, "slurm-3.0-0", make_key()).publish("10.0.0.1", 1, make_key())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["slurm-2.0-0.head", "slurm-3.0-0.head"]
 
 
@@ -119,31 +119,31 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("code", [0, 17])
 def test_munge_carries_the_key(code: int, programs: Path, tmp_path: Path) -> None:
     fake_munge(programs, "1000", code)
-    head = Meeting(tmp_path, "a", None, Munge(uid=1000))
+    head = SlurmRendezvous(tmp_path, "a", None, Munge(uid=1000))
     key = head.make_key()
     head.publish("10.0.0.1", 99, key)
-    found = Meeting(tmp_path, "a", None, Munge(uid=1000)).find(1.0)
+    found = SlurmRendezvous(tmp_path, "a", None, Munge(uid=1000)).find(1.0)
     assert (found.host, found.port, found.key) == ("10.0.0.1", 99, key)
     assert key.hex() not in repr(found)
 
 
 def test_the_credential_of_somebody_else_is_refused(programs: Path, tmp_path: Path) -> None:
     fake_munge(programs, "1001")
-    meeting = Meeting(tmp_path, "a", None, Munge(uid=1000))
-    meeting.publish("10.0.0.1", 99, make_key())
+    rendezvous = SlurmRendezvous(tmp_path, "a", None, Munge(uid=1000))
+    rendezvous.publish("10.0.0.1", 99, make_key())
     with pytest.raises(LaunchError, match="not made by user 1000"):
-        meeting.find(1.0)
+        rendezvous.find(1.0)
 
 
 def test_a_credential_that_expired_is_refused(programs: Path, tmp_path: Path) -> None:
     fake_munge(programs, "1000", 15)
-    meeting = Meeting(tmp_path, "a", None, Munge(uid=1000))
-    meeting.publish("10.0.0.1", 99, make_key())
+    rendezvous = SlurmRendezvous(tmp_path, "a", None, Munge(uid=1000))
+    rendezvous.publish("10.0.0.1", 99, make_key())
     with pytest.raises(LaunchError, match="unmunge failed: exit code 15"):
-        meeting.find(1.0)
+        rendezvous.find(1.0)
 
 
 def test_without_munge_the_error_names_the_other_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"no munge on this node.*RLMESH_KEY.*--key-file"):
-        Meeting(tmp_path, "a", None, Munge(uid=1000)).publish("10.0.0.1", 99, make_key())
+        SlurmRendezvous(tmp_path, "a", None, Munge(uid=1000)).publish("10.0.0.1", 99, make_key())

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.cli.job_choice import add_job_argument, asking, find_running, say, told
+from rlmesh.cli.job_choice import add_job_argument, as_command, asking, find_running, say
 from rlmesh.cli.quantities import count, positive, seconds
 from rlmesh.errors import CallError, UsageError
 from rlmesh.master.chaos_plan import parse_kill
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 DESCRIPTION = """\
 Kill a member of a running job, its master or an agent, at a chosen moment, and see whether the job does what its
-restart policy says. Without a point the kill is at once. The same kills can be given to a job from its start on:
+restart policy says. Without a moment the kill is at once. The same kills can be given to a job at its start:
 rlmesh launch --chaos REWARD:0@step=5 JOB.py
 """
 
@@ -30,34 +30,34 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("chaos", help="rehearse the failure of a running job", description=DESCRIPTION)
     add_job_argument(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--kill", metavar="ROLE[:RANK]", help="whom; also master, agent or agent:NODE")
-    what.add_argument("--random", type=positive, metavar="KILLS", help="kill so many members, drawn by --seed")
+    what.add_argument("--kill", metavar="ROLE[:RANK]", help="the member to kill; also master, agent or agent:NODE")
+    what.add_argument("--random", type=positive, metavar="KILLS", help="kill this many members, drawn by --seed")
     when = parser.add_mutually_exclusive_group()
-    when.add_argument("--at-step", type=count, metavar="N", help="when step N was reported")
-    when.add_argument("--at-call", metavar="[ROLE.]METHOD", help="when the method begins there")
+    when.add_argument("--at-step", type=count, metavar="N", help="when step N has been reported")
+    when.add_argument("--at-call", metavar="[ROLE.]METHOD", help="when the method begins")
     when.add_argument("--at-shutdown", action="store_true", help="when the job begins to end")
-    parser.add_argument("--signal", default="KILL", help="which signal (default KILL; STOP makes a hang)")
-    parser.add_argument("--seed", type=int, help="of --random (default 0)")
-    parser.add_argument("--within", type=seconds, metavar="S", help="of --random (default 30)")
-    parser.set_defaults(run=told("chaos", run))
+    parser.add_argument("--signal", default="KILL", help="the signal (default KILL; STOP makes the process hang)")
+    parser.add_argument("--seed", type=int, help="seed of --random (default 0)")
+    parser.add_argument("--within", type=seconds, metavar="S", help="seconds for all kills of --random (default 30)")
+    parser.set_defaults(run=as_command("chaos", run))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the job's master, wait until it has happened, and return the exit code."""
+    """Order the kills from the job's master, wait until they have happened, and return the exit code."""
     text = kill_text(options)
     job = find_running(options.job)
     try:
         return rehearse(job, text, say)
     except KeyboardInterrupt:
-        print("rlmesh chaos: what has not happened yet may still happen", file=sys.stderr)
+        print("rlmesh chaos: kills that have not happened yet may still happen", file=sys.stderr)
         raise
 
 
 def kill_text(options: argparse.Namespace) -> str:
-    """The kill as text.
+    """The options as a kill's text.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the options are not a valid kill.
     """
     if options.random is not None:
         if options.at_step is not None or options.at_call or options.at_shutdown or options.signal != "KILL":
@@ -81,7 +81,7 @@ def kill_text(options: argparse.Namespace) -> str:
 
 
 def rehearse(job: RunningJob, text: str, tell: Callable[[str], None]) -> int:
-    """Have it done and wait for it; 0 when it happened, 1 if the job ended before.
+    """Order the kills and wait for them; return 0 when they happened, 1 if the job ended before.
 
     Raises:
         UsageError: the job has no such member.
@@ -109,13 +109,13 @@ def rehearse(job: RunningJob, text: str, tell: Callable[[str], None]) -> int:
 
 
 class _Left(tuple[str, ...]):
-    """The kills that are still to come; ``cannot``: those that never will, with why."""
+    """The kills that have not happened yet; ``cannot``: kills that can never happen, with the reason."""
 
     cannot: Mapping[str, str] = {}
 
 
 def _left(master: MemberHandle) -> _Left | None:
-    """What is still to come; None if the master is gone."""
+    """The kills that have not happened yet; None if the master is gone."""
     try:
         _, left, cannot = master.call("rehearsed").result()
     except CallError:

@@ -1,4 +1,4 @@
-"""``rlmesh keygen FILE``: makes the key of a job, for nodes and services that get it by hand."""
+"""``rlmesh keygen FILE``: creates the key of a job, for nodes and services that get it by hand."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rlmesh.errors import UsageError
 from rlmesh.runtime.connections.security import KEY_VARIABLE, write_key_file
 
 DESCRIPTION = (
-    "Write a new key to FILE, which must not exist yet, readable by its owner only. Whoever holds the key of a job can "
-    f"run code in its processes. Jobs take it by --key-file or by the environment variable {KEY_VARIABLE}."
+    "Write a new key to FILE, which must not exist yet and which only its owner can read. Whoever has the key of a job "
+    f"can run code in its processes. Jobs take the key by --key-file or by the environment variable {KEY_VARIABLE}."
 )
 
 
 def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
-    parser = commands.add_parser("keygen", help="make a job's key", description=DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", type=Path, help="where to write it")
+    parser = commands.add_parser("keygen", help="create a job's key", description=DESCRIPTION)
+    parser.add_argument("file", metavar="FILE", type=Path, help="the file to write")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
-    """Write the file and return the exit code. The key itself is never printed."""
+    """Write the file and return the exit code. The key is never printed."""
     try:
         write_key_file(options.file)
     except UsageError as error:

@@ -1,6 +1,6 @@
 """``rlmesh launch JOB.py``: runs a script that submits a job, in this process, as ``python JOB.py`` would.
 
-What it adds: options for the jobs that the script submits, and errors that people can read.
+The command adds options for the jobs that the script submits, and readable errors.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from rlmesh_launcher.slurm import Task
 
 DESCRIPTION = (
-    "Run a script that submits a job. What stands after the script is for it. With --nnodes, run the command on each "
-    "node: the script runs on node 0, the others take part with an agent each."
+    "Run a script that submits a job. Words after the script are its arguments. With --nnodes, run the command on each "
+    "node: the script runs on node 0, the other nodes take part with an agent each."
 )
 VIEWS = ("auto", "live", "plain", "none")
 RESUMABLE = 75
-"""Exit code of a job that had notice and stopped where it can be resumed: the "try again" of sysexits.h."""
+"""Exit code of a job that got notice and stopped where it can be resumed: the "try again" of sysexits.h."""
 
 
 def add_to(commands: Any) -> None:
@@ -61,7 +61,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument("job", metavar="JOB.py", nargs="?", default="", help="the script; it calls submit() on a job")
     parser.add_argument(
         "--view",
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart",
         choices=SCOPES,
-        help="what is started again when a member dies, whatever the job says (never: the job fails)",
+        help="what to restart when a member dies, whatever the job says (never: the job fails)",
     )
     parser.add_argument(
         "--key-file",
@@ -82,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     observe_options.add_options(parser)
     parser.add_argument("--key-stdin", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--dry-run", action="store_true", help="print how nodes would be started, and start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print how nodes would be started; start nothing")
     add_node_flags(parser)
     add_host_flags(parser)
     add_slurm_flags(parser)
@@ -96,12 +96,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--stop-within",
         type=seconds,
         metavar="S",
-        help="seconds that all ranks have, after notice, to come to the step at which they stop together (default 600)",
+        help="seconds that all ranks have, after notice, to reach the step at which they stop together (default 600)",
     )
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run the script, or take part in a job as one of its nodes, and return the exit code."""
+    """Run the script, or take part in a job as one of its nodes; return the exit code."""
     try:
         flags = read_node_flags(options, os.environ)
         for note in flags.notes:
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _run_task(task: Task, options: argparse.Namespace, flags: NodeFlags, arguments: list[str]) -> int:
-    """As a task of a Slurm step."""
+    """Run as a task of a Slurm step."""
     if task.rank == 0:
         _check_script(options.job, flags.module)
     key = _key_of(options, needed=False)
@@ -169,10 +169,10 @@ def _check_script(job: str, module: bool) -> None:
 
 
 def _key_of(options: argparse.Namespace, *, needed: bool) -> bytes | None:
-    """The job's key, if one is given; taken out of the environment, which members inherit.
+    """The job's key, if given. It is removed from the environment, which members inherit.
 
     Raises:
-        UsageError: it is needed and none is given, or it is not fit.
+        UsageError: it is needed and not given, or not valid.
     """
     if options.key_stdin:
         return parse_key(_first_line(0), "standard input")
@@ -185,7 +185,7 @@ def _key_of(options: argparse.Namespace, *, needed: bool) -> bytes | None:
 
 
 def _first_line(fd: int) -> bytes:
-    """A line and nothing after it, which is for others."""
+    """Read one line and nothing after it: later lines are for other readers."""
     line = b""
     while (byte := os.read(fd, 1)) not in (b"", b"\n"):
         line += byte
@@ -224,8 +224,8 @@ def _run_node(
 
 
 def follow_input(fd: int) -> None:
-    """Let whoever started this process by ssh end it: a line ``interrupt`` is Ctrl-C, and the end of the input, which
-    is theirs or the connection's, is Ctrl-C twice."""
+    """Let the process that started this one by ssh end it: a line ``interrupt`` acts as Ctrl-C, and the end of the
+    input (closed by that process, or a lost connection) as Ctrl-C twice."""
 
     def follow() -> None:
         half = b""
@@ -236,7 +236,7 @@ def follow_input(fd: int) -> None:
                     os.kill(os.getpid(), signal.SIGINT)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)  # two signals at the same moment are one
+            time.sleep(0.1)  # two signals at the same moment would be one
 
     threading.Thread(target=follow, name="rlmesh-input", daemon=True).start()
 
@@ -244,14 +244,14 @@ def follow_input(fd: int) -> None:
 def run_script(
     script: str, arguments: list[str], *, module: bool = False, node_lost: int = 1, jobs: Sequence[object] | None = None
 ) -> int:
-    """Run a script, or a module, as ``__main__`` and turn its end into an exit code; errors are told on stderr.
+    """Run a script or module as ``__main__`` and return an exit code; errors are printed to stderr.
 
     Args:
-        node_lost: the exit code of a job that failed for want of a node that was lost.
-        jobs: those that the script submits; that it came to its end without any is told, if they are given.
+        node_lost: the exit code of a job that failed because a node was lost.
+        jobs: the jobs that the script submits. If given and empty at the script's end, that is printed.
     """
     argv, path = sys.argv, list(sys.path)
-    script = script if module else os.path.abspath(script)  # it may go elsewhere before it submits
+    script = script if module else os.path.abspath(script)  # it may change the directory before it submits
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
     try:
@@ -265,13 +265,13 @@ def run_script(
         print(shown(f"rlmesh: {error}", lines=True), file=sys.stderr)
         return RESUMABLE
     except JobFailed as error:
-        print(shown(tell_failure(error), lines=True), file=sys.stderr)
+        print(shown(failure_text(error), lines=True), file=sys.stderr)
         return node_lost if error.node_lost else 1
     except RLMeshError as error:
         print(shown(f"rlmesh: {type(error).__name__} ({error.code}): {error}", lines=True), file=sys.stderr)
         return 1
     except Exception as error:
-        _tell_script_error(error, script)
+        _print_script_error(error, script)
         return 1
     finally:
         sys.argv, sys.path[:] = argv, path
@@ -289,15 +289,15 @@ def _run_as_main(script: str, module: bool) -> None:
             else:
                 runpy.run_path(script, run_name="__main__")
     except BaseException as error:
-        if os.getpid() != own:  # a child that the script forked: what follows is its parent's
+        if os.getpid() != own:  # a child that the script forked: the rest is for its parent
             end_child(error)
         raise
     if os.getpid() != own:
         end_child(None)
 
 
-def tell_failure(error: JobFailed) -> str:
-    """A failed job for people: the first cause, then what followed, then where to look."""
+def failure_text(error: JobFailed) -> str:
+    """A failed job for people: the first cause, then its consequences, then where to look."""
     return "\n".join(["", *failure_lines(error)])
 
 
@@ -308,11 +308,11 @@ def _code_of(error: SystemExit) -> int:
     return 1
 
 
-def _tell_script_error(error: Exception, script: str) -> None:
-    """The script's own traceback, without the frames that ran it."""
+def _print_script_error(error: Exception, script: str) -> None:
+    """Print the script's own traceback, without the frames that ran it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
-    if trace is None and not isinstance(error, SyntaxError):  # of the script itself: it says where by itself
+    if trace is None and not isinstance(error, SyntaxError):  # a syntax error in the script names its place itself
         trace = error.__traceback__
     traceback.print_exception(type(error), error, trace, file=sys.stderr)

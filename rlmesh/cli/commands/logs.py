@@ -1,4 +1,4 @@
-"""``rlmesh logs [-f] [ROLE[:RANK]]``: what members printed, each line with its name; also of jobs that have ended."""
+"""``rlmesh logs [-f] [ROLE[:RANK]]``: prints the output of members, each line with the member's name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.agent.monitoring.logs import LogLine, LogTail, last_lines, logs_folder
-from rlmesh.cli.job_choice import add_job_argument, check_own, checked, find_any, told
+from rlmesh.cli.job_choice import add_job_argument, as_command, check_own, checked, find_any
 from rlmesh.cli.quantities import count
 from rlmesh.errors import UsageError
 from rlmesh.observe.views.safe_text import shown
@@ -18,29 +18,29 @@ from rlmesh.run_directory.discovery import RunningJob
 
 POLL_S = 0.2
 BARS_EVERY_S = 10.0
-"""Progress bars that are being drawn are shown so often; their last state is a line like any other."""
+"""Seconds between prints of progress bars that are being drawn; their last state is a line like any other."""
 OWN = ("master", "agent")
-"""The job's own processes: shown only if they are asked for."""
+"""The job's own processes: printed only on request."""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
     parser = commands.add_parser(
         "logs",
-        help="what members printed",
-        description="Print what members of a job printed, each line with its name; also of jobs that have ended. "
-        "MASTER and AGENT:node are the job's own processes. Members of other nodes are shown where the run directory "
-        "is shared.",
+        help="print the output of members",
+        description="Print the output of a job's members, each line with the member's name; also of jobs that have "
+        "ended. MASTER and AGENT:node are the job's own processes. Members of other nodes are included where the run "
+        "directory is shared.",
     )
-    parser.add_argument("who", metavar="ROLE[:RANK]", nargs="?", help="one role or one member; all if not given")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+    parser.add_argument("who", metavar="ROLE[:RANK]", nargs="?", help="one role or one member (default: all)")
+    parser.add_argument("-f", "--follow", action="store_true", help="continue until the job ends")
     parser.add_argument("-n", "--lines", type=count, metavar="N", help="only the last N lines of each")
     add_job_argument(parser, option=True)
-    parser.set_defaults(run=told("logs", show))
+    parser.set_defaults(run=as_command("logs", show))
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print them and return the exit code."""
+    """Print the lines and return the exit code."""
     job = find_any(options.job)
     folder = logs_folder(job.run_dir)
     check_own(folder)
@@ -63,7 +63,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """The log files of a run directory, by the name of whose they are: ``ROLE:rank``, ``agent:node``, ``master``."""
+    """The log files of a run directory, by process name: ``ROLE:rank``, ``agent:node`` or ``master``."""
     found = {}
     for path in sorted(folder.glob("*.log"), key=_order):
         match = re.fullmatch(r"(.+)-(\d+)", path.stem)
@@ -80,7 +80,7 @@ def _choose(folder: Path, who: str | None) -> dict[str, Path]:
     found = files(folder)
     if not found:
         raise UsageError(f"there are no logs in {folder} on this machine")
-    # A link is the log of a member that lives in another one's process.
+    # A link is the log of a member that runs in another member's process.
     names = [
         name
         for name, path in found.items()
@@ -98,7 +98,7 @@ def _follow(tail: LogTail, folder: Path, who: str | None, running: Path | None) 
             _print(tail.bars())
         time.sleep(POLL_S)
         for name, path in _choose(folder, who).items():
-            tail.add(name, path)  # members that came later
+            tail.add(name, path)  # members that started later
     _print(tail.finish())
 
 

@@ -1,4 +1,4 @@
-"""``rlmesh plan JOB.py``: prints where the members of a job would run, and starts nothing."""
+"""``rlmesh plan JOB.py``: prints where the members of a job would run; starts nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlmesh.job.description.config import DLConfig
 
 DESCRIPTION = """Print where the members of a job would run, without starting anything. The script runs until it
-submits a job. Exit code 0: it fits; 1: it does not, and what is short is printed; 2: wrong usage."""
+submits a job. Exit code 0: the job fits; 1: it does not, and the missing resources are printed; 2: wrong usage."""
 
 
 def add_to(commands: Any) -> None:
@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
-    """Plan what the script submits; returns the exit code."""
+    """Plan the job that the script submits; return the exit code."""
     script = Path(options.job)
     if not script.is_file():
         print(f"rlmesh plan: there is no script {script}", file=sys.stderr)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def show(config: DLConfig, job_name: str, cluster: Path | None, *, as_json: bool) -> int:
-    """Print the plan of a job, or why there is none; returns the exit code."""
+    """Print the plan of a job, or why there is none; return the exit code."""
     from rlmesh.placement.describe import describe_plan, plan_values
 
     try:

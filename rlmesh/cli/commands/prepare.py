@@ -1,4 +1,4 @@
-"""``rlmesh prepare SET --from PATH --to DIR``: well-known data sets as parquet files for training."""
+"""``rlmesh prepare SET --from PATH --to DIR``: converts well-known data sets to parquet files for training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
     parser = commands.add_parser(
         "prepare",
-        help="make the parquet files of a well-known data set",
-        description="Turn the usual files of a data set (parquet, JSON lines or JSON, one per split) into parquet "
+        help="create the parquet files of a well-known data set",
+        description="Convert the usual files of a data set (parquet, JSON lines or JSON, one per split) to parquet "
         "files with the columns prompt, data_source, reward_model and extra_info. Nothing is downloaded.",
     )
     parser.add_argument("name", metavar="SET", choices=NAMES, help=", ".join(NAMES))
-    parser.add_argument("--from", dest="source", metavar="PATH", type=Path, required=True, help="its file or folder")
-    parser.add_argument("--to", dest="target", metavar="DIR", type=Path, required=True, help="where to write")
+    parser.add_argument(
+        "--from", dest="source", metavar="PATH", type=Path, required=True, help="file or folder to read"
+    )
+    parser.add_argument("--to", dest="target", metavar="DIR", type=Path, required=True, help="folder to write to")
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""``rlmesh ps [JOB] [--pending]``: the jobs that run here, their members, and whom they wait for."""
+"""``rlmesh ps [JOB] [--pending]``: lists the jobs that run here, their members, and the calls that they wait for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from rlmesh.cli.job_choice import add_job_argument, asking, find_running, headline, say, told
+from rlmesh.cli.commands.status import graph_lines
+from rlmesh.cli.job_choice import add_job_argument, as_command, asking, find_running, headline, say
 from rlmesh.job.status import JobStatus, MemberWaits
-from rlmesh.master.monitoring.graph import CallGraph
-from rlmesh.master.monitoring.graph_drawing import drawn
 from rlmesh.run_directory.discovery import RunningJob, running_jobs
 from rlmesh.run_directory.records import ended_jobs
 from rlmesh.run_directory.workspace import KEY_FILE
@@ -29,12 +28,12 @@ def add_to(commands: Any) -> None:
         "--pending", action="store_true", help="whom each member waits for, since when, and what that member does"
     )
     parser.add_argument("--graph", action="store_true", help="who called whom, how often, how long and how many bytes")
-    parser.add_argument("--all", action="store_true", help="the jobs that have ended too")
-    parser.set_defaults(run=told("ps", show))
+    parser.add_argument("--all", action="store_true", help="include jobs that have ended")
+    parser.set_defaults(run=as_command("ps", show))
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print what was asked for and return the exit code."""
+    """Print the requested list and return the exit code."""
     jobs = running_jobs()
     if options.job is None and not (options.pending or options.graph):
         if not jobs:
@@ -52,16 +51,16 @@ def show(options: argparse.Namespace) -> int:
 
 
 def ask(job: RunningJob, *, pending: bool = False, graph: bool = False) -> list[str]:
-    """The members of a job as its master sees them, or whom each of them waits for, or who called whom.
+    """The lines about a job: its members, the calls that each of them waits for, or the call graph.
 
     Raises:
         CallError: the master does not answer.
     """
+    if graph:
+        return graph_lines(job, "text")
     with asking(job) as master:
         if pending:
             return list(pending_lines(master.call("pending").result()))
-        if graph:
-            return [f"  {line}" for line in drawn(CallGraph.of_plain(master.call("graph").result()), "text")]
         return list(member_lines(master.call("status", _NO_RECORDS).result()))
 
 
@@ -78,7 +77,7 @@ def member_lines(status: JobStatus) -> Iterable[str]:
 
 
 def pending_lines(members: Iterable[MemberWaits]) -> Iterable[str]:
-    """Each member that waits or is asked for something, with whom and since when; the others in one line."""
+    """Each member that waits or is waited for, with whom and since when; the other members in one line."""
     idle = []
     for member in members:
         name = f"{member.role}:{member.rank}"

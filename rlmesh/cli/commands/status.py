@@ -1,4 +1,4 @@
-"""``rlmesh status [JOB] [--graph]``: the state of a job that runs, or how one ended; or who calls whom in it."""
+"""``rlmesh status [JOB] [--graph]``: prints the state of a running job, how a job ended, or a job's call graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.job_choice import add_job_argument, age, asking, find_any, headline, say, told
+from rlmesh.cli.job_choice import add_job_argument, age, as_command, asking, find_any, headline, say
 from rlmesh.job.status import JobStatus, MemberStatus
 from rlmesh.master.jobspec import REJECTED
 from rlmesh.master.monitoring.graph import CallGraph
@@ -22,25 +22,28 @@ from rlmesh.run_directory.records import EndedJob
 
 _NO_RECORDS = 1 << 62
 STUCK_S = 60.0
-"""A running member that has not reported for so long is shown with that time."""
+"""A running member that has not reported for this many seconds is shown with that time."""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
-    parser = commands.add_parser("status", help="the state of a job, or how it ended", description=__doc__)
+    parser = commands.add_parser("status", help="print the state of a job, or how it ended", description=__doc__)
     add_job_argument(parser)
     parser.add_argument(
         "--graph", nargs="?", const="text", choices=FORMATS, metavar="FORMAT",
-        help="instead, who called whom, as far as it was seen: text (the default), dot for Graphviz, or mermaid",
+        help="instead, who called whom, as far as observed: text (the default), dot for Graphviz, or mermaid",
     )  # fmt: skip
-    parser.set_defaults(run=told("status", show))
+    parser.set_defaults(run=as_command("status", show))
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print it; 0 if the job runs or succeeded, 1 if it did not."""
+    """Print the state; return 0 if the job runs or succeeded, 1 if it failed."""
     job = find_any(options.job)
     if options.graph is not None:
-        return _show_graph(job, options.graph)
+        if options.graph == "text":  # other formats are for programs, which read nothing else
+            say(headline(job))
+        say("\n".join(graph_lines(job, options.graph)))
+        return 0
     say(headline(job))
     if isinstance(job, EndedJob):
         say("\n".join(end_lines(job)))
@@ -49,17 +52,18 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show_graph(job: RunningJob | EndedJob, how: Format) -> int:
-    """Print it, and nothing else where another program may read it."""
+def graph_lines(job: RunningJob | EndedJob, how: Format) -> list[str]:
+    """The call graph of a job, from its master while it runs, else from its last state; text is indented.
+
+    Raises:
+        CallError: the master does not answer.
+    """
     if isinstance(job, RunningJob):
         with asking(job) as master:
             graph = CallGraph.of_plain(master.call("graph").result())
     else:
         graph = last_graph(Path(job.run_dir))
-    if how == "text":
-        say(headline(job))
-    say("\n".join(f"  {line}" if how == "text" else line for line in drawn(graph, how)))
-    return 0
+    return [f"  {line}" if how == "text" else line for line in drawn(graph, how)]
 
 
 def _ask(job: RunningJob) -> JobStatus:
@@ -69,7 +73,7 @@ def _ask(job: RunningJob) -> JobStatus:
 
 
 def status_lines(status: JobStatus) -> Iterator[str]:
-    """The stage, each role in one line, and what failed."""
+    """The stage, one line for each role, and the failures."""
     yield f"  {status.stage}{': ' + status.note if status.note else ''}"
     yield from _restart_lines([(record.unit, record.at, record.cause) for record in status.restarts], status.at)
     by_role: dict[str, list[MemberStatus]] = {}
@@ -99,7 +103,7 @@ def _details(members: list[MemberStatus]) -> str:
 
 
 def _restarted(members: list[MemberStatus]) -> str:
-    """How often: all of them alike, as after restarts of the role or the job, or some."""
+    """The number of restarts: of all members alike, as after restarts of the role or the job, or of some."""
     often = Counter({f"rank {member.rank}": member.incarnation for member in members if member.incarnation})
     if not often:
         return ""
@@ -109,7 +113,7 @@ def _restarted(members: list[MemberStatus]) -> str:
 
 
 def times(count: int) -> str:
-    """For people."""
+    """A count in words."""
     return "once" if count == 1 else f"{count} times"
 
 
@@ -119,7 +123,7 @@ def _how_often(counts: Mapping[str, int], shown: int = 8) -> str:
 
 
 def _restart_lines(restarts: Sequence[tuple[str, float, str]], now: float) -> Iterator[str]:
-    """What was restarted so far, and why the last time."""
+    """The restarts so far, and the cause of the last one."""
     if restarts:
         _, at, cause = restarts[-1]
         yield f"  restarts: {_how_often(Counter(unit for unit, *_ in restarts))}; last {age(now - at)} ago: {cause}"
@@ -130,9 +134,9 @@ def _counted(states: Iterable[str]) -> str:
 
 
 def end_lines(job: EndedJob) -> Iterator[str]:
-    """How a job ended."""
+    """The lines about a job that has ended."""
     if job.stage == "lost":
-        yield "  its driver died before it could say how the job ended; the logs and exit-node*.json tell more"
+        yield "  its driver died before it could report the end; the logs and exit-node*.json tell more"
     if job.trouble:
         yield f"  its record cannot be read: {job.trouble}"
     if job.stopped_at is not None:
@@ -144,8 +148,8 @@ def end_lines(job: EndedJob) -> Iterator[str]:
     for role, states in by_role.items():
         yield f"  {role}  {_counted(states)}"
     yield from _failure_lines(job.failures)
-    if told := newest_incident(Path(job.run_dir)):
-        yield f"  incident: {told}"
+    if incident := newest_incident(Path(job.run_dir)):
+        yield f"  incident: {incident}"
     yield from (f"  {line}" for line in job.alarms)
 
 

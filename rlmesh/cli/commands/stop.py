@@ -1,4 +1,4 @@
-"""``rlmesh stop [JOB]``: ends a job, with grace, and proves that nothing of it is left on this machine."""
+"""``rlmesh stop [JOB]``: ends a job with grace, and proves that nothing of it is left on this machine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.agent.processes import ownership
-from rlmesh.cli.job_choice import add_job_argument, asking, find_running, headline, say, told
+from rlmesh.cli.job_choice import add_job_argument, as_command, asking, find_running, headline, say
 from rlmesh.cli.quantities import seconds
 from rlmesh.errors import CallError, LaunchError
 from rlmesh.run_directory.discovery import RunningJob
 
 GRACE_S = 10.0
 END_S = 15.0
-"""From the end of the grace until all must be gone."""
+"""Seconds from the end of the grace until everything must be gone."""
 POLL_S = 0.05
 EXPECTED_ENDS = ("the driver is gone", "the agent ended")
-"""What guardians say after any ordinary end."""
+"""Reasons in the guardians' reports after an ordinary end."""
 
 
 def add_to(commands: Any) -> None:
@@ -33,21 +33,21 @@ def add_to(commands: Any) -> None:
         "stop",
         help="end a job and prove that nothing is left",
         description="End a job: its members get a stop request, then SIGTERM, and SIGKILL when the grace is over. "
-        "Returns when nothing of the job is left on this machine, or says what is.",
+        "Returns when nothing of the job is left on this machine, or says what is left.",
     )
     add_job_argument(parser)
     parser.add_argument(
         "--grace", type=seconds, default=GRACE_S, metavar="SECONDS", help=f"for members to end (default {GRACE_S:g})"
     )
-    parser.set_defaults(run=told("stop", stop))
+    parser.set_defaults(run=as_command("stop", stop))
 
 
 def stop(options: argparse.Namespace) -> int:
-    """End it and return the exit code: 0 if nothing is left, 1 if something is."""
+    """End the job and return the exit code: 0 if nothing is left, 1 otherwise."""
     job = find_running(options.job)
     say(headline(job))
     sys.stdout.flush()
-    with _watching(job.driver_pid) as ended:
+    with _ProcessWatch(job.driver_pid) as ended:
         try:
             with asking(job) as master:
                 master.call("stop", "rlmesh stop", float(options.grace)).result()
@@ -66,8 +66,8 @@ def stop(options: argparse.Namespace) -> int:
     return 0
 
 
-class _watching:
-    """Whether a process has ended, by its descriptor; one that is gone already has."""
+class _ProcessWatch:
+    """Watches a process by its descriptor; a process that is already gone has ended."""
 
     def __init__(self, pid: int) -> None:
         try:
@@ -93,7 +93,7 @@ def _await(done: Callable[[], bool], within_s: float) -> None:
 
 
 def leftovers(job: RunningJob) -> list[str]:
-    """What of a job is on this machine: processes that carry its mark, segments, its folder of sockets."""
+    """The remains of a job on this machine: processes with its mark, shared memory, its socket folder."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and ownership.read_mark(int(entry), ownership.NODE_MARK).startswith(f"{job.job_id}/"):
@@ -105,7 +105,7 @@ def leftovers(job: RunningJob) -> list[str]:
 
 
 def reports(run_dir: Path) -> list[str]:
-    """What the guardians of the nodes said at their ends."""
+    """One line for the exit report of each node's guardian."""
     lines = []
     for path in private_files.files_in(run_dir, "exit-node*.json"):
         try:

@@ -1,4 +1,4 @@
-"""``rlmesh timeline [JOB] -o trace.json``: a job's life, steps and calls as a trace for Perfetto."""
+"""``rlmesh timeline [JOB] -o trace.json``: writes a job's members, steps and calls as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlmesh.cli.job_choice import add_job_argument, check_own, find_any, told
+from rlmesh.cli.job_choice import add_job_argument, as_command, check_own, find_any
 from rlmesh.errors import UsageError
 from rlmesh.observe.files.event_log import EVENTS_FILE
 from rlmesh.observe.timeline import read_trace
 
 DESCRIPTION = """\
-Write what is known of a job, running or ended, as a trace that https://ui.perfetto.dev and chrome://tracing open:
+Write the history of a job, running or ended, as a trace that https://ui.perfetto.dev and chrome://tracing open:
 the life of each member, its steps, and, if it was launched with --timeline, its calls, with arrows to where they ran.
 JOB may also be a run directory.
 """
@@ -22,22 +22,22 @@ JOB may also be a run directory.
 
 def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
-    parser = commands.add_parser("timeline", help="a job as a trace for Perfetto", description=DESCRIPTION)
+    parser = commands.add_parser("timeline", help="write a job as a trace for Perfetto", description=DESCRIPTION)
     add_job_argument(parser)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="default trace.json"
     )
-    parser.set_defaults(run=told("timeline", write))
+    parser.set_defaults(run=as_command("timeline", write))
 
 
 def write(options: argparse.Namespace) -> int:
-    """Write the file and say what is in it; 0."""
+    """Write the file, print what it has, and return 0."""
     run_dir = _run_dir(options.job)
     check_own(run_dir)
     trace = read_trace(run_dir)
     draft = options.output.with_name(f".{options.output.name}.{os.getpid()}")
     try:
-        # In any folder, also one where others can put links: a new file or none.
+        # The folder may be one where others can put links: create a new file or fail.
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
             json.dump(trace, file, separators=(",", ":"))
@@ -50,7 +50,7 @@ def write(options: argparse.Namespace) -> int:
     steps = sum(event["cat"] == "step" for event in slices)
     print(f"{options.output}: {calls} calls, {steps} steps of {run_dir}; open it at https://ui.perfetto.dev")
     if not calls:
-        print("no calls were noted: launch with --timeline to see them")
+        print("no calls were traced: launch with --timeline to see them")
     return 0
 
 

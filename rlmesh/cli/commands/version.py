@@ -1,4 +1,4 @@
-"""``rlmesh version``."""
+"""``rlmesh version``: prints the versions of rlmesh and Python."""
 
 from __future__ import annotations
 

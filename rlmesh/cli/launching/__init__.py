@@ -1,1 +1,1 @@
-"""What ``rlmesh launch`` is made of besides the command itself."""
+"""Parts of ``rlmesh launch`` besides the command itself."""

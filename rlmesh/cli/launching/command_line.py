@@ -1,4 +1,4 @@
-"""Where a command line ends for rlmesh and begins for the script: at the script. Pure."""
+"""Splits a command line at the script: rlmesh's words before it, the script's after it. No I/O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["split_at_script"]
 
 
 def split_at_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str], list[str]]:
-    """The parser's own options, the script (one word, or none), and what is the script's: all that stands behind it,
-    but for one ``--`` directly behind it.
+    """Split into the parser's options, the script (one word, or none), and the script's arguments: all words after it,
+    except one ``--`` directly after it.
 
     Raises:
-        UsageError: an option before the script is none of the parser's.
+        UsageError: an option before the script is unknown to the parser.
     """
     options = parser._option_string_actions
     rest = list(words)

@@ -1,4 +1,4 @@
-"""``rlmesh launch --hosts hosts.toml JOB.py``: the job's nodes over ssh."""
+"""``rlmesh launch --hosts hosts.toml JOB.py``: starts the job's nodes over ssh."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ PASSED_ON = (
     "timeline",
     "module",
 )
-"""Options of ``launch`` that hold on every host."""
+"""Options of ``launch`` that are passed on to every host."""
 NOT_WITH_HOSTS = ("nnodes", "node_rank", "rdzv_endpoint", "master_addr", "master_port", "local_addr", "standalone")
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options to the parser."""
     group = parser.add_argument_group("several nodes, over ssh")
     group.add_argument("--hosts", metavar="FILE", type=Path, help="hosts.toml: the machines, the first runs the script")
 
 
 def launch_on_hosts(options: argparse.Namespace, arguments: list[str], key: bytes | None) -> int:
-    """Run the job on the hosts of the file, or print how; gives the exit code.
+    """Run the job on the hosts of the file, or print the commands; return the exit code.
 
     Raises:
-        UsageError: the options do not go together, or the file is not fit.
+        UsageError: the options contradict each other, or the file is not valid.
         LaunchError: a host did not become part of the job.
     """
     from rlmesh_launcher import ssh
@@ -62,7 +62,7 @@ def launch_on_hosts(options: argparse.Namespace, arguments: list[str], key: byte
 
 
 def passed_on(options: argparse.Namespace) -> list[str]:
-    """The options that hold on every host, as words."""
+    """The options for every host, as words."""
     words = []
     for name in PASSED_ON:
         option, value = f"--{name.replace('_', '-')}", getattr(options, name, None)

@@ -1,4 +1,4 @@
-"""Options of ``rlmesh launch`` for who wants to see more of a job, or to rehearse its failures."""
+"""Options of ``rlmesh launch`` for metrics, timelines and rehearsed failures."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["add_options", "options_of"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add them to the parser of ``rlmesh launch``."""
+    """Add the options to the parser of ``rlmesh launch``."""
     parser.add_argument(
         "--chaos", action="append", default=[], metavar="KILL",
         help="rehearse a failure, such as REWARD:0@step=5, ACTOR@call=save, master@shutdown or "
-        "random:seed=1,kills=3,within=30; may be given several times (rlmesh chaos --help says more)",
+        "random:seed=1,kills=3,within=30; can be repeated (see rlmesh chaos --help)",
     )  # fmt: skip
     parser.add_argument(
         "--metrics", default="", metavar="ADDRESS",
         help="serve metrics to Prometheus at 127.0.0.1:PORT (0: any; it is in metrics.address) or unix:PATH",
     )  # fmt: skip
-    parser.add_argument("--timeline", action="store_true", help="note single calls, for rlmesh timeline")
+    parser.add_argument("--timeline", action="store_true", help="trace single calls, for rlmesh timeline")
 
 
 def options_of(parsed: argparse.Namespace) -> ObserveOptions | None:
-    """What was asked for; None if nothing was.
+    """The parsed options; None if none was given.
 
     Raises:
-        UsageError: a kill or an address is none.
+        UsageError: a kill or an address is not valid.
     """
     for text in parsed.chaos:
         if not text.startswith("random"):

@@ -1,4 +1,4 @@
-"""Signals to ``rlmesh launch``: for the jobs that the script started, or the end of the script."""
+"""Signals to ``rlmesh launch``: they stop the jobs that the script started, or end the script."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ __all__ = ["heeding_signals"]
 
 @contextmanager
 def heeding_signals(block: Ambient) -> Iterator[None]:
-    """SIGUSR1 gives the block's running jobs notice, SIGTERM ends them (or gives notice too, under Slurm). Without a
-    running job the script ends: by ``JobStopped`` or ``StoppedBySignal``. ``submit`` on the main thread takes the
-    signals itself while it waits; this is for the time before and after, and for jobs on other threads.
+    """Handle signals: SIGUSR1 gives the block's running jobs notice, SIGTERM ends them (under Slurm it gives notice
+    too). Without a running job the script ends with ``JobStopped`` or ``StoppedBySignal``. ``submit`` on the main
+    thread handles the signals itself while it waits; this is for the time before and after, and for jobs on other
+    threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""``rlmesh launch`` under Slurm: as a task of a step, and ``--slurm``, which submits a script to ``sbatch``."""
+"""``rlmesh launch`` under Slurm: as a task of a step, or, with ``--slurm``, submitting a script to ``sbatch``."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = ["FOLDER_VARIABLE", "StepPlace", "add_slurm_flags", "asks_for_sbatch",
 
 FLAG = "--slurm"
 FOLDER_VARIABLE = "RLMESH_RENDEZVOUS_DIR"
-"""Names the folder, seen by all nodes, in which the head of a step says where it listens; else ``.rlmesh`` here."""
+"""Variable that names the folder, visible to all nodes, for the endpoint of a step's head (default: ``.rlmesh``)."""
 
 
 def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the option, for the help; its words are read by `submit_words`."""
+    """Add the option for the help; `submit_words` reads its words."""
     group = parser.add_argument_group("Slurm")
     group.add_argument(
         FLAG,
         action="store_true",
         help="submit the job to sbatch: rlmesh launch --slurm [any option of sbatch] JOB.py … (--dry-run prints the "
-        "script). Inside of a job, `srun rlmesh launch JOB.py` needs no option",
+        "script). Inside a job, `srun rlmesh launch JOB.py` needs no option",
     )
 
 
@@ -45,7 +45,7 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def asks_for_sbatch(words: Sequence[str], launch: argparse.ArgumentParser) -> bool:
-    """Whether ``--slurm`` stands before the script."""
+    """True if ``--slurm`` stands before the script."""
     if FLAG not in words:
         return False
     from rlmesh_launcher.sbatch_options import first_words
@@ -54,12 +54,13 @@ def asks_for_sbatch(words: Sequence[str], launch: argparse.ArgumentParser) -> bo
 
 
 def _own_options(launch: argparse.ArgumentParser) -> dict[str, bool]:
-    """Those of ``rlmesh launch``, and whether each takes a value."""
+    """The options of ``rlmesh launch``, each with True if it takes a value."""
     return {name: action.nargs != 0 for action in launch._actions for name in action.option_strings}
 
 
 def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
-    """``rlmesh launch`` with these words, ``--slurm`` among them: print the script, or submit it. The exit code."""
+    """Run ``rlmesh launch`` with words that include ``--slurm``: print the script or submit it; return the exit
+    code."""
     from rlmesh_launcher.sbatch import BatchJob, submit
     from rlmesh_launcher.sbatch_options import split_words
 
@@ -84,7 +85,7 @@ def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
     print(f"  output:  tail -F {_output_of(split.sbatch, job, split.job[0])}")
     print(f"  stop it with a checkpoint: scancel --batch --signal=USR1 {job}; at once: scancel {job}")
     if "array" in split.sbatch:
-        print(f"  one element: {job}_INDEX in the place of {job}")
+        print(f"  one element: {job}_INDEX in place of {job}")
     return 0
 
 
@@ -97,7 +98,7 @@ NODES_BY_SLURM = {
     "standalone": "--nodes=1",
     "hosts": "--nodelist",
 }
-"""Options that say which nodes there are, which Slurm says; and what of ``sbatch`` means the same."""
+"""Options that name the nodes, which Slurm does instead, and the equivalent option of ``sbatch``."""
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -122,7 +123,7 @@ def _check_script(job: Sequence[str], module: bool, folder: str) -> None:
 
 
 def _own_command() -> tuple[str, ...]:
-    """How a node runs this rlmesh: by its name if that finds it, else by its path."""
+    """The command by which a node runs this rlmesh: its name if PATH finds this one, else its path."""
     program = Path(sys.argv[0])
     if program.name != "rlmesh":
         return (sys.executable, "-m", "rlmesh.cli.main")
@@ -133,21 +134,21 @@ def _own_command() -> tuple[str, ...]:
 
 
 def _output_of(options: Any, job: str, script: str) -> str:
-    """Where ``sbatch`` writes to; of an array all of them."""
+    """The file to which ``sbatch`` writes; of an array, all files."""
     name = options.get("output") or ("slurm-%A_%a.out" if "array" in options else "slurm-%j.out")
     known = {"j": job, "J": job, "A": job, "a": "*", "x": options.get("job-name") or Path(script).stem}
     text = re.sub(r"%0?\d*([jJAax])", lambda found: known[found[1]], str(name))
     return os.path.join(options.get("chdir") or "", text)
 
 
-# As a task.
+# Running as a task.
 
 
 def task_of_slurm(options: argparse.Namespace) -> Task | None:
-    """The task of a step that this process is; None where it is none, or the options say which nodes there are.
+    """The task of a step that this process is; None if it is none, or the options name the nodes.
 
     Raises:
-        UsageError: it runs in a job of several nodes, but only on one of them.
+        UsageError: the process runs in a job of several nodes, but only on one of them.
     """
     from rlmesh_launcher.slurm import Task
 
@@ -156,7 +157,7 @@ def task_of_slurm(options: argparse.Namespace) -> Task | None:
         return None
     task = Task.read(env)
     if task is None and env.get("SLURM_JOB_NUM_NODES", "1") != "1":
-        # salloc's shell has no SLURM_PROCID, and may run on a machine that is none of the job's.
+        # salloc's shell has no SLURM_PROCID, and may run on a machine outside the job.
         what = "the script" if env.get("SLURM_PROCID") else "a shell"
         raise UsageError(
             f"this is {what} of Slurm job {env['SLURM_JOB_ID']}, which has {env['SLURM_JOB_NUM_NODES']} nodes, and "
@@ -168,14 +169,14 @@ def task_of_slurm(options: argparse.Namespace) -> Task | None:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """What one task of a step is to be.
+    """One task of a step, as a node of the job.
 
     Args:
-        task: which one.
-        folder: where the head says where it listens; all nodes see it.
-        key: the job's, if all tasks have it already.
-        local_addr: the address of this node for others, if the found one is wrong.
-        join_s: how long the tasks may take to come together.
+        task: the task.
+        folder: the folder for the head's endpoint, visible to all nodes.
+        key: the job's key, if all tasks have it already.
+        local_addr: the address of this node for others, if the detected one is wrong.
+        join_s: seconds for the tasks to come together.
     """
 
     task: Task
@@ -185,36 +186,36 @@ class StepPlace:
     join_s: float = 600.0
 
     def options(self, launch: LaunchOptions, script: str) -> LaunchOptions:
-        """The options of the jobs that the script submits: a run directory that a start after a requeue finds again."""
+        """The options of the script's jobs, with a run directory that the start after a requeue finds again."""
         task = self.task
         name = f"{Path(script).stem or 'job'}-{task.id}" + (f".{task.step}" if task.step != "0" else "")
         root = launch.run_root or Path("runs")
         return replace(launch, run_dir=launch.run_dir or root / name, restarts=task.restarts)
 
     def run(self, run_script: Callable[[Head | None], int]) -> int:
-        """Be that task until the job is over; gives the exit code.
+        """Run the task until the job is over; return the exit code.
 
         Raises:
             LaunchError: the tasks did not come together.
         """
-        # slurmstepd signals every process of a task, of whatever session.
+        # slurmstepd signals every process of a task, in whatever session.
         os.environ[SHARED_SIGNALS] = "1"
         if self.task.size == 1:
             return run_script(None)
         return self._be_head(run_script) if self.task.rank == 0 else self._join()
 
-    def _meeting(self) -> Any:
-        from rlmesh_launcher.slurm_rendezvous import MUNGE_SOCKET_VARIABLE, Meeting, Munge
+    def _rendezvous(self) -> Any:
+        from rlmesh_launcher.slurm_rendezvous import MUNGE_SOCKET_VARIABLE, Munge, SlurmRendezvous
 
         task = self.task
         munge = Munge(os.environ.get(MUNGE_SOCKET_VARIABLE, ""))
-        return Meeting(self.folder, f"slurm-{task.job}.{task.step}-{task.restarts}", self.key, munge)
+        return SlurmRendezvous(self.folder, f"slurm-{task.job}.{task.step}-{task.restarts}", self.key, munge)
 
     def _be_head(self, run_script: Callable[[Head | None], int]) -> int:
         from rlmesh_launcher.local import run_node
         from rlmesh_launcher.slurm import SlurmAllocation
 
-        meeting = self._meeting()
+        rendezvous = self._rendezvous()
         heads: list[Head] = []
 
         def script(head: Head) -> int:
@@ -222,11 +223,11 @@ class StepPlace:
             return run_script(head)
 
         def announce(endpoint: str) -> None:
-            meeting.publish(host, int(endpoint.rpartition(":")[2]), key)
+            rendezvous.publish(host, int(endpoint.rpartition(":")[2]), key)
             print(f"rlmesh: Slurm job {self.task.id}: {allocation.describe()}", file=sys.stderr, flush=True)
 
         try:
-            key = meeting.make_key()
+            key = rendezvous.make_key()
             host = self._own_address()
             allocation = SlurmAllocation.read(os.environ)
             if sum(allocation.tasks) != self.task.size:
@@ -235,12 +236,12 @@ class StepPlace:
                 )
             code = run_node(self._place(host, 0, key), script, announce)
             if all(head.is_full for head in heads):
-                meeting.forget()
+                rendezvous.forget()
             else:
-                meeting.give_up(f"its script ended with exit code {code} before all tasks were there", code)
+                rendezvous.give_up(f"its script ended with exit code {code} before all tasks were there", code)
             return code
         except RLMeshError as error:
-            meeting.give_up(str(error))
+            rendezvous.give_up(str(error))
             raise
 
     def _join(self) -> int:
@@ -249,7 +250,7 @@ class StepPlace:
         from rlmesh_launcher.slurm_rendezvous import HeadGone
 
         try:
-            found = self._meeting().find(self.join_s)
+            found = self._rendezvous().find(self.join_s)
         except HeadGone as gone:
             if gone.exit_code:
                 print(f"rlmesh: {self.task.label}: {gone}", file=sys.stderr, flush=True)
@@ -276,7 +277,7 @@ class StepPlace:
         )  # fmt: skip
 
     def _own_address(self) -> str:
-        """The address at which the other tasks reach this one: on the network by which Slurm itself reaches it."""
+        """The address at which the other tasks reach this one: in the network by which Slurm reaches it."""
         task = self.task
         if self.local_addr:
             return self.local_addr

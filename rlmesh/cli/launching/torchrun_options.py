@@ -1,7 +1,7 @@
-"""torchrun's options and environment (``PET_*``) for ``rlmesh launch``: what each means here. Pure.
+"""torchrun's options and environment (``PET_*``) for ``rlmesh launch``, and their meaning here. No I/O.
 
-Those without a meaning are accepted with a note that says why, or refused where ignoring them would do something else
-than what was asked for. docs/launching.md has the table.
+Options without a meaning are accepted with a note that says why, or refused if ignoring them would do something else
+than requested. docs/launching.md has the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlmesh.runtime.transport.inet import parse_endpoint
 __all__ = ["NodeFlags", "add_node_flags", "read_node_flags"]
 
 MASTER_PORT = 29500
-"""Where ``--master-addr`` comes without a port, as in torchrun."""
+"""Port of ``--master-addr`` if none is given, as in torchrun."""
 JOIN_S, LAST_CALL_S = 600.0, 30.0
 
 IGNORED = {
@@ -36,7 +36,7 @@ IGNORED = {
     "numa-binding": "members are bound next to their devices by the placement",
     "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job; see docs/launching.md",
 }
-"""Options that torchrun takes with a value, and why they change nothing here."""
+"""Options of torchrun that take a value and change nothing here, with the reason."""
 REFUSED = {
     "no-python": "the script submits a job from this process, so it must be Python",
     "virtual-local-rank": "LOCAL_RANK is the member's rank on its node; devices are chosen by the placement",
@@ -46,18 +46,18 @@ _SHORT = {"redirects": "-r", "tee": "-t"}
 
 @dataclass(frozen=True, slots=True)
 class NodeFlags:
-    """What the options say.
+    """The parsed options.
 
     Attributes:
         least, most: number of nodes; 1 and 1 without other machines.
-        node_rank: None: found out when nodes come together.
+        node_rank: None: assigned when the nodes come together.
         host, port: of the head; empty on one machine.
-        slots: of each node: virtual accelerators for a job of device type CPU.
-        log_root: the folder in which run directories are made.
+        slots: virtual accelerators of each node, for a job of device type CPU.
+        log_root: the folder for run directories.
         module: the script is the name of a module.
-        max_restarts: of members, in all, where the job says nothing else.
-        grace_s: between SIGTERM and SIGKILL when the job is stopped.
-        notes: about options that change nothing.
+        max_restarts: restarts of members in all, unless the job sets another number.
+        grace_s: seconds between SIGTERM and SIGKILL when the job is stopped.
+        notes: sentences about options that change nothing.
     """
 
     least: int = 1
@@ -77,7 +77,7 @@ class NodeFlags:
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the options; those that change nothing are not in the help."""
+    """Add the options; options that change nothing are not in the help."""
     group = parser.add_argument_group("several nodes, as torchrun")
 
     def add(name: str, *, short: str = "", **settings: Any) -> None:
@@ -87,20 +87,20 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument("--" + name[2:].replace("-", "_"), **{**settings, "default": argparse.SUPPRESS})
 
     add("--nnodes", metavar="N[:MAX]", help="number of nodes, the same on each (default 1)")
-    add("--node-rank", metavar="R", help="0 runs the script, the others an agent each")
-    add("--rdzv-endpoint", metavar="HOST[:PORT]", help=f"of node 0 (port {DEFAULT_PORT} if none is given)")
+    add("--node-rank", metavar="R", help="0 runs the script, the other nodes run an agent each")
+    add("--rdzv-endpoint", metavar="HOST[:PORT]", help=f"address of node 0 (default port {DEFAULT_PORT})")
     add("--master-addr", metavar="HOST", help="the same, in two options")
     add("--master-port", metavar="PORT", help=argparse.SUPPRESS)
-    add("--local-addr", metavar="ADDRESS", help="address of this node for the others, if the found one is wrong")
+    add("--local-addr", metavar="ADDRESS", help="address of this node for the others, if the detected one is wrong")
     add("--rdzv-backend", metavar="NAME", help=argparse.SUPPRESS)
     add("--rdzv-id", metavar="ID", help=argparse.SUPPRESS)
     add("--rdzv-conf", metavar="K=V,…", help="join_timeout=600,last_call_timeout=30 (seconds)")
-    add("--standalone", action="store_true", default=None, help="this machine alone, whatever PET_* says")
+    add("--standalone", action="store_true", default=None, help="use this machine alone, whatever PET_* says")
     add("--nproc-per-node", metavar="N", help="device slots of each node for a job on CPUs")
-    add("--log-dir", metavar="DIR", help="where run directories are made (default runs)")
+    add("--log-dir", metavar="DIR", help="folder for run directories (default runs)")
     add("--module", short="-m", action="store_true", default=None, help="JOB.py is the name of a module")
     add("--run-path", action="store_true", help=argparse.SUPPRESS)
-    add("--max-restarts", metavar="N", help="restarts of members in all, for roles for which the job names no number")
+    add("--max-restarts", metavar="N", help="restarts of members in all, for roles for which the job sets no number")
     add("--shutdown-timeout", metavar="S", help=argparse.SUPPRESS)
     for name in IGNORED:
         add(f"--{name}", short=_SHORT.get(name, ""), help=argparse.SUPPRESS)
@@ -109,10 +109,10 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_node_flags(options: argparse.Namespace, env: Mapping[str, str]) -> NodeFlags:
-    """What the options mean, with ``PET_NNODES`` and the like where an option is not given.
+    """Interpret the options, with ``PET_NNODES`` and the like for options that are not given.
 
     Raises:
-        UsageError: they cannot be followed; says which and what to do.
+        UsageError: an option cannot be followed; says which and what to do.
     """
     reader = _Reader(vars(options), env)
     for name, why in REFUSED.items():
@@ -154,7 +154,7 @@ def read_node_flags(options: argparse.Namespace, env: Mapping[str, str]) -> Node
 
 
 class _Reader:
-    """An option, else its ``PET_`` variable."""
+    """Values of options, else of their ``PET_`` variables."""
 
     def __init__(self, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
         self._options, self._env = options, env
@@ -201,7 +201,7 @@ def _endpoint(reader: _Reader) -> tuple[str, int]:
 
 
 def _conf(text: str) -> tuple[float, float, int | None, tuple[str, ...]]:
-    """``--rdzv-conf``: seconds to join, seconds for a last call, the rank, notes."""
+    """Parse ``--rdzv-conf``: seconds to join, seconds for a last call, the rank, notes."""
     values = dict(item.strip().partition("=")[::2] for item in text.split(",") if item.strip())
     rank = values.pop("rank", "")
     if values.pop("is_host", "").lower() in ("1", "true", "t", "yes", "y"):

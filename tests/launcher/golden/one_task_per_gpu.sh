@@ -8,11 +8,11 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --exclusive
 
-# The key of this job's processes. It is handed on in the environment, never on a command line.
+# The key of this job's processes. It is passed on in the environment, never on a command line.
 RLMESH_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RLMESH_KEY
 
-# The first node runs this script. When it is lost, a task on another node does what is said here.
+# The first node runs this script. When that node is lost, a task on another node takes this action.
 export RLMESH_FIRST_NODE_LOST=cancel
 
 srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task=8 --no-kill rlmesh launch examples/ppo/main.py &
