@@ -61,7 +61,7 @@ def measure(demand: JobDemand, nodes: list[NodeInfo], kept: Plan | None = None) 
     began = time.perf_counter()
     try:
         stays = [p for p in kept.placements if p.node_rank != 3] if kept else ()
-        plan = make_plan(demand, nodes, kept=stays, excluded_nodes={3} if kept else ())
+        plan = make_plan(demand, nodes, pinned=stays, excluded_nodes={3} if kept else ())
     except PlacementError:
         plan = None
     return time.perf_counter() - began, plan

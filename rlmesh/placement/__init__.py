@@ -1,1 +1,1 @@
-"""Where the members of a job run: what nodes have, and a pure planner that places members on them."""
+"""Placement: a pure planner that places the members of a job on the nodes' devices, and its inputs."""

@@ -1,4 +1,4 @@
-"""Which CPUs and NUMA nodes are next to a member's devices. Pure."""
+"""The CPUs and NUMA nodes next to a member's devices. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlmesh.placement.machine.inventory import Device, NodeInfo
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where the threads and the memory of one member belong: CPUs by number, and the NUMA nodes that they are of.
+    """The CPUs for a member's threads, by number, and the NUMA nodes of these CPUs for its memory.
 
     Members on the same NUMA node share its CPUs: the kernel divides them better than a plan can.
     """
@@ -23,19 +23,19 @@ class Binding:
 
 
 def binding_for(node: NodeInfo, devices: Sequence[Device]) -> Binding | None:
-    """The binding of a member with these devices; None where it has none, or where all CPUs are equally near."""
+    """The binding of a member with these devices; None without devices, or if all CPUs are equally near."""
     if len(node.numa) < 2 or not devices or any(device.numa is None for device in devices):
         return None
     near = {device.numa for device in devices}
     chosen = [numa for numa in node.numa if numa.number in near and numa.cpus]
     if len(chosen) < len(near) or len(chosen) == len([numa for numa in node.numa if numa.cpus]):
-        return None  # this process may not use the CPUs there, or all that it may use are there
+        return None  # this process may not use the CPUs there, or all CPUs that it may use are there
     cpus = sorted(cpu for numa in chosen for cpu in numa.cpus)
     return Binding(tuple(cpus), tuple(sorted(numa.number for numa in chosen)))
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """``0-3,8``, as the kernel writes lists."""
+    """Format numbers as the kernel writes lists: ``0-3,8``."""
     parts: list[str] = []
     ordered = sorted(set(numbers))
     start = 0

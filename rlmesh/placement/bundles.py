@@ -1,8 +1,8 @@
-"""From what a job asks to the pieces that are placed as one: chunks, which must be on one node. Pure.
+"""Turns a job's demand into bundles, each of which must be on one node. No I/O.
 
-A chunk has slots: sets of devices, and the members that share them. A member alone is a chunk of one slot; the
-local group of an elastic role has a slot per rank; collocated roles have their members in the same slots; a
-pool's part on a node is one slot of many devices, each of its members on some of them.
+A bundle has slots: sets of devices, and the members that share them. A single member is a bundle of one slot; the
+local group of an elastic role has one slot per rank; collocated roles have their members in the same slots; a
+pool's part on a node is one slot of many devices, of which each member uses some.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rlmesh.placement.demand import WHOLE, JobDemand, Pool, RoleDemand
 
 @dataclass(frozen=True, slots=True)
 class MemberShare:
-    """One member inside a slot, and the share that it gets of each of its devices.
+    """One member in a slot, and its share of each of its devices.
 
-    ``first`` and ``count`` say which of the slot's devices are the member's (``count`` 0: all of them).
-    ``process`` is the member whose process a fused member shares; what the process needs is counted there.
+    ``first`` and ``count`` select the member's devices among the slot's (``count`` 0: all of them).
+    ``process`` is the member whose process a fused member shares; the resources of the process are counted there.
     """
 
     role: str
@@ -43,10 +43,10 @@ class Slot:
     """Members that share ``devices`` devices.
 
     Attributes:
-        share_milli: what the slot takes of each device: the sum of the members' shares, or all of it.
-        only: for each, at least one selector must name the device.
-        labels: what a device carries once the slot is on it.
-        forbids: labels of devices that it cannot go to.
+        share_milli: thousandths that the slot takes of each device: the sum of the members' shares, or all of it.
+        only: sets of selectors; of each set at least one selector must name the device.
+        labels: labels that a device has once the slot is on it.
+        forbids: labels of devices that the slot cannot use.
     """
 
     parts: tuple[MemberShare, ...]
@@ -58,19 +58,19 @@ class Slot:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Equal for slots that ask the same."""
+        """A key that is equal for slots with the same demand."""
         return (self.devices, self.share_milli, self.only, self.labels, self.forbids)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Bundle:
     """Slots that must be on one node.
 
     Attributes:
-        group: number of the set of roles that it belongs to.
-        adds: label and by how much its node's count of it grows.
+        group: number of its set of collocated roles.
+        adds: labels, each with the number by which its count on the node grows.
         forbids: labels that its node must not have.
-        nodes: for each, the node must be one of them.
+        nodes: sets of node names; the node must be in each of them.
     """
 
     group: int
@@ -83,7 +83,7 @@ class Chunk:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for chunks that ask the same."""
+        """A key that is equal for bundles with the same demand."""
         slots = tuple(slot.shape for slot in self.slots)
         return (slots, self.cpu_milli, self.memory_bytes, self.adds, self.forbids, self.nodes)
 
@@ -101,12 +101,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class BundleLayout:
-    """The chunks of a job in the order of declaration, and how often a node may hold each label.
+    """The bundles of a job in the order of declaration, and the limit of each label per node.
 
-    ``spreads`` has the members behind the labels whose limit is as low as the cluster allows.
+    ``spreads`` has the number of members of each label whose limit is as low as the cluster allows.
     """
 
-    chunks: tuple[Chunk, ...]
+    bundles: tuple[Bundle, ...]
     limits: Mapping[str, int]
     spreads: Mapping[str, int]
 
@@ -130,15 +130,15 @@ class _Unit:
 
     @property
     def size(self) -> int:
-        """Members that must be on one node."""
+        """Number of members that must be on one node."""
         return self.per_node or self.together if self.elastic else self.together
 
 
 def layout_of(demand: JobDemand) -> BundleLayout:
-    """The chunks of a job.
+    """Turn a demand into bundles.
 
     Raises:
-        PlacementError: a role, a set of roles or a pool that no cluster could hold; names it.
+        PlacementError: no cluster could hold a role, a set of roles or a pool; names it.
     """
     known = {role.key: role for role in demand.roles}
     _check_names(demand, known)
@@ -146,7 +146,7 @@ def layout_of(demand: JobDemand) -> BundleLayout:
     limits: dict[str, int] = {}
     spreads: dict[str, int] = {}
     apart = _Apart(demand, known)
-    chunks: list[Chunk] = []
+    bundles: list[Bundle] = []
     for number, group in enumerate(_groups(demand, units)):
         pool = next((p for p in demand.pools if p.name == group[0].roles[0].pool), None)
         pooled = pool is not None and group[0].accelerator_milli > 0
@@ -157,15 +157,15 @@ def layout_of(demand: JobDemand) -> BundleLayout:
         for unit in group:
             if unit.per_node is not None and not pooled:
                 limits[f"members {unit.name}"] = unit.per_node
-        chunks += [_chunk(number, of_node, group, apart, label, limits) for of_node in slots]
+        bundles += [_bundle(number, of_node, group, apart, label, limits) for of_node in slots]
     apart.limit(limits, spreads)
-    for chunk in chunks:
-        _check_chunk(chunk, limits, spreads)
-    return BundleLayout(tuple(chunks), limits, spreads)
+    for bundle in bundles:
+        _check_bundle(bundle, limits, spreads)
+    return BundleLayout(tuple(bundles), limits, spreads)
 
 
 def expand(keys: Iterable[str], demand: JobDemand) -> tuple[str, ...]:
-    """Keys as they are; the name of a role with groups stands for all of its groups."""
+    """Expand role names: a role with groups stands for all of its groups. Other keys stay."""
     found: list[str] = []
     for key in keys:
         own = [role.key for role in demand.roles if key in (role.key, role.role)]
@@ -194,9 +194,9 @@ def _check_names(demand: JobDemand, known: Mapping[str, RoleDemand]) -> None:
 
 
 def _units(demand: JobDemand, known: Mapping[str, RoleDemand]) -> dict[str, _Unit]:
-    """The unit of each key; fused roles have the same one.
+    """The unit of each key; fused roles have the same unit.
 
-    A fused process runs its roles in turns: it needs the devices and cores of the one that asks for most, and
+    A fused process runs its roles in turns: it needs the most devices and cores that one of them asks for, and
     the memory of all.
     """
     units = {key: _unit((role,)) for key, role in known.items()}
@@ -228,7 +228,7 @@ def _unit(roles: tuple[RoleDemand, ...]) -> _Unit:
 
 
 def _groups(demand: JobDemand, units: Mapping[str, _Unit]) -> list[list[_Unit]]:
-    """Units that share devices: of a collocation, or of a pool."""
+    """Sets of units that share devices, by collocation or pool."""
     sets = [tuple(names) for names in demand.collocations]
     for pool in demand.pools:
         users = [role.key for role in demand.roles if role.pool == pool.name and role.accelerator_milli]
@@ -253,7 +253,7 @@ def _groups(demand: JobDemand, units: Mapping[str, _Unit]) -> list[list[_Unit]]:
 
 
 def _slots_by_node(group: Sequence[_Unit]) -> list[list[Slot]]:
-    """The slots of a group, each list for one node."""
+    """The slots of a group, one list per bundle."""
     devices, shares = _device_shares(group)
     members = max(unit.members for unit in group)
     slots = [
@@ -262,8 +262,8 @@ def _slots_by_node(group: Sequence[_Unit]) -> list[list[Slot]]:
     ]
     size = _size(group)
     bound = max((unit.members for unit in group if unit.elastic or unit.together > 1), default=0)
-    chunks = [slots[i : min(i + size, bound)] for i in range(0, bound, size)]
-    return chunks + [[slot] for slot in slots[bound:]]
+    bundles = [slots[i : min(i + size, bound)] for i in range(0, bound, size)]
+    return bundles + [[slot] for slot in slots[bound:]]
 
 
 def _parts(unit: _Unit, index: int, share: int, first: int = 0, count: int = 0) -> list[MemberShare]:
@@ -282,7 +282,7 @@ def _slot(parts: Sequence[MemberShare], devices: int) -> Slot:
 
 
 def _size(group: Sequence[_Unit]) -> int:
-    """Slots of one chunk."""
+    """Number of slots of one bundle."""
     for unit in group:
         if unit.members % unit.together:
             raise PlacementError(
@@ -313,7 +313,7 @@ def _different_sizes(sizes: Iterable[tuple[str, int | None]]) -> str:
 
 
 def _device_shares(group: Sequence[_Unit]) -> tuple[int, dict[str, int]]:
-    """Devices per slot, and the exact share of each that every unit gets."""
+    """Number of devices per slot, and each unit's exact share of each device."""
     if len(group) == 1:
         asked = group[0].accelerator_milli
         return -(-asked // WHOLE), {group[0].name: min(asked, WHOLE)}
@@ -326,7 +326,7 @@ def _device_shares(group: Sequence[_Unit]) -> tuple[int, dict[str, int]]:
 
 
 def exact_shares(group: Sequence[_Unit], what: str) -> dict[str, int]:
-    """Units with a share of their own keep it; those that ask for whole devices divide the rest exactly."""
+    """Shares of units in thousandths: fixed shares stay; units that ask for whole devices divide the rest exactly."""
     fixed = {unit.name: unit.accelerator_milli for unit in group if 0 < unit.accelerator_milli < WHOLE}
     rest_of = [unit for unit in group if unit.name not in fixed]
     rest = WHOLE - sum(fixed.values())
@@ -342,7 +342,7 @@ def exact_shares(group: Sequence[_Unit], what: str) -> dict[str, int]:
 
 
 def _pool_slots(pool: Pool, group: Sequence[_Unit]) -> list[list[Slot]]:
-    """One slot per node of the pool; member i of each role is on the i-th device, or the i-th few of them."""
+    """One slot per node of the pool; member i of each role uses the i-th device, or the i-th few devices."""
     shares = exact_shares(group, f"pool {pool.name}")
     total = sum(pool.sizes)
     for unit in group:
@@ -383,7 +383,7 @@ class _Apart:
         self._known = known
 
     def on_devices(self, slot: Slot) -> Slot:
-        """The slot with the labels of its separations by device."""
+        """The slot with labels for its separations by device."""
         if not slot.devices:
             return slot
         keys = {part.key for part in slot.parts}
@@ -402,7 +402,7 @@ class _Apart:
         return replace(slot, labels=frozenset(labels), forbids=frozenset(forbids)) if labels else slot
 
     def on_nodes(self, counts: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
-        """What a chunk with so many members of each key adds to its node, and what the node must not have."""
+        """Labels that a bundle with these member counts adds to its node, and labels that the node must not have."""
         adds: dict[str, int] = {}
         forbids: list[str] = []
         for number, separation in enumerate(self._sets):
@@ -435,9 +435,9 @@ def _label(by: str, number: int, key: str) -> str:
     return f"{by} {number} {key}"
 
 
-def _chunk(
+def _bundle(
     number: int, slots: Sequence[Slot], group: Sequence[_Unit], apart: _Apart, pool: str, limits: Mapping[str, int]
-) -> Chunk:
+) -> Bundle:
     labelled = [slot if pool else apart.on_devices(slot) for slot in slots]
     roles = {role.key: role for unit in group for role in unit.roles}
     parts = [part for slot in slots for part in slot.parts]
@@ -449,7 +449,7 @@ def _chunk(
         if (label := f"members {unit.name}") in limits and unit.roles[0].key in counts:
             adds[label] = counts[unit.roles[0].key]
     only = tuple(dict.fromkeys(roles[key].devices for key in counts if roles[key].devices))
-    return Chunk(
+    return Bundle(
         number,
         tuple(replace(slot, only=only) for slot in labelled) if only else tuple(labelled),
         sum(part.cpu_milli for part in parts),
@@ -460,11 +460,11 @@ def _chunk(
     )
 
 
-def _check_chunk(chunk: Chunk, limits: Mapping[str, int], spreads: Mapping[str, int]) -> None:
-    """A chunk that breaks a limit by itself fits nowhere."""
-    for label, count in chunk.adds:
+def _check_bundle(bundle: Bundle, limits: Mapping[str, int], spreads: Mapping[str, int]) -> None:
+    """Refuse a bundle that breaks a limit by itself, since it fits nowhere."""
+    for label, count in bundle.adds:
         if label in limits and label not in spreads and count > limits[label]:
-            names = ", ".join(dict.fromkeys(part.key for part in chunk.parts))
+            names = ", ".join(dict.fromkeys(part.key for part in bundle.parts))
             raise PlacementError(
                 f"{names}: {count} members must be on one node, and at most {limits[label]} may be: drop the "
                 "separation by node, or per_node"

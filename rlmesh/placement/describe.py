@@ -1,4 +1,4 @@
-"""A plan as text for people, and as plain values for programs. Pure."""
+"""A plan as text for people, and as plain values for programs. No I/O."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from rlmesh.placement.binding import ranges
 from rlmesh.placement.demand import WHOLE
 from rlmesh.placement.machine.inventory import Device, NodeInfo
-from rlmesh.placement.planner import Placement, Plan
+from rlmesh.placement.plan import Placement, Plan
 
 DETAILED_NODES = 8
-"""Up to so many nodes each device has a line; beyond, nodes that hold the same are one line."""
+"""Up to this many nodes, each device has a line; beyond, nodes with the same content share one line."""
 
 
 def describe_plan(plan: Plan) -> str:
-    """Which members are where, on which devices, with which share."""
+    """The plan as text: which members are where, on which devices, with which share."""
     used = {placement.node_rank for placement in plan.placements}
     head = f"{len(plan.placements)} members on {len(used)} of {len(plan.nodes)} nodes"
     if plan.spares:
@@ -26,7 +26,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON holds it. Shares are in thousandths of a device, CPUs in thousandths of a core."""
+    """The plan as values for JSON. Shares are in thousandths of a device, CPUs in thousandths of a core."""
     names = {node.node_rank: node.name for node in plan.nodes}
     return {
         "members": [
@@ -111,7 +111,7 @@ def _share(placement: Placement, milli: int) -> str:
 
 
 def _host(placement: Placement) -> str:
-    """The member of another role in whose process it lives; empty if it has one of its own."""
+    """The member of another role in whose process a fused member runs; empty if it has its own."""
     if placement.process in (None, (placement.role, placement.rank)):
         return ""
     assert placement.process is not None

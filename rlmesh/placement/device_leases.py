@@ -1,8 +1,8 @@
-"""Who may use a device now, where roles take turns: a table of leases. Pure; a node's agent keeps it.
+"""A table of device leases, for roles that take turns. No I/O; the agent of each node has one.
 
 Two roles never hold the same device at once; members of one role may, since they were given shares of it for that.
-Who asked first gets its turn first. The members of an elastic role on a node have their turn together: each of
-them has to be awake for any of them to get on, so that none may wait behind a role that waits for another.
+Turns are granted in the order of requests. The members of an elastic role on a node have their turn together: each of
+them must be awake for any of them to proceed, so none may wait behind a role that waits for another of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MemberKey: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LeaseAnswer:
-    """What a member is told that asked for its devices; ``why`` says who has them if it did not get them."""
+    """The answer to a member's lease request; ``why`` names the holders if it was not granted."""
 
     granted: bool
     devices: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class LeaseAnswer:
 class _Turn:
     """One use of devices by a member, or by the members of an elastic role on this node.
 
-    ``left`` are those that have not given their devices back, asked for them or not.
+    ``left`` are the members that have not returned their devices, whether they have requested them or not.
     """
 
     role: str
@@ -44,9 +44,9 @@ class _Turn:
 
 
 class Acquisition:
-    """In which order a member asks the nodes of its group: by their numbers, the next one when it has the one before.
+    """The order in which a member asks the nodes of its group: by node number, each after the one before has granted.
 
-    All groups go in this order and hold what they have while they wait, so the one that has come furthest never waits
+    All groups use this order and hold their grants while they wait, so the group that has come furthest never waits
     for one that waits for it: the usual order of locks.
     """
 
@@ -55,7 +55,7 @@ class Acquisition:
         self.asked: list[int] = []
 
     def next(self) -> int | None:
-        """The node to ask; None if the member has got all."""
+        """The next node to ask; None if all have granted."""
         if not self._left:
             return None
         self.asked.append(self._left.pop())
@@ -63,21 +63,21 @@ class Acquisition:
 
 
 class LeaseTable:
-    """The turns of one node, oldest first. Each method returns the members that have got their devices by it.
+    """The turns of one node, oldest first. Each method returns the members that it has granted their devices.
 
-    Members of a group that are on other nodes ask here too, without devices: their turn is that of the group, but once
-    the members of this node have given their devices back, others may have them.
+    Members of a group that are on other nodes ask here too, without devices. They share their group's turn, but once
+    the members of this node have returned their devices, others may have them.
     """
 
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
 
     def ask(self, key: MemberKey, together: Mapping[MemberKey, Sequence[str]], now: float) -> list[MemberKey]:
-        """A member wants its devices.
+        """Request a member's devices.
 
         Args:
             key: the member.
-            together: the members that have their turn with it, itself among them, and the devices of each.
+            together: the members that share its turn, including itself, and the devices of each.
         """
         held = self._of(key, lambda turn: key in turn.asked)
         if held is not None:
@@ -87,7 +87,7 @@ class LeaseTable:
             devices = {member: tuple(uuids) for member, uuids in together.items()}
             turn = _Turn(key[0], devices, now, left=set(devices))
             self._turns.append(turn)
-        for member in turn.left:  # one may have asked here before this node's own members were started
+        for member in turn.left:  # members of other nodes may have asked before this node's own members were started
             turn.devices[member] = turn.devices[member] or tuple(together.get(member, ()))
         turn.asked.add(key)
         if turn.granted_at is not None:
@@ -95,7 +95,7 @@ class LeaseTable:
         return self._advance(now)
 
     def give_back(self, key: MemberKey, now: float) -> list[MemberKey]:
-        """A member has its devices no more, or does not want them any more."""
+        """Return a member's devices, or withdraw its request."""
         turn = self._of(key, lambda turn: key in turn.asked)
         if turn is None:
             return []
@@ -107,8 +107,8 @@ class LeaseTable:
         return self._advance(now)
 
     def gone(self, key: MemberKey, now: float) -> list[MemberKey]:
-        """A member's process has ended; whatever it had is free. The rest of its group ends too, or is started again:
-        this node does not hear of those of other nodes."""
+        """Release everything of a member whose process has ended. The rest of its group ends too or is restarted: this
+        node gets no report of the members of other nodes."""
         for turn in self._turns:
             leaving = {key} | {other for other in turn.left if not turn.devices[other]} if key in turn.left else set()
             turn.asked -= leaving
@@ -116,7 +116,7 @@ class LeaseTable:
         return self._advance(now)
 
     def why_not(self, key: MemberKey, now: float) -> str:
-        """Who is before a member, since when, for people."""
+        """The members before this one and since when, for people."""
         own = self._of(key, lambda turn: key in turn.asked)
         said = []
         for turn in self._turns:
@@ -139,7 +139,7 @@ class LeaseTable:
         return next((turn for turn in self._turns if key in turn.left and wanted(turn)), None)
 
     def _advance(self, now: float) -> list[MemberKey]:
-        """Give every turn its devices that no other role has, or waits for before it."""
+        """Grant every turn whose devices no other role holds or waits for before it."""
         self._turns = [turn for turn in self._turns if turn.left and (turn.asked or turn.granted_at is not None)]
         got: list[MemberKey] = []
         before: list[_Turn] = []

@@ -1,8 +1,8 @@
-"""What is still free on nodes, and the ways in which a chunk fits into one. Pure, and quick for many nodes alike.
+"""Free resources of nodes, and the ways in which a bundle fits into a node. No I/O; fast for many equal nodes.
 
-Nodes with the same free devices, cores and so on have the same *shape*, a number; what a chunk of a kind does
-to a shape is worked out once. Shapes that differ only in which of their devices is which are *alike*: the same
-chunks fit.
+Nodes with the same free devices, cores and so on have the same *shape*, a number; the effect of a kind of bundle
+on a shape is computed once. Shapes that differ only in which of their devices is which are *alike*: the same
+bundles fit.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rlmesh.placement.bundles import BundleLayout, Chunk, Slot
+from rlmesh.placement.bundles import Bundle, BundleLayout, Slot
 from rlmesh.placement.demand import WHOLE
 from rlmesh.placement.machine.inventory import MIG, Device, NodeInfo
 from rlmesh.placement.topology import close_devices
 
-MOVES_KEPT = 64
-"""Most ways of fitting a chunk into a shape that are told apart."""
+MOST_MOVES = 64
+"""Most ways of fitting a bundle into a shape that are distinguished."""
 
 
 _Fit: TypeAlias = tuple[tuple[tuple[int, ...], ...], list[int], list[frozenset[str]]]
-"""Each slot's devices, then what is free of each device, and its labels."""
+"""The devices of each slot, then the free share and the labels of each device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One way to put a chunk on a node: the shape that the node has then, and each slot's devices by position."""
+    """One way to put a bundle on a node: the node's shape afterwards, and each slot's devices by position."""
 
     after: int
     devices: tuple[tuple[int, ...], ...]
@@ -34,21 +34,21 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What does not change about a node. ``pinned`` says for each set of node names that roles are bound to
-    whether this node is in it."""
+    """The constant properties of a node. ``pinned`` has, for each set of node names that roles are bound to, True if
+    this node is in it."""
 
     devices: tuple[tuple[str, str, str, int | None], ...]
     links: tuple[tuple[int, ...], ...]
     cores: int
     pinned: tuple[bool, ...]
     chosen: tuple[tuple[bool, ...], ...]
-    """Of each set of device selectors, which devices it names."""
+    """For each set of device selectors, True for each device that it names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is free. ``labels`` are those of each device, ``held`` those of the node with their counts; cores and
-    memory may fall below 0 where they are soft."""
+    """Free resources of a node. ``labels`` are those of each device, ``held`` those of the node with their counts;
+    cores and memory may fall below 0 where they are soft."""
 
     template: int
     free: tuple[int, ...]
@@ -60,12 +60,12 @@ class Shape:
 
 
 class Fleet:
-    """The nodes of one planning: their shapes, and how chunks change them.
+    """The nodes of one planning run: their shapes, and how bundles change them.
 
     Args:
-        nodes: in the order of preference.
-        devices: the usable devices of each.
-        soft: whether cores and memory may be overdrawn.
+        nodes: the nodes in the order of preference.
+        devices: the usable devices of each node.
+        soft: True if cores and memory may be overdrawn.
     """
 
     def __init__(
@@ -75,65 +75,65 @@ class Fleet:
         self.devices = tuple(tuple(each) for each in devices)
         self.soft = soft
         self.limits: dict[str, int] = dict(layout.limits)
-        self._pins = list(dict.fromkeys(pin for chunk in layout.chunks for pin in chunk.nodes))
-        self._selectors = list(dict.fromkeys(o for chunk in layout.chunks for s in chunk.slots for o in s.only))
+        self._pins = list(dict.fromkeys(pin for bundle in layout.bundles for pin in bundle.nodes))
+        self._selectors = list(dict.fromkeys(o for bundle in layout.bundles for s in bundle.slots for o in s.only))
         self.shapes: list[Shape] = []
         self._numbers: dict[Shape, int] = {}
         self._templates: list[Template] = []
         self._template_numbers: dict[Template, int] = {}
         self._alike: dict[tuple[object, ...], int] = {}
         self.alike: list[int] = []
-        """For each shape a number that it has in common with those that are alike."""
+        """For each shape a number that is equal for alike shapes."""
         self._kinds: dict[tuple[object, ...], int] = {}
         self._moves: dict[tuple[int, int], tuple[Move, ...]] = {}
         self.start = [self._fresh(i) for i in range(len(self.nodes))]
         """The shape of each node before anything is placed."""
 
-    def kind(self, chunk: Chunk) -> int:
-        """A number that chunks which ask the same have in common."""
-        return self._kinds.setdefault(chunk.kind, len(self._kinds))
+    def kind(self, bundle: Bundle) -> int:
+        """A number that is equal for bundles with the same demand."""
+        return self._kinds.setdefault(bundle.kind, len(self._kinds))
 
-    def moves(self, chunk: Chunk, kind: int, shape: int) -> tuple[Move, ...]:
-        """The ways to put a chunk on a node of a shape, best first; empty if it does not fit."""
+    def moves(self, bundle: Bundle, kind: int, shape: int) -> tuple[Move, ...]:
+        """The ways to put a bundle on a node of a shape, best first; empty if it does not fit."""
         found = self._moves.get((kind, shape))
         if found is None:
-            found = self._moves[kind, shape] = self._work_out(chunk, self.shapes[shape])
+            found = self._moves[kind, shape] = self._work_out(bundle, self.shapes[shape])
         return found
 
     def forget_moves(self) -> None:
-        """After ``limits`` were changed."""
+        """Clear the cache of moves; call after a change of ``limits``."""
         self._moves.clear()
 
     def free_milli(self, shape: int) -> int:
         return sum(self.shapes[shape].free)
 
     def crowd(self, shape: int) -> float:
-        """How full a node is: cores taken, at least a half per member, over the cores there."""
+        """The load of a node: used cores, at least half a core per member, divided by the node's cores."""
         found = self.shapes[shape]
         cores = max(1, self._templates[found.template].cores)
         return max(found.members / 2, cores - found.cpu_milli / WHOLE) / cores
 
-    def take(self, shape: int, chunk: Chunk, devices: Sequence[Sequence[int]]) -> int:
-        """The shape after ``chunk`` took the given devices, whether that is allowed or not."""
+    def take(self, shape: int, bundle: Bundle, devices: Sequence[Sequence[int]]) -> int:
+        """The shape after a bundle took the given devices, whether that is allowed or not."""
         found = self.shapes[shape]
         free, labels = list(found.free), list(found.labels)
-        for slot, positions in zip(chunk.slots, devices, strict=True):
+        for slot, positions in zip(bundle.slots, devices, strict=True):
             for i in positions:
                 free[i] -= slot.share_milli
                 labels[i] |= slot.labels
-        return self._after(found, chunk, free, labels)
+        return self._after(found, bundle, free, labels)
 
-    def blocker(self, chunk: Chunk, shape: int) -> str:
-        """What else than room keeps a chunk from a node; empty if nothing does."""
+    def blocker(self, bundle: Bundle, shape: int) -> str:
+        """The obstacle, other than room, to a bundle on a node; empty if there is none."""
         found = self.shapes[shape]
         template = self._templates[found.template]
-        if any(not template.pinned[self._pins.index(pin)] for pin in chunk.nodes):
+        if any(not template.pinned[self._pins.index(pin)] for pin in bundle.nodes):
             return "not one of its nodes"
         held = dict(found.held)
-        for label in chunk.forbids:
+        for label in bundle.forbids:
             if held.get(label):
                 return f"{label.split()[-1]} is there"
-        for label, count in chunk.adds:
+        for label, count in bundle.adds:
             if label in self.limits and held.get(label, 0) + count > self.limits[label]:
                 return f"at most {self.limits[label]} on a node"
         return ""
@@ -182,36 +182,36 @@ class Fleet:
 
     # Moves
 
-    def _work_out(self, chunk: Chunk, shape: Shape) -> tuple[Move, ...]:
-        if not self.soft and (chunk.cpu_milli > shape.cpu_milli or chunk.memory_bytes > shape.memory_bytes):
+    def _work_out(self, bundle: Bundle, shape: Shape) -> tuple[Move, ...]:
+        if not self.soft and (bundle.cpu_milli > shape.cpu_milli or bundle.memory_bytes > shape.memory_bytes):
             return ()
-        if self.blocker(chunk, self._numbers[shape]):
+        if self.blocker(bundle, self._numbers[shape]):
             return ()
         found: dict[int, Move] = {}
-        for devices, free, labels in self._fits(chunk, shape):
-            after = self._after(shape, chunk, free, labels)
+        for devices, free, labels in self._fits(bundle, shape):
+            after = self._after(shape, bundle, free, labels)
             found.setdefault(self.alike[after], Move(after, devices))
-            if len(found) == MOVES_KEPT:
+            if len(found) == MOST_MOVES:
                 break
         return tuple(found.values())
 
-    def _after(self, shape: Shape, chunk: Chunk, free: Sequence[int], labels: Sequence[frozenset[str]]) -> int:
+    def _after(self, shape: Shape, bundle: Bundle, free: Sequence[int], labels: Sequence[frozenset[str]]) -> int:
         held = dict(shape.held)
-        for label, count in chunk.adds:
+        for label, count in bundle.adds:
             held[label] = held.get(label, 0) + count
-        members = shape.members + sum(len(slot.parts) for slot in chunk.slots)
+        members = shape.members + sum(len(slot.parts) for slot in bundle.slots)
         return self._number(
             Shape(
-                shape.template, tuple(free), tuple(labels), shape.cpu_milli - chunk.cpu_milli,
-                shape.memory_bytes - chunk.memory_bytes, tuple(sorted(held.items())), members,
+                shape.template, tuple(free), tuple(labels), shape.cpu_milli - bundle.cpu_milli,
+                shape.memory_bytes - bundle.memory_bytes, tuple(sorted(held.items())), members,
             )
         )  # fmt: skip
 
-    def _fits(self, chunk: Chunk, shape: Shape) -> list[_Fit]:
-        """Choices of devices for all slots, best first; not two that lead to nodes that are alike."""
+    def _fits(self, bundle: Bundle, shape: Shape) -> list[_Fit]:
+        """Choices of devices for all slots, best first; no two that lead to alike nodes."""
         partial: list[_Fit] = [((), list(shape.free), list(shape.labels))]
-        joint = self._joint_choice(chunk, shape)
-        for number, slot in enumerate(chunk.slots):
+        joint = self._joint_choice(bundle, shape)
+        for number, slot in enumerate(bundle.slots):
             after: list[_Fit] = []
             for devices, free, labels in partial:
                 choices = [joint[number]] if joint is not None else self._choices(slot, shape.template, free, labels)
@@ -234,22 +234,22 @@ class Fleet:
             if room >= slot.share_milli
             and not (slot.forbids and slot.forbids & labels[i])
             and all(row[i] for row in chosen)
-            and not (slot.devices > 1 and template.devices[i][0] == MIG)  # CUDA shows a process one slice only
+            and not (slot.devices > 1 and template.devices[i][0] == MIG)  # CUDA shows a process only one slice
         ]
 
     def _unlike(self, template: int, fits: list[_Fit]) -> list[_Fit]:
-        """The first of those that are alike."""
+        """The first of each set of alike fits."""
         if len(fits) < 2:
             return fits
         found: dict[tuple[object, ...], _Fit] = {}
         for fit in fits:
             found.setdefault(self._likeness(Shape(template, tuple(fit[1]), tuple(fit[2]), 0, 0, (), 0)), fit)
-        return list(found.values())[:MOVES_KEPT]
+        return list(found.values())[:MOST_MOVES]
 
     def _choices(
         self, slot: Slot, template_number: int, free: Sequence[int], labels: Sequence[frozenset[str]]
     ) -> list[tuple[int, ...]]:
-        """Devices for one slot: the fullest that still have room first, lowest index first."""
+        """Choices of devices for one slot: the fullest with enough room first, then the lowest index."""
         if slot.devices == 0:
             return [()]
         template = self._templates[template_number]
@@ -263,29 +263,29 @@ class Fleet:
                 for among in _mixtures(self._classes(allowed, template), slot.devices)
             ]
         allowed.sort(key=lambda i: (free[i], template.devices[i][0] == MIG, i))
-        # Of devices that are alike the first will do.
+        # Of alike devices the first is enough.
         alike = {(free[i], labels[i], template.devices[i][0] == MIG, *(row[i] for row in template.chosen)): i
                  for i in reversed(allowed)}  # fmt: skip
         return [(i,) for i in reversed(alike.values())]
 
     def _classes(self, allowed: Sequence[int], template: Template) -> list[list[int]]:
-        """Devices by what roles may choose them for."""
+        """Devices grouped by the selectors that name them."""
         classes: dict[tuple[bool, ...], list[int]] = {}
         for i in allowed:
             classes.setdefault(tuple(row[i] for row in template.chosen), []).append(i)
         return list(classes.values())
 
-    def _joint_choice(self, chunk: Chunk, shape: Shape) -> list[tuple[int, ...]] | None:
-        """Whole devices for all slots at once, so that they are close to each other; None where slots share
-        devices or differ in what they may use."""
-        first = chunk.slots[0]
-        if len(chunk.slots) == 1 or first.devices == 0 or any(s.shape != first.shape for s in chunk.slots):
+    def _joint_choice(self, bundle: Bundle, shape: Shape) -> list[tuple[int, ...]] | None:
+        """Whole devices for all slots at once, so that they are close to each other; None if slots share
+        devices or differ in the devices that they may use."""
+        first = bundle.slots[0]
+        if len(bundle.slots) == 1 or first.devices == 0 or any(s.shape != first.shape for s in bundle.slots):
             return None
         template = self._templates[shape.template]
         if first.share_milli != WHOLE or first.labels or any(d[0] == MIG for d in template.devices):
             return None
         allowed = self._allowed(first, template, shape.free, shape.labels)
-        wanted = first.devices * len(chunk.slots)
+        wanted = first.devices * len(bundle.slots)
         if len(allowed) < wanted or len(self._classes(allowed, template)) > 1:
             return None
         devices = close_devices(allowed, wanted, template.links, [d[3] for d in template.devices])
@@ -293,8 +293,8 @@ class Fleet:
 
 
 def _mixtures(classes: Sequence[Sequence[int]], wanted: int) -> Iterator[list[int]]:
-    """Sets to choose ``wanted`` devices from: so many of each class, in all ways. Where one class has them all, the
-    choice among them is left open."""
+    """All ways to choose ``wanted`` devices as counts per class. If one class has all of them, the choice within the
+    class is left open."""
     if len(classes) == 1:
         yield list(classes[0])
         return
@@ -308,13 +308,13 @@ def _mixtures(classes: Sequence[Sequence[int]], wanted: int) -> Iterator[list[in
 
 
 def names(selector: str, device: Device) -> bool:
-    """Whether a selector (UUID or its beginning, kind, or part of the model) names a device."""
+    """True if a selector (UUID or its beginning, kind, or part of the model) names a device."""
     text = selector.lower()
     return device.uuid.lower().startswith(text) or device.kind == text or text in device.model.lower()
 
 
 def count_alike(fleet: Fleet, shapes: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-    """Shapes with how many nodes have each, the same for sets of nodes that are alike."""
+    """Shapes with the number of nodes of each, equal for alike sets of nodes."""
     counts: dict[int, int] = {}
     for shape, count in shapes.items():
         if count:

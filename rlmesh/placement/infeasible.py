@@ -1,43 +1,43 @@
-"""The message for a job that its nodes cannot hold: a table of role × node and what is short."""
+"""The error message for a job that its nodes cannot hold: a table of roles, nodes and missing resources."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from rlmesh.placement.bundles import BundleLayout, Chunk
+from rlmesh.placement.bundles import Bundle, BundleLayout
 from rlmesh.placement.demand import WHOLE, JobDemand, RoleDemand
 from rlmesh.placement.fleet import Fleet
 from rlmesh.placement.machine.inventory import VIRTUAL, NodeInfo
 from rlmesh.placement.search import SEARCH_TRIES, PlacedBundle
 
 COLUMNS = 8
-"""Most nodes that the table tells apart; of those that look the same it has one."""
+"""Most columns of the table; equal nodes share a column."""
 
 
 def shortage_table(
-    demand: JobDemand, layout: BundleLayout, fleet: Fleet, shapes: Sequence[int], kept: Mapping[int, PlacedBundle], *,
+    demand: JobDemand, layout: BundleLayout, fleet: Fleet, shapes: Sequence[int], pinned: Mapping[int, PlacedBundle], *,
     spares: Sequence[NodeInfo], gave_up: bool,
 ) -> str:  # fmt: skip
-    """Explain why the job doesn't fit. Roles are placed in the order of declaration, as far as they go.
+    """Explain why the job does not fit. Roles are placed in the order of declaration, as far as possible.
 
     Args:
-        shapes: of the nodes with what is kept on them.
-        kept: the chunks that stay where they are.
+        shapes: shapes of the nodes with the pinned bundles on them.
+        pinned: the bundles that stay where they are.
         spares: nodes that are held back.
-        gave_up: the search ended before it had tried everything.
+        gave_up: True if the search ended before it had tried everything.
     """
-    return _Table(demand, layout, fleet, shapes, kept).text(spares, gave_up)
+    return _Table(demand, layout, fleet, shapes, pinned).text(spares, gave_up)
 
 
 class _Table:
     def __init__(
-        self, demand: JobDemand, layout: BundleLayout, fleet: Fleet, shapes: Sequence[int], kept: Collection[int]
+        self, demand: JobDemand, layout: BundleLayout, fleet: Fleet, shapes: Sequence[int], pinned: Collection[int]
     ) -> None:
         self._demand, self._layout, self._fleet = demand, layout, fleet
         self._unit = "GPU" if demand.device_type == "GPU" else "slot"
         self._shapes = list(shapes)
-        self._kept = kept
+        self._pinned = pinned
 
     def text(self, spares: Sequence[NodeInfo], gave_up: bool) -> str:
         rows = self._rows()
@@ -62,27 +62,27 @@ class _Table:
     def _rows(self) -> list[list[str]]:
         fleet = self._fleet
         rows = [["(there)", "", *(self._room(i) for i in range(len(fleet.nodes))), str(len(fleet.nodes))]]
-        chunks = [chunk for i, chunk in enumerate(self._layout.chunks) if i not in self._kept]
-        for group in sorted({chunk.group for chunk in chunks}):
-            of_group = [chunk for chunk in chunks if chunk.group == group]
+        bundles = [bundle for i, bundle in enumerate(self._layout.bundles) if i not in self._pinned]
+        for group in sorted({bundle.group for bundle in bundles}):
+            of_group = [bundle for bundle in bundles if bundle.group == group]
             before = list(self._shapes)
             placed, short = self._place(of_group)
-            keys = {part.key for chunk in of_group for part in chunk.parts}
+            keys = {part.key for bundle in of_group for part in bundle.parts}
             roles = [role for role in self._demand.roles if role.key in keys]
             rows += [self._row(role, of_group, before, placed, short) for role in roles]
         return rows
 
-    def _place(self, chunks: Sequence[Chunk]) -> tuple[list[Counter[str]], bool]:
-        """Place chunks on the first node that takes them; who went where, and whether some went nowhere."""
+    def _place(self, bundles: Sequence[Bundle]) -> tuple[list[Counter[str]], bool]:
+        """Place each bundle on the first node that takes it; return the counts per node, and True if any was left."""
         placed = [Counter[str]() for _ in self._shapes]
         short = False
         full: dict[int, int] = {}
-        for chunk in chunks:
-            kind = self._fleet.kind(chunk)
+        for bundle in bundles:
+            kind = self._fleet.kind(bundle)
             for i in range(full.get(kind, 0), len(self._shapes)):
-                if moves := self._fleet.moves(chunk, kind, self._shapes[i]):
+                if moves := self._fleet.moves(bundle, kind, self._shapes[i]):
                     self._shapes[i] = moves[0].after
-                    placed[i].update(part.key for part in chunk.parts)
+                    placed[i].update(part.key for part in bundle.parts)
                     full[kind] = i
                     break
             else:
@@ -91,11 +91,11 @@ class _Table:
         return placed, short
 
     def _row(
-        self, role: RoleDemand, chunks: Sequence[Chunk], before: Sequence[int], placed: Sequence[Counter[str]],
+        self, role: RoleDemand, bundles: Sequence[Bundle], before: Sequence[int], placed: Sequence[Counter[str]],
         short: bool,
     ) -> list[str]:  # fmt: skip
-        own = [chunk for chunk in chunks if chunk.members(role.key)]
-        wanted = sum(chunk.members(role.key) for chunk in own)  # those that stay where they are do not count
+        own = [bundle for bundle in bundles if bundle.members(role.key)]
+        wanted = sum(bundle.members(role.key) for bundle in own)  # pinned members do not count
         row = [role.key, f"{wanted} × ({role.asks(self._unit)})"]
         if not short:
             return [*row, *(f"{count[role.key]} placed" if count[role.key] else "-" for count in placed), ""]
@@ -104,8 +104,8 @@ class _Table:
         needed = -(-wanted // role.per_node) if role.per_node else 1
         return [*row, f"{needed} wanted, {len(before)} there" if needed > len(before) else ""]
 
-    def _cell(self, role: RoleDemand, own: Sequence[Chunk], count: int, number: int) -> str:
-        """What one node lacks to hold the role, or its part of it."""
+    def _cell(self, role: RoleDemand, own: Sequence[Bundle], count: int, number: int) -> str:
+        """The resources that one node lacks to hold the role, or its part of it."""
         fleet, shape = self._fleet, self._fleet.shapes[number]
         members = min(count, role.per_node or count)
         lacks = []
@@ -122,11 +122,11 @@ class _Table:
         if lacks:
             return "; ".join(lacks)
         fitting = 0
-        for chunk in own:
-            moves = fleet.moves(chunk, fleet.kind(chunk), number)
+        for bundle in own:
+            moves = fleet.moves(bundle, fleet.kind(bundle), number)
             if not moves:
                 break
-            number, fitting = moves[0].after, fitting + chunk.members(role.key)
+            number, fitting = moves[0].after, fitting + bundle.members(role.key)
         return f"room for {fitting} of {count}"
 
     def _room(self, node: int) -> str:

@@ -1,24 +1,21 @@
-"""Node groups: several agents on one machine, as Slurm makes them when it starts one task per GPU. Pure.
+"""Node groups: several agents on one machine, as when Slurm starts one task per GPU. No I/O.
 
-Their members talk by Unix sockets and shared memory as on any machine. What they may not do is to open each other's
-GPU memory if a mask hides the GPUs of one from the other.
+Their members use Unix sockets and shared memory as on any machine. They may not be able to open each other's
+GPU memory, if a mask hides the GPUs of one from the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
 from rlmesh.placement.machine.inventory import GPU, MIG, NodeInfo
-
-if TYPE_CHECKING:
-    from rlmesh.placement.planner import Plan
+from rlmesh.placement.plan import Plan
 
 __all__ = ["hidden_devices", "ipc_notes", "node_groups"]
 
 
 def node_groups(nodes: Iterable[NodeInfo]) -> list[tuple[int, ...]]:
-    """The ranks of each group of more than one node, the leader first: the lowest rank of its machine."""
+    """The ranks of each group of more than one node, the leader (the lowest rank of its machine) first."""
     found: dict[tuple[str, str], list[int]] = {}
     for node in nodes:
         if node.group:
@@ -27,15 +24,15 @@ def node_groups(nodes: Iterable[NodeInfo]) -> list[tuple[int, ...]]:
 
 
 def hidden_devices(one: NodeInfo, other: NodeInfo) -> bool:
-    """Whether one of two agents of a machine has a GPU that the other does not see, so that CUDA IPC between their
+    """True if one of two agents of a machine has a GPU that the other does not see, so that CUDA IPC between their
     members would fail."""
     seen, others = ({d.uuid for d in node.devices if d.kind in (GPU, MIG)} for node in (one, other))
     return seen != others
 
 
 def ipc_notes(nodes: Iterable[NodeInfo], plan: Plan | None = None) -> tuple[str, ...]:
-    """For the plan: between which agents CUDA IPC is refused, by which channel bytes go instead, between which roles,
-    and what to ask of Slurm."""
+    """Notes for the plan: agents between which CUDA IPC is refused, the channel used instead, the roles concerned,
+    and the options of Slurm that avoid it."""
     by_rank = {node.node_rank: node for node in nodes}
     notes = []
     for ranks in node_groups(by_rank.values()):
@@ -55,7 +52,7 @@ def ipc_notes(nodes: Iterable[NodeInfo], plan: Plan | None = None) -> tuple[str,
 
 
 def _between(ranks: Collection[int], plan: Plan | None) -> str:
-    """The roles with members on GPUs of several of these agents: between those it matters."""
+    """The roles with members on GPUs of several of these agents, for which it matters."""
     placed = [p for p in plan.placements if p.node_rank in ranks and p.devices] if plan is not None else []
     roles = list(dict.fromkeys(placement.role for placement in placed))
     if len({placement.node_rank for placement in placed}) < 2:

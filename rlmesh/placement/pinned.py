@@ -1,52 +1,49 @@
-"""Members that stay where they are while others are placed anew. Pure."""
+"""Members that stay where they are while others are placed anew. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rlmesh.errors import PlacementError
-from rlmesh.placement.bundles import Chunk, MemberShare
+from rlmesh.placement.bundles import Bundle, MemberShare
 from rlmesh.placement.fleet import Fleet
+from rlmesh.placement.plan import Placement
 from rlmesh.placement.search import PlacedBundle
-
-if TYPE_CHECKING:
-    from rlmesh.placement.planner import Placement
 
 
 class PinnedBundles:
-    """The chunks of a job, some of whose members are placed already.
+    """The bundles of a job, some of whose members are placed already.
 
-    A chunk of which some members stay and others do not is split: the slots with members that stay, and the
-    rest, which must be on the same node.
+    A bundle with pinned and other members is split into the slots with pinned members and the rest, which must be on
+    the same node.
 
     Attributes:
-        whole: the chunks as they are.
-        chunks: the same, with the rest of split chunks in their place and their kept slots at the end.
+        whole: the bundles before the split.
+        bundles: the same, with the rest of split bundles in their place and their pinned slots at the end.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], kept: Sequence[Placement]) -> None:
-        self.whole = tuple(chunks)
-        self._at = {(p.role, p.rank): p for p in kept}
+    def __init__(self, bundles: Sequence[Bundle], pinned: Sequence[Placement]) -> None:
+        self.whole = tuple(bundles)
+        self._at = {(p.role, p.rank): p for p in pinned}
         self._slots: dict[int, list[int]] = {}
-        """Of each chunk with kept members the slots that have them."""
-        rest: list[Chunk] = list(chunks)
+        """For each bundle with pinned members, the slots that have them."""
+        rest: list[Bundle] = list(bundles)
         self._split: dict[int, int] = {}
-        """From a split chunk to where its kept slots are."""
-        for number, chunk in enumerate(chunks):
-            slots = [i for i, slot in enumerate(chunk.slots) if any(self._kept(part) for part in slot.parts)]
+        """For each split bundle, the position of its pinned slots."""
+        for number, bundle in enumerate(bundles):
+            slots = [i for i, slot in enumerate(bundle.slots) if any(self._is_pinned(part) for part in slot.parts)]
             if not slots:
                 continue
             self._slots[number] = slots
-            if len(slots) < len(chunk.slots):
+            if len(slots) < len(bundle.slots):
                 self._split[number] = len(rest)
-                rest.append(replace(chunk, slots=tuple(chunk.slots[i] for i in slots)))
+                rest.append(replace(bundle, slots=tuple(bundle.slots[i] for i in slots)))
         for number in self._split:
-            chunk, slots = chunks[number], self._slots[number]
+            bundle, slots = bundles[number], self._slots[number]
             rest[number] = replace(
-                chunk,
-                slots=tuple(slot for i, slot in enumerate(chunk.slots) if i not in slots),
+                bundle,
+                slots=tuple(slot for i, slot in enumerate(bundle.slots) if i not in slots),
                 cpu_milli=0,
                 memory_bytes=0,
                 adds=(),
@@ -54,34 +51,34 @@ class PinnedBundles:
                 nodes=(),
             )
         self._rest = rest
-        self.chunks = tuple(rest)
+        self.bundles = tuple(rest)
 
-    def _kept(self, part: MemberShare) -> bool:
+    def _is_pinned(self, part: MemberShare) -> bool:
         return (part.role, part.rank) in self._at
 
     def take_places(self, fleet: Fleet) -> tuple[list[int], dict[int, PlacedBundle]]:
-        """The shapes of the nodes with what is kept on them, and where it is.
+        """The shapes of the nodes with the pinned members on them, and their places.
 
         Raises:
-            PlacementError: a member is to stay where it cannot.
+            PlacementError: a member cannot stay where it is.
         """
         shapes = list(fleet.start)
         taken: dict[int, PlacedBundle] = {}
         for number in self._slots:
             at = self._split.get(number, number)
-            chunk = self.chunks[at]
-            taken[at] = self._place(chunk, fleet)
-            shapes[taken[at].node] = fleet.take(shapes[taken[at].node], chunk, taken[at].devices)
+            bundle = self.bundles[at]
+            taken[at] = self._place(bundle, fleet)
+            shapes[taken[at].node] = fleet.take(shapes[taken[at].node], bundle, taken[at].devices)
         for number, at in self._split.items():
-            taken[number] = self._place_rest(self.chunks[number], fleet, taken[at].node, shapes)
+            taken[number] = self._place_rest(self.bundles[number], fleet, taken[at].node, shapes)
         return shapes, taken
 
-    def _place(self, chunk: Chunk, fleet: Fleet) -> PlacedBundle:
+    def _place(self, bundle: Bundle, fleet: Fleet) -> PlacedBundle:
         nodes = {node.node_rank: i for i, node in enumerate(fleet.nodes)}
         found: int | None = None
         devices: list[tuple[int, ...]] = []
-        for slot in chunk.slots:
-            part = next(part for part in slot.parts if self._kept(part))
+        for slot in bundle.slots:
+            part = next(part for part in slot.parts if self._is_pinned(part))
             placement = self._at[part.role, part.rank]
             position = nodes.get(placement.node_rank)
             if position is None or found not in (None, position):
@@ -104,11 +101,11 @@ class PinnedBundles:
         return PlacedBundle(found, tuple(devices))
 
     def _uuids_of_pool(self, parts: Sequence[MemberShare], size: int, there: Iterable[str], node: int) -> list[str]:
-        """The devices of a pool's part on a node, in their order; for members that are placed anew the first ones
-        that nobody has who stays."""
+        """The devices of a pool's part on a node, in order; members that are placed anew get the first devices
+        that no pinned member has."""
         uuids = [""] * size
         for part in parts:
-            if self._kept(part):
+            if self._is_pinned(part):
                 shares = self._at[part.role, part.rank].devices
                 uuids[part.first : part.first + part.count] = [share.device.uuid for share in shares]
         here = [placement for placement in self._at.values() if placement.node_rank == node]
@@ -116,10 +113,10 @@ class PinnedBundles:
         free = iter([uuid for uuid in there if uuid not in had])
         return [uuid or next(free, "(none is free)") for uuid in uuids]
 
-    def _place_rest(self, chunk: Chunk, fleet: Fleet, node: int, shapes: list[int]) -> PlacedBundle:
-        moves = fleet.moves(chunk, fleet.kind(chunk), shapes[node])
+    def _place_rest(self, bundle: Bundle, fleet: Fleet, node: int, shapes: list[int]) -> PlacedBundle:
+        moves = fleet.moves(bundle, fleet.kind(bundle), shapes[node])
         if not moves:
-            names = ", ".join(f"{part.role}:{part.rank}" for part in chunk.parts)
+            names = ", ".join(f"{part.role}:{part.rank}" for part in bundle.parts)
             raise PlacementError(
                 f"{names}: must be on node {fleet.nodes[node].name}, where members of the same group stay, and "
                 "there is no room: let the whole group be placed anew"
@@ -128,7 +125,7 @@ class PinnedBundles:
         return PlacedBundle(node, moves[0].devices)
 
     def join(self, taken: Mapping[int, PlacedBundle]) -> dict[int, PlacedBundle]:
-        """Where the whole chunks are."""
+        """The places of the whole bundles."""
         joined = {number: taken[number] for number in range(len(self.whole))}
         for number, at in self._split.items():
             stays = dict(zip(self._slots[number], taken[at].devices, strict=True))

@@ -1,15 +1,15 @@
-"""Places the members of a job on nodes and devices. Pure: the same job and nodes give the same plan.
+"""Places the members of a job on nodes and devices. No I/O: the same job and nodes give the same plan.
 
 Rules:
 
-* A member of a simple role goes to any node, at most ``per_node`` of its role to one. An elastic role takes
-  exactly ``nproc_per_node`` members on each of ``nnodes`` nodes. Members that are kept together are on one node.
-* A device is shared in thousandths and never beyond 1000. Roles of a collocation share devices: member i of
-  each is on the same device. Those with a share of their own keep it, the others divide the rest exactly.
+* A member of a simple role goes to any node, at most ``per_node`` members of its role to one. An elastic role has
+  exactly ``nproc_per_node`` members on each of ``nnodes`` nodes. Members that must be together are on one node.
+* A device is shared in thousandths, never beyond 1000. Collocated roles share devices: member i of
+  each is on the same device. Roles with a fixed share keep it, the others divide the rest exactly.
 * Separated roles share no device, or no node. The devices of a pool are for its roles only.
-* ``cpu`` and ``memory`` are limits where the job asks for real accelerators. Where the device type is CPU,
+* ``cpu`` and ``memory`` are limits if the job asks for real accelerators. If the device type is CPU,
   or all devices are virtual, they are soft: they balance the nodes and are noted when exceeded, but never
-  refuse a job, since such a job runs on a laptop what a cluster runs in earnest.
+  refuse a job, since such a job runs on a laptop what a cluster runs in production.
 * A member with several devices gets devices that are close to each other, and CPUs next to them.
 """
 
@@ -17,77 +17,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlmesh.errors import PlacementError
 from rlmesh.placement.binding import Binding, binding_for
-from rlmesh.placement.bundles import BundleLayout, Chunk, layout_of
+from rlmesh.placement.bundles import Bundle, BundleLayout, layout_of
 from rlmesh.placement.demand import WHOLE, JobDemand
 from rlmesh.placement.fleet import Fleet
 from rlmesh.placement.infeasible import shortage_table
 from rlmesh.placement.machine.inventory import VIRTUAL, Device, NodeInfo
 from rlmesh.placement.pinned import PinnedBundles
+from rlmesh.placement.plan import DeviceShare as DeviceShare
+from rlmesh.placement.plan import Placement as Placement
+from rlmesh.placement.plan import Plan as Plan
 from rlmesh.placement.search import PlacedBundle, SearchResult, find_places
 
 SPREAD_STEPS = 8
-"""How often the limit of a spread role is raised by one before it is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceShare:
-    device: Device
-    milli: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where one member runs.
-
-    Attributes:
-        group_rank: number of its node among those of its role, as torchrun's GROUP_RANK.
-        cpu_milli, memory_bytes: what it asked; of fused members the first one has it all.
-        group: name of its group within the role.
-        process: the member in whose process it runs, where roles are fused.
-        binding: the CPUs next to its devices; None where it may use all of the node's.
-    """
-
-    role: str
-    rank: int
-    node_rank: int
-    local_rank: int
-    local_world_size: int
-    group_rank: int
-    group_world_size: int
-    devices: tuple[DeviceShare, ...]
-    cpu_milli: int
-    memory_bytes: int
-    group: str = ""
-    process: tuple[str, int] | None = None
-    binding: Binding | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All members of a job by role and rank; ``notes`` says what was asked beyond what is there."""
-
-    placements: tuple[Placement, ...]
-    nodes: tuple[NodeInfo, ...]
-    notes: tuple[str, ...] = ()
-    spares: tuple[NodeInfo, ...] = ()
-
-    def of(self, role: str) -> tuple[Placement, ...]:
-        """The members of a role by rank."""
-        return tuple(placement for placement in self.placements if placement.role == role)
-
-    def on(self, node_rank: int) -> tuple[Placement, ...]:
-        return tuple(placement for placement in self.placements if placement.node_rank == node_rank)
+"""Number of times that the limit of a spread role is raised by one before it is dropped."""
 
 
 def make_plan(
     demand: JobDemand,
     nodes: Sequence[NodeInfo],
     *,
-    kept: Sequence[Placement] = (),
+    pinned: Sequence[Placement] = (),
     excluded_nodes: Collection[int] = (),
     excluded_devices: Collection[str] = (),
     spare_nodes: int | None = None,
@@ -95,18 +47,18 @@ def make_plan(
     """Place every member of ``demand`` on ``nodes``.
 
     Args:
-        kept: members that stay where they are; the others are placed around them.
+        pinned: members that stay where they are; the others are placed around them.
         excluded_nodes: numbers of nodes that must not be used.
         excluded_devices: UUIDs of devices that must not be used.
-        spare_nodes: nodes that are to stay empty; ``None``: as many as the job says.
+        spare_nodes: number of nodes that stay empty; ``None``: the number in the demand.
 
     Raises:
-        PlacementError: the nodes cannot hold the job; the message has a table of role × node and what is
-            short (wanted, there).
+        PlacementError: the nodes cannot hold the job; the message has a table of roles, nodes and missing
+            resources (wanted, there).
     """
     layout = layout_of(demand)
     ordered = sorted(nodes, key=lambda node: node.node_rank)
-    usable, spares = _usable(demand, ordered, kept, set(excluded_nodes), spare_nodes)
+    usable, spares = _usable(demand, ordered, pinned, set(excluded_nodes), spare_nodes)
     if not usable:
         raise PlacementError("there is no node to place the job on")
     bad = set(excluded_devices)
@@ -116,24 +68,24 @@ def make_plan(
         ]
         for node in usable
     ]
-    there = PinnedBundles(layout.chunks, kept)
-    layout = BundleLayout(there.chunks, layout.limits, layout.spreads)
+    there = PinnedBundles(layout.bundles, pinned)
+    layout = BundleLayout(there.bundles, layout.limits, layout.spreads)
     fleet = Fleet(usable, devices, layout, soft=_is_soft(demand, devices))
     shapes, taken = there.take_places(fleet)
-    found = _place(fleet, layout, {i: c for i, c in enumerate(layout.chunks) if i not in taken}, shapes)
+    found = _place(fleet, layout, {i: c for i, c in enumerate(layout.bundles) if i not in taken}, shapes)
     if found.taken is None:
         _refuse_unknown_nodes(demand, ordered)
         raise PlacementError(shortage_table(demand, layout, fleet, shapes, taken, spares=spares, gave_up=found.gave_up))
-    placed = {**taken, **_in_node_order(layout.chunks, found.taken, fleet)}
+    placed = {**taken, **_in_node_order(layout.bundles, found.taken, fleet)}
     placements = _placements(demand, there.whole, there.join(placed), fleet)
     return Plan(placements, usable, _notes(placements, usable, devices), spares)
 
 
 def _usable(
-    demand: JobDemand, ordered: Sequence[NodeInfo], kept: Sequence[Placement], excluded: set[int], spare: int | None
+    demand: JobDemand, ordered: Sequence[NodeInfo], pinned: Sequence[Placement], excluded: set[int], spare: int | None
 ) -> tuple[tuple[NodeInfo, ...], tuple[NodeInfo, ...]]:
-    """The nodes to plan with, and those held back. Nodes in use come first, then those of lowest number."""
-    in_use = {placement.node_rank for placement in kept}
+    """The nodes to plan with, and the nodes held back. Nodes in use come first, then those of lowest number."""
+    in_use = {placement.node_rank for placement in pinned}
     there = [node for node in ordered if node.node_rank not in excluded]
     there.sort(key=lambda node: (node.node_rank not in in_use, node.node_rank))
     count = demand.spare_nodes if spare is None else spare
@@ -161,15 +113,15 @@ def _refuse_unknown_nodes(demand: JobDemand, nodes: Sequence[NodeInfo]) -> None:
             )
 
 
-def _place(fleet: Fleet, layout: BundleLayout, chunks: Mapping[int, Chunk], shapes: Sequence[int]) -> SearchResult:
-    """With spread roles first as evenly as can be, then less so."""
-    if not chunks:
+def _place(fleet: Fleet, layout: BundleLayout, bundles: Mapping[int, Bundle], shapes: Sequence[int]) -> SearchResult:
+    """Place the bundles; spread roles as evenly as possible first, then less evenly."""
+    if not bundles:
         return SearchResult({})
     if not layout.spreads:
-        return find_places(fleet, chunks, shapes)
+        return find_places(fleet, bundles, shapes)
     own = Counter[str]()
-    for chunk in layout.chunks:
-        for label, count in chunk.adds:
+    for bundle in layout.bundles:
+        for label, count in bundle.adds:
             own[label] = max(own[label], count)
     even = {label: max(own[label], -(-members // len(fleet.nodes))) for label, members in layout.spreads.items()}
     found = SearchResult(None)
@@ -177,19 +129,21 @@ def _place(fleet: Fleet, layout: BundleLayout, chunks: Mapping[int, Chunk], shap
         for label, members in layout.spreads.items():
             fleet.limits[label] = members if step == SPREAD_STEPS else min(members, even[label] + step)
         fleet.forget_moves()
-        found = find_places(fleet, chunks, shapes)
+        found = find_places(fleet, bundles, shapes)
         if found.taken is not None or all(fleet.limits[label] == n for label, n in layout.spreads.items()):
             return found
     return found
 
 
-def _in_node_order(chunks: Sequence[Chunk], taken: Mapping[int, PlacedBundle], fleet: Fleet) -> dict[int, PlacedBundle]:
-    """Give lower ranks to lower nodes and devices, where chunks of a group ask the same."""
+def _in_node_order(
+    bundles: Sequence[Bundle], taken: Mapping[int, PlacedBundle], fleet: Fleet
+) -> dict[int, PlacedBundle]:
+    """Give lower ranks to lower nodes and devices, among bundles of a group with the same demand."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for index in sorted(taken):
-        chunk = chunks[index]
-        roles = tuple(tuple(part.key for part in slot.parts) for slot in chunk.slots)
-        alike.setdefault((chunk.group, fleet.kind(chunk), roles), []).append(index)
+        bundle = bundles[index]
+        roles = tuple(tuple(part.key for part in slot.parts) for slot in bundle.slots)
+        alike.setdefault((bundle.group, fleet.kind(bundle), roles), []).append(index)
     result: dict[int, PlacedBundle] = {}
     for indexes in alike.values():
         places = sorted((taken[i] for i in indexes), key=lambda t: (t.node, min(map(min, filter(None, t.devices)),
@@ -199,14 +153,14 @@ def _in_node_order(chunks: Sequence[Chunk], taken: Mapping[int, PlacedBundle], f
 
 
 def _placements(
-    demand: JobDemand, chunks: Sequence[Chunk], taken: Mapping[int, PlacedBundle], fleet: Fleet
+    demand: JobDemand, bundles: Sequence[Bundle], taken: Mapping[int, PlacedBundle], fleet: Fleet
 ) -> tuple[Placement, ...]:
     found: dict[tuple[str, int], Placement] = {}
     bindings: dict[tuple[int, tuple[int, ...]], Binding | None] = {}
-    for index, chunk in enumerate(chunks):
+    for index, bundle in enumerate(bundles):
         at = taken[index]
         node = fleet.nodes[at.node]
-        for slot, positions in zip(chunk.slots, at.devices, strict=True):
+        for slot, positions in zip(bundle.slots, at.devices, strict=True):
             for part in slot.parts:
                 own = positions[part.first : part.first + part.count] if part.count else positions
                 devices = [fleet.devices[at.node][i] for i in own]
@@ -225,9 +179,9 @@ def _placements(
 
 
 def _numbered(placements: Sequence[Placement]) -> list[Placement]:
-    """The members of one role by rank, with their numbers on their nodes."""
+    """The members of one role by rank, with their local ranks and group ranks."""
     sizes = Counter(placement.node_rank for placement in placements)
-    order = {node_rank: i for i, node_rank in enumerate(sizes)}  # by the lowest rank on each, as torchrun has it
+    order = {node_rank: i for i, node_rank in enumerate(sizes)}  # by the lowest rank on each, as torchrun does
     so_far = Counter[int]()
     result = []
     for p in placements:

@@ -1,4 +1,4 @@
-"""Plans a job without starting it: what it asks, and what a described cluster or this machine has."""
+"""Plans a job without starting it, for a described cluster or this machine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rlmesh.placement.planner import Plan, make_plan
 __all__ = ["ClusterLike", "demand_of", "plan_job", "slots_asked", "this_machine"]
 
 ClusterLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Sequence[NodeInfo]
-"""A TOML file, what it holds, or nodes."""
+"""A TOML file, its content, or nodes."""
 
 
 def plan_job(config: DLConfig, cluster: ClusterLike | None = None) -> Plan:
-    """Where the members of a job would run on ``cluster``, or on this machine.
+    """The plan of a job on ``cluster``, or on this machine.
 
     Raises:
-        PlacementError: it cannot hold the job.
+        PlacementError: the cluster cannot hold the job.
         UsageError: the description of the cluster has faults.
     """
     demand = demand_of(config)
@@ -50,8 +50,8 @@ def plan_job(config: DLConfig, cluster: ClusterLike | None = None) -> Plan:
 
 
 def this_machine(config: DLConfig, demand: JobDemand, machine: Machine | None = None) -> NodeInfo:
-    """This machine as a node. A job of device type CPU finds ``device_per_node`` virtual slots on it, or as many as
-    it asks for."""
+    """This machine as a node. For a job of device type CPU it has ``device_per_node`` virtual slots, by default as
+    many as the job asks for."""
     machine = machine or Machine()
     name, notes = os.uname().nodename, tuple[str, ...]()
     if config.device_type == "CPU":
@@ -64,7 +64,7 @@ def this_machine(config: DLConfig, demand: JobDemand, machine: Machine | None = 
 
 
 def demand_of(config: DLConfig) -> JobDemand:
-    """What the job asks of its nodes."""
+    """The demand of a job on its nodes."""
     roles = tuple(role for name, workload in config.workloads.items() for role in _role_demands(name, workload))
     order = [role.key for role in roles]
     names = [*order, *config.workloads]
@@ -82,7 +82,7 @@ def demand_of(config: DLConfig) -> JobDemand:
 
 
 def _role_demands(name: str, workload: BaseWorkloadDesc) -> list[RoleDemand]:
-    """The role, or each of its groups."""
+    """The demand of a role, or of each of its groups."""
     role = RoleDemand(
         role=name,
         members=workload.total,
@@ -119,8 +119,8 @@ def _role_demands(name: str, workload: BaseWorkloadDesc) -> list[RoleDemand]:
 
 
 def slots_asked(demand: JobDemand) -> int:
-    """Enough devices for all of a job: whole ones for each slot that takes one, shares rounded up per chunk."""
-    chunks = layout_of(demand).chunks
-    whole = sum(s.devices for chunk in chunks for s in chunk.slots if s.share_milli > WHOLE // 2)
-    shares = sum(s.devices * s.share_milli for chunk in chunks for s in chunk.slots if s.share_milli <= WHOLE // 2)
+    """Number of devices that are enough for a job: one for each slot of more than half, smaller shares added up."""
+    bundles = layout_of(demand).bundles
+    whole = sum(s.devices for bundle in bundles for s in bundle.slots if s.share_milli > WHOLE // 2)
+    shares = sum(s.devices * s.share_milli for bundle in bundles for s in bundle.slots if s.share_milli <= WHOLE // 2)
     return whole + -(-2 * shares // WHOLE)

@@ -1,6 +1,6 @@
-"""Finds a place for every chunk: one after the other, and where that gets stuck, by trying again. Pure.
+"""Finds a place for every bundle: greedily, and if that fails, by a search. No I/O.
 
-The second way is complete as long as it takes no more than ``SEARCH_TRIES``: it says that there is no place
+The search is complete within ``SEARCH_TRIES`` tries: it reports that there is no place
 only if there is none.
 """
 
@@ -11,16 +11,16 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlmesh.placement.bundles import Chunk
+from rlmesh.placement.bundles import Bundle
 from rlmesh.placement.fleet import Fleet, Move, count_alike
 
 SEARCH_TRIES = 20_000
-"""Most moves that are looked at before the search gives up."""
+"""Number of moves that are tried before the search gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedBundle:
-    """Where one chunk went: the node, and each slot's devices, by position."""
+    """The place of one bundle: the node, and each slot's devices, by position."""
 
     node: int
     devices: tuple[tuple[int, ...], ...]
@@ -28,58 +28,58 @@ class PlacedBundle:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Where all chunks went, by number; None if there is no place. ``gave_up``: or at least none was found."""
+    """The places of all bundles, by number; None if there are none or, with ``gave_up``, none was found."""
 
     taken: Mapping[int, PlacedBundle] | None
     gave_up: bool = False
 
 
-def find_places(fleet: Fleet, chunks: Mapping[int, Chunk], shapes: Sequence[int]) -> SearchResult:
-    """Place ``chunks`` on nodes whose shapes are ``shapes``."""
-    order = sorted(chunks, key=lambda i: urgency(chunks[i], i))
-    kinds = {i: fleet.kind(chunks[i]) for i in order}
-    if (taken := _one_after_the_other(fleet, chunks, order, kinds, shapes)) is not None:
+def find_places(fleet: Fleet, bundles: Mapping[int, Bundle], shapes: Sequence[int]) -> SearchResult:
+    """Place bundles on nodes with these shapes."""
+    order = sorted(bundles, key=lambda i: urgency(bundles[i], i))
+    kinds = {i: fleet.kind(bundles[i]) for i in order}
+    if (taken := _one_after_the_other(fleet, bundles, order, kinds, shapes)) is not None:
         return SearchResult(taken)
-    if not _could_fit(fleet, chunks, shapes):
+    if not _could_fit(fleet, bundles, shapes):
         return SearchResult(None)
-    return _Search(fleet, chunks, order, kinds, shapes).run()
+    return _Search(fleet, bundles, order, kinds, shapes).run()
 
 
-def urgency(chunk: Chunk, index: int) -> tuple[object, ...]:
-    """Big and bound chunks first; without devices last, in the order of declaration."""
-    biggest = max(slot.devices * slot.share_milli for slot in chunk.slots)
-    bound = bool(chunk.adds or chunk.forbids or chunk.nodes or chunk.slots[0].only or chunk.slots[0].forbids)
-    return (-biggest, -len(chunk.slots), 0 if bound else 1, index)
+def urgency(bundle: Bundle, index: int) -> tuple[object, ...]:
+    """A sort key: big and bound bundles first, bundles without devices last, in the order of declaration."""
+    biggest = max(slot.devices * slot.share_milli for slot in bundle.slots)
+    bound = bool(bundle.adds or bundle.forbids or bundle.nodes or bundle.slots[0].only or bundle.slots[0].forbids)
+    return (-biggest, -len(bundle.slots), 0 if bound else 1, index)
 
 
-def preference(fleet: Fleet, chunk: Chunk, shape: int) -> float:
-    """Which node to try first, the lower the better: chunks with devices fill up nodes, those of which a node may
-    hold only some go to the emptiest, those without devices to the least crowded."""
-    if not chunk.device_milli:
+def preference(fleet: Fleet, bundle: Bundle, shape: int) -> float:
+    """A score of a node for a bundle, lower is better: bundles with devices fill up nodes, bundles with a limit per
+    node go to the emptiest, bundles without devices to the least crowded."""
+    if not bundle.device_milli:
         return fleet.crowd(shape)
     free = fleet.free_milli(shape)
-    return -free if any(label in fleet.limits for label, _ in chunk.adds) else free
+    return -free if any(label in fleet.limits for label, _ in bundle.adds) else free
 
 
 def _one_after_the_other(
-    fleet: Fleet, chunks: Mapping[int, Chunk], order: Sequence[int], kinds: Mapping[int, int], shapes: Sequence[int]
+    fleet: Fleet, bundles: Mapping[int, Bundle], order: Sequence[int], kinds: Mapping[int, int], shapes: Sequence[int]
 ) -> dict[int, PlacedBundle] | None:
     current = list(shapes)
     taken: dict[int, PlacedBundle] = {}
-    # For each kind of chunk the nodes that may still take one, best first. An entry is void when its node's shape
-    # has changed; where a kind does not fit now it never will again, since nodes only become fuller.
+    # For each kind of bundle the nodes that may still take one, best first. An entry is void when its node's shape
+    # has changed. A kind that does not fit now never will again, since nodes only become fuller.
     queues: dict[int, list[tuple[float, int, int]]] = {}
-    like: dict[int, Chunk] = {}
+    like: dict[int, Bundle] = {}
     for index in order:
-        chunk, kind = chunks[index], kinds[index]
+        bundle, kind = bundles[index], kinds[index]
         if kind not in queues:
-            like[kind] = chunk
-            queues[kind] = [(preference(fleet, chunk, shape), node, shape) for node, shape in enumerate(current)]
+            like[kind] = bundle
+            queues[kind] = [(preference(fleet, bundle, shape), node, shape) for node, shape in enumerate(current)]
             heapq.heapify(queues[kind])
         queue = queues[kind]
         while queue:
             _, node, shape = queue[0]
-            moves = fleet.moves(chunk, kind, shape) if current[node] == shape else ()
+            moves = fleet.moves(bundle, kind, shape) if current[node] == shape else ()
             if not moves:
                 heapq.heappop(queue)
                 continue
@@ -93,13 +93,13 @@ def _one_after_the_other(
     return taken
 
 
-def _could_fit(fleet: Fleet, chunks: Mapping[int, Chunk], shapes: Sequence[int]) -> bool:
-    """Whether the sums allow it, and each kind of chunk fits at least alone. Cheap, and right when it says no."""
+def _could_fit(fleet: Fleet, bundles: Mapping[int, Bundle], shapes: Sequence[int]) -> bool:
+    """True if the sums allow it and each kind of bundle fits alone. Cheap; False is certain, True is not."""
     asked = Counter[str]()
-    for chunk in chunks.values():
-        asked["devices"] += chunk.device_milli
-        asked["cpu"] += chunk.cpu_milli
-        asked["memory"] += chunk.memory_bytes
+    for bundle in bundles.values():
+        asked["devices"] += bundle.device_milli
+        asked["cpu"] += bundle.cpu_milli
+        asked["memory"] += bundle.memory_bytes
     there = Counter[str]()
     for shape in shapes:
         found = fleet.shapes[shape]
@@ -110,18 +110,18 @@ def _could_fit(fleet: Fleet, chunks: Mapping[int, Chunk], shapes: Sequence[int])
         return False
     if not fleet.soft and (asked["cpu"] > there["cpu"] or asked["memory"] > there["memory"]):
         return False
-    counts, wanted = Counter(shapes), Counter(fleet.kind(chunk) for chunk in chunks.values())
-    of_kind = {fleet.kind(chunk): chunk for chunk in chunks.values()}
+    counts, wanted = Counter(shapes), Counter(fleet.kind(bundle) for bundle in bundles.values())
+    of_kind = {fleet.kind(bundle): bundle for bundle in bundles.values()}
     return all(_room(fleet, of_kind[kind], kind, counts, count) for kind, count in wanted.items())
 
 
-def _room(fleet: Fleet, chunk: Chunk, kind: int, shapes: Mapping[int, int], wanted: int) -> bool:
-    """Whether so many chunks of a kind would fit if they were alone. With some ways to put a chunk on a node fewer
-    may follow than with others, so this looks no further where there are several."""
+def _room(fleet: Fleet, bundle: Bundle, kind: int, shapes: Mapping[int, int], wanted: int) -> bool:
+    """True if this many bundles of a kind would fit alone. Some ways to put a bundle on a node leave less room
+    than others, so this stops at the first choice and returns True."""
     room = 0
     for shape, count in shapes.items():
         now = shape
-        while room < wanted and (moves := fleet.moves(chunk, kind, now)):
+        while room < wanted and (moves := fleet.moves(bundle, kind, now)):
             if len(moves) > 1:
                 return True
             now, room = moves[0].after, room + count
@@ -132,7 +132,7 @@ def _room(fleet: Fleet, chunk: Chunk, kind: int, shapes: Mapping[int, int], want
 
 @dataclass(slots=True)
 class _Level:
-    """The nodes before one chunk: how many have each shape, and the moves not tried yet, best last."""
+    """The nodes before one bundle: how many have each shape, and the moves not tried yet, best last."""
 
     counts: dict[int, int]
     untried: list[tuple[int, Move]]
@@ -140,16 +140,16 @@ class _Level:
 
 
 class _Search:
-    """Depth first with a memory of dead ends, for jobs that fit only in an uneven way.
+    """Depth-first search that remembers dead ends, for jobs that fit only in an uneven way.
 
-    Works on how many nodes have each shape, not on the nodes themselves.
+    Works on the number of nodes of each shape, not on the nodes themselves.
     """
 
     def __init__(
-        self, fleet: Fleet, chunks: Mapping[int, Chunk], order: Sequence[int], kinds: Mapping[int, int],
+        self, fleet: Fleet, bundles: Mapping[int, Bundle], order: Sequence[int], kinds: Mapping[int, int],
         shapes: Sequence[int],
     ) -> None:  # fmt: skip
-        self._fleet, self._chunks, self._order, self._kinds, self._shapes = fleet, chunks, order, kinds, shapes
+        self._fleet, self._bundles, self._order, self._kinds, self._shapes = fleet, bundles, order, kinds, shapes
         self._tries = 0
 
     def run(self) -> SearchResult:
@@ -177,19 +177,19 @@ class _Search:
         return SearchResult(None, gave_up=True)
 
     def _moves(self, depth: int, counts: Mapping[int, int]) -> list[tuple[int, Move]]:
-        """What can be done with the next chunk, best last; of what leads to nodes that are alike only the first."""
+        """The moves of the next bundle, best last; of moves that lead to alike nodes only the first."""
         index = self._order[depth]
-        chunk, kind, fleet = self._chunks[index], self._kinds[index], self._fleet
+        bundle, kind, fleet = self._bundles[index], self._kinds[index], self._fleet
         found: dict[tuple[int, int], tuple[int, Move]] = {}
-        for shape in sorted(counts, key=lambda shape: (preference(fleet, chunk, shape), shape)):
+        for shape in sorted(counts, key=lambda shape: (preference(fleet, bundle, shape), shape)):
             self._tries += 1
-            for move in fleet.moves(chunk, kind, shape):
+            for move in fleet.moves(bundle, kind, shape):
                 self._tries += 1
                 found.setdefault((fleet.alike[shape], fleet.alike[move.after]), (shape, move))
         return list(reversed(found.values()))
 
     def _replay(self, path: Sequence[tuple[int, Move]]) -> dict[int, PlacedBundle]:
-        """Which node each chunk goes to: of those with the shape, the first."""
+        """The node of each bundle: the first one with the right shape."""
         nodes: dict[int, list[int]] = defaultdict(list)
         for node, shape in enumerate(self._shapes):
             heapq.heappush(nodes[shape], node)

@@ -1,4 +1,4 @@
-"""Which devices of a node belong together: linked by NVLink, else on the same NUMA node. Pure."""
+"""Devices of a node that are close to each other: linked by NVLink, else on the same NUMA node. No I/O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PER_LINK = 4
 def close_devices(
     allowed: Sequence[int], wanted: int, links: Sequence[Sequence[int]], numa: Sequence[int | None]
 ) -> tuple[int, ...]:
-    """``wanted`` of the ``allowed`` positions, close to each other; the lowest where it makes no difference.
+    """Choose ``wanted`` of the ``allowed`` positions that are close to each other; the lowest ones on a tie.
 
-    From each position a set is grown by whatever is closest to it, and the best set is taken. ``links[i][j]``
-    is the number of NVLinks between two positions, ``numa[i]`` the NUMA node of one. The result is in an order
-    in which neighbours are close.
+    From each position a set is grown by the closest position, and the best set is taken. ``links[i][j]``
+    is the number of NVLinks between two positions, ``numa[i]`` the NUMA node of one. In the result neighbours are
+    close.
     """
     if wanted == len(allowed) and _is_uniform(allowed, links, numa):
         return tuple(allowed)
@@ -34,7 +34,7 @@ def close_devices(
             rest.remove(nearest)
             for i in rest:
                 pull[i] += _score(nearest, i, links, numa)
-        # The best set; of equally good ones that of the lowest positions, so that plans do not depend on chance.
+        # The best set; of equally good ones the one with the lowest positions, so that plans are deterministic.
         if best is None or (-total, sorted(grown)) < (-best[0], sorted(best[1])):
             best = (total, tuple(grown))
     assert best is not None

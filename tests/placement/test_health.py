@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.agent.monitoring.device_watch import DeviceWatch, gpus_of
-from rlmesh.placement.machine.gpu_health import BAD_XIDS, DeviceBad, DeviceNews, Health
+from rlmesh.placement.machine.gpu_health import BAD_XIDS, DeviceBad, DeviceEvent, Health
 from rlmesh.placement.machine.gpus import GpuFacts, usable_devices
 from rlmesh.placement.machine.nvml import Nvml
 from rlmesh.testing import FakeGpu, FakeNvml
@@ -27,20 +27,20 @@ def health() -> Health:
 
 @pytest.mark.parametrize("xid", [13, 31, 43, 45, 63, 94])
 def test_faults_of_programs_are_not_the_devices(xid: int) -> None:
-    assert health().hear(DeviceNews("GPU-a", "xid", xid), 1.0) is None
+    assert health().judge(DeviceEvent("GPU-a", "xid", xid), 1.0) is None
 
 
 @pytest.mark.parametrize("xid", sorted(BAD_XIDS))
 def test_a_bad_device_is_told_once(xid: int) -> None:
     own = health()
-    bad = own.hear(DeviceNews("GPU-b", "xid", xid), 5.0)
+    bad = own.judge(DeviceEvent("GPU-b", "xid", xid), 5.0)
     assert bad == DeviceBad(2, ("GPU-b", "MIG-1", "MIG-2"), f"Xid {xid}, {BAD_XIDS[xid]}", 5.0)
-    assert own.hear(DeviceNews("GPU-b", "xid", 79), 6.0) is None
+    assert own.judge(DeviceEvent("GPU-b", "xid", 79), 6.0) is None
     assert own.look([], 7.0) == [DeviceBad(2, ("GPU-a",), "NVML does not show it any more", 7.0)]
 
 
 def test_other_jobs_devices_are_not_ours() -> None:
-    assert health().hear(DeviceNews("GPU-z", "xid", 79), 1.0) is None
+    assert health().judge(DeviceEvent("GPU-z", "xid", 79), 1.0) is None
 
 
 def test_looking_finds_faults_and_new_errors() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rlmesh import DLJobBuilder
 from rlmesh.errors import JobFailed, JobSpecError, PlacementError
 from rlmesh.placement.binding import Binding
-from rlmesh.placement.machine.device_check import prove, prove_by_torch
+from rlmesh.placement.machine.device_check import check_devices, check_torch_devices
 from rlmesh.placement.machine.environment import device_environment, mask_disagrees
 from rlmesh.placement.machine.gpus import usable_devices
 from rlmesh.placement.machine.inventory import Device, NodeInfo
@@ -152,13 +152,13 @@ def test_a_binding_is_proven_by_the_kernels_own_files(tmp_path: Path) -> None:
         (folder / f"node{number}" / "cpulist").write_text(cpus)
     machine = Machine(sys=tmp_path / "sys")
     seen = {node.number for node in machine.numa() if node.cpus}
-    sight = prove("A:0", (), Binding((0, 1), tuple(sorted(seen))), machine, {})
-    assert sight is not None
-    assert set(sight.numa) == seen
+    visible = check_devices("A:0", (), Binding((0, 1), tuple(sorted(seen))), machine, {})
+    assert visible is not None
+    assert set(visible.numa) == seen
     with pytest.raises(PlacementError, match=r"A:0: the plan gave it NUMA 7 .* are of NUMA"):
-        prove("A:0", (), Binding((0,), (7,)), machine, {})
-    assert prove("A:0", SLOTS, None, machine, {}) is None
+        check_devices("A:0", (), Binding((0,), (7,)), machine, {})
+    assert check_devices("A:0", SLOTS, None, machine, {}) is None
 
 
 def test_torch_is_asked_only_if_it_has_initialised_cuda() -> None:
-    assert prove_by_torch("A:0", GPUS) == ()
+    assert check_torch_devices("A:0", GPUS) == ()

@@ -110,7 +110,7 @@ def test_tensor_parallel_groups_sit_on_linked_devices() -> None:
     assert all(a // 2 == b // 2 for a, b in pairs)
     stays = make_plan(JobDemand((roles[1],)), [node]).placements
     again = make_plan(
-        JobDemand((RoleDemand("TP", 2, accelerator_milli=1000, together=2), roles[1])), [node], kept=stays
+        JobDemand((RoleDemand("TP", 2, accelerator_milli=1000, together=2), roles[1])), [node], pinned=stays
     )
     assert at(again, "TP") == [(0, [2]), (0, [3])]
 
@@ -119,7 +119,7 @@ def test_a_member_of_many_devices_gets_close_ones() -> None:
     (node,) = cluster(1, 8, numa=2, nvlink="none")
     one = RoleDemand("ONE", 1, accelerator_milli=1000)
     stays = make_plan(JobDemand((one,)), [node]).placements
-    plan = make_plan(JobDemand((one, RoleDemand("FOUR", 1, accelerator_milli=4000))), [node], kept=stays)
+    plan = make_plan(JobDemand((one, RoleDemand("FOUR", 1, accelerator_milli=4000))), [node], pinned=stays)
     assert at(plan, "FOUR") == [(0, [4, 5, 6, 7])]
     assert str(plan.of("FOUR")[0].binding) == "NUMA 1 (CPUs 16-31)"
     assert plan.of("FOUR")[0].binding != plan.of("ONE")[0].binding
@@ -179,8 +179,8 @@ def test_spares_stay_empty_until_they_are_needed() -> None:
     assert [node.name for node in plan.spares] == ["n-3"]
     stays = [p for p in plan.placements if p.node_rank != 1]
     with pytest.raises(PlacementError, match="held back: n-3"):
-        make_plan(demand, nodes, kept=stays, excluded_nodes={1})
-    moved = make_plan(demand, nodes, kept=stays, excluded_nodes={1}, spare_nodes=0)
+        make_plan(demand, nodes, pinned=stays, excluded_nodes={1})
+    moved = make_plan(demand, nodes, pinned=stays, excluded_nodes={1}, spare_nodes=0)
     assert [p.node_rank for p in moved.of("A")] == [0, 0, 3, 3, 2, 2]
     assert [p.group_rank for p in moved.of("A")] == [0, 0, 1, 1, 2, 2]
 
@@ -190,12 +190,12 @@ def test_a_bad_device_is_left_and_the_others_stay() -> None:
     plan = make_plan(demand, cluster(1))
     bad = plan.of("A")[1].devices[0].device.uuid
     stays = [p for p in plan.placements if p.rank != 1]
-    moved = make_plan(demand, cluster(1), kept=stays, excluded_devices={bad})
+    moved = make_plan(demand, cluster(1), pinned=stays, excluded_devices={bad})
     assert at(moved, "A") == [(0, [0]), (0, [3]), (0, [2])]
     with pytest.raises(PlacementError, match="A:1 is to stay on device"):
-        make_plan(demand, cluster(1), kept=plan.placements, excluded_devices={bad})
+        make_plan(demand, cluster(1), pinned=plan.placements, excluded_devices={bad})
     with pytest.raises(PlacementError, match="A:0 is to stay on node 0"):
-        make_plan(demand, cluster(2), kept=plan.placements, excluded_nodes={0})
+        make_plan(demand, cluster(2), pinned=plan.placements, excluded_nodes={0})
 
 
 def test_devices_by_model_kind_and_uuid() -> None:

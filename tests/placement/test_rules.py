@@ -116,7 +116,7 @@ def test_members_that_are_kept_stay(job: JobDemand, cluster: Cluster, lost: int,
     if data.draw(st.booleans()):  # and somebody else is placed anew
         kept = kept[1:]
     try:
-        again = make_plan(job, nodes, kept=kept, excluded_nodes={lost})
+        again = make_plan(job, nodes, pinned=kept, excluded_nodes={lost})
     except PlacementError as error:
         assert str(error)
         return
@@ -135,7 +135,7 @@ def test_keeping_everybody_changes_nothing(job: JobDemand, cluster: Cluster) -> 
         plan = make_plan(job, nodes)
     except PlacementError:
         return
-    assert make_plan(job, nodes, kept=plan.placements).placements == plan.placements
+    assert make_plan(job, nodes, pinned=plan.placements).placements == plan.placements
 
 
 def test_the_plain_rules_can_say_no() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from rlmesh.placement.machine.gpu_health import DeviceBad, DeviceNews, Health
+from rlmesh.placement.machine.gpu_health import DeviceBad, DeviceEvent, Health
 from rlmesh.placement.machine.inventory import GPU, MIG, Device
 from rlmesh.placement.machine.nvml import Nvml, NvmlFailed, library
 from rlmesh.runtime.process.clock import epoch
@@ -61,13 +61,13 @@ class DeviceWatch:
         """Watch until cancelled, or until NVML fails."""
         if not self._gpus:
             return
-        heard: asyncio.Queue[DeviceNews | None] = asyncio.Queue()
+        queue: asyncio.Queue[DeviceEvent | None] = asyncio.Queue()
         listener: asyncio.Task[None] | None = None
         try:
             reader = Nvml(library(self._nvml))
             loop = asyncio.get_running_loop()
-            listener = asyncio.create_task(asyncio.to_thread(self._listen, reader, loop, heard))
-            await self._watch(reader, heard)
+            listener = asyncio.create_task(asyncio.to_thread(self._listen, reader, loop, queue))
+            await self._watch(reader, queue)
             await listener
         except NvmlFailed as error:
             logger.warning("the GPUs of this node are not watched any more: %s", error)
@@ -76,16 +76,16 @@ class DeviceWatch:
             if listener is not None:
                 await asyncio.shield(asyncio.wait([listener]))
 
-    def _listen(self, reader: Nvml, loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[DeviceNews | None]) -> None:
+    def _listen(self, reader: Nvml, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[DeviceEvent | None]) -> None:
         """Put events of NVML into the queue, then None. Runs on a thread, which opens NVML and closes it."""
         try:
-            for news in reader.watch(self._gpus, WAIT_S, lambda: self._closing):
-                if news is not None:
-                    loop.call_soon_threadsafe(heard.put_nowait, news)
+            for event in reader.watch(self._gpus, WAIT_S, lambda: self._closing):
+                if event is not None:
+                    loop.call_soon_threadsafe(queue.put_nowait, event)
         finally:
-            loop.call_soon_threadsafe(heard.put_nowait, None)
+            loop.call_soon_threadsafe(queue.put_nowait, None)
 
-    async def _watch(self, reader: Nvml, heard: asyncio.Queue[DeviceNews | None]) -> None:
+    async def _watch(self, reader: Nvml, queue: asyncio.Queue[DeviceEvent | None]) -> None:
         while True:
             gpus = await asyncio.to_thread(reader.read)
             for bad in self._health.look(gpus, self._clock()):
@@ -93,16 +93,16 @@ class DeviceWatch:
             look_at = asyncio.get_running_loop().time() + self._look_s
             while (left_s := look_at - asyncio.get_running_loop().time()) > 0:
                 try:
-                    news = await asyncio.wait_for(heard.get(), left_s)
+                    event = await asyncio.wait_for(queue.get(), left_s)
                 except TimeoutError:
                     break
-                if news is None:
+                if event is None:
                     return
-                await self._judge(news)
+                await self._judge(event)
 
-    async def _judge(self, news: DeviceNews) -> None:
-        bad = self._health.hear(news, self._clock())
+    async def _judge(self, event: DeviceEvent) -> None:
+        bad = self._health.judge(event, self._clock())
         if bad is not None:
             await self._tell(bad)
-        elif news.kind == "xid":
-            logger.info("GPU %s had Xid %d, which is no reason not to use it", news.uuid, news.xid)
+        elif event.kind == "xid":
+            logger.info("GPU %s had Xid %d, which is no reason not to use it", event.uuid, event.xid)

@@ -26,7 +26,7 @@ class RejectionReporter:
 
     def __init__(self, runtime: Runtime, tell: Callable[[int, Mapping[str, int]], object]) -> None:
         self._runtime, self._tell = runtime, tell
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._since = 0
 
     def start(self) -> None:
@@ -37,8 +37,8 @@ class RejectionReporter:
         """Report counts that were not reported yet. Never waits and never fails."""
         counts = dict(self._runtime.strangers.counts)
         self._since += 1
-        if counts and (counts != self._told or self._since >= AGAIN_TICKS):
-            self._told, self._since = counts, 0
+        if counts and (counts != self._reported or self._since >= AGAIN_TICKS):
+            self._reported, self._since = counts, 0
             self._tell(os.getpid(), counts)
 
     def _again(self) -> None:

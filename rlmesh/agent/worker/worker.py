@@ -56,7 +56,7 @@ from rlmesh.errors import RLMeshError, UsageError
 from rlmesh.job.context import JobInfo, WorkerContext, acting_as, set_current_worker
 from rlmesh.job.status import Alarm
 from rlmesh.placement.machine.affinity import bind
-from rlmesh.placement.machine.device_check import prove, prove_by_torch
+from rlmesh.placement.machine.device_check import check_devices, check_torch_devices
 from rlmesh.placement.machine.environment import mask_disagrees
 from rlmesh.placement.machine.gpus import CUDA_MASK, CUDA_ORDER
 from rlmesh.placement.machine.inventory import VIRTUAL
@@ -309,7 +309,7 @@ class WorkerMember:
                 with self._runtime.occupied(f"{role.spec.name}.on_restart()"):
                     self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", event))
         self._attempt(
-            first, "does not have what the plan gave it", lambda: prove_by_torch(self.name, self.spec.devices)
+            first, "does not have what the plan gave it", lambda: check_torch_devices(self.name, self.spec.devices)
         )
         for role in self._roles:
             self._serve(role)
@@ -350,7 +350,7 @@ class WorkerMember:
 
     def _check_devices(self) -> None:
         spec = self.spec
-        seen = prove(self.name, spec.devices, spec.binding, Machine(nvml=spec.nvml), os.environ)
+        seen = check_devices(self.name, spec.devices, spec.binding, Machine(nvml=spec.nvml), os.environ)
         if seen is not None:
             print_error(f"{self.name}: sees {seen}, as planned")
 

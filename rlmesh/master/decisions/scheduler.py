@@ -52,7 +52,7 @@ class Scheduler:
         """
         nodes = tuple(nodes)
         plan = make_plan(
-            self._spec.demand, nodes, kept=kept, excluded_nodes=excluded_nodes,
+            self._spec.demand, nodes, pinned=kept, excluded_nodes=excluded_nodes,
             excluded_devices=excluded_devices, spare_nodes=spare_nodes,
         )  # fmt: skip
         return replace(plan, notes=(*plan.notes, *ipc_notes(nodes, plan)))

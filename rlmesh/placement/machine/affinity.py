@@ -18,11 +18,11 @@ __all__ = ["bind", "memory_nodes"]
 
 
 def bind(binding: Binding) -> tuple[str, ...]:
-    """Bind the calling thread, and with it every thread that it starts later. Memory is taken from these nodes as
-    long as they have some: preferred, so that a full node costs speed and not the process.
+    """Bind the calling thread and every thread that it starts later. Memory is preferably taken from these nodes, so
+    that a full node costs speed and not the process.
 
     Returns:
-        What could not be done and why: a container may forbid it.
+        The bindings that failed, with errors: a container may forbid them.
     """
     failed = []
     try:

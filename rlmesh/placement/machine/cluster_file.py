@@ -3,7 +3,7 @@
 ::
 
     [[nodes]]
-    name = "gpu"              # gpu-0, gpu-1, … where count is more than 1
+    name = "gpu"              # gpu-0, gpu-1, … if count is more than 1
     count = 125
     cpus = 128
     memory_gib = 1024
@@ -12,7 +12,7 @@
     gpu_memory_gib = 80
     numa = 2                  # NUMA nodes, among which CPUs and GPUs are divided
     nvlink = "all"            # or "pairs", "none"
-    agents = 1                # or as many as Slurm starts tasks there, each of which sees its share of the GPUs
+    agents = 1                # or the number of tasks that Slurm starts there, each of which sees its share of the GPUs
 
     [[nodes]]
     name = "cpu"
@@ -36,7 +36,7 @@ __all__ = ["nodes_of", "read_cluster"]
 
 GIB = 2**30
 LINKS = 18
-"""NVLinks between two GPUs where the description says that there are some."""
+"""NVLinks between two GPUs that the description links."""
 
 DEFAULTS: dict[str, Any] = {
     "name": "node", "count": 1, "cpus": 1, "memory_gib": 0, "gpus": 0, "virtual": 0, "gpu_model": "GPU",
@@ -48,14 +48,14 @@ MOST: Mapping[str, int] = {
     "count": 100_000, "cpus": 100_000, "memory_gib": 2**30, "gpus": 1024, "virtual": 100_000, "gpu_memory_gib": 2**20,
     "numa": 1024, "agents": 1024,
 }  # fmt: skip
-"""More is a mistake, and takes long to plan for."""
+"""Largest values: larger ones are mistakes, and take long to plan for."""
 
 
 def read_cluster(path: Path) -> tuple[NodeInfo, ...]:
-    """The nodes that a file describes.
+    """Read the nodes that a file describes.
 
     Raises:
-        UsageError: it cannot be read, or has faults; lists all of them.
+        UsageError: the file cannot be read, or has faults; lists all of them.
     """
     try:
         found = tomllib.loads(path.read_text())
@@ -65,7 +65,7 @@ def read_cluster(path: Path) -> tuple[NodeInfo, ...]:
 
 
 def nodes_of(described: Mapping[str, Any], where: str = "cluster") -> tuple[NodeInfo, ...]:
-    """The nodes that a mapping, as the TOML file is one, describes. See :func:`read_cluster`."""
+    """The nodes that a mapping with the TOML file's structure describes. See :func:`read_cluster`."""
     faults: list[str] = []
     groups = described.get("nodes", [])
     unknown = sorted(map(str, set(described) - {"nodes"}))
@@ -128,7 +128,7 @@ def _nodes(group: Mapping[str, Any], first: int) -> list[NodeInfo]:
 
 
 def _shared_out(node: NodeInfo, agents: int, first: int) -> list[NodeInfo]:
-    """A machine with several agents, each of which sees its share of it."""
+    """Split a machine with several agents into one node per agent, each with its share."""
     real, slots = ([d for d in node.devices if (d.kind == VIRTUAL) is virtual] for virtual in (False, True))
     shares = [
         (*real[i * len(real) // agents : (i + 1) * len(real) // agents],

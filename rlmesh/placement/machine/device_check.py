@@ -1,4 +1,4 @@
-"""A member looks for itself whether it has the devices and the NUMA node that the plan gave it."""
+"""A member's own check that it has the devices and the NUMA node that the plan gave it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlmesh.placement.machine.gpus import usable_devices
 from rlmesh.placement.machine.inventory import VIRTUAL, Device
 from rlmesh.placement.machine.system import Machine
 
-__all__ = ["Sight", "look", "prove", "prove_by_torch"]
+__all__ = ["VisibleDevices", "check_devices", "check_torch_devices", "visible_devices"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What a process sees: devices under its mask, the NUMA nodes of its CPUs and of its memory policy.
+class VisibleDevices:
+    """The devices that a process sees under its mask, and the NUMA nodes of its CPUs and of its memory policy.
 
-    ``unknown`` says what could not be seen and why; that proves nothing, and refutes nothing.
+    ``unknown`` lists facts that could not be read, with the reason; these prove nothing, and refute nothing.
     """
 
     devices: tuple[Device, ...] = ()
@@ -35,8 +35,8 @@ class Sight:
         return f"{shown}, NUMA {ranges(self.numa)}" if self.numa else shown
 
 
-def look(machine: Machine, env: Mapping[str, str]) -> Sight:
-    """What this process sees now, through NVML and the kernel; no CUDA is initialised."""
+def visible_devices(machine: Machine, env: Mapping[str, str]) -> VisibleDevices:
+    """Read what this process sees now, through NVML and the kernel; CUDA is not initialised."""
     gpus, notes = machine.gpus()
     devices = usable_devices(gpus, env)[0]
     unknown = list(notes)
@@ -46,44 +46,45 @@ def look(machine: Machine, env: Mapping[str, str]) -> Sight:
         memory = memory_nodes()
     except OSError as error:
         unknown.append(f"its memory policy: {error.strerror}")
-    return Sight(devices, numa, memory, tuple(unknown))
+    return VisibleDevices(devices, numa, memory, tuple(unknown))
 
 
-def prove(
+def check_devices(
     name: str, devices: Sequence[Device], binding: Binding | None, machine: Machine, env: Mapping[str, str]
-) -> Sight | None:
-    """Compare what the member called ``name`` sees with what it was given.
+) -> VisibleDevices | None:
+    """Compare what the member called ``name`` sees with the plan.
 
     Returns:
-        What it sees; None if it was given nothing that could be seen.
+        What it sees; None if the plan gave it nothing that could be seen.
 
     Raises:
-        PlacementError: it sees something else; both are in the message.
+        PlacementError: it sees something else; the message has both.
     """
     real = [device for device in devices if device.kind != VIRTUAL]
     if not real and binding is None:
         return None
     if wrong := mask_disagrees(devices, env):
         raise PlacementError(f"{name}: {wrong}: the mask has one owner, which is the plan")
-    sight = look(machine, env) if real else look(Machine(machine.proc, machine.cgroups, machine.dev, machine.sys), {})
+    unmasked = Machine(machine.proc, machine.cgroups, machine.dev, machine.sys)
+    seen = visible_devices(machine, env) if real else visible_devices(unmasked, {})
     if real:
-        _compare_devices(name, real, sight)
-    if binding is not None and not set(sight.numa) <= set(binding.numa):
+        _compare_devices(name, real, seen)
+    if binding is not None and not set(seen.numa) <= set(binding.numa):
         raise PlacementError(
             f"{name}: the plan gave it {binding}, and its CPUs {ranges(sorted(os.sched_getaffinity(0)))} are of NUMA "
-            f"{ranges(sight.numa)}"
+            f"{ranges(seen.numa)}"
         )
-    return sight
+    return seen
 
 
-def _compare_devices(name: str, given: Sequence[Device], sight: Sight) -> None:
-    seen = {device.uuid: device for device in sight.devices}
+def _compare_devices(name: str, given: Sequence[Device], visible: VisibleDevices) -> None:
+    seen = {device.uuid: device for device in visible.devices}
     wanted = ", ".join(f"{device.uuid} ({device.bus_id})" for device in given)
-    if not seen and any("not known" in text for text in sight.unknown):
+    if not seen and any("not known" in text for text in visible.unknown):
         return
-    there = ", ".join(f"{device.uuid} ({device.bus_id})" for device in sight.devices) or "none"
-    if [device.uuid for device in given] != [device.uuid for device in sight.devices]:
-        why = f" ({'; '.join(sight.unknown)})" if sight.unknown else ""
+    there = ", ".join(f"{device.uuid} ({device.bus_id})" for device in visible.devices) or "none"
+    if [device.uuid for device in given] != [device.uuid for device in visible.devices]:
+        why = f" ({'; '.join(visible.unknown)})" if visible.unknown else ""
         raise PlacementError(f"{name}: the plan gave it {wanted}, and it sees {there}{why}")
     for device in given:
         other = seen[device.uuid]
@@ -97,8 +98,8 @@ def _compare_devices(name: str, given: Sequence[Device], sight: Sight) -> None:
             )
 
 
-def prove_by_torch(name: str, devices: Sequence[Device]) -> tuple[str, ...]:
-    """Compare with what torch sees, where torch is loaded and has initialised CUDA already; it is not made to.
+def check_torch_devices(name: str, devices: Sequence[Device]) -> tuple[str, ...]:
+    """Compare the plan with the devices that torch sees, if torch is loaded and has initialised CUDA already.
 
     Returns:
         The UUIDs that torch sees; empty if it was not asked.

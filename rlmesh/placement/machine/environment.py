@@ -1,4 +1,4 @@
-"""What a member's environment says about its devices. Pure. rlmesh alone sets these variables."""
+"""Environment variables of a member for its devices. No I/O. Only rlmesh sets these variables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlmesh.placement.machine.inventory import VIRTUAL, Device
 def device_environment(
     devices: Sequence[Device], of_node: Sequence[Device], device_type: DeviceType, own: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of a member that was given ``devices`` on a node that has ``of_node``.
+    """The variables of a member that was given ``devices`` on a node with the devices ``of_node``.
 
-    A member with devices sees these and no others, named by UUID, and numbers count by bus id. One without sees
-    none, unless the role's own variables (``own``) say otherwise: it does not take part in the division. Virtual
-    slots name no device: the members of a job of device type CPU see none, others what the node has.
+    A member with devices sees only these, named by UUID and numbered by bus id. A member without devices sees
+    none, unless the role's own variables (``own``) set a mask: it does not take part in the division. Virtual
+    slots name no device: in a job of device type CPU the members see none, in other jobs all devices of the node.
     """
     if any(device.kind != VIRTUAL for device in devices):
         return {CUDA_MASK: ",".join(device.uuid for device in devices), CUDA_ORDER: BY_BUS}
@@ -25,7 +25,7 @@ def device_environment(
 
 
 def mask_disagrees(devices: Sequence[Device], env: Mapping[str, str]) -> str:
-    """How a mask differs from the one that a member was given; empty if it doesn't, or if none was given."""
+    """Describe how a mask differs from the planned one; empty if it does not, or if none was planned."""
     if not devices or all(device.kind == VIRTUAL for device in devices):
         return ""
     wanted = ",".join(device.uuid for device in devices)

@@ -1,7 +1,7 @@
-"""Which news about a GPU means that it must not be used any more. Pure.
+"""Judges events and states of GPUs: which ones mean that a GPU must not be used any more. No I/O.
 
-Xids are the driver's error numbers. Most are the program's own fault (an illegal access is 31) or were dealt with
-(a row that was remapped is 63); NVIDIA's catalogue says which ones ask for a reset or a repair.
+Xids are the driver's error numbers. Most are the program's own fault (an illegal access is 31) or are already handled
+(a remapped row is 63); NVIDIA's catalogue says which ones need a reset or a repair.
 Source: https://docs.nvidia.com/deploy/xid-errors/
 """
 
@@ -30,8 +30,8 @@ BAD_XIDS: Mapping[int, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceNews:
-    """Something that happened to a GPU: an Xid with its number, or a fault that was seen when looking at it."""
+class DeviceEvent:
+    """An event of a GPU: an Xid with its number, or a fault found by a read."""
 
     uuid: str
     kind: Literal["xid", "fault", "gone"]
@@ -41,9 +41,9 @@ class DeviceNews:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBad:
-    """A device that must not be used any more: told by an agent to the master.
+    """A device that must not be used any more, reported by an agent to the master.
 
-    ``uuids`` are the device's own and those of its slices. ``at``: seconds since the epoch.
+    ``uuids`` are those of the device and of its slices. ``at``: seconds since the epoch.
     """
 
     node_rank: int
@@ -57,27 +57,28 @@ class DeviceBad:
 
 @dataclass(slots=True)
 class Health:
-    """Judges news, and says of each GPU only once that it is bad.
+    """Judges events and reads, and reports each bad GPU once.
 
     Args:
         node_rank: the node of the GPUs.
-        slices: of each GPU the UUIDs of the devices that are parts of it; itself where it is not divided.
+        slices: for each GPU the UUIDs of its slices; its own UUID if it is not divided.
     """
 
     node_rank: int
     slices: Mapping[str, tuple[str, ...]]
     _uncorrected: dict[str, int] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
 
-    def hear(self, news: DeviceNews, now: float) -> DeviceBad | None:
-        if news.kind == "xid":
-            why = BAD_XIDS.get(news.xid, "")
-            return self._bad(news.uuid, f"Xid {news.xid}, {why}", now) if why else None
-        return self._bad(news.uuid, news.text, now)
+    def judge(self, event: DeviceEvent, now: float) -> DeviceBad | None:
+        """The GPU's fault if the event means that it is bad and it was not reported yet."""
+        if event.kind == "xid":
+            why = BAD_XIDS.get(event.xid, "")
+            return self._bad(event.uuid, f"Xid {event.xid}, {why}", now) if why else None
+        return self._bad(event.uuid, event.text, now)
 
     def look(self, gpus: Iterable[GpuFacts], now: float) -> list[DeviceBad]:
-        """Judge what NVML shows now. Faults, GPUs that are no longer shown, and errors that ECC could not correct
-        and that are new since the first look."""
+        """Judge the state in NVML: faults, GPUs that have disappeared, and uncorrectable ECC errors
+        since the first look."""
         shown = {gpu.uuid: gpu for gpu in gpus}
         found: list[DeviceBad | None] = []
         for uuid in self.slices:
@@ -94,7 +95,7 @@ class Health:
         return [bad for bad in found if bad is not None]
 
     def _bad(self, uuid: str, why: str, now: float) -> DeviceBad | None:
-        if uuid not in self.slices or uuid in self._told:
+        if uuid not in self.slices or uuid in self._reported:
             return None
-        self._told.add(uuid)
+        self._reported.add(uuid)
         return DeviceBad(self.node_rank, tuple(dict.fromkeys((uuid, *self.slices[uuid]))), why, now)

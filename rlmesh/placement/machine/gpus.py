@@ -1,4 +1,5 @@
-"""Which GPUs of a machine a job may use: all of them, less what inherited masks hide and what the user excludes. Pure.
+"""The GPUs of a machine that a job may use: all, except those hidden by inherited masks or excluded by the user. No
+I/O.
 
 `rlmesh.placement.machine.masks` reads the masks.
 """
@@ -18,16 +19,16 @@ CUDA_ORDER = "CUDA_DEVICE_ORDER"
 BY_BUS = "PCI_BUS_ID"
 CONTAINER_MASK = "NVIDIA_VISIBLE_DEVICES"
 EXCLUDED = "RLMESH_EXCLUDE_DEVICES"
-"""Devices of a node that are never used, whatever masks show: UUIDs or their beginnings, bus ids, or numbers in the
-order of bus ids, with commas between them."""
+"""Variable that lists devices that are never used, whatever masks show: UUIDs or their beginnings, bus ids, or numbers
+in the order of bus ids, separated by commas."""
 
 
 def usable_devices(gpus: Sequence[GpuFacts], env: Mapping[str, str]) -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """The devices that a job may use, and notes on what it may not, for people.
+    """The devices that a job may use, and notes for people on those that it may not.
 
-    Devices are in the order of CUDA_VISIBLE_DEVICES, without one in that of bus ids, the slices of a GPU in its place.
-    Devices with a fault, and those that RLMESH_EXCLUDE_DEVICES names, are among them: they are not used, and known to
-    be there.
+    Devices are in the order of CUDA_VISIBLE_DEVICES, without it in that of bus ids, the slices of a GPU in its place.
+    Devices with a fault, and those that RLMESH_EXCLUDE_DEVICES names, are included with the fault set: they are known
+    and not used.
     """
     ordered = sorted(gpus, key=lambda gpu: gpu.bus_id.lower())
     notes: list[str] = []

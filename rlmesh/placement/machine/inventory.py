@@ -1,4 +1,4 @@
-"""What a node has: plain values that agents report and the planner reads."""
+"""Resources of a node: plain values that agents report and the planner reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VIRTUAL = "virtual"
 """``Device.kind`` of a slot that stands for an accelerator on a machine without any."""
 GPU = "gpu"
 MIG = "mig"
-"""``Device.kind`` of a slice of a GPU, which is a device of its own."""
+"""``Device.kind`` of a slice of a GPU, which is a device in its own right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +16,15 @@ class Device:
     """One accelerator, a slice of one, or a virtual slot that stands for one on a machine without any.
 
     Attributes:
-        index: its place on the node: GPUs in the order of their bus ids, the slices of a GPU in its place.
-        uuid: what CUDA_VISIBLE_DEVICES names it by.
+        index: its position on the node: GPUs in the order of their bus ids, the slices of a GPU in its place.
+        uuid: its name in CUDA_VISIBLE_DEVICES.
         kind: ``gpu``, ``mig`` or ``virtual``.
         memory_bytes: its memory; of a slice the slice's; 0 if unknown.
         bus_id: PCI address such as ``00000000:3B:00.0``; of a slice its GPU's.
-        numa: NUMA node that it is attached to; None if the machine does not say.
+        numa: NUMA node that it is attached to; None if unknown.
         model: product name.
-        parent: UUID of the GPU that a slice belongs to.
-        links: UUID of another GPU of the node and the number of NVLinks to it.
+        parent: UUID of the GPU of a slice.
+        links: pairs of another GPU's UUID and the number of NVLinks to it.
         fault: why it must not be used; empty if it may.
     """
 
@@ -42,7 +42,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """One NUMA node: the CPUs of it that this process may use, and its memory."""
+    """One NUMA node: its CPUs that this process may use, and its memory."""
 
     number: int
     cpus: tuple[int, ...]
@@ -51,17 +51,17 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What an agent tells the master about its node: what a job may use of it, which is not always all of it.
+    """An agent's description of its node for the master: the resources that a job may use, not all that exist.
 
     Attributes:
-        cpus: cores, by affinity, quota and Slurm.
+        cpus: number of cores, by affinity, quota and Slurm.
         numa: its NUMA nodes; empty if unknown or if there is only one.
         notes: what was left out and why, for people.
         host: the numeric address at which the node's processes listen for those of others; empty in a job of one
             machine.
         machine: equal where processes see each other's process numbers; host names are not unique.
-        group: equal for agents that share a machine, one of them per task of Slurm; empty for a machine of its own.
-        agent_public: where processes of other machines reach its agent; empty in a job of one machine.
+        group: equal for agents that share a machine, one per task of Slurm; empty for an agent alone on its machine.
+        agent_public: the agent's endpoint for processes of other machines; empty in a job of one machine.
     """
 
     node_rank: int

@@ -1,9 +1,9 @@
-"""What CUDA_VISIBLE_DEVICES and its like say of a machine's GPUs. Pure.
+"""CUDA_VISIBLE_DEVICES and similar masks of a machine's GPUs. No I/O.
 
-CUDA_VISIBLE_DEVICES means what it means to CUDA: numbers, UUIDs or their beginnings, slices, in that order; what comes
-after the first entry that names nothing does not count, and an entry that comes twice leaves nothing.
-NVIDIA_VISIBLE_DEVICES has been applied already where a container runtime read it; what it says in UUIDs is applied
-again, which changes nothing there and is right elsewhere.
+CUDA_VISIBLE_DEVICES is read as CUDA reads it: numbers, UUIDs or their beginnings, slices, in that order. Entries after
+the first invalid one are ignored, and an entry that comes twice hides all devices.
+A container runtime applies NVIDIA_VISIBLE_DEVICES itself. UUIDs in it are applied again, which changes nothing in a
+container and is right elsewhere.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class GpuFacts:
     Attributes:
         bus_id: PCI address with a domain of 8 digits, such as ``00000000:3B:00.0``.
         minor: number of ``/dev/nvidia<minor>``; None if unknown.
-        links: UUID of another GPU and how many NVLinks lead to it.
-        mig: whether it is divided; then only its slices can be used.
+        links: pairs of another GPU's UUID and the number of NVLinks to it.
+        mig: True if it is divided; then only its slices can be used.
         fault: why it must not be used; empty if it may.
-        uncorrected: ECC errors since the driver was loaded that could not be corrected.
+        uncorrected: uncorrectable ECC errors since the driver was loaded.
     """
 
     uuid: str
@@ -54,19 +54,20 @@ class GpuFacts:
 
 
 Choice = tuple[int, int | None]
-"""Place of a GPU, and of the slice of it where it is divided."""
+"""Position of a GPU, and of the slice if it is divided."""
 Named = tuple[Choice | None, str]
-"""What an entry names, or why it names nothing; no reason where that is what it is written for."""
+"""The device that an entry names; or None with the reason, which is empty for entries that are meant to hide
+devices."""
 
 _UUIDS = ("GPU-", "MIG-")
 _DIGITS = 32
-"""Of a UUID."""
+"""Hexadecimal digits of a UUID."""
 _NONE = ("", "-1", "none", "NoDevFiles")
-"""First entries that are written to hide all devices."""
+"""First entries that are meant to hide all devices."""
 
 
 def all_of(gpus: Sequence[GpuFacts]) -> list[Choice]:
-    """Every device, the slices of a GPU in its place."""
+    """All devices, the slices of a GPU in its place."""
     found: list[Choice] = []
     for i, gpu in enumerate(gpus):
         found += [(i, j) for j in range(len(gpu.slices))] if gpu.mig else [(i, None)]
@@ -74,12 +75,12 @@ def all_of(gpus: Sequence[GpuFacts]) -> list[Choice]:
 
 
 def cuda_visible(mask: str, gpus: Sequence[GpuFacts], *, by_bus: bool) -> tuple[list[Choice], str]:
-    """What CUDA shows under a mask, in its order, and what is wrong with the mask; that quotes the entry.
+    """The devices that CUDA shows under a mask, in its order, and what is wrong with the mask, quoting the entry.
 
     Args:
         gpus: in the order of their bus ids.
-        by_bus: whether numbers count in that order. Otherwise CUDA counts the fastest first, which is the same
-            order where all GPUs are of one model, and unknown where they are not.
+        by_bus: True if numbers count in that order. Otherwise CUDA counts the fastest first, which is the same
+            order if all GPUs are of one model, and unknown if not.
     """
     items = mask.split(",")
     found: list[Choice] = []
@@ -101,12 +102,12 @@ def cuda_visible(mask: str, gpus: Sequence[GpuFacts], *, by_bus: bool) -> tuple[
                 "it counts GPUs in CUDA's own order, fastest first, and they differ, so that it cannot be known which "
                 "are meant: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name UUIDs"
             )
-        found.sort()  # all of them, in an order that is not known
+        found.sort()  # all of them, in an unknown order
     return found, why
 
 
 def _by_number(item: str, gpus: Sequence[GpuFacts], *, first: bool) -> Named:
-    """CUDA reads as many digits as there are, by C's ``strtoull``, and keeps 32 bits of the result."""
+    """Parse as CUDA does: as many digits as there are, by C's ``strtoull``, of which 32 bits are used."""
     number = re.match(r"\s*([+-]?)(\d+)", item, re.ASCII)
     if number is None:
         if item.strip() in _NONE:
@@ -117,14 +118,14 @@ def _by_number(item: str, gpus: Sequence[GpuFacts], *, first: bool) -> Named:
         return None, f"{item!r} is neither a number nor a UUID"
     i = _c_int(number[1] == "-", number[2])
     if i < 0:
-        return None, ""  # -1 is what ends a list
+        return None, ""  # -1 ends a list
     if i >= len(gpus):
         return None, f"{item!r} names no GPU: they are {_range(len(gpus))}"
     if not gpus[i].mig:
         return (i, None), ""
     if not gpus[i].slices:
         return None, f"{item!r} is a GPU that is divided and has no slices"
-    return (i, 0), ""  # of a divided GPU CUDA shows the first slice
+    return (i, 0), ""  # CUDA shows the first slice of a divided GPU
 
 
 def _c_int(minus: bool, digits: str) -> int:
@@ -138,8 +139,8 @@ def _range(count: int) -> str:
 
 
 def _by_name(item: str, gpus: Sequence[GpuFacts]) -> Named:
-    """A UUID, or the beginning of one if only one begins so, with a digit at least. Digits may be in capitals, and
-    dashes anywhere; CUDA wants the prefix as it is, no space before it, and ignores what follows all of the digits."""
+    """Parse a UUID or an unambiguous beginning of one with at least one digit. Digits may be in capitals, and dashes
+    anywhere. As in CUDA the prefix must be exact without a space before it, and text after all digits is ignored."""
     if not item.startswith(_UUIDS):
         if item.strip() in _NONE:
             return None, ""
@@ -166,7 +167,7 @@ def _digits(uuid: str) -> str:
 
 
 def _begins(item: str, uuid: str) -> bool:
-    """Whether a UUID begins as an entry says; CUDA skips dashes."""
+    """True if a UUID begins as an entry says; CUDA skips dashes."""
     return uuid[:4].upper() == item[:4] and _digits(uuid).startswith(_digits(item))
 
 
@@ -180,8 +181,8 @@ def _only(item: str, matching: Sequence[tuple[str, Choice | None]]) -> Named:
 
 
 def container_visible(mask: str, gpus: Sequence[GpuFacts]) -> list[Choice]:
-    """What a container's mask leaves. ``none`` hides all. Numbers count the host's GPUs and ``void`` says that
-    another mechanism chose them: both tell nothing about what is seen here."""
+    """The devices that a container's mask leaves. ``none`` hides all. Numbers count the host's GPUs, and ``void`` means
+    that another mechanism chose them: both say nothing about the GPUs seen here."""
     items = [item.strip() for item in mask.split(",") if item.strip()]
     if items == ["none"]:
         return []
@@ -197,11 +198,11 @@ def container_visible(mask: str, gpus: Sequence[GpuFacts]) -> list[Choice]:
 
 
 def excluded_by(text: str, devices: Iterable[Device], gpus: Sequence[GpuFacts]) -> tuple[frozenset[str], str]:
-    """UUIDs of those of ``devices`` that a list of excluded ones names, and what is wrong with the list.
+    """UUIDs of the ``devices`` that an exclusion list names, and what is wrong with the list.
 
-    An entry that is well formed and names nothing here is right: the list may be one for all nodes. The beginning of
-    a UUID names all that begin so, and a GPU all of its slices. Numbers count ``gpus``, all of the machine in the order
-    of their bus ids. Spaces around entries and capitals do not matter.
+    A well-formed entry that names nothing here is valid: the list may be one for all nodes. The beginning of
+    a UUID names all UUIDs that begin so, and a GPU names all of its slices. Numbers count ``gpus``, all GPUs of the
+    machine in the order of bus ids. Spaces around entries and capitals do not matter.
     """
     found: set[str] = set()
     devices = list(devices)
@@ -219,7 +220,7 @@ def excluded_by(text: str, devices: Iterable[Device], gpus: Sequence[GpuFacts]) 
 
 
 def _bus(text: str) -> str:
-    """A bus id with a domain of 8 digits and a function."""
+    """A bus id with an 8-digit domain and a function."""
     text = text if text.count(":") == 2 else f"0:{text}"
     domain, _, rest = text.partition(":")
     return f"{domain:0>8}:{rest if '.' in rest else f'{rest}.0'}"

@@ -1,6 +1,6 @@
-"""The GPUs of this machine as NVML shows them. The only module that imports pynvml (package nvidia-ml-py).
+"""The GPUs of this machine, read through NVML. The only module that imports pynvml (package nvidia-ml-py).
 
-NVML is opened for each look and closed again: a process that forks must not hold it.
+NVML is opened for each read and closed again: a process that forks must not hold it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar
 
-from rlmesh.placement.machine.gpu_health import DeviceNews
+from rlmesh.placement.machine.gpu_health import DeviceEvent
 from rlmesh.placement.machine.gpus import GpuFacts, SliceFacts
 
 T = TypeVar("T")
 
 
 class NvmlFailed(Exception):
-    """NVML is not there or does not answer; the text says why."""
+    """NVML is missing or does not work; the text says why."""
 
 
 def library(name: str = "") -> Any:
-    """The library with NVML's functions: pynvml, or what ``module:attribute`` names, for machines without.
+    """The module with NVML's functions: pynvml, or the one named by ``module:attribute``, for machines without GPUs.
 
     Raises:
         NvmlFailed: it is not installed.
@@ -46,10 +46,10 @@ class Nvml:
 
     @contextmanager
     def opened(self) -> Iterator[Any]:
-        """The library between its start and its end.
+        """Context manager that initialises the library and shuts it down.
 
         Raises:
-            NvmlFailed: it could not be started.
+            NvmlFailed: it could not be initialised.
         """
         try:
             self._lib.nvmlInit()
@@ -61,7 +61,7 @@ class Nvml:
             self._lib.nvmlShutdown()
 
     def read(self) -> tuple[GpuFacts, ...]:
-        """All GPUs. One that cannot be read at all is left out; one that can, but is broken, has a ``fault``.
+        """Read all GPUs. Unreadable GPUs are left out; readable but broken ones have a ``fault``.
 
         Raises:
             NvmlFailed: NVML does not work.
@@ -79,7 +79,7 @@ class Nvml:
         return self._ask(self._lib.nvmlDeviceGetHandleByIndex, index)
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T | None:
-        """What NVML answers; None if it cannot: not every GPU knows everything."""
+        """The answer of NVML; None if unsupported: not every GPU knows everything."""
         try:
             return function(*args)
         except self._lib.NVMLError:
@@ -108,10 +108,10 @@ class Nvml:
             uncorrected=int(ecc or 0),
         )
 
-    def watch(self, uuids: Iterable[str], wait_s: float, closing: Callable[[], bool]) -> Iterator[DeviceNews | None]:
-        """News of GPUs as NVML sends them; None after each ``wait_s`` without any. Blocks; for a thread.
+    def watch(self, uuids: Iterable[str], wait_s: float, closing: Callable[[], bool]) -> Iterator[DeviceEvent | None]:
+        """Events of GPUs as NVML sends them; None after each ``wait_s`` without an event. Blocks; run it on a thread.
 
-        Ends when ``closing()`` is true. GPUs that cannot send news are left out.
+        Ends when ``closing()`` is true. GPUs that cannot send events are left out.
 
         Raises:
             NvmlFailed: NVML does not work.
@@ -129,20 +129,20 @@ class Nvml:
             finally:
                 lib.nvmlEventSetFree(events)
 
-    def _next(self, events: Any, wait_s: float) -> DeviceNews | None:
+    def _next(self, events: Any, wait_s: float) -> DeviceEvent | None:
         lib = self._lib
         try:
             event = lib.nvmlEventSetWait_v2(events, int(wait_s * 1000))
         except lib.NVMLError as error:
             if error.value in (lib.NVML_ERROR_TIMEOUT, lib.NVML_ERROR_GPU_IS_LOST):
-                return None  # which one is lost shows when all are looked at
+                return None  # the next read shows which one is lost
             raise NvmlFailed(f"NVML: {error}") from None
         uuid = self._ask(lib.nvmlDeviceGetUUID, event.device)
         if uuid is None:
             return None
         if event.eventType == lib.nvmlEventTypeXidCriticalError:
-            return DeviceNews(_text(uuid), "xid", int(event.eventData))
-        return DeviceNews(_text(uuid), "fault", text="a memory error that ECC could not correct")
+            return DeviceEvent(_text(uuid), "xid", int(event.eventData))
+        return DeviceEvent(_text(uuid), "fault", text="a memory error that ECC could not correct")
 
     def _slices(self, handle: Any) -> tuple[SliceFacts, ...]:
         lib = self._lib
@@ -160,7 +160,7 @@ class Nvml:
         return tuple(sorted(found, key=lambda s: (s.gpu_instance, s.compute_instance)))
 
     def _links(self, one: Any, other: Any) -> int:
-        """NVLinks between two GPUs; through a switch, as many as the one with fewer has."""
+        """Number of NVLinks between two GPUs; through a switch, as many as the GPU with fewer has."""
         lib = self._lib
         status = self._ask(lib.nvmlDeviceGetP2PStatus, one, other, lib.NVML_P2P_CAPS_INDEX_NVLINK)
         if status != lib.NVML_P2P_STATUS_OK:
@@ -180,7 +180,7 @@ class Nvml:
         ]
 
     def fault(self, handle: Any) -> str:
-        """Why a GPU must not be used, as far as NVML knows; empty if it may. NVML must be open."""
+        """The reason why a GPU must not be used, as far as NVML knows; empty if it may. NVML must be open."""
         lib = self._lib
         try:
             lib.nvmlDeviceGetMemoryInfo(handle)

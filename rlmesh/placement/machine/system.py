@@ -1,5 +1,5 @@
-"""What this machine offers to a job: CPUs, memory, NUMA nodes, GPUs. As much as this process may use, not what is
-there: affinity, cpusets and quotas of control groups, Slurm's allocation and inherited masks are kept to."""
+"""Resources of this machine that this process may use: CPUs, memory, NUMA nodes, GPUs. Affinity, cpusets and quotas of
+control groups, Slurm's allocation and inherited masks are respected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Machine", "numbers"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the kernel's files are; tests give others. ``nvml`` names another library in place of pynvml."""
+    """This machine. The paths of the kernel's files can be replaced in tests; ``nvml`` names a library for pynvml."""
 
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")
@@ -27,7 +27,7 @@ class Machine:
     nvml: str = ""
 
     def cpu_ids(self) -> frozenset[int]:
-        """The CPUs that this process may run on."""
+        """The numbers of the CPUs that this process may run on."""
         allowed = set(os.sched_getaffinity(0))
         for folder in self._folders("cpuset"):
             for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
@@ -37,12 +37,12 @@ class Machine:
         return frozenset(allowed)
 
     def cpus(self, env: Mapping[str, str] | None = None) -> int:
-        """How many of them, at most what quotas and Slurm's allocation (in ``env``) allow; at least 1."""
+        """Number of usable CPUs, limited by quotas and Slurm's allocation (in ``env``); at least 1."""
         limits = [quota for folder in self._folders("cpu") if (quota := _cpu_quota(folder)) is not None]
         return max(1, int(min([len(self.cpu_ids()), *limits, *_slurm_cpus(env or {})])))
 
     def memory_bytes(self, env: Mapping[str, str] | None = None) -> int:
-        """Memory of the machine, at most the control groups' limit and Slurm's allocation (in ``env``)."""
+        """Memory of the machine, limited by control groups and Slurm's allocation (in ``env``)."""
         total = re.search(r"MemTotal:\s+(\d+) kB", (self.proc / "meminfo").read_text())
         limits = [int(total[1]) * 1024] if total else []
         for folder in self._folders("memory"):
@@ -53,7 +53,7 @@ class Machine:
         return min([*limits, *_slurm_memory(env or {})], default=0)
 
     def numa(self) -> tuple[NumaNode, ...]:
-        """The NUMA nodes with the CPUs of each that this process may use; empty if there is only one."""
+        """The NUMA nodes with their CPUs that this process may use; empty if there is only one."""
         allowed = self.cpu_ids()
         found = []
         for folder in (self.sys / "devices/system/node").glob("node[0-9]*"):
@@ -72,9 +72,9 @@ class Machine:
         return devices, (*notes, *said)
 
     def gpus(self) -> tuple[tuple[GpuFacts, ...], tuple[str, ...]]:
-        """All GPUs that this process can open, and notes on what is not known of them."""
+        """All GPUs that this process can open, and notes on unknown properties."""
         if not self.nvml and not (self.proc / "driver/nvidia").exists() and not (self.dev / "dxg").exists():
-            return (), ()  # no driver: pynvml need not even be imported
+            return (), ()  # no driver: pynvml is not even imported
         try:
             lib = library(self.nvml)
         except NvmlFailed as error:
@@ -87,7 +87,7 @@ class Machine:
         return tuple(replace(gpu, numa=self._numa_of(gpu.bus_id)) for gpu in read), ()
 
     def _gpus_of_the_driver(self) -> Iterator[GpuFacts]:
-        """What the driver's files tell, for machines without nvidia-ml-py."""
+        """The GPUs by the driver's files, for machines without nvidia-ml-py."""
         for folder in sorted((self.proc / "driver/nvidia/gpus").glob("*")):
             text = _read(folder / "information")
             uuid, minor = re.search(r"GPU UUID:\s*(\S+)", text), re.search(r"Device Minor:\s*(\d+)", text)
@@ -99,13 +99,13 @@ class Machine:
                 )
 
     def _numa_of(self, bus_id: str) -> int | None:
-        """The NUMA node that a PCI device is attached to. NVML writes domains with 8 digits, the kernel with 4."""
+        """The NUMA node of a PCI device. NVML writes domains with 8 digits, the kernel with 4."""
         domain, _, rest = bus_id.lower().partition(":")
         text = _read(self.sys / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")
         return int(text) if text.isdigit() else None  # -1: the firmware does not say
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """The control groups of this process for a controller, v1 and v2, up to their roots."""
+        """This process's control groups for a controller, v1 and v2, up to their roots."""
         for line in _read(self.proc / "self/cgroup").splitlines():
             number, names, path = line.split(":", 2)
             if number == "0" and not names:
@@ -121,7 +121,7 @@ class Machine:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a kernel list such as ``0-3,8``."""
+    """Parse a kernel list such as ``0-3,8``."""
     found: list[int] = []
     for item in filter(None, text.strip().split(",")):
         first, _, last = item.partition("-")
@@ -140,7 +140,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _slurm_cpus(env: Mapping[str, str]) -> list[int]:
-    """What Slurm gave this node, or this task where it started several on the node."""
+    """Numbers of CPUs that Slurm gave this node, and this task if it is one of several on the node."""
     if "SLURM_JOB_ID" not in env:
         return []
     found = [env.get("SLURM_CPUS_ON_NODE", "")]
@@ -151,7 +151,7 @@ def _slurm_cpus(env: Mapping[str, str]) -> list[int]:
 
 
 def _slurm_memory(env: Mapping[str, str]) -> list[int]:
-    """Slurm's MiB per node, or per CPU of the node; 0 is all."""
+    """Slurm's memory for the node in bytes, from its MiB per node or per CPU; empty if it gives all."""
     if "SLURM_JOB_ID" not in env:
         return []
     node, cpu, cpus = (env.get(f"SLURM_{name}", "") for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE"))
