@@ -10,7 +10,7 @@ from typing import Any
 from rlmesh import private_files
 from rlmesh.agent.monitoring.logs import last_lines, logs_folder
 from rlmesh.job.status import FailureInfo, JobStatus
-from rlmesh.observe.files.event_log import KEPT, read_events
+from rlmesh.observe.files.event_log import MOST_RECENT, read_events
 from rlmesh.observe.files.incidents import Incident, next_number
 
 __all__ = ["write_post_mortem"]
@@ -30,7 +30,7 @@ def write_post_mortem(status: JobStatus, run_dir: Path, failure: FailureInfo) ->
     )
     incident.closed_at = failure.at
     incident.steps = {f"{member.role}:{member.rank}": member.step for member in status.members}
-    incident.events = sorted(list(read_events(run_dir))[-KEPT:], key=lambda entry: float(entry["at"]))
+    incident.events = sorted(list(read_events(run_dir))[-MOST_RECENT:], key=lambda entry: float(entry["at"]))
     for path in private_files.files_in(logs_folder(run_dir), "*.log")[:MOST_LOGS]:
         if lines := last_lines(path, LINES):
             incident.last_lines[path.stem] = list(lines)

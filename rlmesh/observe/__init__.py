@@ -1,1 +1,1 @@
-"""What a person sees of a job: metric files, live view, end report, time use."""
+"""Output about a job for people: metric files, live view, end report, time use."""

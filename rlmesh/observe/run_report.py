@@ -1,4 +1,4 @@
-"""The picture of a run, drawn from its ``metrics.jsonl`` alone: did it learn, and where did the time go?"""
+"""The picture of a run, drawn only from its ``metrics.jsonl``: learning curves, and the step time by role."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _COLORS = ("#2f6db5", "#e08e2b", "#3a9d6e", "#8e5bb0", "#c7a93c", "#4fa9c4", "#b
 _DPI = 120
 _BINS = 60
 _SMOOTH_FROM = 8
-"""Curves with fewer points are drawn as they are."""
+"""Curves with fewer points are not smoothed."""
 _END = 5
-"""The ends of a long curve are means over so many steps."""
+"""The ends of a long curve are means over this many steps."""
 
 
 class StepTimes:
-    """Seconds per step by whom the caller waited for; ``parts`` add up to the step, unless calls overlap.
+    """Seconds per step by the role that the caller waited for; ``parts`` add up to the step, unless calls overlap.
 
     ``steps[i]`` is the middle of the i-th group of steps, ``parts[name][i]`` the mean over that group.
     """
@@ -48,7 +48,7 @@ class StepTimes:
         self.parts = parts
 
     def fraction(self, name: str) -> float:
-        """The part of all time that ``name`` took, 0 to 1."""
+        """The fraction of all time that ``name`` took, 0 to 1."""
         total = sum(sum(values) for values in self.parts.values())
         return sum(self.parts[name]) / total if total > 0 else 0.0
 
@@ -57,7 +57,7 @@ def draw_report(run_dir: Path) -> Path | None:
     """Draw ``<run_dir>/report.png``: reward, held-out accuracy, KL and the breakdown of the step time.
 
     Returns:
-        Its path, or None where nothing was reported, matplotlib is not installed, or the disk failed: a
+        The path, or None if nothing was reported, matplotlib is not installed, or the disk failed: a
         picture is never a reason for a job to fail, so the reason is only logged.
     """
     records = list(read_records(run_dir / METRICS_FILE))
@@ -86,7 +86,7 @@ def draw_report(run_dir: Path) -> Path | None:
 
 
 def step_times(records: Sequence[MetricRecord]) -> StepTimes | None:
-    """The breakdown of the steps of the role that waits most for others; None if no role called another."""
+    """The breakdown of the steps of the role that waits most for other roles; None if no role called another."""
     callers = TimeUse(records).callers()
     if not callers:
         return None
@@ -110,7 +110,7 @@ def step_times(records: Sequence[MetricRecord]) -> StepTimes | None:
 
 
 def _step_parts(records: Sequence[MetricRecord]) -> dict[str, float]:
-    """One step of a role in seconds by whom it waited for, averaged over the members that reported it."""
+    """One step of a role in seconds by awaited role, averaged over the members that reported it."""
     members = len({record.rank for record in records})
     parts: dict[str, float] = {OWN: sum(record.metrics.get(STEP_TIME, 0.0) for record in records)}
     for call in (call for record in records for call in calls_to_roles(record)):
@@ -146,7 +146,7 @@ def _draw(figure: Any, title: str, records: Sequence[MetricRecord]) -> None:
 
 
 def _curve(axes: Any, title: str, name: str, curves: Mapping[str, Curve], color: str, *, rare: bool = False) -> None:
-    """One metric over the steps; a ``rare`` one is not reported at each step, so its points are marked."""
+    """Draw one metric over the steps; a ``rare`` metric is not reported at each step, so its points are marked."""
     _title(axes, title)
     axes.grid(alpha=0.25)
     if name not in curves:

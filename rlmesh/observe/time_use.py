@@ -1,15 +1,15 @@
-"""Where the steps' time went: per caller, what it waited for, and how much of that was rlmesh itself.
+"""Time use of the steps: per caller, the time spent waiting for other roles, and rlmesh's own part of it.
 
-Every report carries what its sender's remote calls cost since the report before (``CallStats``). A role that
-times its steps (metric ``step_time_s``) is judged by those reports alone, so that what it called before its
-first step and between steps is not taken for part of them. Per role that was called, all in seconds and
+Every report has the cost of its sender's remote calls since the report before (``CallStats``). For a role that
+times its steps (metric ``step_time_s``) only those reports count, so that calls before its
+first step and between steps are not taken for part of them. Per called role, all in seconds and
 averaged over the caller's steps:
 
-* waited: from the call to its result. Calls that run at the same time each count in full, so that the column
+* waited: from the call to its result. Concurrent calls each count in full, so the column
   can add up to more than a step; ``share`` divides such time evenly and never does.
-* method: what the slowest member spent in the method; queued: in methods before it.
+* method: time of the slowest member in the method; queued: in methods before it.
 * run queue: threads of either side were runnable, but no core was free.
-* rlmesh: what remains: serialization, transport, hand-offs between threads.
+* rlmesh: the rest: serialization, transport, hand-offs between threads.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlmesh.job.status import CallStats, MetricRecord
 __all__ = ["STEP_TIME", "CallerUse", "RoleUse", "TimeUse", "calls_to_roles", "format_time_use"]
 
 STEP_TIME = "step_time_s"
-"""The metric by which a role reports how long its step took."""
+"""The metric by which a role reports the time of its step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleUse:
-    """What one caller spent on calls to ``role``, in seconds per step.
+    """Time of one caller in calls to ``role``, in seconds per step.
 
-    ``slowest_method`` and ``slowest_rank`` are whom the caller waited for longest; ``share_s`` is
-    ``waited_s`` without the overlap of calls that ran at the same time.
+    ``slowest_method`` and ``slowest_rank`` are the ones that the caller waited for longest; ``share_s`` is
+    ``waited_s`` without the overlap of concurrent calls.
     """
 
     role: str
@@ -47,7 +47,7 @@ class RoleUse:
 
 @dataclass(frozen=True, slots=True)
 class CallerUse:
-    """What ``caller`` waited for, averaged over ``steps`` steps of ``step_s`` seconds; longest wait first."""
+    """The waiting time of ``caller``, averaged over ``steps`` steps of ``step_s`` seconds; longest wait first."""
 
     caller: str
     steps: int
@@ -61,12 +61,12 @@ class CallerUse:
 
     @property
     def overhead_fraction(self) -> float:
-        """rlmesh's own part of the step, 0 to 1."""
+        """rlmesh's own fraction of the step, 0 to 1."""
         return self.overhead_s / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def own_s(self) -> float:
-        """Seconds per step in which the caller waited for nobody."""
+        """Seconds per step in which the caller did not wait."""
         return max(0.0, self.step_s - sum(role.share_s for role in self.roles))
 
 
@@ -88,7 +88,7 @@ class _Reports:
         self.calls = _merged([*self.calls, *calls_to_roles(record)])
 
     def remove(self, record: MetricRecord) -> None:
-        """Take back a report whose step was made again."""
+        """Remove a report whose step was repeated."""
         self.step_s -= record.metrics.get(STEP_TIME, 0.0)
         self.calls = [call for call in _merged([*self.calls, *map(_negated, calls_to_roles(record))]) if call.calls > 0]
 
@@ -107,7 +107,7 @@ class TimeUse:
         kind.setdefault(record.role, _Reports()).add(record)
 
     def remove(self, record: MetricRecord) -> None:
-        """Take back a report: its step was made again, and is reported anew."""
+        """Remove a report whose step was repeated and is reported again."""
         kind = self._timed if STEP_TIME in record.metrics else self._others
         if record.role in kind:
             kind[record.role].remove(record)
@@ -120,7 +120,7 @@ class TimeUse:
 
 
 def format_time_use(uses: Sequence[CallerUse]) -> list[str]:
-    """The table that is printed when a job ends."""
+    """Format the table that is printed when a job ends."""
     lines: list[str] = []
     for use in uses:
         lines += _format_caller(use)
@@ -128,7 +128,7 @@ def format_time_use(uses: Sequence[CallerUse]) -> list[str]:
 
 
 def calls_to_roles(record: MetricRecord) -> list[CallStats]:
-    """The report's calls without those to rlmesh's own processes, whose names begin with ``@``."""
+    """The report's calls, except calls to rlmesh's own processes, whose names begin with ``@``."""
     return [call for call in record.calls if not call.role.startswith("@")]
 
 
@@ -137,7 +137,7 @@ def _use(name: str, reports: _Reports, timed: bool) -> CallerUse:
     if timed:
         step_s = reports.step_s / steps
     else:
-        # From each member's first report to its last lie all its steps but one.
+        # Between a member's first and last report lie all its steps but one.
         elapsed = sum(reports.last_at[rank] - at for rank, at in reports.first_at.items())
         step_s = elapsed / max(1, steps - len(reports.first_at))
     by_role: dict[str, list[CallStats]] = {}

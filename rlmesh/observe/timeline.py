@@ -1,12 +1,13 @@
-"""A job as a trace that Perfetto and ``chrome://tracing`` open. Pure but for reading the run directory.
+"""A job as a trace for Perfetto and ``chrome://tracing``. No I/O except reading the run directory.
 
 The format is the JSON of trace events (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU):
 every member is a process of the trace. Its tracks are its life (start, set-up, serving), its steps, the calls that it
-waits for, and what it serves (queued, running); arrows go from a call to where it ran. Times are µs since the job's
-first event.
+waits for, and the calls that it serves (queued, running); arrows go from a call to where it ran. Times are µs since the
+job's first event.
 
-Where a call ran is computed from its caller's record: the time that is neither queue nor method is divided evenly
-between the way there and the way back. So it needs no clocks that agree, and is off by half of that time at most.
+The span of a call at its callee is computed from the caller's record: the time that is neither queue nor method is
+divided evenly between the way there and the way back. So the clocks need not agree, and the error is at most half of
+that time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["TIMELINE_FOLDER", "build_trace", "read_trace"]
 TIMELINE_FOLDER = "timeline"
 
 LIFE, STEPS, CALLS, SERVES, QUEUES = 1, 2, 100, 200, 300
-"""Numbers of the tracks of a member; calls, services and queues take as many as overlap."""
+"""Numbers of a member's tracks; calls, services and queues use as many tracks as overlap."""
 _TITLES = {LIFE: "life", STEPS: "steps", CALLS: "calls", SERVES: "serves", QUEUES: "queued"}
 _SYNC_WORDS = ("weight", "sync", "broadcast")
 
@@ -39,7 +40,7 @@ class _Trace:
     zero_s: float
     events: list[dict[str, Any]] = field(default_factory=list)
     processes: dict[str, int] = field(default_factory=dict)
-    lanes: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    tracks: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     flows: int = 0
 
     def process(self, member: str) -> int:
@@ -48,9 +49,9 @@ class _Trace:
     def us(self, at_s: float) -> float:
         return round((at_s - self.zero_s) * 1e6, 3)
 
-    def lane(self, member: str, base: int, start_us: float, end_us: float) -> int:
-        """The first track of a kind on which nothing overlaps; slices must come by their start."""
-        ends = self.lanes.setdefault((member, base), [])
+    def track(self, member: str, base: int, start_us: float, end_us: float) -> int:
+        """The first track of a kind on which nothing overlaps; slices must be added in the order of their start."""
+        ends = self.tracks.setdefault((member, base), [])
         for number, end in enumerate(ends):
             if end <= start_us:
                 ends[number] = end_us
@@ -61,8 +62,8 @@ class _Trace:
     def slice(
         self, member: str, base: int, name: str, start_us: float, end_us: float, category: str, **args: Any
     ) -> int:
-        """A span on a member's track; returns the track."""
-        track = self.lane(member, base, start_us, end_us)
+        """Add a span to a member's track; return the track."""
+        track = self.track(member, base, start_us, end_us)
         self.events.append({
             "ph": "X", "name": name, "cat": category, "pid": self.process(member), "tid": track,
             "ts": start_us, "dur": round(end_us - start_us, 3), "args": args,
@@ -76,7 +77,7 @@ class _Trace:
         })  # fmt: skip
 
     def arrow(self, source: tuple[str, int, float], target: tuple[str, int, float], name: str) -> None:
-        """From one member, track and time to another."""
+        """Add an arrow from one (member, track, time) to another."""
         self.flows += 1
         for phase, (member, track, at_us) in (("s", source), ("f", target)):
             event = {"ph": phase, "name": name, "cat": "call", "id": self.flows, "pid": self.process(member),
@@ -84,7 +85,7 @@ class _Trace:
             self.events.append(event if phase == "s" else event | {"bp": "e"})
 
     def named(self) -> Iterator[dict[str, Any]]:
-        """The names of processes and tracks."""
+        """Metadata with the names of processes and tracks."""
         tracks = sorted({(event["pid"], event["tid"]) for event in self.events})
         for member, pid in self.processes.items():
             yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": member}}
@@ -97,7 +98,7 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """One call from its caller's file. Times in seconds since the epoch, durations in seconds."""
+    """One call, from its caller's file. Times in seconds since the epoch, durations in seconds."""
 
     caller: str
     callee: str
@@ -112,7 +113,7 @@ class TracedCall:
 
 
 def read_trace(run_dir: Path) -> dict[str, Any]:
-    """The trace of a run, from what is in its directory: events and reports always, calls where they were noted."""
+    """The trace of a run from its directory: events and reports, and calls if they were traced."""
     return build_trace(
         list(read_events(run_dir)),
         list(read_records(run_dir / METRICS_FILE, replaced=True)),
@@ -123,7 +124,7 @@ def read_trace(run_dir: Path) -> dict[str, Any]:
 def build_trace(
     events: Iterable[Mapping[str, Any]], records: Iterable[MetricRecord], calls: Iterable[TracedCall]
 ) -> dict[str, Any]:
-    """The whole trace, ready to be written as JSON."""
+    """Build the whole trace, ready to be written as JSON."""
     events, records = sorted(events, key=lambda entry: float(entry["at"])), sorted(records, key=lambda r: r.at)
     calls = sorted(calls, key=lambda call: call.start)
     starts = [float(events[0]["at"])] if events else []
@@ -138,7 +139,7 @@ def build_trace(
 
 
 def _draw_lives(trace: _Trace, events: Iterable[Mapping[str, Any]]) -> None:
-    """Start, set-up and serving of each process, and the moments of exits and restarts."""
+    """Draw start, set-up and serving of each process, and the moments of exits and restarts."""
     since: dict[str, tuple[str, float]] = {}
     last_us = 0.0
     for event in events:
@@ -169,7 +170,7 @@ _LIFE = {"MemberBound": "set up", "MemberReady": "serving"}
 
 
 def _draw_steps(trace: _Trace, records: Iterable[MetricRecord]) -> None:
-    """Each report ends a step: as long as it says it took, or since the report before."""
+    """Draw steps: each report ends a step, which began its reported time earlier, or at the report before."""
     before: dict[str, float] = {}
     for record in records:
         who = f"{record.role}:{record.rank}"
@@ -192,7 +193,7 @@ def _draw_calls(trace: _Trace, calls: Iterable[TracedCall]) -> None:
             call.caller, CALLS, f"{call.callee}.{call.method}", start_us, end_us, category, answered=call.answered,
             sent_bytes=call.sent_bytes, received_bytes=call.received_bytes,
         )  # fmt: skip
-        if call.answered and end_us > start_us:  # a notification has no answer that would tell
+        if call.answered and end_us > start_us:  # a notification has no answer with times
             way_us = max(0.0, end_us - start_us - 1e6 * (call.method_s + call.queued_s)) / 2
             came_us = start_us + way_us
             began_us = min(came_us + 1e6 * call.queued_s, end_us)
@@ -202,8 +203,8 @@ def _draw_calls(trace: _Trace, calls: Iterable[TracedCall]) -> None:
         if began_us - came_us >= 1.0:
             trace.slice(call.callee, QUEUES, f"{call.method} queued", came_us, began_us, "queue", caller=call.caller)
     for _, began_us, ended_us, call, track, start_us in sorted(served, key=lambda item: item[1]):
-        lane = trace.slice(call.callee, SERVES, call.method, began_us, ended_us, "run", caller=call.caller)
-        trace.arrow((call.caller, track, start_us), (call.callee, lane, began_us), call.method)
+        run_track = trace.slice(call.callee, SERVES, call.method, began_us, ended_us, "run", caller=call.caller)
+        trace.arrow((call.caller, track, start_us), (call.callee, run_track, began_us), call.method)
 
 
 def _read_calls(run_dir: Path) -> Iterator[TracedCall]:

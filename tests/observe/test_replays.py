@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlmesh.job.status import MetricRecord
 from rlmesh.observe.files.metric_files import METRICS_FILE, MetricsWriter, read_records
-from rlmesh.observe.files.repeated_steps import Replays, standing
+from rlmesh.observe.files.repeated_steps import Replays, current_reports
 from rlmesh.observe.run_report import step_times
 from rlmesh.observe.time_use import TimeUse
 from rlmesh.observe.views.progress import JobProgress
@@ -100,7 +100,7 @@ def test_a_view_that_sees_reports_one_by_one_ends_where_a_reader_does(
     for report in records:
         stands, replaced = replays.take(report)
         left = [one for one in left if not any(one is old for old in replaced)] + ([report] if stands else [])
-    assert left == standing(records)
+    assert left == current_reports(records)
     sums: dict[int, list[float]] = {}
     for report in left:
         sums.setdefault(report.step, []).append(report.metrics["x"])
@@ -109,8 +109,8 @@ def test_a_view_that_sees_reports_one_by_one_ends_where_a_reader_does(
 
 
 def test_what_is_kept_to_be_replaced_is_bounded() -> None:
-    replays = Replays(kept=10)
+    replays = Replays(most_steps=10)
     for report in reports("T:0.0/1", range(100), 0.0):
         replays.take(report)
-    assert len(replays._standing) == 10
+    assert len(replays._current) == 10
     assert [replays.take(report)[1] != [] for report in reports("T:0.1/2", [5, 99], 1.0)] == [False, True]

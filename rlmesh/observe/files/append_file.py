@@ -1,4 +1,4 @@
-"""A file to which whole pieces are appended, or nothing."""
+"""A file to which data is appended whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["AppendFile"]
 
 
 class AppendFile:
-    """Appends to ``path``, which is made with its directories at the first piece.
+    """Appends to ``path``, which is created with its directories at the first append.
 
-    Each piece is one ``write`` without a buffer in the process, so that it survives any death of the writer.
-    When the disk fills up in the middle of a piece, the file is cut back to what it was before.
+    Each append is one ``write`` without a buffer in the process, so that the data survives any death of the writer.
+    When the disk fills up in the middle of an append, the file is cut back to its size before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class AppendFile:
 
 
 def ends_torn(path: Path) -> bool:
-    """Does the file end inside a line? A writer that was killed may have left one."""
+    """True if the file ends inside a line, which a killed writer may have left."""
     try:
         with os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb") as file:
             if file.seek(0, os.SEEK_END) == 0:

@@ -1,11 +1,11 @@
-"""What happened to a job, in order: ``events.jsonl`` in its run directory, one JSON object per line.
+"""The event log of a job: ``events.jsonl`` in its run directory, one JSON object per line, in order.
 
 ::
 
     {"at": 1760000000.25, "event": "MemberExited", "who": "REWARD:0", "exit": {"signal": 9, …}}
 
-``at`` is in seconds since the epoch; ``who`` is left out where the event is nobody's. The fields are those of the
-master's own events and actions. A master that is started again goes on at the end of the file.
+``at`` is in seconds since the epoch; ``who`` is left out if the event concerns no member. The fields are those of the
+master's events and actions. A restarted master appends to the end of the file.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["EVENTS_FILE", "EventLog", "entry_of", "read_events"]
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
-KEPT = 400
-"""Entries that are kept in memory, for incidents."""
+MOST_RECENT = 400
+"""Entries in memory, for incidents."""
 LONGEST_TEXT = 4000
 
 
 class EventLog:
-    """Appends entries to the file, and remembers the last ones. A disk that fails stops nobody."""
+    """Appends entries to the file and holds the last ones in memory. A disk error stops nothing."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = AppendFile(run_dir / EVENTS_FILE)
         self._warned = False
-        self.recent: deque[dict[str, Any]] = deque(read_events(run_dir), maxlen=KEPT)
+        self.recent: deque[dict[str, Any]] = deque(read_events(run_dir), maxlen=MOST_RECENT)
 
     def add(self, entry: dict[str, Any]) -> None:
         self.recent.append(entry)
@@ -60,8 +60,7 @@ class EventLog:
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a run, oldest first; torn lines are skipped, a file that is missing or not safe to read has
-    none."""
+    """The entries of a run, oldest first; torn lines are skipped. A file that is missing or unsafe to read has none."""
     try:
         file = os.fdopen(private_files.open_file(run_dir / EVENTS_FILE, os.O_RDONLY), "rb")
     except OSError:
@@ -77,13 +76,13 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def entry_of(event: object, now: float) -> dict[str, Any]:
-    """The entry of a frozen dataclass: its name, whom it is about, its fields. One that says itself when it happened
-    (``exit.at``, ``alarm.at``) is dated by that."""
+    """The entry for a frozen dataclass: its name, the member that it concerns, its fields. Its time is ``exit.at`` or
+    ``alarm.at`` if it has one, else ``now``."""
     fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}  # type: ignore[arg-type]
-    told = fields.get("exit") or fields.get("alarm")
-    at = getattr(told, "at", now)
+    report = fields.get("exit") or fields.get("alarm")
+    at = getattr(report, "at", now)
     entry: dict[str, Any] = {"at": round(float(at), 6), "event": type(event).__name__}
-    about = told if told is not None else event
+    about = report if report is not None else event
     role, rank = getattr(about, "role", None), getattr(about, "rank", None)
     if role is not None and rank is not None:
         entry["who"] = f"{role}:{rank}"
@@ -93,7 +92,7 @@ def entry_of(event: object, now: float) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON knows it; long texts are cut, other objects become their text."""
+    """Convert to JSON values; long texts are cut, other objects become their text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):

@@ -1,9 +1,9 @@
-"""Incidents: one file per failure, with all that somebody needs who was not there.
+"""Incidents: one file per failure, with everything that is needed to understand it later.
 
-``<run_dir>/incidents/0001-REWARD-0.json`` has the first cause and what followed, whom it touched, signals, memory,
-stacks of the members that lived, everybody's last lines, the events before and after in their order, and the job's
-configuration; the ``.txt`` beside it says the same for people. Files are written whole and replaced whole: at first
-when the failure is noticed, again when more is known, and at last when it is known how it ended.
+``<run_dir>/incidents/0001-REWARD-0.json`` has the first cause and its consequences, the affected members, signals,
+memory, stacks of the living members, the last lines of all logs, the events before and after in order, and the job's
+configuration; the ``.txt`` beside it has the same for people. Files are written and replaced whole: first
+when the failure is noticed, again when more is known, and finally when the outcome is known.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Incident:
     """One failure. Times are seconds since the epoch; members are named ``ROLE:rank``.
 
     Attributes:
-        number: of the incident in its run, from 1.
+        number: number of the incident in its run, from 1.
         job: name, id and run directory.
-        failures: first cause first, then what followed.
-        earlier: what failed before and was dealt with; nothing connects the first cause with it.
-        touched: a sentence: whom it touched.
+        failures: the first cause, then its consequences.
+        earlier: earlier failures that were handled and are not connected with the first cause.
+        touched: a sentence about the affected members.
         exits: how members' processes ended, with signal or code and peak memory.
-        limits: bytes of memory that members were promised, and that their nodes have.
-        stacks: what each member that lived was doing.
+        limits: bytes of memory that members asked for, and that their nodes have.
+        stacks: the stacks of each living member.
         last_lines: the ends of the members' logs.
-        steps: where each member was.
-        doing: what members did that their states do not say: busy without an answer, stopped, running on.
+        steps: the step of each member.
+        doing: activity of members that their states do not show: busy without an answer, stopped, running on.
         events: entries of ``events.jsonl``, oldest first.
         outcome: empty while it is open.
         config: the job's description.
@@ -68,7 +68,7 @@ class Incident:
     path: Path | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """The incident as JSON values."""
         first = self.failures[0] if self.failures else None
         return {
             "incident": self.number,
@@ -91,10 +91,10 @@ class Incident:
         }
 
     def write(self, run_dir: Path) -> Path:
-        """Write both files; returns the JSON's path. The name is kept from the first time on.
+        """Write both files and return the JSON's path. The name never changes afterwards.
 
         Raises:
-            OSError: they cannot be written; older ones are whole.
+            OSError: the files cannot be written; older ones stay whole.
         """
         folder = run_dir / INCIDENTS_FOLDER
         private_files.make_folder(folder)
@@ -114,13 +114,13 @@ def incident_files(run_dir: Path) -> list[Path]:
 
 
 def newest_incident(run_dir: Path) -> Path | None:
-    """The readable text of the last incident of a run."""
+    """The text file of the last incident of a run."""
     files = incident_files(run_dir)
     return files[-1].with_suffix(".txt") if files else None
 
 
 def next_number(run_dir: Path) -> int:
-    """The number of the incident after those that a run has."""
+    """The number for the next incident of a run."""
     numbers = [int(path.name.partition("-")[0]) for path in incident_files(run_dir)]
     return max(numbers, default=0) + 1
 
@@ -132,7 +132,7 @@ def read_incident(path: Path) -> dict[str, Any]:
 
 
 def incident_text(content: Mapping[str, Any]) -> str:
-    """An incident for people."""
+    """Format an incident for people."""
     job = content["job"]
     lines = [
         f"incident {content['incident']} of job {job.get('name')} ({job.get('id')})",

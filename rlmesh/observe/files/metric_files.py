@@ -1,4 +1,4 @@
-"""The metrics of a run on disk: ``metrics.jsonl`` and TensorBoard scalars, written by the master's process.
+"""Files with the metrics of a run: ``metrics.jsonl`` and TensorBoard scalars, written by the master's process.
 
 One JSON object per line and per report::
 
@@ -7,11 +7,11 @@ One JSON object per line and per report::
      "sender": "TRAINER:0.0/71", "number": 8,
      "calls": [{"role": "ROLLOUT", "method": "generate", "calls": 1, "wall_s": 0.2, …}]}
 
-``at`` is in seconds since the epoch. ``number`` counts a sender's reports, so that a master that was started again
-knows which of them are here. Each process of a member is a sender: of a step that was made again after a restart the
-newest one's reports stand. Metrics have all their digits; whole numbers that were reported as ints are ints. Values
-that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``. Seconds of calls end at nanoseconds.
-Lines are written whole; a line that a dying machine tore is skipped by readers.
+``at`` is in seconds since the epoch. ``number`` counts a sender's reports, so that a restarted master
+knows which of them are stored. Each process of a member is a sender; if a step was repeated after a restart, the
+reports of the newest sender count. Metrics have all their digits, and integers stay integers. Values
+that JSON lacks are the strings ``"nan"``, ``"inf"``, ``"-inf"``. Times of calls are rounded to nanoseconds.
+Lines are written whole; readers skip a line torn by a dying machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from rlmesh import private_files
 from rlmesh.job.status import CallStats, MetricRecord
 from rlmesh.observe.files.append_file import AppendFile, ends_torn
-from rlmesh.observe.files.repeated_steps import standing
+from rlmesh.observe.files.repeated_steps import current_reports
 from rlmesh.observe.files.tensorboard import EventFile
 from rlmesh.observe.views.safe_text import json_text
 
@@ -48,9 +48,9 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsWriter:
     """Appends reports to ``<run_dir>/metrics.jsonl`` and ``<run_dir>/tensorboard/``.
 
-    Each report is one ``write`` to the file and nothing is buffered in the process, so that what was reported
-    is there after any death of the master. A disk that fails never stops the training: the first failure is
-    logged as a warning, and writing is tried again with each report.
+    Each report is one ``write`` to the file and nothing is buffered in the process, so that every report
+    survives any death of the master. A disk error never stops the training: the first one is
+    logged as a warning, and each further report tries again.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -62,7 +62,7 @@ class MetricsWriter:
         self.lost = 0
 
     def write(self, record: MetricRecord) -> None:
-        """Append one report; on failure count it in ``lost`` and go on."""
+        """Append one report; on an error count it in ``lost`` and go on."""
         try:
             line = _encode(record)
             if not self._lines.is_open and ends_torn(self._lines.path):
@@ -83,7 +83,7 @@ class MetricsWriter:
                 )  # fmt: skip
 
     def _may_replay(self, record: MetricRecord) -> int | None:
-        """The highest step so far, if another process of a member begins to report."""
+        """The highest step so far, if a new process of a member begins to report."""
         member = (record.role, record.rank)
         if self._highest is None:
             self._highest = _highest_step(self._lines.path)
@@ -107,9 +107,9 @@ def read_records(path: Path, *, replaced: bool = False) -> Iterator[MetricRecord
     """The reports in a ``metrics.jsonl``, oldest first; torn lines are skipped, a missing file has none.
 
     Args:
-        replaced: also those of steps that their member made again after a restart.
+        replaced: include reports of steps that their member repeated after a restart.
     """
-    return iter(_read_all(path) if replaced else standing(_read_all(path)))
+    return iter(_read_all(path) if replaced else current_reports(_read_all(path)))
 
 
 def _read_all(path: Path) -> Iterator[MetricRecord]:
@@ -126,7 +126,7 @@ def _read_all(path: Path) -> Iterator[MetricRecord]:
 
 
 def read_tail(path: Path, most: int) -> tuple[int, list[MetricRecord]]:
-    """How many whole lines a ``metrics.jsonl`` has, and the reports in the last ``most`` of them, oldest first."""
+    """The number of whole lines in a ``metrics.jsonl``, and the reports in the last ``most`` lines, oldest first."""
     count = 0
     last: deque[bytes] = deque(maxlen=most)
     try:
@@ -142,12 +142,12 @@ def read_tail(path: Path, most: int) -> tuple[int, list[MetricRecord]]:
         try:
             records.append(_decode(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError):
-            count -= 1  # torn: readers skip it
+            count -= 1  # torn; readers skip it
     return count, records
 
 
 def _highest_step(path: Path) -> int:
-    """Of the reports at the end of a file."""
+    """The highest step among the reports at the end of a file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -197,7 +197,7 @@ def _decode_call(entry: Mapping[str, Any]) -> CallStats:
 
 
 def _to_json(value: float) -> float | str:
-    """A metric with all its digits."""
+    """Convert a metric with all its digits."""
     if isinstance(value, int):
         return int(value)  # True is 1
     value = float(value)
@@ -207,15 +207,15 @@ def _to_json(value: float) -> float | str:
 def _from_json(value: object) -> float:
     if isinstance(value, int):
         return value
-    return float(value)  # type: ignore[arg-type]  # TypeError: the line is none of ours
+    return float(value)  # type: ignore[arg-type]  # TypeError: the line is not a report
 
 
 def _seconds_to_json(value: float) -> float | str:
-    """The clocks tick in nanoseconds; further digits are noise of the arithmetic."""
+    """Round to nanoseconds, the resolution of the clocks; further digits are noise of the arithmetic."""
     return round(value, 9) if math.isfinite(value) else str(value)
 
 
 def _tags(record: MetricRecord) -> dict[str, float]:
-    """Scalars by TensorBoard tag; rank 0 has the plain name of its role."""
+    """The scalars by TensorBoard tag; rank 0 has the plain name of its role."""
     member = record.role if record.rank == 0 else f"{record.role}:{record.rank}"
     return {f"{member}/{name}": float(value) for name, value in record.metrics.items()}

@@ -1,7 +1,7 @@
 """TensorBoard event files with scalars, written without TensorBoard.
 
-The package's own writer imports NumPy, protobuf and, where it is installed, all of TensorFlow, and starts a
-thread: too much for the process that must answer within milliseconds. What it writes for scalars is small: a
+TensorBoard's own writer imports NumPy, protobuf and, if installed, all of TensorFlow, and starts a
+thread: too much for the process that must answer within milliseconds. Its format for scalars is small: a
 TFRecord frame (length, masked CRC-32C of the length, data, masked CRC-32C of the data; little endian) around
 each ``tensorflow.Event`` protocol buffer. Of that message this module writes five fields::
 
@@ -9,9 +9,10 @@ each ``tensorflow.Event`` protocol buffer. Of that message this module writes fi
     Summary  1 value repeated Value
     Value    1 tag string    2 simple_value float
 
-A member that was started again makes some steps a second time. Readers drop what a tag has from a step on when that
-step comes again: the faster one always does, the one in Python does where the file says version 1 and the step lies
-before the last event's. So the file says 1, and a bare event, one step after all others, announces such reports.
+A restarted member repeats some steps. Readers drop a tag's values from a step on when that
+step comes again: the fast reader always does, the one in Python does if the file says version 1 and the step lies
+before the last event's. So the file says version 1, and a bare event, one step after all others, announces repeated
+steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CASTAGNOLI = 0x82F63B78
 
 
 class EventFile:
-    """One event file in ``directory``, made at the first scalar; nothing is buffered."""
+    """One event file in ``directory``, created at the first scalar; nothing is buffered."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -42,7 +43,7 @@ class EventFile:
         """Append ``scalars`` (tag → value) of one step; ``at`` in seconds since the epoch.
 
         Raises:
-            OSError: the file cannot be made or written.
+            OSError: the file cannot be created or written.
         """
         if not scalars:
             return
@@ -56,10 +57,10 @@ class EventFile:
         return self._file is not None
 
     def expect_replay(self, highest: int, *, at: float) -> None:
-        """Scalars of steps up to ``highest`` that come from now on replace those before.
+        """Let scalars of steps up to ``highest`` that come from now on replace earlier ones.
 
         Raises:
-            OSError: the file cannot be made or written.
+            OSError: the file cannot be created or written.
         """
         if self._file is None:
             self._file = self._open(at)

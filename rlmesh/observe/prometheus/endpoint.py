@@ -1,7 +1,7 @@
-"""The HTTP endpoint that Prometheus asks: ``GET /metrics`` and nothing else, on loopback or on a Unix socket.
+"""The HTTP endpoint for Prometheus: only ``GET /metrics``, on loopback or on a Unix socket.
 
-It is no general server: one request per connection, a short one, answered and closed. Strangers on the machine can read
-it, as they can read any exporter's; it shows names and numbers, and takes nothing.
+It is not a general server: one short request per connection, then the connection is closed. Other users of the machine
+can read it, as they can any exporter; it shows names and numbers, and takes no input.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Address = tuple[str, int] | Path
 
 
 def parse_address(text: str) -> Address:
-    """``HOST:PORT``, ``PORT``, ``[::1]:PORT`` or ``unix:PATH``.
+    """Parse ``HOST:PORT``, ``PORT``, ``[::1]:PORT`` or ``unix:PATH``.
 
     Raises:
-        UsageError: it is none of them, or not on loopback.
+        UsageError: the text has another form, or the address is not on loopback.
     """
     if text.startswith("unix:"):
         if len(text) == 5:
@@ -57,10 +57,10 @@ def parse_address(text: str) -> Address:
 
 
 def check_free(text: str) -> None:
-    """Check on the machine of the master, before anything is started, that metrics can be served at an address.
+    """Check on the master's machine, before anything is started, that metrics can be served at an address.
 
     Raises:
-        UsageError: the address is none, or something is there already.
+        UsageError: the address is not valid, or is taken.
     """
     address = parse_address(text)
     if isinstance(address, Path):
@@ -71,7 +71,7 @@ def check_free(text: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
-                probe.listen()  # with SO_REUSEADDR it is this that fails where another program listens
+                probe.listen()  # with SO_REUSEADDR this call fails if another program listens
                 why = ""
             except OSError as error:
                 why = error.strerror or str(error)
@@ -83,7 +83,7 @@ class ScrapeServer:
     """Serves one page on the running loop.
 
     Args:
-        page: makes the text.
+        page: creates the text.
     """
 
     def __init__(self, page: Callable[[], Awaitable[str]]) -> None:
@@ -93,10 +93,10 @@ class ScrapeServer:
         self._busy = 0
 
     async def start(self, address: Address) -> str:
-        """Listen; returns what to ask, as ``http://…`` or ``unix:…``.
+        """Listen; return the address for clients, as ``http://…`` or ``unix:…``.
 
         Raises:
-            OSError: the address cannot be had; nothing that was there is touched.
+            OSError: the address is not available; nothing that exists there is touched.
         """
         if isinstance(address, Path):
             self._own = ListenSocket(address)
@@ -107,7 +107,7 @@ class ScrapeServer:
         return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"
 
     async def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -140,7 +140,7 @@ class ScrapeServer:
         try:
             text = await self._page()
         except Exception:
-            logger.exception("metrics could not be made")
+            logger.exception("the metrics page could not be created")
             return _response(500, "they could not be made; the master's log says why\n")
         return _response(200, text, body=method == b"GET")
 

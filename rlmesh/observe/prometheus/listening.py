@@ -1,4 +1,4 @@
-"""Listening at a path that the user names, where anything may be already: nothing of anybody else's is removed."""
+"""Listening at a path that the user names, where anything may exist already: no file of others is removed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _KINDS = {
 
 
 def why_taken(path: Path) -> str:
-    """Why this process must not listen at ``path``; empty if it may.
+    """The reason why this process must not listen at ``path``; empty if it may.
 
-    It may where nothing is, and where a socket of this user is whose listener has ended.
+    It may if nothing exists there, or a socket of this user whose listener has ended.
     """
     if len(os.fsencode(path)) > PATH_BYTES:
         return f"the path has {len(os.fsencode(path))} bytes, and a socket's may have {PATH_BYTES}"
@@ -46,17 +46,17 @@ def why_taken(path: Path) -> str:
             pid = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
             return f"another program (pid {pid}) listens there"
     if code == errno.ENOENT:
-        return ""  # it went meanwhile
+        return ""  # it has been removed meanwhile
     if code != errno.ECONNREFUSED:
         return f"another program listens there ({os.strerror(code)})"
     return "" if found.st_uid == os.getuid() else f"there is a socket of user {found.st_uid}, which stays"
 
 
 class ListenSocket:
-    """A socket bound at a path, open to this user only.
+    """A socket bound at a path, open only to this user.
 
     Raises:
-        OSError: ``why_taken`` says why.
+        OSError: the path is taken; see ``why_taken``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class ListenSocket:
             before = os.umask(0o077)
             try:
                 self.socket.bind(os.fspath(path))
-                # Before the lock is given up: until a socket listens, it looks like a dead one.
+                # Before the lock is released: until a socket listens, it looks like a dead one.
                 self.socket.listen()
                 self._identity = _identity(path)
             except OSError:
@@ -79,7 +79,7 @@ class ListenSocket:
                 os.umask(before)
 
     def remove(self) -> None:
-        """Remove the socket's file, if it is still this one's."""
+        """Remove the socket's file, if it still is this socket's."""
         with _alone_in(self.path.parent):
             if _identity(self.path) == self._identity:
                 self.path.unlink(missing_ok=True)
@@ -95,14 +95,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep out others that would look at a dead socket of this folder, and replace it, at the same moment.
+    """Keep other processes from checking and replacing a dead socket of this folder at the same moment.
 
-    Whoever holds the lock for long is not waited for: it may be anybody, and binding fails where a file is.
+    A lock that is held for long is not waited for: anybody may hold it, and binding fails if a file exists.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        yield  # what it is about fails for the same reason, and says so
+        yield  # the work inside fails for the same reason, and says so
         return
     try:
         deadline = time.monotonic() + LOCK_S

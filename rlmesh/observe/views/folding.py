@@ -1,12 +1,12 @@
-"""Lines of many members as one stream, in which what several of them say alike is said once. Pure.
+"""Lines of many members as one stream, in which equal lines of several members are shown once. No I/O.
 
 A line that repeats itself at one member, or that other members of its role print too, is folded while its window
-lasts: the first time it is shown at once, what follows is counted and shown when the window ends, with all ranks::
+lasts: the first appearance is shown at once, the others are counted and shown when the window ends, with all ranks::
 
     ACTOR:0-7 | loading shard  (8 times)
 
-The k-th appearance of a text at one member is folded with the k-th at others, never with an earlier one of its
-own, so that a traceback keeps all its lines. Lines of one member stay in their order.
+The k-th appearance of a text at one member is folded with the k-th at other members, never with an earlier one of its
+own, so that a traceback keeps all its lines. Lines of one member stay in order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class _Fold:
     role: str
     text: str
     ranks: dict[str, int] = field(default_factory=dict)
-    """Rank to number of times, not shown yet."""
+    """Rank → number of appearances that are not shown yet."""
     shown: bool = False
 
 
 class Folding:
-    """One stream. Names are ``ROLE:rank``; times are seconds of any clock that only goes forward."""
+    """One stream. Names are ``ROLE:rank``; times are seconds of any monotonic clock."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -41,7 +41,7 @@ class Folding:
         self._last: dict[str, tuple[str, str, int]] = {}
 
     def take(self, lines: Iterable[tuple[str, str]], now: float) -> list[str]:
-        """Take in (name, text) of each line; returns what is to be shown, as ``NAME | text``."""
+        """Add lines as (name, text); return the lines to show, as ``NAME | text``."""
         shown: list[str] = []
         if self._ends_at is not None and now >= self._ends_at:
             shown += self.finish()
@@ -62,7 +62,7 @@ class Folding:
         return shown + _shown(fresh)
 
     def finish(self) -> list[str]:
-        """End the window: what was counted and not shown."""
+        """End the window; return the counted lines that were not shown."""
         left = _shown([fold for fold in self._folds.values() if fold.ranks])
         self._folds.clear()
         self._appeared.clear()
@@ -95,7 +95,7 @@ def _shown(folds: Iterable[_Fold]) -> list[str]:
 
 
 def ranks_text(ranks: Iterable[str]) -> str:
-    """``0-3,7``: ranks in order, neighbours joined; what is no number stands as it is."""
+    """Format ranks as ``0-3,7``, in order, neighbours joined; texts that are not numbers stay as they are."""
     numbers = sorted(int(rank) for rank in ranks if rank.isdigit())
     parts = [rank for rank in ranks if not rank.isdigit()]
     start = 0

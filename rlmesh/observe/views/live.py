@@ -45,25 +45,25 @@ _SHOWN_BARS = 4
 
 
 class JobView(Protocol):
-    """Shows one job: ``update`` about five times a second, ``finish`` once, ``close`` always."""
+    """Shows one job: ``update`` is called about five times a second, ``finish`` once, ``close`` always."""
 
     def update(self, status: JobStatus) -> None:
-        """Take in a snapshot. Its reports begin with number ``records_from``; known ones are skipped."""
+        """Show a snapshot. Its reports begin with number ``records_from``; known ones are skipped."""
 
     def output(self, line: str) -> None:
-        """A line that a worker printed, as ``ROLE:rank | text`` and without its newline."""
+        """Show a line that a worker printed, as ``ROLE:rank | text`` without its newline."""
 
     def bars(self, lines: Sequence[str]) -> None:
-        """The progress bars that workers draw now, as ``ROLE:rank | text``; they replace those of before."""
+        """Show the workers' present progress bars, as ``ROLE:rank | text``; they replace the earlier ones."""
 
     def ready(self) -> bool:
-        """Whether lines can be taken without waiting for their reader. Those that cannot stay in their files."""
+        """True if lines can be taken without waiting for their reader. Other lines stay in their files."""
 
     def finish(self, status: JobStatus, report_png: Path | None) -> None:
-        """The job ended with this snapshot: show how, where its time went and where its files are."""
+        """Show how the job ended with this snapshot, its time use, and its files."""
 
     def close(self) -> None:
-        """Give the terminal back. Safe to call twice, and after ``finish``."""
+        """Release the terminal. Safe to call twice, and after ``finish``."""
 
 
 def make_view(
@@ -73,9 +73,9 @@ def make_view(
     err: TextIO | None = None,
     clock: Callable[[], float] = epoch,
 ) -> JobView:
-    """A view that writes the workers' lines to ``out`` (stdout) and what it says itself to ``err`` (stderr).
+    """Create a view that writes the workers' lines to ``out`` (stdout) and its own lines to ``err`` (stderr).
 
-    ``auto`` is ``live`` where both are terminals that can move the cursor, else ``plain``. ``clock`` gives
+    ``auto`` is ``live`` if both are terminals that can move the cursor, else ``plain``. ``clock`` returns
     seconds since the epoch.
     """
     out = sys.stdout if out is None else out
@@ -122,13 +122,13 @@ class LiveView:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-            # A process that dies of an exception elsewhere must not leave the terminal without its cursor.
+            # A process that dies of an exception elsewhere must not leave the terminal without a cursor.
             atexit.register(self.close)
             forget_in_children(self)
         self._live.update(self.render(status), refresh=True)
 
     def output(self, line: str) -> None:
-        self._console.print(_told(line), soft_wrap=True)
+        self._console.print(_styled(line), soft_wrap=True)
 
     def bars(self, lines: Sequence[str]) -> None:
         self._bars = lines
@@ -152,21 +152,21 @@ class LiveView:
             atexit.unregister(self.close)
 
     def forked(self) -> None:
-        """In a forked child: the terminal belongs to the parent's view, and what the child prints is only printed."""
+        """Detach a forked child from the terminal, which belongs to the parent's view; its output is only printed."""
         live, self._live = self._live, None
         if live is not None:
             live._disable_redirect_io()
             atexit.unregister(self.close)
 
     def render(self, status: JobStatus) -> RenderableType:
-        """What the terminal shows for a snapshot."""
+        """The display for a snapshot."""
         parts: list[RenderableType] = [self._head(status), self._members(status)]
         failures = [failure_line(failure) for failure in status.failures[:3]]
         parts += [Text(shown(f"failed: {line}"), style="bold red") for line in failures]
         if self._progress.curves:
             parts.append(self._curves())
         for line in self._bars[:_SHOWN_BARS]:
-            bar = _told(line)
+            bar = _styled(line)
             bar.no_wrap, bar.overflow = True, "ellipsis"
             parts.append(bar)
         if len(self._bars) > _SHOWN_BARS:
@@ -200,7 +200,7 @@ class LiveView:
         table.add_column("last beat", justify="right")
         room = max(3, self._console.height - _LINES_AROUND_THE_MEMBERS)
         rows = status.members
-        if len(rows) > room:  # what is wrong comes first
+        if len(rows) > room:  # members with trouble come first
             rows = tuple(sorted(rows, key=lambda member: not member.doing and member.state not in _FIRST)[: room - 1])
         for member in rows:
             table.add_row(*self._row(member, nodes))
@@ -234,8 +234,8 @@ class LiveView:
         return table
 
 
-def _told(line: str) -> Text:
-    """A worker's line, the name of the member set apart from what it printed."""
+def _styled(line: str) -> Text:
+    """A worker's line with the member's name set apart from its text."""
     member, bar, text = line.partition(" | ")
     written = Text.from_ansi(shown((text if bar else line).rpartition("\r")[2], styles=True))
     return Text.assemble((f"{shown(member)} | ", "dim cyan"), written) if bar else written

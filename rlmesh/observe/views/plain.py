@@ -22,10 +22,10 @@ _SHOWN_BARS = 3
 
 
 class PlainView:
-    """Lines of the workers go to ``out``, lines about the job to ``err``, each with the job's age in seconds.
+    """Writes the workers' lines to ``out``, and lines about the job, each with the job's age in seconds, to ``err``.
 
-    State changes that come together share a line; steps are shown at most every two seconds, the last always.
-    Progress bars are shown as they are every ten seconds; their last state is a line of the worker's.
+    State changes that come together share a line; steps are shown at most every two seconds, the last one always.
+    Progress bars are shown every ten seconds; their last state is a line of the worker.
     """
 
     def __init__(self, out: TextIO, err: TextIO, clock: Callable[[], float]) -> None:
@@ -67,7 +67,7 @@ class PlainView:
     def bars(self, lines: Sequence[str]) -> None:
         now = self._clock()
         if not self._bars:
-            self._bars_at = now  # A short one is told by its end.
+            self._bars_at = now  # the last state of a short bar is shown as a line
         self._bars = tuple(lines)
         if lines and now - self._bars_at >= BARS_EVERY_S and self._out.ready():
             self._bars_at = now
@@ -92,15 +92,15 @@ class PlainView:
         self.close()
 
     def close(self) -> None:
-        """Write what is left, unless nobody reads it."""
+        """Write the remaining lines, unless nobody reads them."""
         if self._out.drain():
             self._err.drain()
         else:
-            self._err.drain(0.1)  # It is likely the same reader.
+            self._err.drain(0.1)  # it is likely the same reader
 
     def _say(self, status: JobStatus, text: str) -> None:
         age = max(0.0, self._clock() - status.started_at)
-        if self._err.ready():  # What happens meanwhile can be left out; how it ends cannot.
+        if self._err.ready():  # progress can be left out, but not the end
             self._err.write(f"{age:8.1f} s  {text}")
 
     def _show_failures(self, status: JobStatus) -> None:
@@ -109,7 +109,7 @@ class PlainView:
         self._shown_failures = max(self._shown_failures, len(status.failures))
 
     def _show_doing(self, status: JobStatus) -> None:
-        """What a member does is told when it begins, not with every second that it lasts."""
+        """Show a member's activity when it begins, not again with every second that it lasts."""
         doing = {f"{member.role}:{member.rank}": member.doing for member in status.members if member.doing}
         for name, text in doing.items():
             if _SECONDS.sub("", text) != _SECONDS.sub("", self._doing.get(name, "")):

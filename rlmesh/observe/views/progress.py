@@ -1,4 +1,4 @@
-"""What the views know of a job: snapshots in, numbers to show out. Pure; the views only draw."""
+"""The state of a job for the views: snapshots in, numbers to show out. No I/O; the views only draw."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A role's members changed state: all states of the role after it, for example ``2 ready``."""
+    """A change of a role's members: all states of the role after it, for example ``2 ready``."""
 
     role: str
     states: str
@@ -37,7 +37,7 @@ class Curve:
         self.sums[step] = (total + float(value), count + 1)
 
     def remove(self, step: int, value: float) -> None:
-        """Take back what was added."""
+        """Remove a value that was added."""
         total, count = self.sums.get(step, (0.0, 0))
         if count > 1:
             self.sums[step] = (total - value, count - 1)
@@ -49,8 +49,8 @@ class Curve:
 
 
 class JobProgress:
-    """Adds up snapshots of one job. Reports that came before, by their number, are not counted again; of a step that a
-    member made again after a restart, the newest reports count."""
+    """Adds up snapshots of one job. Reports are counted once, by their number; if a member repeated a step after a
+    restart, its newest reports count."""
 
     def __init__(self) -> None:
         self.status: JobStatus | None = None
@@ -62,7 +62,7 @@ class JobProgress:
         self._replays = Replays()
 
     def update(self, status: JobStatus) -> list[Change]:
-        """Take in a snapshot; what changed since the one before, in the order of the members."""
+        """Add a snapshot; return the changes since the one before, in the order of the members."""
         self.status = status
         for record in status.records[max(0, self._records - status.records_from) :]:
             self._add(record)
@@ -77,12 +77,12 @@ class JobProgress:
 
     @property
     def step(self) -> int | None:
-        """The latest step that a member with progress of its own reported."""
+        """The latest step that a member with its own progress reported."""
         return None if self.latest is None else self.latest.step
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the job will make, if it says so by the metric ``total_steps``."""
+        """The number of steps of the job, if reported by the metric ``total_steps``."""
         values = self.values("total_steps")
         return int(values[-1]) if values else None
 
@@ -92,19 +92,19 @@ class JobProgress:
         return [] if curve is None else [value for _, value in curve.points() if math.isfinite(value)]
 
     def _add(self, record: MetricRecord) -> None:
-        stands, replaced = self._replays.take(record)
+        counts, replaced = self._replays.take(record)
         for old in replaced:
             self.time_use.remove(old)
             for name, value in old.metrics.items():
                 self.curves[name].remove(old.step, value)
                 if not self.curves[name].sums:
                     del self.curves[name]
-        if not stands:
+        if not counts:
             return
         self.time_use.add(record)
         for name, value in record.metrics.items():
             self.curves.setdefault(name, Curve(name)).add(record.step, value)
-        # The role that times its steps leads the job; others may report values at a pace of their own.
+        # The role that times its steps leads the job; other roles may report at their own pace.
         if self.latest is None or "step_time_s" in record.metrics or "step_time_s" not in self.latest.metrics:
             self.latest = record
 
@@ -118,13 +118,14 @@ def by_role(members: Iterable[MemberStatus]) -> dict[str, list[MemberStatus]]:
 
 
 def state_counts(members: Iterable[MemberStatus]) -> str:
-    """For example ``1 ready, 1 starting``. A bound endpoint counts as starting: it answers no calls yet."""
+    """Format states, for example ``1 ready, 1 starting``. A bound endpoint counts as starting: it answers no calls
+    yet."""
     counts = Counter("starting" if member.state == "bound" else member.state for member in members)
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """The finite values as bars of eight heights, beyond ``width`` as means of neighbours."""
+    """Draw the finite values as bars of eight heights; more than ``width`` values become means of neighbours."""
     points = [value for value in values if math.isfinite(value)]
     if not points or width < 1:
         return ""
@@ -132,6 +133,6 @@ def sparkline(values: Iterable[float], width: int) -> str:
         edges = [round(i * len(points) / width) for i in range(width + 1)]
         points = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(points), max(points)
-    span = high / 2 - low / 2  # Halves, since the whole of it may be too large for a float.
+    span = high / 2 - low / 2  # halves, since the full difference may overflow a float
     heights = ((value / 2 - low / 2) / span if span > 0 else 0.0 for value in points)
     return "".join(_BLOCKS[round(height * (len(_BLOCKS) - 1))] for height in heights)

@@ -1,4 +1,4 @@
-"""The lines that close a job's output, the same in every view."""
+"""The closing lines of a job's output, the same in every view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_COUNT = 1_000_000_000
 
 
 def headline_metrics(progress: JobProgress) -> list[tuple[str, float]]:
-    """Names and latest values of the metrics worth a line, the well-known ones first, the step time last."""
+    """Names and latest values of the metrics to show, the well-known ones first, the step time last."""
     latest = progress.latest
     if latest is None:
         return []
@@ -31,14 +31,14 @@ def headline_metrics(progress: JobProgress) -> list[tuple[str, float]]:
 
 
 def format_value(value: float) -> str:
-    """Three or four digits that matter; counts in full."""
+    """Format with four significant digits; counts in full."""
     if abs(value) < MOST_COUNT and value == int(value):
         return str(int(value))
     return f"{value:.4g}"
 
 
 def failure_line(failure: FailureInfo) -> str:
-    """The first line of a failure; the error that the job raises has all of it."""
+    """The first line of a failure; the job's error has all lines."""
     who = "" if failure.role is None else f"{failure.role}:{failure.rank}: "
     text = mask_text(failure.message).strip().splitlines() or ["failed"]
     return text[0] if text[0].startswith(who) else who + text[0]
@@ -48,7 +48,7 @@ SHOWN_ALARMS = 3
 
 
 def alarm_lines(status: JobStatus) -> list[str]:
-    """The last alarms that members raised; the others are in ``events.jsonl``."""
+    """The last alarms that members raised; ``events.jsonl`` has all."""
     lines = [f"alarm: {alarm}" for alarm in status.alarms[-SHOWN_ALARMS:]]
     if status.alarm_count > len(lines):
         lines.insert(0, f"alarms: {status.alarm_count}, of which these are the last")
@@ -56,7 +56,7 @@ def alarm_lines(status: JobStatus) -> list[str]:
 
 
 def closing_lines(progress: JobProgress, status: JobStatus, report_png: Path | None, now: float) -> list[str]:
-    """How the job ended, both ends of its curves, where its time went, where its files are."""
+    """The outcome of the job, both ends of its curves, its time use, and the paths of its files."""
     steps = "" if progress.step is None else f" at step {progress.step}"
     lines = [f"{status.job_name} {status.stage} after {max(0.0, now - status.started_at):.1f} s{steps}"]
     if status.first_serving_s is not None:

@@ -1,4 +1,4 @@
-"""Lines to a text stream whose reader may be slow, stopped or gone: the writer never waits for it."""
+"""Writing lines to a text stream whose reader may be slow, stopped or gone: the writer never waits for it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Lines", "can_write"]
 PIECE_BYTES = 4096
 """A pipe that is writable takes this much without blocking (PIPE_BUF)."""
 FULL_BYTES = 256 * 1024
-"""From this much unwritten on, there is no room for what can wait: whoever writes much asks ``ready`` before."""
+"""Unwritten bytes beyond which optional lines must wait: callers that write much check ``ready`` first."""
 STALL_S = 2.0
 
 
 class Lines:
-    """Writes lines to a stream, in order. What its reader does not take is kept, and nothing is dropped."""
+    """Writes lines to a stream, in order. Lines that the reader does not take are buffered; none is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
@@ -30,7 +30,7 @@ class Lines:
             self._fd = -1
 
     def write(self, line: str) -> None:
-        """Write a line, or keep it. Never blocks and never raises. What a terminal would obey is shown."""
+        """Write or buffer a line. Never blocks and never raises. Control characters are made visible."""
         line = shown(line)
         if self._stream is None:
             return
@@ -41,17 +41,17 @@ class Lines:
         self.pump()
 
     def ready(self) -> bool:
-        """Whether there is room for more; writes what the reader takes now."""
+        """True if there is room for more lines; first writes as much as the reader takes."""
         self.pump()
         return len(self._left) < FULL_BYTES
 
     def pump(self) -> bool:
-        """Write what can be written without blocking; whether nothing is left."""
+        """Write as much as possible without blocking; True if nothing is left."""
         try:
             if self._stream is not None and self._left:
-                self._stream.flush()  # What others wrote through the stream itself comes first.
+                self._stream.flush()  # other writers' text in the stream comes first
             while self._stream is not None and self._left and can_write(self._fd):
-                # Whole lines, since others may write to the same pipe in between: standard error, most of all.
+                # Whole lines, since other processes may write to the same pipe in between, above all standard error.
                 end = self._left.rfind(b"\n", 0, PIECE_BYTES) + 1 or PIECE_BYTES
                 del self._left[: os.write(self._fd, self._left[:end])]
         except (OSError, ValueError):  # a broken pipe, a closed file
@@ -61,7 +61,7 @@ class Lines:
         return not self._left
 
     def drain(self, stall_s: float = STALL_S) -> bool:
-        """Write all, or give the reader up when it took nothing for ``stall_s``. Whether it took all."""
+        """Write everything, or give up when the reader took nothing for ``stall_s``; True if everything was written."""
         before, deadline = len(self._left), time.monotonic() + stall_s
         while not self.pump() and time.monotonic() < deadline:
             if len(self._left) != before:
@@ -86,7 +86,7 @@ class Lines:
 
 
 def can_write(fd: int, wait_s: float = 0.0) -> bool:
-    """Whether a small write would not block, now or within ``wait_s``; also true when writing fails."""
+    """True if a small write would not block, now or within ``wait_s``, or if writing would fail."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(wait_s * 1000))
