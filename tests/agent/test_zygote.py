@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.agent.processes.import_scan import needs_preload
 from rlmesh.agent.processes.spawner import AT_IMPORT, AT_START, import_time_changes
 from rlmesh.agent.protocol import WorkerSpec, named_error, portable_error
 from rlmesh.agent.worker.worker_process import reseed
 from rlmesh.job.entry_points.entry import EntryPoint
+from rlmesh.job.entry_points.preload import needs_preload
 from tests.agent.nodes import Node, open_node
 from tests.agent.roles import OwnError
 

@@ -3,7 +3,7 @@
 =====================================================================  =============================
 environment differs in what the interpreter reads at its start         exec
 environment differs in what libraries read when they are imported      fork of the bare zygote
-the role needs nothing of the preload list (:mod:`rlmesh.agent.processes.import_scan`)  fork of the bare zygote
+the role needs nothing of the preload list (`needs_preload`)            fork of the bare zygote
 else                                                                   fork of the preloaded zygote
 =====================================================================  =============================
 
@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlmesh.agent.boot import ZygoteStart
-from rlmesh.agent.processes.import_scan import needs_preload
 from rlmesh.agent.processes.process import memory_input
 from rlmesh.agent.processes.process_table import Child, ProcessTable
 from rlmesh.agent.processes.zygote import ForkRefused, pack
 from rlmesh.agent.protocol import AgentConfig, WorkerSpec
 from rlmesh.errors import LaunchError
 from rlmesh.job.entry_points.entry import EntryPoint
+from rlmesh.job.entry_points.preload import needs_preload
 from rlmesh.runtime.process import clock
 
 __all__ = ["SpawnedMember", "Spawner", "import_time_changes"]

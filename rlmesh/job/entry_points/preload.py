@@ -1,22 +1,30 @@
-"""Which modules to import once per node, before processes are forked to become workers.
+"""Preloading of slow libraries: which ones a job's processes import before workers are forked, and which roles need
+them.
 
-The sources of the entry points, and the local modules that they import at their top level, are read for
-imports of libraries that are slow to import and safe to fork after. Nothing is imported here.
+One scanner reads sources for imports and follows them into local modules; nothing is imported. `find_preload` asks it,
+when a job is submitted, which libraries the entry points import; `needs_preload` asks it, on a node, if a role needs
+any of them.
 """
 
 from __future__ import annotations
 
 import ast
+import logging
+import os
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import rlmesh
-from rlmesh.job.entry_points.entry import Resolved
-from rlmesh.job.entry_points.source_scan import absolute_name, import_root, module_file, top_level
+from rlmesh.job.entry_points.entry import EntryPoint, Resolved
+from rlmesh.job.entry_points.source_scan import absolute_name, top_level
 
-__all__ = ["HEAVY", "MAX_MODULES", "find_preload"]
+__all__ = ["HEAVY", "MAX_MODULES", "find_preload", "needs_preload"]
+
+logger = logging.getLogger(__name__)
 
 HEAVY = frozenset(
     {
@@ -35,41 +43,128 @@ HEAVY = frozenset(
         "transformers",
     }
 )
-"""Libraries worth importing before the fork. Never those that start threads or processes, or look for a GPU,
-when they are imported: vllm, sglang, grpc, deepspeed, ray, tensorflow, jax."""
+"""Libraries worth importing before the fork. Libraries that start threads or processes at import, or look for a GPU,
+must not be listed: vllm, sglang, grpc, deepspeed, ray, tensorflow, jax."""
+
+_QUICK = frozenset({"gymnasium", "numpy", "safetensors"})
+"""Libraries that are not worth waiting for if the preload list has slower ones."""
 
 _NAMES_ON_DEMAND = frozenset({"transformers"})
-"""Libraries whose import is cheap and whose names are loaded when they are first used."""
+"""Libraries whose import is cheap and whose names are loaded at their first use."""
+
+_HEAVY_PARTS = ("rl", "envs", "weights")
+"""Parts of rlmesh that import heavy libraries; the other parts import only light ones."""
 
 MAX_MODULES = 300
-"""Local modules that are read at most; a job with more gets what was found until then."""
+"""Local modules that are read at most; the result then has the imports found so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """An import of ``module``, or of ``attribute`` in it. ``at_top``: it runs when its module is imported."""
+
+    module: str
+    attribute: str
+    at_top: bool
+
+
+_Module = tuple[str, Path]
+_Follow = Callable[[str, Import], Iterable[_Module] | None]
 
 
 def find_preload(entries: Sequence[Resolved]) -> tuple[str, ...]:
-    """What the entry points import that is worth importing ahead, in the order in which it was found.
+    """The libraries that the entry points import and that are worth preloading, in the order of their imports.
 
-    An item is a module (``torch``) or a name in one (``transformers:Qwen2ForCausalLM``).
+    Follows imports at the top level of the entry points' modules and of local modules. An item is a module (``torch``)
+    or a name in one (``transformers:Qwen2ForCausalLM``).
     """
     items: dict[str, None] = {}
-    seen: set[Path] = set()
-    pending: deque[tuple[str, Path]] = deque()
-    roots = {entry.root for entry in entries if entry.root is not None} | {_own_root()}
-    for entry in entries:
-        if entry.file is not None and entry.file.is_file():
-            pending.append((entry.entry.module or "__main__", entry.file))
+    roots = list({entry.root: None for entry in entries if entry.root is not None})
+
+    def follow(module: str, found: Import) -> Iterable[_Module]:
+        items.update(dict.fromkeys(_heavy_items(found.module, found.attribute)))
+        is_own = module.partition(".")[0] == "rlmesh"
+        return _local_files(module, found.attribute, [_own_root()] if is_own else roots)
+
+    starts = ((e.entry.module or "__main__", e.file) for e in entries if e.file is not None and e.file.is_file())
+    _scan(starts, follow, nested=False)
+    return tuple(items)
+
+
+def needs_preload(entry: EntryPoint, main_path: str, roots: Sequence[str], preload: Sequence[str]) -> bool:
+    """True if the entry point's module, or a local module that it imports, imports a module of the preload list.
+
+    The result only decides how fast a worker starts: a role that needs none of the list is forked at once, while
+    the preload is still under way. A wrong False costs the role its own import.
+
+    Imports inside functions count too, since ``setup()`` is where models are loaded. Installed packages are not
+    read: one that is imported at the top of a module counts as needing the list. Local modules are those below
+    ``roots``, next to the entry script, or on ``PYTHONPATH``.
+    """
+    listed = {item.partition(":")[0].partition(".")[0] for item in preload}
+    wanted = listed - _QUICK or listed
+    if not wanted:
+        return False
+    start = _entry_file(entry, main_path)
+    paths = [*roots, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    folders = [Path(path) for path in dict.fromkeys(paths)] + ([start.parent] if start is not None else [])
+    module = entry.module or "__main__"
+    starts = [(module, start)] if start is not None else list(_local_files(module, "", folders))
+    if not starts:
+        return True  # an installed module, or one that does not exist: then nothing is lost by waiting
+
+    def follow(module: str, found: Import) -> Iterable[_Module] | None:
+        top, _, rest = module.partition(".")
+        if top in wanted:
+            return None
+        if top == "rlmesh":
+            heavy = (rest.partition(".")[0] or found.attribute) in _HEAVY_PARTS
+            return _local_files(module, found.attribute, [_own_root()]) if heavy else ()
+        if top in sys.stdlib_module_names or top in _QUICK or not top:
+            return ()
+        local = list(_local_files(module, found.attribute, folders))
+        is_namespace = any((folder / top).is_dir() for folder in folders)
+        return None if not local and found.at_top and not is_namespace else local
+
+    return not _scan(starts, follow, nested=True)
+
+
+def _scan(starts: Iterable[_Module], follow: _Follow, *, nested: bool) -> bool:
+    """Read modules and, breadth first, the local modules that ``follow`` returns for each of their imports.
+
+    Args:
+        follow: takes the absolute name of the imported module, and the import; returns None to end the scan.
+        nested: also read imports inside functions.
+
+    Returns:
+        False if ``follow`` has ended the scan.
+    """
+    pending, seen = deque(starts), set[Path]()
     while pending and len(seen) < MAX_MODULES:
         module, path = pending.popleft()
         if path in seen:
             continue
         seen.add(path)
-        for name, attribute in _imports_of(path):
-            items.update(dict.fromkeys(_heavy_items(name, attribute)))
-            pending.extend(_local_modules(absolute_name(name, module, path), attribute, roots))
-    return tuple(items)
+        for found in _imports_of(path, nested):
+            name = absolute_name(found.module, module, path)
+            local = follow(name, found)
+            if local is None:
+                logger.debug("%s imports %s: the scan ends", path, name)
+                return False
+            pending.extend(local)
+    return True
 
 
 def _own_root() -> Path:
     return Path(rlmesh.__path__[0]).resolve().parent
+
+
+def _entry_file(entry: EntryPoint, main_path: str) -> Path | None:
+    if entry.kind == "script" and entry.script:
+        return Path(entry.script)
+    if entry.module in ("__main__", "__mp_main__"):
+        return Path(main_path)
+    return None
 
 
 def _heavy_items(module: str, attribute: str) -> Iterator[str]:
@@ -81,49 +176,70 @@ def _heavy_items(module: str, attribute: str) -> Iterator[str]:
         yield f"{top}:{attribute}"
 
 
-def _local_modules(module: str, attribute: str, roots: set[Path]) -> Iterator[tuple[str, Path]]:
-    """The local modules that importing ``attribute`` (or nothing) from ``module`` executes."""
-    parts = module.split(".")
-    names = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module else []
-    if attribute and module:
-        names.append(f"{module}.{attribute}")  # it may be a submodule
-    for name in names:
-        try:
-            path = module_file(name)
-        except (ImportError, ValueError):
-            continue
-        if path is not None and import_root(name, path) in roots:
-            yield name, path
+def _local_files(module: str, attribute: str, folders: Sequence[Path]) -> Iterator[_Module]:
+    """The local modules that importing ``attribute`` (or nothing) from ``module`` executes: its packages and itself."""
+    parts = [*filter(None, module.split(".")), *filter(None, [attribute])]  # the attribute may be a submodule
+    for folder in folders if module else ():
+        found = False
+        for depth in range(1, len(parts) + 1):
+            path = folder.joinpath(*parts[:depth])
+            for file in (path / "__init__.py", path.with_name(path.name + ".py")):
+                if file.is_file():
+                    found = True
+                    yield ".".join(parts[:depth]), file
+                    break
+        if found:
+            return
 
 
-def _imports_of(path: Path) -> tuple[tuple[str, str], ...]:
+def _imports_of(path: Path, nested: bool) -> tuple[Import, ...]:
     try:
         status = path.stat()
-        return _read_imports(path, status.st_mtime_ns, status.st_size)
+        return _read_imports(path, nested, status.st_mtime_ns, status.st_size)
     except (OSError, SyntaxError, ValueError):
-        return ()  # the worker will report it, with its traceback
+        return ()  # the worker will report the error, with its traceback
 
 
 @lru_cache(maxsize=1024)
-def _read_imports(path: Path, _mtime_ns: int, _size: int) -> tuple[tuple[str, str], ...]:
-    """``(module, name)`` of every import at the top level; the name is empty for ``import module``.
+def _read_imports(path: Path, nested: bool, _mtime_ns: int, _size: int) -> tuple[Import, ...]:
+    """The imports of a module: those at its top level, or, if ``nested``, all imports that may run in a worker.
 
     Uses such as ``transformers.AutoTokenizer`` count as imports of that name.
     """
     tree = ast.parse(path.read_bytes(), filename=str(path))
-    found: dict[tuple[str, str], None] = {}
+    top = {id(node): node for node in top_level(tree, type_checking=False)}
+    nodes: list[ast.AST] = list(_nodes_in_worker(tree)) if nested else list(top.values())
+    found: dict[Import, None] = {}
     on_demand: dict[str, str] = {}
-    for node in top_level(tree, type_checking=False):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                found[alias.name, ""] = None
+                found[Import(alias.name, "", id(node) in top)] = None
                 if alias.name in _NAMES_ON_DEMAND:
                     on_demand[alias.asname or alias.name] = alias.name
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 name = "" if alias.name == "*" else alias.name
-                found["." * node.level + (node.module or ""), name] = None
+                found[Import("." * node.level + (node.module or ""), name, id(node) in top)] = None
     for used in ast.walk(tree) if on_demand else ():
         if isinstance(used, ast.Attribute) and isinstance(used.value, ast.Name) and used.value.id in on_demand:
-            found[on_demand[used.value.id], used.attr] = None
+            found[Import(on_demand[used.value.id], used.attr, True)] = None
     return tuple(found)
+
+
+def _nodes_in_worker(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes, except the blocks of ``if TYPE_CHECKING`` and ``if __name__ == "__main__"``."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        if isinstance(node, ast.If) and _tests_type_checking_or_main(node.test):
+            pending.extend(node.orelse)
+        else:
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def _tests_type_checking_or_main(test: ast.expr) -> bool:
+    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(test) if isinstance(node, ast.Attribute)}
+    return bool(names & {"TYPE_CHECKING", "__name__"})
