@@ -57,6 +57,7 @@ HEAVY = {
     "vllm": ("rlmesh.rl.engines",),
     "deepspeed": ("rlmesh.rl.engines.training", "rlmesh.weights.zero_source"),
     "pynvml": ("rlmesh.placement.machine.nvml",),
+    "prometheus_client": ("rlmesh.master.monitoring.metrics_page",),
 }
 """What a login node may lack, and the packages or modules that may import it."""
 

@@ -13,14 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.metrics_core import GaugeMetricFamily
 
 from rlmesh.errors import UsageError
 from rlmesh.job.context import JobInfo, WorkerContext
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.status import CallStats, MetricRecord
+from rlmesh.master.monitoring.metrics_page import page_text
 from rlmesh.observe.files.event_log import plain
 from rlmesh.observe.files.metric_files import METRICS_FILE, MetricsWriter, read_records
-from rlmesh.observe.prometheus.exposition import Family, exposition
 from rlmesh.observe.views.progress import JobProgress
 from rlmesh.observe.views.summary import format_value
 from tests.observe.samples import record, status
@@ -145,10 +146,10 @@ def test_tensorboard_has_what_its_floats_can_hold(tmp_path: Path) -> None:
 
 @pytest.mark.case("b14")
 def test_prometheus_and_events_read_all_digits() -> None:
-    family = Family("rlmesh_reported", "x")
-    family.add(3e-10, metric="lr")
-    family.add(1.23456789e-7, metric="kl")
-    text = exposition([family])
+    family = GaugeMetricFamily("rlmesh_reported", "x", labels=("metric",))
+    family.add_metric(("lr",), 3e-10)
+    family.add_metric(("kl",), 1.23456789e-7)
+    text = page_text([family])
     assert [float(line.rpartition(" ")[2]) for line in text.splitlines()[2:]] == [3e-10, 1.23456789e-7]
     assert plain({"lr": 3e-10, "x": math.nan}) == {"lr": 3e-10, "x": "nan"}
 

@@ -24,11 +24,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlmesh.errors import UsageError
-from rlmesh.observe.prometheus.endpoint import ScrapeServer, check_free, parse_address
-from rlmesh.observe.prometheus.exposition import CONTENT_TYPE, Family, exposition
+from rlmesh.master.monitoring.metrics_page import page_text
+from rlmesh.observe.prometheus.endpoint import CONTENT_TYPE, ScrapeServer, check_free, parse_address
 from rlmesh.observe.prometheus.listening import ListenSocket
 from tests.master.launched import ROOT, TOY, Launched
 from tests.stalls import HANG_S
@@ -38,20 +39,29 @@ texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
 @given(st.lists(st.tuples(texts, st.floats())), texts)
 def test_any_label_and_number_survives(samples: list[tuple[str, float]], help: str) -> None:
-    family = Family("rlmesh_x", help)
+    family = GaugeMetricFamily("rlmesh_x", help, labels=("label",))
     for text, value in samples:
-        family.add(value, label=text)
-    read = [sample for found in text_string_to_metric_families(exposition([family])) for sample in found.samples]
+        family.add_metric((text,), value)
+    read = [sample for found in text_string_to_metric_families(page_text([family])) for sample in found.samples]
     assert [sample.labels["label"] for sample in read] == [text for text, _ in samples]
     for sample, (_, value) in zip(read, samples, strict=True):
         assert sample.value == value or (math.isnan(sample.value) and math.isnan(value))
 
 
 def test_counters_are_typed() -> None:
-    family = Family("rlmesh_calls_total", "calls", "counter")
-    family.add(7, method="m")
-    (found,) = text_string_to_metric_families(exposition([family, Family("rlmesh_none", "no samples")]))
+    family = CounterMetricFamily("rlmesh_calls", "calls", labels=("method",))
+    family.add_metric(("m",), 7)
+    none = GaugeMetricFamily("rlmesh_none", "no samples", labels=("x",))
+    (found,) = text_string_to_metric_families(page_text([family, none]))
     assert (found.type, found.samples[0].name, found.samples[0].value) == ("counter", "rlmesh_calls_total", 7)
+
+
+def test_other_jobs_do_not_load_the_client_library() -> None:
+    program = (
+        "import rlmesh.master.prime_master, rlmesh.cli.commands.launch, sys; print('prometheus_client' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize(("text", "address"), [
@@ -248,24 +258,30 @@ def where(folder: Path) -> str:
 
 def test_a_job_is_scraped(job: Launched, tmp_path: Path) -> None:
     deadline = time.monotonic() + 10.0
-    found: dict[tuple[str, ...], float] = {}
-    while ("rlmesh_calls_total", "TRAINER:0", "ADDER:1", "rank") not in found:
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+
+    def value(name: str, **labels: str) -> float | None:
+        return found.get((name, frozenset(labels.items())))
+
+    edge = {"caller": "TRAINER:0", "callee": "ADDER:1", "method": "rank"}
+    while value("rlmesh_calls_total", **edge) is None:
         assert time.monotonic() < deadline, found
         with urllib.request.urlopen(where(tmp_path), timeout=5) as answer:
             text = answer.read().decode()
-        found = {
-            (sample.name, *sample.labels.values()): sample.value
+        found.update(
+            ((sample.name, frozenset(sample.labels.items())), sample.value)
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-        }
-    assert found["rlmesh_job_stage", "running"] == 1 and found["rlmesh_job_stage", "failed"] == 0
-    assert found["rlmesh_role_members", "ADDER"] == found["rlmesh_role_members_ready", "ADDER"] == 2
-    assert found["rlmesh_member_up", "TRAINER", "0", "0"] == 1
-    assert found["rlmesh_member_step", "TRAINER", "0", "0"] == 1
-    assert found["rlmesh_member_resident_memory_bytes", "ADDER", "1", "0"] > 2**20
-    assert found["rlmesh_reported", "TRAINER", "0", "total"] == 55
-    assert found["rlmesh_call_seconds_total", "TRAINER:0", "ADDER:1", "rank"] > 0
-    nodes = [value for key, value in found.items() if key[0] == "rlmesh_node_memory_available_bytes"]
+        )
+    trainer, adder = {"role": "TRAINER", "rank": "0"}, {"role": "ADDER", "rank": "1"}
+    assert value("rlmesh_job_stage", stage="running") == 1 and value("rlmesh_job_stage", stage="failed") == 0
+    assert value("rlmesh_role_members", role="ADDER") == value("rlmesh_role_members_ready", role="ADDER") == 2
+    assert value("rlmesh_member_up", **trainer, node="0") == 1
+    assert value("rlmesh_member_step", **trainer, node="0") == 1
+    assert (value("rlmesh_member_resident_memory_bytes", **adder, node="0") or 0) > 2**20
+    assert value("rlmesh_reported", **trainer, metric="total") == 55
+    assert (value("rlmesh_call_seconds_total", **edge) or 0) > 0
+    nodes = [value for (name, _), value in found.items() if name == "rlmesh_node_memory_available_bytes"]
     assert len(nodes) == 1 and nodes[0] > 2**20
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +26,8 @@ from rlmesh.master.decisions.job_state import SERVING
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.monitoring.incident_keeper import IncidentKeeper
 from rlmesh.master.monitoring.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
-from rlmesh.master.monitoring.metrics_page import families, rejections
 from rlmesh.observe.files.event_log import EventLog, entry_of
 from rlmesh.observe.prometheus.endpoint import ScrapeServer, parse_address
-from rlmesh.observe.prometheus.exposition import exposition
 from rlmesh.placement.machine.inventory import NodeInfo
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process.clock import epoch
@@ -146,7 +144,7 @@ class Observer:
         spec = self._manager.context.spec
         if not spec.observe.metrics:
             return
-        server = ScrapeServer(self._metrics)
+        server = ScrapeServer(self._metrics_page())
         try:
             where = await server.start(parse_address(spec.observe.metrics))
         except (OSError, UsageError) as error:
@@ -159,12 +157,18 @@ class Observer:
         except OSError as error:
             logger.warning("%s is not written: %s", METRICS_ADDRESS, error)
 
-    async def _metrics(self) -> str:
-        context = self._manager.context
-        uses = await asyncio.gather(*map(self._usage, context.nodes.values()))
-        known = {node: use for node, use in zip(context.nodes, uses, strict=True) if use is not None}
-        self._own_rejections.flush()
-        return exposition([*families(context, known, self._clock()), rejections(self.rejections.by_process())])
+    def _metrics_page(self) -> Callable[[], Awaitable[str]]:
+        """A function that creates the metrics page. Loads prometheus_client, which other jobs do not need."""
+        from rlmesh.master.monitoring.metrics_page import families, page_text, rejections
+
+        async def page() -> str:
+            context = self._manager.context
+            uses = await asyncio.gather(*map(self._usage, context.nodes.values()))
+            known = {node: use for node, use in zip(context.nodes, uses, strict=True) if use is not None}
+            self._own_rejections.flush()
+            return page_text([*families(context, known, self._clock()), rejections(self.rejections.by_process())])
+
+        return page
 
     async def _usage(self, node: NodeInfo) -> NodeUse | None:
         agent = self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=USAGE_S)

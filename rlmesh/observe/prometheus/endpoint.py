@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rlmesh.errors import UsageError
-from rlmesh.observe.prometheus.exposition import CONTENT_TYPE
 from rlmesh.observe.prometheus.listening import ListenSocket, why_taken
 
-__all__ = ["ScrapeServer", "check_free", "parse_address"]
+__all__ = ["CONTENT_TYPE", "ScrapeServer", "check_free", "parse_address"]
 
 logger = logging.getLogger(__name__)
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_BYTES = 8192
 REQUEST_S = 5.0
 MOST_AT_ONCE = 16
