@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmesh.errors import UsageError
+from rlmesh.job.entry_points.torchrun_command import TORCHRUN_OPTIONS
 from rlmesh.rendezvous.state import DEFAULT_PORT
 from rlmesh.runtime.transport.inet import parse_endpoint
 
@@ -22,26 +23,8 @@ MASTER_PORT = 29500
 """Port of ``--master-addr`` if none is given, as in torchrun."""
 JOIN_S, LAST_CALL_S = 600.0, 30.0
 
-IGNORED = {
-    "monitor-interval": "the end of a process is noticed at once; nothing is polled",
-    "start-method": "workers are forked from a process that has imported what they need, or started by exec",
-    "redirects": "each member's output goes to logs/ROLE-rank.log in the run directory, always",
-    "tee": "each member's output goes to its log file and to the console, always",
-    "local-ranks-filter": "all members are shown, each line with its name; `rlmesh logs ROLE:rank` shows one",
-    "role": "roles are named in the job",
-    "event-log-handler": "events are in the run directory",
-    "logs-specs": "logs are in the run directory",
-    "duplicate-stdout-filters": "logs are in the run directory",
-    "duplicate-stderr-filters": "logs are in the run directory",
-    "numa-binding": "members are bound next to their devices by the placement",
-    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job; see docs/launching.md",
-}
-"""Options of torchrun that take a value and change nothing here, with the reason."""
-REFUSED = {
-    "no-python": "the script submits a job from this process, so it must be Python",
-    "virtual-local-rank": "LOCAL_RANK is the member's rank on its node; devices are chosen by the placement",
-}
-_SHORT = {"redirects": "-r", "tee": "-t"}
+IGNORED = {option.name: option.ignored for option in TORCHRUN_OPTIONS if option.ignored}
+REFUSED = {option.name: option.refused for option in TORCHRUN_OPTIONS if option.refused}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,33 +62,13 @@ class NodeFlags:
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """Add the options; options that change nothing are not in the help."""
     group = parser.add_argument_group("several nodes, as torchrun")
-
-    def add(name: str, *, short: str = "", **settings: Any) -> None:
-        group.add_argument(*filter(None, [short, name]), **settings)
-        if "-" in name[2:]:  # torchrun takes both spellings
-            settings["help"] = argparse.SUPPRESS
-            group.add_argument("--" + name[2:].replace("-", "_"), **{**settings, "default": argparse.SUPPRESS})
-
-    add("--nnodes", metavar="N[:MAX]", help="number of nodes, the same on each (default 1)")
-    add("--node-rank", metavar="R", help="0 runs the script, the other nodes run an agent each")
-    add("--rdzv-endpoint", metavar="HOST[:PORT]", help=f"address of node 0 (default port {DEFAULT_PORT})")
-    add("--master-addr", metavar="HOST", help="the same, in two options")
-    add("--master-port", metavar="PORT", help=argparse.SUPPRESS)
-    add("--local-addr", metavar="ADDRESS", help="address of this node for the others, if the detected one is wrong")
-    add("--rdzv-backend", metavar="NAME", help=argparse.SUPPRESS)
-    add("--rdzv-id", metavar="ID", help=argparse.SUPPRESS)
-    add("--rdzv-conf", metavar="K=V,…", help="join_timeout=600,last_call_timeout=30 (seconds)")
-    add("--standalone", action="store_true", default=None, help="use this machine alone, whatever PET_* says")
-    add("--nproc-per-node", metavar="N", help="device slots of each node for a job on CPUs")
-    add("--log-dir", metavar="DIR", help="folder for run directories (default runs)")
-    add("--module", short="-m", action="store_true", default=None, help="JOB.py is the name of a module")
-    add("--run-path", action="store_true", help=argparse.SUPPRESS)
-    add("--max-restarts", metavar="N", help="restarts of members in all, for roles for which the job sets no number")
-    add("--shutdown-timeout", metavar="S", help=argparse.SUPPRESS)
-    for name in IGNORED:
-        add(f"--{name}", short=_SHORT.get(name, ""), help=argparse.SUPPRESS)
-    for name in REFUSED:
-        add(f"--{name}", action="store_true", default=None, help=argparse.SUPPRESS)
+    for option in TORCHRUN_OPTIONS:
+        settings: dict[str, Any] = {"help": option.help or argparse.SUPPRESS}
+        settings |= {"metavar": option.value} if option.value else {"action": "store_true", "default": None}
+        group.add_argument(*filter(None, [option.short, f"--{option.name}"]), **settings)
+        if "-" in option.name:  # torchrun takes both spellings
+            hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            group.add_argument(f"--{option.key}", **{**settings, **hidden})
 
 
 def read_node_flags(options: argparse.Namespace, env: Mapping[str, str]) -> NodeFlags:

@@ -1,4 +1,4 @@
-"""Reads a torchrun command. Pure."""
+"""torchrun's options and commands. No I/O."""
 
 from __future__ import annotations
 
@@ -7,59 +7,98 @@ from dataclasses import dataclass
 
 from rlmesh.job.nearest_name import did_you_mean
 
-__all__ = ["TorchrunCommand", "parse_torchrun"]
+__all__ = ["TORCHRUN_OPTIONS", "TorchrunCommand", "TorchrunOption", "parse_torchrun"]
 
-_OURS = frozenset(
-    {
-        "local_addr",
-        "log_dir",
-        "log_line_prefix_template",
-        "local_ranks_filter",
-        "logs_specs",
-        "master_addr",
-        "master_port",
-        "monitor_interval",
-        "node_rank",
-        "numa_binding",
-        "rdzv_backend",
-        "rdzv_conf",
-        "rdzv_endpoint",
-        "rdzv_id",
-        "redirects",
-        "role",
-        "signals_to_handle",
-        "start_method",
-        "tee",
-        "event_log_handler",
-        "duplicate_stdout_filters",
-        "duplicate_stderr_filters",
-        "virtual_local_rank",
-        "shutdown_timeout",
-    }
+
+@dataclass(frozen=True, slots=True)
+class TorchrunOption:
+    """An option of torchrun, and its meaning for ``rlmesh launch``.
+
+    Attributes:
+        name: its name with dashes; underscores are read too.
+        value: the name of its value in the help; empty for a flag.
+        help: its help; empty if the help does not show it.
+        short: its short form, such as ``-m``.
+        ignored: why it changes nothing; empty if it has a meaning.
+        refused: why it is refused, if ignoring it would do something else than requested.
+    """
+
+    name: str
+    value: str = ""
+    help: str = ""
+    short: str = ""
+    ignored: str = ""
+    refused: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+
+def _ignored(name: str, why: str, short: str = "") -> TorchrunOption:
+    return TorchrunOption(name, "VALUE", short=short, ignored=why)
+
+
+TORCHRUN_OPTIONS = (
+    TorchrunOption("nnodes", "N[:MAX]", "number of nodes, the same on each (default 1)"),
+    TorchrunOption("node-rank", "R", "0 runs the script, the other nodes run an agent each"),
+    TorchrunOption("rdzv-endpoint", "HOST[:PORT]", "address of node 0 (default port 29400)"),
+    TorchrunOption("master-addr", "HOST", "the same, in two options"),
+    TorchrunOption("master-port", "PORT"),
+    TorchrunOption("local-addr", "ADDRESS", "address of this node for the others, if the detected one is wrong"),
+    TorchrunOption("rdzv-backend", "NAME"),
+    TorchrunOption("rdzv-id", "ID"),
+    TorchrunOption("rdzv-conf", "K=V,…", "join_timeout=600,last_call_timeout=30 (seconds)"),
+    TorchrunOption("standalone", help="use this machine alone, whatever PET_* says"),
+    TorchrunOption("nproc-per-node", "N", "device slots of each node for a job on CPUs"),
+    TorchrunOption("log-dir", "DIR", "folder for run directories (default runs)"),
+    TorchrunOption("module", help="JOB.py is the name of a module", short="-m"),
+    TorchrunOption("run-path"),
+    TorchrunOption("max-restarts", "N", "restarts of members in all, for roles for which the job sets no number"),
+    TorchrunOption("shutdown-timeout", "S"),
+    _ignored("monitor-interval", "the end of a process is noticed at once; nothing is polled"),
+    _ignored("start-method", "workers are forked from a process that has imported what they need, or started by exec"),
+    _ignored("redirects", "each member's output goes to logs/ROLE-rank.log in the run directory, always", "-r"),
+    _ignored("tee", "each member's output goes to its log file and to the console, always", "-t"),
+    _ignored("local-ranks-filter", "all members are shown, each line with its name; `rlmesh logs ROLE:rank` shows one"),
+    _ignored("log-line-prefix-template", "each line on the console begins with the member's name"),
+    _ignored("role", "roles are named in the job"),
+    _ignored("event-log-handler", "events are in the run directory"),
+    _ignored("logs-specs", "logs are in the run directory"),
+    _ignored("duplicate-stdout-filters", "logs are in the run directory"),
+    _ignored("duplicate-stderr-filters", "logs are in the run directory"),
+    _ignored("numa-binding", "members are bound next to their devices by the placement"),
+    _ignored("signals-to-handle", "SIGINT, SIGTERM and SIGHUP end the job; see docs/launching.md"),
+    TorchrunOption("no-python", refused="the script submits a job from this process, so it must be Python"),
+    TorchrunOption(
+        "virtual-local-rank",
+        refused="LOCAL_RANK is the member's rank on its node; devices are chosen by the placement",
+    ),
 )
-"""Options about things that rlmesh does by itself: rendezvous, addresses, logs. They are read and dropped."""
+"""All options of torchrun. `parse_torchrun` reads them in a command and drops those about things that rlmesh does by
+itself: rendezvous, addresses, logs. ``rlmesh launch`` has the same options."""
 
-_VALUED = {"nnodes", "nproc_per_node", "max_restarts"} | (_OURS - {"virtual_local_rank"})
-_FLAGS = {"standalone", "module", "no_python", "run_path", "virtual_local_rank"}
+_VALUED = {option.key for option in TORCHRUN_OPTIONS if option.value}
+_FLAGS = {option.key for option in TORCHRUN_OPTIONS if not option.value}
 _DLROVERS_CHECKS = {"node_check", "network_check", "comm_perf_test"}
-"""Flags of dlrover-run that ask for a check of the nodes, which rlmesh makes by itself."""
+"""Flags of dlrover-run that request a check of the nodes, which rlmesh makes by itself."""
 _DLROVERS_VALUED = {"precheck", "node_unit", "accelerator", "training_port", "membind_policy", "ucp_device_type"}
 _DLROVERS_FLAGS = _DLROVERS_CHECKS | {
     "auto_config", "auto_tunning", "exclude_straggler", "numa_affinity", "save_at_breakpoint",
 }  # fmt: skip
-"""Of these only ``auto_config`` says something about the job: the number of processes is the machine's."""
+"""Flags of dlrover-run. Only ``auto_config`` changes the job: the number of processes is the machine's."""
 
-_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
+_SHORT = {option.short[1:]: option.key for option in TORCHRUN_OPTIONS if option.short}
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "dlrover-run")
 
 
 @dataclass(frozen=True, slots=True)
 class TorchrunCommand:
-    """What a torchrun command asks for.
+    """A torchrun command.
 
-    ``nproc_per_node`` is ``None`` where the command leaves it to the machine (``auto``, ``gpu``, ``cpu``).
-    ``entry`` is the script and its arguments, or ``-m`` and a module. ``node_check`` says whether the nodes are to be
-    checked first; ``None`` where the command does not say.
+    ``nproc_per_node`` is ``None`` if the command leaves it to the machine (``auto``, ``gpu``, ``cpu``).
+    ``entry`` is the script and its arguments, or ``-m`` and a module. ``node_check`` is True if the nodes must be
+    checked first; ``None`` if the command does not say.
     """
 
     nnodes: int
@@ -73,7 +112,7 @@ def parse_torchrun(command: str) -> TorchrunCommand:
     """Read ``torchrun --nnodes=2 --nproc_per_node=4 train.py --lr 1`` (or ``python -m torch.distributed.run …``).
 
     Raises:
-        ValueError: it is no such command, or asks for what cannot be; the message says what.
+        ValueError: it is not such a command, or requests something impossible; the message says what.
     """
     if not isinstance(command, str):  # shlex would read standard input for None
         raise ValueError(f"{command!r} is no torchrun command: give text")
