@@ -1,7 +1,8 @@
 """The options of ``sbatch`` that describe a job, and how to tell them from others on a command line. No I/O.
 
-Names from the manual of Slurm 22.05 to 24.11. Options that make ``sbatch`` do something else than submit a script
-(``--help``, ``--wrap``, …) are left out on purpose.
+Names from the manual of Slurm 22.05 to 24.11, which tell a misspelt option and whether a value follows. An option that
+is not among them, such as one of a newer Slurm, is passed through unchanged by ``--sbatch=--name=value``. Options that
+make ``sbatch`` do something else than submit a script (``--help``, ``--wrap``, …) are left out on purpose.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 
 from rlmesh.errors import UsageError
 
-__all__ = ["SBATCH_OPTIONS", "Words", "first_words", "split_words"]
+__all__ = ["PASS_THROUGH", "SBATCH_OPTIONS", "Words", "first_words", "split_words"]
+
+PASS_THROUGH = "--sbatch"
+"""Option of ``rlmesh launch`` whose value is an option of ``sbatch``."""
 
 _FLAGS = (
     "contiguous hold no-requeue oom-kill-step overcommit oversubscribe reboot requeue spread-job stepmgr use-min-nodes "
@@ -85,6 +89,13 @@ def split_words(words: Sequence[str], launch: Mapping[str, bool]) -> Words:
             sbatch[name] = value if equals or kind == "value" else None
             continue
         option = word.partition("=")[0]
+        if option == PASS_THROUGH:
+            passed = value if equals else _next(rest, word)
+            name, equals, value = passed.removeprefix("--").partition("=")
+            if not passed.startswith("--") or not name:
+                raise UsageError(f"{PASS_THROUGH} {passed}: give a long option, as in {PASS_THROUGH}=--name=value")
+            sbatch[name] = value if equals else None
+            continue
         if option not in launch:
             raise _unknown(option, launch)
         own.append(word)
@@ -136,5 +147,6 @@ def _unknown(option: str, launch: Mapping[str, bool]) -> UsageError:
         f"unknown option {option}." + (f" Did you mean {near[0]}?" if near else "") + "\n"
         f"Options of sbatch: {' '.join(known)}\n"
         f"Short ones: {' '.join(f'-{short}' for short in sorted(SHORT))}\n"
-        f"Options of rlmesh launch: {' '.join(own)}"
+        f"Options of rlmesh launch: {' '.join(own)}\n"
+        f"Any other option of sbatch: {PASS_THROUGH}=--name=value"
     )

@@ -100,6 +100,8 @@ Slurm:
                         option of sbatch] JOB.py … (--dry-run prints the
                         script). Inside a job, `srun rlmesh launch JOB.py`
                         needs no option
+  --sbatch OPTION       pass an option to sbatch unchanged, such as one that
+                        rlmesh does not know: --sbatch=--name=value
 """
 
 

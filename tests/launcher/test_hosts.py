@@ -105,7 +105,7 @@ def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureF
     assert "leave out --nnodes, --rdzv-endpoint" in capsys.readouterr().err
 
 
-HERE_ONLY = {"help", "job", "hosts", "dry_run", "key_file", "key_stdin", "slurm"}
+HERE_ONLY = {"help", "job", "hosts", "dry_run", "key_file", "key_stdin", "slurm", "sbatch"}
 """Options of launch that mean something to the command that starts the hosts."""
 NO_MEANING = {"rdzv_backend", "rdzv_id", "run_path", *(name.replace("-", "_") for name in (*IGNORED, *REFUSED))}
 

@@ -100,6 +100,14 @@ def test_words_are_told_apart() -> None:
     assert split_words([], LAUNCH).job == ()
 
 
+def test_options_are_passed_through_unchanged() -> None:
+    words = split_words(["--sbatch=--consolidate=a b", "--sbatch", "--new", "-N2", "job.py"], LAUNCH)
+    assert words.sbatch == {"consolidate": "a b", "new": None, "nodes": "2"}
+    assert words.launch == () and words.job == ("job.py",)
+    script = BatchJob(words.sbatch, words.job).script()
+    assert '#SBATCH --consolidate="a b"\n' in script and "#SBATCH --new\n" in script
+
+
 def test_an_unknown_option_is_told_all_valid_ones() -> None:
     with pytest.raises(UsageError) as caught:
         split_words(["--partitoin=debug", "job.py"], LAUNCH)
@@ -117,6 +125,7 @@ def test_an_unknown_option_is_told_all_valid_ones() -> None:
         (["--requeue=yes", "job.py"], "--requeue takes no value"),
         (["-z", "job.py"], "unknown option -z"),
         (["--wrap=x", "job.py"], "unknown option --wrap"),
+        (["--sbatch=x", "job.py"], "--sbatch x: give a long option"),
     ],
 )
 def test_wrong_options_are_refused(words: list[str], why: str) -> None:

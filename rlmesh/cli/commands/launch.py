@@ -111,6 +111,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
                 "--dry-run prints how nodes would be started, so it goes with --hosts or --slurm; `rlmesh plan JOB.py` "
                 "prints where a job's members would run"
             )
+        if options.sbatch:  # with --slurm the command line is read by `submit_words`
+            raise UsageError("--sbatch passes options to sbatch, so it goes with --slurm")
         if options.hosts is not None:
             _check_script(options.job, module=True)
             return launch_on_hosts(options, arguments, _key_of(options, needed=False))

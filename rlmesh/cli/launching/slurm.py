@@ -39,6 +39,10 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
         help="submit the job to sbatch: rlmesh launch --slurm [any option of sbatch] JOB.py … (--dry-run prints the "
         "script). Inside a job, `srun rlmesh launch JOB.py` needs no option",
     )
+    group.add_argument(
+        "--sbatch", action="append", metavar="OPTION",
+        help="pass an option to sbatch unchanged, such as one that rlmesh does not know: --sbatch=--name=value",
+    )  # fmt: skip
 
 
 # Submitting.
