@@ -13,13 +13,12 @@ the last one varies fastest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, product
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import product
 
 from rlmesh.errors import UsageError
 
-__all__ = ["compress_counts", "compress_nodes", "expand_counts", "expand_nodes"]
+__all__ = ["expand_counts", "expand_nodes"]
 
 MAX_NAMES = 100_000
 """A list with more names is taken for a typing error; Slurm's own limit is 65,533 nodes."""
@@ -27,7 +26,6 @@ MAX_NAMES = 100_000
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
-_LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
@@ -91,51 +89,6 @@ def _expand_range(text: str, at: int, item: str, room: int) -> list[str]:
     return [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
 
 
-def compress_nodes(names: Iterable[str]) -> str:
-    """A short list, with at most one bracket per name, that ``expand_nodes`` turns into the same names in the same
-    order.
-
-    Raises:
-        UsageError: a name is empty or has a character that no name can have: brackets, parentheses, commas, blanks.
-    """
-    parts: list[str] = []
-    for frame, group in groupby(map(_take_apart, names), key=lambda name: name.frame):
-        numbers = [name.number for name in group]
-        if frame is None:
-            parts += numbers
-        elif len(numbers) == 1:
-            parts.append(numbers[0].join(frame))
-        else:
-            parts.append(f"[{','.join(_ranges(numbers))}]".join(frame))
-    return ",".join(parts)
-
-
-class _Name(NamedTuple):
-    """A name split at its last number; ``frame`` is the text before and after it. Without a number ``frame`` is
-    None."""
-
-    frame: tuple[str, str] | None
-    number: str
-
-
-def _take_apart(name: str) -> _Name:
-    if not name or re.search(r"[\s\[\](),]", name):
-        raise UsageError(f"{name!r} cannot be the name of a node")
-    found = _LAST_NUMBER.fullmatch(name)
-    return _Name((found.group(1), found.group(3)), found.group(2)) if found else _Name(None, name)
-
-
-def _ranges(numbers: Sequence[str]) -> list[str]:
-    """Numbers in order; consecutive numbers of the same width become ranges."""
-    runs: list[list[str]] = []
-    for number in numbers:
-        if runs and f"{int(runs[-1][-1]) + 1:0{len(runs[-1][0])}d}" == number:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-
-
 def expand_counts(text: str) -> tuple[int, ...]:
     """Expand a list such as ``24(x5),16``: one number per node.
 
@@ -154,12 +107,6 @@ def expand_counts(text: str) -> tuple[int, ...]:
         counts += [int(found.group(1))] * times
         at += len(item) + 1
     return tuple(counts)
-
-
-def compress_counts(counts: Iterable[int]) -> str:
-    """A list that ``expand_counts`` turns into these counts."""
-    runs = [(count, len(list(group))) for count, group in groupby(counts)]
-    return ",".join(str(count) if times == 1 else f"{count}(x{times})" for count, times in runs)
 
 
 def _fault(text: str, at: int, why: str) -> UsageError:

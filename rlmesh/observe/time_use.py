@@ -25,6 +25,10 @@ STEP_TIME = "step_time_s"
 """The metric by which a role reports the time of its step."""
 
 
+_SUMMED = ("calls", "wall_s", "method_s", "queued_s", "run_queue_s", "overhead_s", "share_s")
+"""Fields of `CallStats` that are added up."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoleUse:
     """Time of one caller in calls to ``role``, in seconds per step.
@@ -170,26 +174,14 @@ def _merged(calls: Iterable[CallStats]) -> list[CallStats]:
     for call in calls:
         key = (call.role, call.method, call.slowest_rank)
         known = sums.get(key)
-        sums[key] = call if known is None else CallStats(
-            role=call.role,
-            method=call.method,
-            calls=known.calls + call.calls,
-            wall_s=known.wall_s + call.wall_s,
-            method_s=known.method_s + call.method_s,
-            queued_s=known.queued_s + call.queued_s,
-            run_queue_s=known.run_queue_s + call.run_queue_s,
-            overhead_s=known.overhead_s + call.overhead_s,
-            slowest_rank=call.slowest_rank,
-            share_s=known.share_s + call.share_s,
-        )  # fmt: skip
+        if known is not None:
+            call = replace(call, **{name: getattr(known, name) + getattr(call, name) for name in _SUMMED})
+        sums[key] = call
     return list(sums.values())
 
 
 def _negated(call: CallStats) -> CallStats:
-    seconds = {name: -getattr(call, name) for name in (
-        "wall_s", "method_s", "queued_s", "run_queue_s", "overhead_s", "share_s",
-    )}  # fmt: skip
-    return replace(call, calls=-call.calls, **seconds)
+    return replace(call, **{name: -getattr(call, name) for name in _SUMMED})
 
 
 _HEAD = (

@@ -1,4 +1,4 @@
-"""Slurm's compressed lists, both ways."""
+"""Slurm's compressed lists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmesh.errors import UsageError
-from rlmesh_launcher.hostlist import compress_counts, compress_nodes, expand_counts, expand_nodes
+from rlmesh_launcher.hostlist import expand_counts, expand_nodes
 
 
 @pytest.mark.parametrize(
@@ -58,38 +58,34 @@ def test_what_is_no_list_is_refused_where_it_ends_to_be_one(text: str, why: str,
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["n[1-3],n5", "n[001-003,007]", "a,b,c7", "n[9-11]", "n[1,1-2]", "x1y[2-3]z"])
-def test_what_compress_writes_it_writes_again(text: str) -> None:
-    once = compress_nodes(expand_nodes(text))
-    assert compress_nodes(expand_nodes(once)) == once
-    assert len(once) <= len(text)
-
-
-def test_lists_are_compressed() -> None:
-    assert compress_nodes(["n001", "n002", "n003", "n007", "gpu-a1b", "gpu-a2b"]) == "n[001-003,007],gpu-a[1-2]b"
-    assert compress_nodes(["n9", "n10", "n010", "login"]) == "n[9-10,010],login"
-    assert compress_nodes([]) == ""
-    assert compress_counts([24] * 5 + [16]) == "24(x5),16"
-
-
-@pytest.mark.parametrize("name", ["", "a b", "a,b", "a[1]", "(null)"])
-def test_no_name_is_invented(name: str) -> None:
-    with pytest.raises(UsageError, match="cannot be the name"):
-        compress_nodes([name])
-
-
 @pytest.mark.parametrize("text", ["", "2(x)", "x2", "2(3)", "2,,1", "-1", "1(x200000)"])
 def test_what_are_no_counts_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="no list that Slurm writes"):
         expand_counts(text)
 
 
-NAMES = st.lists(st.from_regex(r"\A[a-z]{0,2}-?[0-9]{1,3}[a-z.]{0,2}\Z|\A[a-z-]{1,3}\Z"), min_size=1, max_size=40)
+def test_counts_are_expanded_in_their_order() -> None:
+    assert expand_counts("24(x5),16") == (24, 24, 24, 24, 24, 16)
 
 
-@given(NAMES)
-def test_expand_is_the_inverse_of_compress(names: list[str]) -> None:
-    assert expand_nodes(compress_nodes(names)) == tuple(names)
+NAMES = st.from_regex(r"\A[a-z]{0,2}-?[0-9]{1,3}[a-z.]{0,2}\Z|\A[a-z-]{1,3}\Z")
+RANGES = st.tuples(st.text("abn-", min_size=1, max_size=3), st.integers(0, 990), st.integers(0, 9), st.integers(1, 4))
+
+
+@given(st.lists(NAMES, min_size=1, max_size=40))
+def test_plain_names_stay_as_they_are(names: list[str]) -> None:
+    assert expand_nodes(",".join(names)) == tuple(names)
+
+
+@given(st.lists(RANGES, min_size=1, max_size=10))
+def test_ranges_count_up_at_the_width_of_their_lower_end(ranges: list[tuple[str, int, int, int]]) -> None:
+    text = ",".join(f"{name}[{low:0{width}d}-{low + more:0{width}d}]" for name, low, more, width in ranges)
+    names = [
+        f"{name}{number:0{max(width, len(str(low)))}d}"
+        for name, low, more, width in ranges
+        for number in range(low, low + more + 1)
+    ]
+    assert expand_nodes(text) == tuple(names)
 
 
 @given(st.text("n[]0123-,a x", max_size=30))
@@ -98,9 +94,10 @@ def test_any_text_is_expanded_or_refused(text: str) -> None:
         names = expand_nodes(text)
     except UsageError:
         return
-    assert expand_nodes(compress_nodes(names)) == names
+    assert expand_nodes(",".join(names)) == names
 
 
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
-def test_counts_are_the_same_after_compression(counts: list[int]) -> None:
-    assert expand_counts(compress_counts(counts)) == tuple(counts)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 5)), min_size=1, max_size=30))
+def test_repeated_counts_are_repeated(counts: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{count}(x{times})" for count, times in counts)
+    assert expand_counts(text) == tuple(count for count, times in counts for _ in range(times))

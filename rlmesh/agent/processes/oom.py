@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Iterator
 from pathlib import Path
+
+from rlmesh.placement.machine.system import control_groups
 
 __all__ = ["OomCounters", "at_the_limit"]
 
@@ -47,7 +48,7 @@ class OomCounters:
         if not grown:
             return ""
         peak = f"its peak was {_mib(peak_rss_bytes)}"
-        for folder in self._folders():
+        for folder in control_groups(self._proc, self._cgroups, "memory"):
             if str(folder) in grown and (limit := _limit(folder)) is not None:
                 return f"out of memory: {peak}, and its control group {folder} has a limit of {_mib(limit)}"
         total = re.search(r"MemTotal:\s+(\d+) kB", _text(self._proc / "meminfo"))
@@ -56,23 +57,9 @@ class OomCounters:
 
     def _read(self) -> dict[str, int]:
         found = {"kernel": _count(self._proc / "vmstat")}
-        for folder in self._folders():
+        for folder in control_groups(self._proc, self._cgroups, "memory"):
             found[str(folder)] = max(_count(folder / "memory.events"), _count(folder / "memory.oom_control"))
         return found
-
-    def _folders(self) -> Iterator[Path]:
-        """The control groups that limit this process's memory, v2 and v1, innermost first."""
-        for line in _text(self._proc / "self/cgroup").splitlines():
-            number, names, path = line.split(":", 2)
-            if number == "0" and not names:
-                roots = [self._cgroups, self._cgroups / "unified"]
-            elif "memory" in names.split(","):
-                roots = [self._cgroups / names, self._cgroups / "memory"]
-            else:
-                continue
-            for root in dict.fromkeys(roots):
-                folder = root / path.lstrip("/")
-                yield from (group for group in (folder, *folder.parents) if group.is_relative_to(root))
 
 
 def _count(path: Path) -> int:

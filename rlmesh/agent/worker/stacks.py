@@ -89,16 +89,6 @@ def own_stacks() -> str:
     return "\n".join(sorted(parts))
 
 
-def catches(pid: int) -> bool:
-    """True if a process handles `SIGNAL`; any other process would be killed by it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(mask, 16) >> (int(SIGNAL) - 1) & 1)
-
-
 async def dump_stacks(pid: int, path: Path, wait_s: float = WAIT_S) -> str:
     """Let a member write its stacks and return them; without stacks, return a sentence that says why."""
     process = ownership.read_process(pid)
@@ -107,7 +97,7 @@ async def dump_stacks(pid: int, path: Path, wait_s: float = WAIT_S) -> str:
     if state_letter(pid) in STOPPED:
         return "it did not answer with its stacks: its process is stopped"
     thread, main = _listener(path)
-    if not thread or not catches(pid):
+    if not thread or not ownership.handles(pid, SIGNAL):
         return "it is starting or ending, and does not listen for the request"
     began_at = _size(path)
     if not _send_to_thread(pid, thread):

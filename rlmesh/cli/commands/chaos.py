@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from rlmesh.cli.job_choice import add_job_argument, as_command, asking, find_running, say
 from rlmesh.cli.quantities import count, positive, seconds
 from rlmesh.errors import CallError, UsageError
 from rlmesh.master.chaos_plan import parse_kill
 from rlmesh.run_directory.discovery import RunningJob
-
-if TYPE_CHECKING:
-    from rlmesh.runtime.handle import MemberHandle
 
 POLL_S = 0.2
 DESCRIPTION = """\
@@ -92,34 +89,18 @@ def rehearse(job: RunningJob, text: str, tell: Callable[[str], None]) -> int:
         for kill in waiting:
             tell(f"to come: {kill}")
         while waiting:
-            left = _left(master)
-            if left is None:
+            try:
+                _, left, cannot = master.call("rehearsed").result()
+            except CallError:  # the master is gone
                 own = [kill for kill in waiting if kill.startswith(("master", "agent"))]
                 tell("\n".join(f"happened: {kill}" for kill in own) or "the job has ended before it happened")
                 return 0 if own == waiting else 1
             for kill in [kill for kill in waiting if kill not in left]:
                 waiting.remove(kill)
-                if kill in left.cannot:
-                    tell(f"cannot happen: {left.cannot[kill]}")
+                if kill in cannot:
+                    tell(f"cannot happen: {cannot[kill]}")
                     return 1
                 tell(f"happened: {kill}")
             if waiting:
                 time.sleep(POLL_S)
     return 0
-
-
-class _Left(tuple[str, ...]):
-    """The kills that have not happened yet; ``cannot``: kills that can never happen, with the reason."""
-
-    cannot: Mapping[str, str] = {}
-
-
-def _left(master: MemberHandle) -> _Left | None:
-    """The kills that have not happened yet; None if the master is gone."""
-    try:
-        _, left, cannot = master.call("rehearsed").result()
-    except CallError:
-        return None
-    found = _Left(left)
-    found.cannot = cannot
-    return found

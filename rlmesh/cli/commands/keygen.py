@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from rlmesh.errors import UsageError
+from rlmesh.cli.job_choice import as_command
 from rlmesh.runtime.connections.security import KEY_VARIABLE, write_key_file
 
 DESCRIPTION = (
@@ -20,15 +19,11 @@ def add_to(commands: Any) -> None:
     """Add the command to ``rlmesh``'s subparsers."""
     parser = commands.add_parser("keygen", help="create a job's key", description=DESCRIPTION)
     parser.add_argument("file", metavar="FILE", type=Path, help="the file to write")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=as_command("keygen", run))
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write the file and return the exit code. The key is never printed."""
-    try:
-        write_key_file(options.file)
-    except UsageError as error:
-        print(f"rlmesh keygen: {error}", file=sys.stderr)
-        return 2
+    write_key_file(options.file)
     print(f"wrote {options.file}; use it by --key-file {options.file}")
     return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
+from rlmesh.cli.job_choice import as_command
 from rlmesh.errors import UsageError
 
 NAMES = ("gsm8k", "math", "hellaswag", "hh_rlhf")
@@ -25,21 +25,17 @@ def add_to(commands: Any) -> None:
         "--from", dest="source", metavar="PATH", type=Path, required=True, help="file or folder to read"
     )
     parser.add_argument("--to", dest="target", metavar="DIR", type=Path, required=True, help="folder to write to")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=as_command("prepare", run))
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write the files and return the exit code."""
     try:
         from rlmesh.rl.data.prepare import prepare
 
         found = prepare(options.name, options.source, options.target)
-    except UsageError as error:
-        print(f"rlmesh prepare: {error}", file=sys.stderr)
-        return 2
     except ImportError as error:
-        print(f"rlmesh prepare: {error}; pip install 'rlmesh[data,torch]'", file=sys.stderr)
-        return 2
+        raise UsageError(f"{error}; pip install 'rlmesh[data,torch]'") from error
     for split, count in found.items():
         print(f"{options.target / split}.parquet: {count} rows")
     return 0

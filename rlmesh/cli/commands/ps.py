@@ -6,14 +6,12 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from rlmesh.cli.commands.status import graph_lines
+from rlmesh.cli.commands.status import ask_status, graph_lines
 from rlmesh.cli.job_choice import add_job_argument, as_command, asking, find_running, headline, say
 from rlmesh.job.status import JobStatus, MemberWaits
 from rlmesh.run_directory.discovery import RunningJob, running_jobs
 from rlmesh.run_directory.records import ended_jobs
 from rlmesh.run_directory.workspace import KEY_FILE
-
-_NO_RECORDS = 1 << 62
 
 
 def add_to(commands: Any) -> None:
@@ -58,10 +56,10 @@ def ask(job: RunningJob, *, pending: bool = False, graph: bool = False) -> list[
     """
     if graph:
         return graph_lines(job, "text")
-    with asking(job) as master:
-        if pending:
+    if pending:
+        with asking(job) as master:
             return list(pending_lines(master.call("pending").result()))
-        return list(member_lines(master.call("status", _NO_RECORDS).result()))
+    return list(member_lines(ask_status(job)))
 
 
 def member_lines(status: JobStatus) -> Iterable[str]:

@@ -21,8 +21,6 @@ from rlmesh.run_directory.discovery import RunningJob
 from rlmesh.run_directory.records import EndedJob
 
 _NO_RECORDS = 1 << 62
-STUCK_S = 60.0
-"""A running member that has not reported for this many seconds is shown with that time."""
 
 
 def add_to(commands: Any) -> None:
@@ -48,7 +46,7 @@ def show(options: argparse.Namespace) -> int:
     if isinstance(job, EndedJob):
         say("\n".join(end_lines(job)))
         return 0 if job.stage == "succeeded" else 1
-    say("\n".join(status_lines(_ask(job))))
+    say("\n".join(status_lines(ask_status(job))))
     return 0
 
 
@@ -66,7 +64,8 @@ def graph_lines(job: RunningJob | EndedJob, how: Format) -> list[str]:
     return [f"  {line}" if how == "text" else line for line in drawn(graph, how)]
 
 
-def _ask(job: RunningJob) -> JobStatus:
+def ask_status(job: RunningJob) -> JobStatus:
+    """The status of a job from its master, without metric records."""
     with asking(job) as master:
         status: JobStatus = master.call("status", _NO_RECORDS).result()
     return status

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from rlmesh.placement.binding import ranges
+
 __all__ = ["Folding", "ranks_text"]
 
 WINDOW_S = 1.0
@@ -94,13 +96,8 @@ def _shown(folds: Iterable[_Fold]) -> list[str]:
     return lines
 
 
-def ranks_text(ranks: Iterable[str]) -> str:
+def ranks_text(names: Iterable[str]) -> str:
     """Format ranks as ``0-3,7``, in order, neighbours joined; texts that are not numbers stay as they are."""
-    numbers = sorted(int(rank) for rank in ranks if rank.isdigit())
-    parts = [rank for rank in ranks if not rank.isdigit()]
-    start = 0
-    for at, number in enumerate(numbers):
-        if at + 1 == len(numbers) or numbers[at + 1] != number + 1:
-            parts.append(str(number) if start == at else f"{numbers[start]}-{number}")
-            start = at + 1
-    return ",".join(parts)
+    names = list(names)
+    numbers = ranges([int(name) for name in names if name.isdigit()])
+    return ",".join([*(name for name in names if not name.isdigit()), *filter(None, [numbers])])

@@ -13,7 +13,7 @@ from rlmesh.placement.machine.gpus import GpuFacts, usable_devices
 from rlmesh.placement.machine.inventory import Device, NumaNode
 from rlmesh.placement.machine.nvml import Nvml, NvmlFailed, library
 
-__all__ = ["Machine", "numbers"]
+__all__ = ["Machine", "control_groups", "numbers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Machine:
     def cpu_ids(self) -> frozenset[int]:
         """The numbers of the CPUs that this process may run on."""
         allowed = set(os.sched_getaffinity(0))
-        for folder in self._folders("cpuset"):
+        for folder in control_groups(self.proc, self.cgroups, "cpuset"):
             for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
                 if inside := numbers(_read(folder / name)):
                     allowed = allowed & set(inside) or allowed
@@ -38,14 +38,18 @@ class Machine:
 
     def cpus(self, env: Mapping[str, str] | None = None) -> int:
         """Number of usable CPUs, limited by quotas and Slurm's allocation (in ``env``); at least 1."""
-        limits = [quota for folder in self._folders("cpu") if (quota := _cpu_quota(folder)) is not None]
+        limits = [
+            quota
+            for folder in control_groups(self.proc, self.cgroups, "cpu")
+            if (quota := _cpu_quota(folder)) is not None
+        ]
         return max(1, int(min([len(self.cpu_ids()), *limits, *_slurm_cpus(env or {})])))
 
     def memory_bytes(self, env: Mapping[str, str] | None = None) -> int:
         """Memory of the machine, limited by control groups and Slurm's allocation (in ``env``)."""
         total = re.search(r"MemTotal:\s+(\d+) kB", (self.proc / "meminfo").read_text())
         limits = [int(total[1]) * 1024] if total else []
-        for folder in self._folders("memory"):
+        for folder in control_groups(self.proc, self.cgroups, "memory"):
             for name in ("memory.max", "memory.limit_in_bytes"):
                 text = _read(folder / name)
                 if text.isdigit():
@@ -104,20 +108,20 @@ class Machine:
         text = _read(self.sys / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")
         return int(text) if text.isdigit() else None  # -1: the firmware does not say
 
-    def _folders(self, controller: str) -> Iterator[Path]:
-        """This process's control groups for a controller, v1 and v2, up to their roots."""
-        for line in _read(self.proc / "self/cgroup").splitlines():
-            number, names, path = line.split(":", 2)
-            if number == "0" and not names:
-                roots = [self.cgroups, self.cgroups / "unified"]
-            elif controller in names.split(","):
-                roots = [self.cgroups / names, self.cgroups / controller]
-            else:
-                continue
-            for root in dict.fromkeys(roots):
-                folder = root / path.lstrip("/")
-                yield folder
-                yield from (parent for parent in folder.parents if parent.is_relative_to(root))
+
+def control_groups(proc: Path, cgroups: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups for a controller, v1 and v2, innermost first."""
+    for line in _read(proc / "self/cgroup").splitlines():
+        number, names, path = line.split(":", 2)
+        if number == "0" and not names:
+            roots = [cgroups, cgroups / "unified"]
+        elif controller in names.split(","):
+            roots = [cgroups / names, cgroups / controller]
+        else:
+            continue
+        for root in dict.fromkeys(roots):
+            folder = root / path.lstrip("/")
+            yield from (group for group in (folder, *folder.parents) if group.is_relative_to(root))
 
 
 def numbers(text: str) -> tuple[int, ...]:
