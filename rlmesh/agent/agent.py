@@ -22,8 +22,8 @@ from typing import Any
 
 from rlmesh.agent.boot import Boot
 from rlmesh.agent.device_lease_server import DeviceLeaseServer
-from rlmesh.agent.master_keeper import GiveUp, MasterKeeper, failed_start
-from rlmesh.agent.master_session import AgentCallbacks, MasterSession
+from rlmesh.agent.master_keeper import GiveUp, MasterKeeper
+from rlmesh.agent.master_session import AgentCallbacks, Freezer, MasterSession
 from rlmesh.agent.members import MemberKey, NodeMembers
 from rlmesh.agent.monitoring.device_watch import DeviceWatch
 from rlmesh.agent.monitoring.rejections import RejectionReporter
@@ -31,7 +31,6 @@ from rlmesh.agent.monitoring.usage import NodeUse, read_use
 from rlmesh.agent.node_description import node_info
 from rlmesh.agent.processes import ownership
 from rlmesh.agent.processes.cleanup import Cleanup
-from rlmesh.agent.processes.freezing import Freezer
 from rlmesh.agent.processes.process import Ended
 from rlmesh.agent.processes.process_table import Child, ProcessTable, stop
 from rlmesh.agent.processes.spawner import Spawner
@@ -276,7 +275,7 @@ class Agent:
         try:
             self._master_child = self._table.adopt("master", self._keeper.start())
         except (LaunchError, ProcessLookupError) as error:
-            self._give_up(failed_start(error).why)
+            self._give_up(f"the master could not be started again: {error}")
 
     # Life
 

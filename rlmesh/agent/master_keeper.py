@@ -114,8 +114,3 @@ class MasterKeeper:
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
-
-
-def failed_start(error: Exception) -> GiveUp:
-    """The verdict after a restart failed."""
-    return GiveUp(f"the master could not be started again: {error}")

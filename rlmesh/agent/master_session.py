@@ -13,13 +13,14 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable
+import signal
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rlmesh.agent.node_lease import Lease, Standstills, renew_s, suspend_aware_clock
-from rlmesh.agent.processes.freezing import Freezer
+from rlmesh.agent.processes import ownership
 from rlmesh.agent.protocol import MASTER, AgentConfig, Grant, MemberProcess, NodeInfo
 from rlmesh.errors import CallError, CallTimeout
 from rlmesh.runtime.future import Future
@@ -27,7 +28,7 @@ from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.runtime import Runtime
 
-__all__ = ["AgentCallbacks", "MasterSession"]
+__all__ = ["AgentCallbacks", "Freezer", "MasterSession"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,34 @@ go on: it may begin to run later than its agents."""
 ASK_AGAIN_S = 0.05
 GUARDIAN_FD = 1
 """Descriptor of the pipe to the guardian."""
+
+
+class Freezer:
+    """Stops processes and resumes them.
+
+    Args:
+        roots: returns the numbers of the processes to stop, with all processes below them.
+
+    Attributes:
+        active: True while the processes are stopped.
+    """
+
+    def __init__(self, roots: Callable[[], Iterable[int]]) -> None:
+        self._roots = roots
+        self._frozen: dict[ownership.Process, None] = {}
+        self.active = False
+
+    def freeze(self) -> None:
+        """Stop the processes. Call repeatedly: whoever stopped all processes from outside may resume them one by one,
+        and they may have started others."""
+        self.active = True
+        self._frozen |= dict.fromkeys(ownership.stop_all(set(self._roots())))
+
+    def thaw(self) -> None:
+        """Resume the processes that were stopped here."""
+        self.active, frozen, self._frozen = False, self._frozen, {}
+        for process in frozen:
+            ownership.send_signal(process, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)

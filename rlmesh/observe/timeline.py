@@ -12,8 +12,6 @@ that time.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.job.status import MetricRecord
+from rlmesh.observe.files.append_file import read_json_lines
 from rlmesh.observe.files.event_log import read_events
 from rlmesh.observe.files.metric_files import METRICS_FILE, read_records
 from rlmesh.observe.time_use import STEP_TIME
@@ -210,14 +209,12 @@ def _draw_calls(trace: _Trace, calls: Iterable[TracedCall]) -> None:
 def _read_calls(run_dir: Path) -> Iterator[TracedCall]:
     for path in private_files.files_in(run_dir / TIMELINE_FOLDER, "*.jsonl"):
         role, _, rank = path.name.removesuffix(".jsonl").removesuffix(".old").rpartition("-")
-        with os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb") as file:
-            for line in file:
-                try:
-                    flush = json.loads(line)
-                    for item in flush["calls"]:
-                        yield _call_of(f"{role}:{rank}", item, flush["offset_ns"])
-                except (ValueError, TypeError, KeyError):
-                    continue  # a torn line
+        for flush in read_json_lines(path):
+            try:
+                for item in flush["calls"]:
+                    yield _call_of(f"{role}:{rank}", item, flush["offset_ns"])
+            except (ValueError, TypeError, KeyError):
+                continue  # not a flush of calls
 
 
 def _call_of(caller: str, item: list[Any], offset_ns: int) -> TracedCall:

@@ -20,7 +20,7 @@ def describe_plan(plan: Plan) -> str:
     used = {placement.node_rank for placement in plan.placements}
     head = f"{len(plan.placements)} members on {len(used)} of {len(plan.nodes)} nodes"
     if plan.spares:
-        head += f", {len(plan.spares)} more held back: {_fold([node.name for node in plan.spares])}"
+        head += f", {len(plan.spares)} more held back: {fold_names([node.name for node in plan.spares])}"
     body = _devices(plan) if len(plan.nodes) <= DETAILED_NODES else _folded(plan)
     return "\n".join([head, *body, *(f"note: {note}" for note in plan.notes)])
 
@@ -84,10 +84,11 @@ def _folded(plan: Plan) -> list[str]:
     for node in plan.nodes:
         held = ", ".join(f"{count} × {what}" for what, count in sorted(of_node[node.node_rank].items()))
         same.setdefault((_room(node), held or "nothing"), []).append(node.name)
-    return [f"{_fold(names)}: {room}: {held}" for (room, held), names in same.items()]
+    return [f"{fold_names(names)}: {room}: {held}" for (room, held), names in same.items()]
 
 
-def _fold(names: Sequence[str]) -> str:
+def fold_names(names: Sequence[str]) -> str:
+    """The first and the last of several names, and their number."""
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rlmesh.placement.bundles import Bundle, BundleLayout
 from rlmesh.placement.demand import WHOLE, JobDemand, RoleDemand
+from rlmesh.placement.describe import fold_names
 from rlmesh.placement.fleet import Fleet
 from rlmesh.placement.machine.inventory import VIRTUAL, NodeInfo
 from rlmesh.placement.search import SEARCH_TRIES, PlacedBundle
@@ -48,7 +49,7 @@ class _Table:
         for name, column in zip(names, columns, strict=True):
             folded.setdefault(tuple(column), []).append(name)
         shown = list(folded.items())[:COLUMNS]
-        table = [["role", "wants", *(_names(of) for _, of in shown), "nodes"]]
+        table = [["role", "wants", *(fold_names(of) for _, of in shown), "nodes"]]
         table += [[*row[:2], *(column[i] for column, _ in shown), row[-1]] for i, row in enumerate(rows)]
         lines = ["the cluster cannot hold the job:", *_align(table)]
         if len(folded) > COLUMNS:
@@ -155,10 +156,6 @@ class _Table:
                 "accelerators are then virtual slots, device_per_node of them on each node",
             ]
         return [*faults, *said, "ask for less, or give the job more nodes or devices"]
-
-
-def _names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:

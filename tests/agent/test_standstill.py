@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh.agent.master_session import Freezer
 from rlmesh.agent.node_lease import STILL_S, Standstills
 from rlmesh.agent.processes import ownership
-from rlmesh.agent.processes.freezing import Freezer
 from rlmesh.agent.processes.stopped import LOOKS, StoppedLooks, half_started, is_stopped
 from tests.agent.processes import start_guardian
 from tests.stalls import HANG_S

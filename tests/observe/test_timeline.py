@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmesh.agent.worker import tracing
-from rlmesh.agent.worker.tracing import CallTrace, chosen
+from rlmesh.agent.worker import call_reporter
+from rlmesh.agent.worker.call_reporter import CallTrace, chosen
 from rlmesh.observe.timeline import CALLS, LIFE, SERVES, TracedCall, build_trace, read_trace
 from rlmesh.runtime.calling.call_stats import EndedCall
 from tests.master.launched import TOY, Launched
@@ -128,7 +128,7 @@ def test_of_many_calls_the_longest_and_a_sample_are_kept() -> None:
 
 
 def test_a_long_job_does_not_fill_the_disk(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tracing, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(call_reporter, "FILE_BYTES", 20_000)
     trace = CallTrace(tmp_path, "A.b", 0)
     for round_number in range(100):
         began_ns = 9000 * round_number

@@ -1,18 +1,36 @@
-"""Reports of a member's calls and waits to the master: once a second, more often at first, and only if there are
-any."""
+"""Reports of a member's calls and waits to the master, and traces of its single calls on disk.
+
+Reports are sent once a second, more often at first, and only if there are any. With ``rlmesh launch --timeline`` each
+ended call is also traced, for ``rlmesh timeline``: one line per flush in ``<run_dir>/timeline/<ROLE>-<rank>.jsonl``::
+
+    {"offset_ns": …, "dropped": 0, "calls": [[callee, method, started_ns, ended_ns, answered, executed_ns, queued_ns,
+                                              sent_bytes, received_bytes], …]}
+
+``offset_ns`` added to a time gives ns since the epoch. The callee's side needs no file: the answer carries how long the
+call was queued and ran there. Of very many calls the longest and an even sample are stored, and of very long jobs the
+end: a member never has more than ``2 * FILE_BYTES`` on disk.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from rlmesh.agent.worker.tracing import CallTrace
+from rlmesh.observe.files.append_file import AppendFile
+from rlmesh.observe.timeline import TIMELINE_FOLDER
+from rlmesh.runtime.calling.call_stats import EndedCall
 from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.process import clock
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.serving.activity_board import Board
 
-__all__ = ["CallReporter"]
+__all__ = ["CallReporter", "CallTrace"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +40,11 @@ EVERY_S = 1.0
 MOST_SHOWN = 16
 QUEUED_S = 0.5
 """A member's waits are reported if a call has been unanswered for this many seconds."""
+FILE_BYTES = 8 << 20
+PER_FLUSH = 2000
+"""Calls stored per flush."""
+MOST_PENDING = 50_000
+"""Calls that may wait for a flush; further calls are only counted."""
 
 
 class CallReporter:
@@ -99,3 +122,77 @@ class CallReporter:
             self._trace.flush()
         self._pause_s = min(EVERY_S, 1.5 * self._pause_s)
         self._again()
+
+
+class CallTrace:
+    """Collects the ended calls of one member and writes them on flush.
+
+    Args:
+        run_dir: the job's run directory.
+        role, rank: the member.
+    """
+
+    def __init__(self, run_dir: Path, role: str, rank: int) -> None:
+        self._path = run_dir / TIMELINE_FOLDER / f"{role}-{rank}.jsonl"
+        self._file = AppendFile(self._path)
+        self._pending: list[EndedCall] = []
+        self._dropped = 0
+        self._written = self._path.stat().st_size if self._path.exists() else 0
+        self._broken = False
+        self._turn = threading.RLock()
+        """The runtime's thread adds and flushes, and the main thread closes."""
+
+    def add(self, calls: Sequence[EndedCall]) -> None:
+        """Add calls. Can be called from any thread."""
+        with self._turn:
+            room = MOST_PENDING - len(self._pending)
+            self._pending += calls[: max(0, room)]
+            self._dropped += max(0, len(calls) - max(0, room))
+
+    def flush(self) -> None:
+        """Write the collected calls. A disk error ends the trace, and nothing else."""
+        with self._turn:
+            self._flush()
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        dropped, self._dropped = self._dropped, 0
+        calls = [call for call in pending if not call[0].startswith("@")]
+        kept = chosen(calls, PER_FLUSH)
+        if self._broken or not (kept or dropped):
+            return
+        line = json.dumps(
+            {
+                "offset_ns": round(clock.epoch() * 1e9) - time.perf_counter_ns(),
+                "dropped": dropped + len(calls) - len(kept),
+                "calls": [(*call[:2], *call[3:10]) for call in kept],
+            },
+            separators=(",", ":"),
+        )
+        try:
+            if self._written > FILE_BYTES:
+                self._file.close()
+                os.replace(self._path, self._path.with_suffix(".old.jsonl"))
+                self._written = 0
+            self._file.append(line.encode() + b"\n")
+            self._written += len(line)
+        except OSError as error:
+            self._broken = True
+            logger.warning("the timeline ends here, %s cannot be written: %s", self._path, error)
+
+    def close(self) -> None:
+        """Write the remaining calls; later calls are not traced."""
+        with self._turn:
+            self._flush()
+            self._broken = True
+            self._file.close()
+
+
+def chosen(calls: Sequence[EndedCall], most: int) -> list[EndedCall]:
+    """At most ``most`` of the calls, in order: the longest, and an even sample of the others."""
+    if len(calls) <= most:
+        return list(calls)
+    longest = sorted(range(len(calls)), key=lambda at: calls[at][4] - calls[at][3], reverse=True)[: most // 2]
+    left = most - len(longest)
+    sample = (at * len(calls) // left for at in range(left))
+    return [calls[at] for at in sorted({*longest, *sample})]

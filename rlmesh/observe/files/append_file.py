@@ -1,13 +1,16 @@
-"""A file to which data is appended whole or not at all."""
+"""A file to which data is appended whole or not at all, and reading such files."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlmesh import private_files
 
-__all__ = ["AppendFile"]
+__all__ = ["AppendFile", "ends_torn", "read_json_lines"]
 
 
 class AppendFile:
@@ -55,3 +58,18 @@ def ends_torn(path: Path) -> bool:
             return file.read(1) != b"\n"
     except FileNotFoundError:
         return False
+
+
+def read_json_lines(path: Path) -> Iterator[Any]:
+    """The values of a file with one JSON value per line; torn lines are skipped. A file that is missing or unsafe to
+    read has none."""
+    try:
+        file = os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb")
+    except OSError:
+        return
+    with file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue

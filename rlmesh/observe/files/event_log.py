@@ -11,18 +11,15 @@ master's events and actions. A restarted master appends to the end of the file.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlmesh import private_files
 from rlmesh.job.masking import mask_text
-from rlmesh.observe.files.append_file import AppendFile, ends_torn
+from rlmesh.observe.files.append_file import AppendFile, ends_torn, read_json_lines
 from rlmesh.observe.views.safe_text import json_text
 
 __all__ = ["EVENTS_FILE", "EventLog", "entry_of", "read_events"]
@@ -61,18 +58,9 @@ class EventLog:
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The entries of a run, oldest first; torn lines are skipped. A file that is missing or unsafe to read has none."""
-    try:
-        file = os.fdopen(private_files.open_file(run_dir / EVENTS_FILE, os.O_RDONLY), "rb")
-    except OSError:
-        return
-    with file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and "at" in entry and "event" in entry:
-                yield entry
+    for entry in read_json_lines(run_dir / EVENTS_FILE):
+        if isinstance(entry, dict) and "at" in entry and "event" in entry:
+            yield entry
 
 
 def entry_of(event: object, now: float) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.job.status import CallStats, MetricRecord
-from rlmesh.observe.files.append_file import AppendFile, ends_torn
+from rlmesh.observe.files.append_file import AppendFile, ends_torn, read_json_lines
 from rlmesh.observe.files.repeated_steps import current_reports
 from rlmesh.observe.files.tensorboard import EventFile
 from rlmesh.observe.views.safe_text import json_text
@@ -113,16 +113,11 @@ def read_records(path: Path, *, replaced: bool = False) -> Iterator[MetricRecord
 
 
 def _read_all(path: Path) -> Iterator[MetricRecord]:
-    try:
-        file = os.fdopen(private_files.open_file(path, os.O_RDONLY), "rb")
-    except OSError:
-        return
-    with file:
-        for line in file:
-            try:
-                yield _decode(json.loads(line))
-            except (ValueError, TypeError, KeyError, AttributeError):
-                continue
+    for entry in read_json_lines(path):
+        try:
+            yield _decode(entry)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
 
 
 def read_tail(path: Path, most: int) -> tuple[int, list[MetricRecord]]:
