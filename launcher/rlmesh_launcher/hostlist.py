@@ -110,4 +110,4 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def _fault(text: str, at: int, why: str) -> UsageError:
-    return UsageError(f"{text!r} is no list that Slurm writes: {why} (at character {at + 1})")
+    return UsageError(f"{text!r} is not a list that Slurm writes: {why} (at character {at + 1})")

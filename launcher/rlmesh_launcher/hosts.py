@@ -76,7 +76,7 @@ def parse_hosts(text: str, where: str, directory: str | None = None) -> tuple[Re
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{where} is no TOML: {error}") from None
+        raise UsageError(f"{where} is not TOML: {error}") from None
     listed = values.pop("host", None)
     if not isinstance(listed, list) or not listed or not all(isinstance(each, dict) for each in listed):
         raise UsageError(

@@ -84,7 +84,7 @@ class SlurmAllocation:
         names = names or Names()
         nodes_name = next((name for name in _NODES if env.get(name)), None)
         if nodes_name is None:
-            raise LaunchError(f"this is no process of a Slurm job: none of {', '.join(_NODES)} is set")
+            raise LaunchError(f"this is not a process of a Slurm job: none of {', '.join(_NODES)} is set")
         nodes = names.expand(env[nodes_name])
         tasks_name = next((name for name in _TASKS if env.get(name)), None)
         tasks = (1,) * len(nodes)
@@ -194,5 +194,5 @@ class Task:
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdigit()):
-        raise LaunchError(f"{name}={text!r} is no number: was it changed by hand?")
+        raise LaunchError(f"{name}={text!r} is not a number: was it changed by hand?")
     return int(text)

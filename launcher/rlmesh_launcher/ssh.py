@@ -206,7 +206,7 @@ class _Run:
             self._pump(0.2)
             self._pass_interrupts()
             if self._interrupts > 1:
-                raise KeyboardInterrupt("stopped by Ctrl-C, twice: all hosts were let go")
+                raise KeyboardInterrupt("stopped by Ctrl-C, twice: all hosts end")
             self._look_for_early_ends()
 
     def _look_for_early_ends(self) -> None:

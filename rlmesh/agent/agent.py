@@ -121,7 +121,7 @@ class Agent:
         if self._closing:
             raise ShuttingDown(f"node {self._config.node_name} is ending and starts nothing", executed="no")
         if not self._session.may_start(term):
-            why = f"node {self._config.node_name} has no lease for what was ordered in term {term} and starts nothing"
+            why = f"node {self._config.node_name} has no lease for starts ordered in term {term} and starts nothing"
             raise ShuttingDown(why, executed="no")
         self._folder.look()
         return await self._members.start(specs)
@@ -187,7 +187,7 @@ class Agent:
         specs = [spec for _, process in self._members for spec in process.members if spec.role == key[0]]
         own = [spec for spec in specs if spec.key == key]
         if not own and not group:
-            raise ShuttingDown(f"{key[0]}:{key[1]} is no member on node {self._config.node_name}", executed="no")
+            raise ShuttingDown(f"{key[0]}:{key[1]} is not a member on node {self._config.node_name}", executed="no")
         turn = specs if group or own[0].backend == "elastic" else own
         together = {spec.key: tuple(device.uuid for device in spec.devices) for spec in turn}
         if group:
@@ -226,7 +226,7 @@ class Agent:
 
     def _member_ended(self, exit: ExitInfo) -> None:
         self._leases.gone((exit.role, exit.rank, exit.incarnation))
-        if not self._over.done():  # Else it ends with its node, which is told as a whole.
+        if not self._over.done():  # else the end of the whole node is reported
             self._outbox.put(exit)
 
     def _may_not_run(self) -> bool:
@@ -330,7 +330,7 @@ class Agent:
                 )
                 await master.call("device_failed", bad.node_rank, uuid, bad.why)
         except RLMeshError as error:
-            logger.error("the master was not told that %s: %s", bad.describe(), error)
+            logger.error("the master got no report that %s: %s", bad.describe(), error)
 
     def _on_input(self) -> None:
         """Read the guardian's pipe: the grace in seconds may come before its end."""
@@ -342,7 +342,7 @@ class Agent:
         grace_s = LAST_GRACE_S
         with suppress(ValueError):
             grace_s = max(0.1, float(self._last_line) - 1.0)  # the rest is for what comes after the members
-        self._end(_NodeEnd("its guardian let go of it", 0, grace_s))
+        self._end(_NodeEnd("its guardian has closed its input", 0, grace_s))
 
     def _end(self, over: _NodeEnd) -> None:
         if not self._over.done():

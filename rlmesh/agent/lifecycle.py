@@ -34,7 +34,7 @@ def run_agent(config: AgentConfig, started: Boot) -> int:
         statuses: dict[int, int] = {}
         ended, running = ownership.kill_descendants(2.0, statuses)
         if ended or running:
-            logger.warning("ended at last: %s; still running: %s", ended, running)
+            logger.warning("killed at the end: %s; still running: %s", ended, running)
         if os.getppid() != guardian:
             _clean_up_for_the_guardian(config)
     return code

@@ -57,7 +57,7 @@ class SocketFolder:
         except OSError as error:
             if not self._reported:
                 logger.error(
-                    "%s was removed, and cannot be made again: %s. No process of the job can start here any more; set "
+                    "%s was removed, and cannot be restored: %s. No process of the job can start here any more; set "
                     "TMPDIR to a folder that is not cleaned", self._folder, error,
                 )  # fmt: skip
             self._reported = True
@@ -67,4 +67,4 @@ class SocketFolder:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
             file.write(content)
         draft.rename(path)
-        logger.warning("%s was removed, perhaps by a cleaner of temporary files, and is made again", path)
+        logger.warning("%s was removed, perhaps by a cleaner of temporary files, and is restored", path)

@@ -302,7 +302,7 @@ def _size(group: Sequence[_Unit]) -> int:
         sizes = ", ".join(f"{unit.name} {unit.size}" for unit in group)
         raise PlacementError(
             f"collocation of {', '.join(u.name for u in group)}: members that must be on one node are {sizes}, and "
-            f"{size} is no multiple of {wrong[0].size}"
+            f"{size} is not a multiple of {wrong[0].size}"
         )
     return size
 

@@ -297,7 +297,7 @@ def test_times_that_no_clock_counts_are_refused(
     with pytest.raises(SystemExit) as ended:
         main([words[0], f"{words[1]}={text}", "job.py"])
     assert ended.value.code == 2
-    assert "is no number of seconds" in capsys.readouterr().err
+    assert "is not a number of seconds" in capsys.readouterr().err
 
 
 def test_a_script_that_cannot_be_read_is_told_without_our_own_frames(

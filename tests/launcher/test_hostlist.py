@@ -60,7 +60,7 @@ def test_what_is_no_list_is_refused_where_it_ends_to_be_one(text: str, why: str,
 
 @pytest.mark.parametrize("text", ["", "2(x)", "x2", "2(3)", "2,,1", "-1", "1(x200000)"])
 def test_what_are_no_counts_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="no list that Slurm writes"):
+    with pytest.raises(UsageError, match="not a list that Slurm writes"):
         expand_counts(text)
 
 

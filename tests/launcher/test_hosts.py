@@ -55,7 +55,7 @@ def test_hosts_start_where_the_submitter_is() -> None:
     ('[[host]]\nname = "a"\nssh_options = "-p 1"', "ssh_options is a list of text"),
     ('[[host]]\nname = "a"\nenv = { A = 1 }', "env is a table of text"),
     ('[[host]]\nname = 3', "name is text, not 3"),
-    ("[[host\n", "is no TOML"),
+    ("[[host\n", "is not TOML"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=re.escape(says)):

@@ -76,9 +76,9 @@ def test_a_step_counts_before_its_job() -> None:
     allocation = SlurmAllocation.read(env)
     assert (allocation.nodes, allocation.tasks, allocation.cpus) == (("n001", "n002"), (4, 4), ())
     assert allocation.describe() == "8 tasks on 2 nodes (n001: 4, n002: 4)"
-    with pytest.raises(LaunchError, match="no process of a Slurm job"):
+    with pytest.raises(LaunchError, match="not a process of a Slurm job"):
         SlurmAllocation.read({})
-    with pytest.raises(LaunchError, match=r"SLURM_TASKS_PER_NODE: '2\(y3\)' is no list"):
+    with pytest.raises(LaunchError, match=r"SLURM_TASKS_PER_NODE: '2\(y3\)' is not a list"):
         SlurmAllocation.read({**ENV, "SLURM_TASKS_PER_NODE": "2(y3)"})
 
 
@@ -116,5 +116,5 @@ def test_a_step_over_a_heterogeneous_job_is_one() -> None:
 def test_a_batch_script_is_no_task() -> None:
     assert Task.read({**TASK, "SLURM_STEP_ID": ""}) is None
     assert Task.read({}) is None
-    with pytest.raises(LaunchError, match="SLURM_PROCID='x' is no number"):
+    with pytest.raises(LaunchError, match="SLURM_PROCID='x' is not a number"):
         Task.read({**TASK, "SLURM_PROCID": "x"})

@@ -63,7 +63,7 @@ def test_a_socket_folder_that_a_cleaner_removed_is_made_again(tmp_path: Path) ->
     assert "the next one was reached" in done.stdout, done.stdout + done.stderr
     assert "the job has succeeded" in done.stdout and done.returncode == 0
     (agent,) = (tmp_path / "runs").glob("*/logs/agent-0.log")
-    assert "was removed, perhaps by a cleaner of temporary files, and is made again" in agent.read_text()
+    assert "was removed, perhaps by a cleaner of temporary files, and is restored" in agent.read_text()
 
 
 @pytest.mark.case("b08")

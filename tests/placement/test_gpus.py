@@ -87,7 +87,7 @@ def test_uuids_are_read_as_a_real_driver_reads_them(mask: str, expected: list[in
     ("1,1", "no GPU is visible .*'1' names a device for the second time, and CUDA then shows none"),
     ("0,x,1", "'0,x,1': 'x' is neither a number nor a UUID, and CUDA reads no further: 1 of the devices count"),
     ("0,GPU-cd33", "'GPU-cd33' is a UUID in a list of numbers: 1 of the devices count"),
-    ("GPU-cd33,1,GPU-ab11", "'1' is no UUID, in a list of UUIDs.*reads no further: 1 of the devices count"),
+    ("GPU-cd33,1,GPU-ab11", "'1' is not a UUID in a list of UUIDs.*reads no further: 1 of the devices count"),
     ("GPU-cd33,MIG-aa", "'MIG-aa' begins no UUID of this machine's devices: 1 of the devices count"),
     ("GPU-", "'GPU-' has no digit of a UUID"),
 ])  # fmt: skip
@@ -118,7 +118,7 @@ def test_members_get_devices_in_the_order_of_the_mask(mask: str) -> None:
     ({"CUDA_VISIBLE_DEVICES": "-1"}, "node n: no GPU is visible since CUDA_VISIBLE_DEVICES is '-1' (3 GPUs are there)"),
     ({"CUDA_VISIBLE_DEVICES": "GPU-ff,0"}, "'GPU-ff' begins no UUID of this machine's devices, and CUDA reads no"),
     ({"NVIDIA_VISIBLE_DEVICES": "none"}, "no GPU is visible since NVIDIA_VISIBLE_DEVICES is 'none'"),
-    ({"RLMESH_EXCLUDE_DEVICES": "gpu-"}, "RLMESH_EXCLUDE_DEVICES='gpu-': 'gpu-' is no UUID"),
+    ({"RLMESH_EXCLUDE_DEVICES": "gpu-"}, "RLMESH_EXCLUDE_DEVICES='gpu-': 'gpu-' is not a UUID"),
     ({"RLMESH_EXCLUDE_DEVICES": "0,1,2"}, "node n: GPU-ab22 is not used: RLMESH_EXCLUDE_DEVICES names it"),
 ])  # fmt: skip
 def test_a_job_without_gpus_is_told_who_hides_them(env: dict[str, str], told: str) -> None:

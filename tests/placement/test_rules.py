@@ -70,7 +70,7 @@ CLUSTERS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1,
 SMALL = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=2)
 
 
-UNEVEN = ("the same nproc_per_node", "is no multiple of", "the same number of devices")
+UNEVEN = ("the same nproc_per_node", "is not a multiple of", "the same number of devices")
 """Collocations whose members cannot be put side by side one by one: refused as such, wherever they would run."""
 
 

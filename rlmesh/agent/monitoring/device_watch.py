@@ -105,4 +105,4 @@ class DeviceWatch:
         if bad is not None:
             await self._tell(bad)
         elif event.kind == "xid":
-            logger.info("GPU %s had Xid %d, which is no reason not to use it", event.uuid, event.xid)
+            logger.info("GPU %s had Xid %d, which does not stop its use", event.uuid, event.xid)

@@ -109,7 +109,7 @@ class Cleanup:
             logger.warning("shared memory that %s (pid %d) may have left was not looked for: %s", name, pid, error)
             return
         if removed:
-            logger.info("%s (pid %d) left %d segments of shared memory, which are removed", name, pid, removed)
+            logger.info("%s (pid %d) left %d segments of shared memory; they are removed", name, pid, removed)
 
     async def end_orphans(self, left_by: str) -> None:
         """End processes whose parents have ended, whoever started them; ``left_by``: the process that has just

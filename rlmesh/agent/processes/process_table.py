@@ -163,7 +163,7 @@ class ProcessTable:
                 for process in orphans:
                     if process not in found:
                         found[process] = ownership.read_mark(process.pid, ownership.MEMBER_MARK) or left_by
-                        logger.warning("%s left %s behind, which is ended", found[process], process)
+                        logger.warning("%s left %s behind; it is ended", found[process], process)
                 if time.monotonic() > deadline:
                     logger.error("could not be ended: %s", orphans)
                     break

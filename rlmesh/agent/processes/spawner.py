@@ -252,7 +252,7 @@ class Spawner:
         try:
             return self._table.adopt(name, pid)
         except ProcessLookupError:
-            raise LaunchError(f"{name} (pid {pid}) is no child of the agent although it was just forked") from None
+            raise LaunchError(f"{name} (pid {pid}) is not a child of the agent although it was just forked") from None
 
     def _exec(self, name: str, spec: WorkerSpec, payload: bytes) -> Child:
         data = memory_input(payload)

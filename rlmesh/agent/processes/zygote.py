@@ -240,7 +240,7 @@ def fork_twice(agent: int) -> int:
     answer = os.read(read, 4096)
     os.close(read)
     if not answer.isdigit():
-        raise OSError(answer.decode(errors="replace").lstrip("!") or "the process in between was killed")
+        raise OSError(answer.decode(errors="replace").lstrip("!") or "the intermediate process was killed")
     return int(answer)
 
 

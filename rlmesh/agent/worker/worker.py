@@ -458,7 +458,7 @@ class WorkerMember:
             try:
                 master.call("member_failed", *role.spec.key, portable_error(error), text, origin).result()
             except RLMeshError as unheard:
-                print_error(f"{name}: the master could not be told: {unheard}")
+                print_error(f"{name}: the master got no report: {unheard}")
             raise _Failed from error
 
 

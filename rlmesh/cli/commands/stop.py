@@ -59,7 +59,7 @@ def stop(options: argparse.Namespace) -> int:
         say(line)
     if left:
         raise LaunchError(
-            f"{len(left)} things of job {job.job_id} are still there {options.grace + END_S:g} s after it was told to "
+            f"{len(left)} things of job {job.job_id} are still there {options.grace + END_S:g} s after the order to "
             f"end. Its driver is pid {job.driver_pid}: kill it, and the guardians end what is below them"
         )
     print("  nothing of it is left on this machine")

@@ -144,7 +144,7 @@ def _by_name(item: str, gpus: Sequence[GpuFacts]) -> Named:
     if not item.startswith(_UUIDS):
         if item.strip() in _NONE:
             return None, ""
-        return None, f"{item!r} is no UUID, in a list of UUIDs: they begin with GPU- or MIG-, without a space before it"
+        return None, f"{item!r} is not a UUID in a list of UUIDs: they begin with GPU- or MIG-, without a space before"
     if not _digits(item):
         return None, f"{item!r} has no digit of a UUID"
     if old := re.fullmatch(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)", item, re.ASCII):
@@ -215,7 +215,7 @@ def excluded_by(text: str, devices: Iterable[Device], gpus: Sequence[GpuFacts]) 
             named = {gpu.uuid for gpu in gpus[int(item) : int(item) + 1]}
             found |= {d.uuid for d in devices if named & {d.uuid, d.parent}}
         else:
-            return frozenset(), f"{item!r} is no UUID (GPU-…, MIG-…), no bus id (0000:3b:00.0) and no number"
+            return frozenset(), f"{item!r} is not a UUID (GPU-…, MIG-…), a bus id (0000:3b:00.0) or a number"
     return frozenset(found), ""
 
 
