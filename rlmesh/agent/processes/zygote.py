@@ -9,7 +9,7 @@ There are up to two, both children of the agent and both with a single thread:
 
 A request is a pickled ``WorkerSpec``, which only the fork unpickles. The zygote forks twice, so that the worker's
 parent is the agent: the intermediate process ends at once, and the agent, a subreaper, inherits the worker. The
-worker waits for that, ties itself to the agent and returns from :func:`serve` with the request.
+worker waits for that, and ties itself to the agent.
 
 The zygote refuses to fork, and the agent starts the worker by exec, if the zygote has a second thread (a lock that the
 thread holds would stay locked in the fork) or an open ``/dev/nvidia*`` (a CUDA context does not survive a fork).
@@ -40,7 +40,7 @@ from dataclasses import asdict, dataclass
 from rlmesh.agent.boot import PRELOAD_FD, REQUEST_FD
 from rlmesh.agent.processes import ownership
 
-__all__ = ["ForkRefused", "Ready", "Request", "main", "pack"]
+__all__ = ["ForkRefused", "Ready", "main", "pack"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,6 @@ class Ready:
     import_s: float = 0.0
     failed: Mapping[str, str] | None = None
     refuses: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request as the forked worker gets it, and the time at which it reached the zygote."""
-
-    payload: bytes
-    received_ns: int
 
 
 def pack(data: bytes) -> bytes:
@@ -140,7 +132,6 @@ def _serve(sock: socket.socket, agent: int, ready: Ready) -> int:
     gc.freeze()  # keeps these objects: no collection in a worker copies their pages
     _send(sock, asdict(ready))
     while (payload := _receive(sock)) is not None:
-        received_ns = time.monotonic_ns()
         try:
             if reason := why_not():
                 raise ForkRefused(reason)
@@ -152,7 +143,7 @@ def _serve(sock: socket.socket, agent: int, ready: Ready) -> int:
             sock.close()
             from rlmesh.agent.worker.worker import forked_main
 
-            return forked_main(Request(payload, received_ns), agent)
+            return forked_main(payload, agent)
         _send(sock, {"pid": pid})
     return 0
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rlmesh.agent.monitoring.logs import last_lines, member_log
 from rlmesh.agent.monitoring.rejections import RejectionReporter
@@ -71,9 +71,6 @@ from rlmesh.runtime.serving.activity_board import Board, board_path, link_board
 from rlmesh.runtime.transport.inet import join_host_port
 from rlmesh.wire.failure import format_error
 
-if TYPE_CHECKING:
-    from rlmesh.agent.processes.zygote import Request
-
 __all__ = ["exec_main", "forked_main", "reseed"]
 
 logger = logging.getLogger(__name__)
@@ -89,9 +86,9 @@ LAST_ANSWERS_S = 1.0
 BOOK_WAIT_S = 30.0
 
 
-def forked_main(request: Request, agent: int) -> int:
-    """Make a fork of the zygote a member; return its exit code."""
-    spec: WorkerSpec = pickle.loads(request.payload)
+def forked_main(payload: bytes, agent: int) -> int:
+    """Make a fork of the zygote a member, whose pickled specification is ``payload``; return its exit code."""
+    spec: WorkerSpec = pickle.loads(payload)
     _use_null_input()
     log = open_log(spec.log_path)
     os.dup2(log, 1)
