@@ -21,8 +21,7 @@ class DeviceLeaseServer:
         self._waiting: dict[MemberKey, asyncio.Future[None]] = {}
 
     async def take(self, key: MemberKey, together: Mapping[MemberKey, Sequence[str]], timeout_s: float) -> LeaseAnswer:
-        """Wait until the member has its devices; ``together`` as in `LeaseTable.ask`. Cancelling gives up the place in
-        the queue."""
+        """Wait until the member has its devices; ``together`` as in `LeaseTable.ask`. Cancel to leave the queue."""
         devices = tuple(together[key])
         began = self._clock()
         if not any(together.values()):

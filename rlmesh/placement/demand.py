@@ -116,8 +116,7 @@ class JobDemand:
     spare_nodes: int = 0
 
     def sharing(self, key: str) -> tuple[str, ...]:
-        """Roles whose members share devices with those of a role or group, including itself; empty if there are
-        none."""
+        """Roles whose members share devices with those of a role or group, itself included; may be empty."""
         found = next((names for names in self.collocations if key in names), ())
         pool = next((role.pool for role in self.roles if role.key == key and role.accelerator_milli), "")
         if pool:

@@ -112,8 +112,7 @@ class Cleanup:
             logger.info("%s (pid %d) left %d segments of shared memory; they are removed", name, pid, removed)
 
     async def end_orphans(self, left_by: str) -> None:
-        """End processes whose parents have ended, whoever started them; ``left_by``: the process that has just
-        ended."""
+        """End all processes whose parents have ended; ``left_by``: the process that has just ended."""
         for process, owner in (await self._table.end_orphans(left_by)).items():
             await self.remove_segments(process.pid, str(process))
             self._note(process, owner)

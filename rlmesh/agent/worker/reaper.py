@@ -39,8 +39,7 @@ class StartedChildren:
         self._before = threading.local()
 
     def watch(self) -> bool:
-        """Note all children, present and future; False if the kernel does not list children. Stays on until the process
-        ends."""
+        """Note all children from now on until the process ends; False if the kernel does not list children."""
         import _posixsubprocess
         import subprocess
 

@@ -45,8 +45,7 @@ def stacks_file(socket_dir: str, role: str, rank: int) -> Path:
 
 
 def listen(socket_dir: str, role: str, rank: int) -> None:
-    """Write the stacks of all threads of this member when `SIGNAL` comes. If the folder is full or gone, there are no
-    stacks."""
+    """Write the stacks of all threads of this member when `SIGNAL` comes; nothing if the folder is full or gone."""
     try:
         fd = private_files.append_to(stacks_file(socket_dir, role, rank))
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
@@ -124,8 +123,7 @@ def _listener(path: Path) -> tuple[int, str]:
 
 
 def _send_to_thread(pid: int, thread: int) -> bool:
-    """Send ``SIGNAL`` to one thread of a process; False if it is gone. The pair cannot name another process's
-    thread."""
+    """Send ``SIGNAL`` to one thread of a process; False if it is gone. No thread of another process can get it."""
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.syscall(_TGKILL, pid, thread, int(SIGNAL)) == 0)
 

@@ -63,8 +63,7 @@ def _own_options(launch: argparse.ArgumentParser) -> dict[str, bool]:
 
 
 def submit_words(words: Sequence[str], launch: argparse.ArgumentParser) -> int:
-    """Run ``rlmesh launch`` with words that include ``--slurm``: print the script or submit it; return the exit
-    code."""
+    """Run ``rlmesh launch --slurm`` with these words: print or submit the script; return the exit code."""
     from rlmesh_launcher.sbatch import BatchJob, submit
     from rlmesh_launcher.sbatch_options import split_words
 

@@ -118,8 +118,7 @@ def by_role(members: Iterable[MemberStatus]) -> dict[str, list[MemberStatus]]:
 
 
 def state_counts(members: Iterable[MemberStatus]) -> str:
-    """Format states, for example ``1 ready, 1 starting``. A bound endpoint counts as starting: it answers no calls
-    yet."""
+    """Format states, for example ``1 ready, 1 starting``. A bound endpoint still counts as starting."""
     counts = Counter("starting" if member.state == "bound" else member.state for member in members)
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
