@@ -262,9 +262,9 @@ class MasterSession:
         """Tell the guardian for how many seconds this agent may live without another message; None: without limit, for
         no member runs. The deadline is on the clock that both share, since the guardian may read it later."""
         until = None if left_s is None else suspend_aware_clock() + left_s
-        said = {"lease_until": until, "members": self._agent.members(), "frozen": frozen}
+        message = {"lease_until": until, "members": self._agent.members(), "frozen": frozen}
         with suppress(OSError):
-            os.write(GUARDIAN_FD, json.dumps(said).encode() + b"\n")
+            os.write(GUARDIAN_FD, json.dumps(message).encode() + b"\n")
 
 
 async def _awaited(call: Future[Any]) -> bool:

@@ -145,7 +145,7 @@ def layout_of(demand: JobDemand) -> BundleLayout:
     units = _units(demand, known)
     limits: dict[str, int] = {}
     spreads: dict[str, int] = {}
-    apart = _Apart(demand, known)
+    separations = _Separations(demand, known)
     bundles: list[Bundle] = []
     for number, group in enumerate(_groups(demand, units)):
         pool = next((p for p in demand.pools if p.name == group[0].roles[0].pool), None)
@@ -157,8 +157,8 @@ def layout_of(demand: JobDemand) -> BundleLayout:
         for unit in group:
             if unit.per_node is not None and not pooled:
                 limits[f"members {unit.name}"] = unit.per_node
-        bundles += [_bundle(number, of_node, group, apart, label, limits) for of_node in slots]
-    apart.limit(limits, spreads)
+        bundles += [_bundle(number, of_node, group, separations, label, limits) for of_node in slots]
+    separations.limit(limits, spreads)
     for bundle in bundles:
         _check_bundle(bundle, limits, spreads)
     return BundleLayout(tuple(bundles), limits, spreads)
@@ -375,7 +375,7 @@ def _pool_slots(pool: Pool, group: Sequence[_Unit]) -> list[list[Slot]]:
     return slots
 
 
-class _Apart:
+class _Separations:
     """The separations of a job, as labels on nodes and devices."""
 
     def __init__(self, demand: JobDemand, known: Mapping[str, RoleDemand]) -> None:
@@ -436,13 +436,18 @@ def _label(by: str, number: int, key: str) -> str:
 
 
 def _bundle(
-    number: int, slots: Sequence[Slot], group: Sequence[_Unit], apart: _Apart, pool: str, limits: Mapping[str, int]
+    number: int,
+    slots: Sequence[Slot],
+    group: Sequence[_Unit],
+    separations: _Separations,
+    pool: str,
+    limits: Mapping[str, int],
 ) -> Bundle:
-    labelled = [slot if pool else apart.on_devices(slot) for slot in slots]
+    labelled = [slot if pool else separations.on_devices(slot) for slot in slots]
     roles = {role.key: role for unit in group for role in unit.roles}
     parts = [part for slot in slots for part in slot.parts]
     counts = Counter(part.key for part in parts)
-    adds, forbids = apart.on_nodes(counts)
+    adds, forbids = separations.on_nodes(counts)
     if pool:
         adds[pool] = 1
     for unit in group:

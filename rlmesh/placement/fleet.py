@@ -97,7 +97,7 @@ class Fleet:
         """The ways to put a bundle on a node of a shape, best first; empty if it does not fit."""
         found = self._moves.get((kind, shape))
         if found is None:
-            found = self._moves[kind, shape] = self._work_out(bundle, self.shapes[shape])
+            found = self._moves[kind, shape] = self._compute_moves(bundle, self.shapes[shape])
         return found
 
     def forget_moves(self) -> None:
@@ -182,7 +182,7 @@ class Fleet:
 
     # Moves
 
-    def _work_out(self, bundle: Bundle, shape: Shape) -> tuple[Move, ...]:
+    def _compute_moves(self, bundle: Bundle, shape: Shape) -> tuple[Move, ...]:
         if not self.soft and (bundle.cpu_milli > shape.cpu_milli or bundle.memory_bytes > shape.memory_bytes):
             return ()
         if self.blocker(bundle, self._numbers[shape]):
@@ -221,7 +221,7 @@ class Fleet:
                         new_free[i] -= slot.share_milli
                         new_labels[i] |= slot.labels
                     after.append(((*devices, positions), new_free, new_labels))
-            partial = self._unlike(shape.template, after)
+            partial = self._distinct(shape.template, after)
         return partial
 
     def _allowed(
@@ -237,7 +237,7 @@ class Fleet:
             and not (slot.devices > 1 and template.devices[i][0] == MIG)  # CUDA shows a process only one slice
         ]
 
-    def _unlike(self, template: int, fits: list[_Fit]) -> list[_Fit]:
+    def _distinct(self, template: int, fits: list[_Fit]) -> list[_Fit]:
         """The first of each set of alike fits."""
         if len(fits) < 2:
             return fits

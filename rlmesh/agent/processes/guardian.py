@@ -85,7 +85,7 @@ class Guardian:
         self.why = "the agent ended"
         self._agent_input = -1
         self._agent_output = -1
-        self._agent_said = b""
+        self._agent_output_rest = b""
         self._lease_ends: float | None = None
         self._members: set[int] = set()
         self._stops, self._stops_at = stopped.StoppedLooks(), -math.inf
@@ -233,18 +233,18 @@ class Guardian:
             data = os.read(self._agent_output, 65536)
         except BlockingIOError:
             return True
-        *lines, self._agent_said = (self._agent_said + data).split(b"\n")
+        *lines, self._agent_output_rest = (self._agent_output_rest + data).split(b"\n")
         for line in lines:
             try:
-                said = json.loads(line)
+                message = json.loads(line)
             except ValueError:
                 continue
-            if "lease_until" not in said:
-                self._agent_said = line  # the agent's report
+            if "lease_until" not in message:
+                self._agent_output_rest = line  # the agent's report
                 continue
-            until, self._members = said["lease_until"], set(said["members"])
+            until, self._members = message["lease_until"], set(message["members"])
             self._lease_ends = None if until is None else until + LEASE_MARGIN_S
-            if not said["frozen"] and not self._is_over():
+            if not message["frozen"] and not self._is_over():
                 frozen, self._frozen = self._frozen, []
                 for process in frozen:  # maybe the agent resumed them already
                     ownership.send_signal(process, signal.SIGCONT)
@@ -344,7 +344,7 @@ class Guardian:
             while self._listen() and self._agent_pipe_has_more():
                 pass
             try:
-                agent_line = json.loads(self._agent_said or b"null")
+                agent_line = json.loads(self._agent_output_rest or b"null")
             except ValueError:
                 pass
         rest = leftovers[REPORTED_LEFTOVERS:]

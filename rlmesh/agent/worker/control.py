@@ -61,49 +61,49 @@ class Orders:
         self._runtime = runtime
         self._grace_s = grace_s
         self._queue: deque[Order] = deque()
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         """Protects the order queue and the phase. Reentrant, since a signal handler may interrupt its own thread."""
         self._begun = False
         self._exit: tuple[object] | None = None
         self._end_announced = self._early_sigterm = False
         self._events: deque[RestartEvent] = deque()
-        self._unheard: deque[RestartEvent] = deque()
+        self._undelivered: deque[RestartEvent] = deque()
         self.run_began_at: float | None = None
         """Start of ``run()`` by `time.monotonic`, while it runs."""
         self._listeners: list[Callable[[RestartEvent], object]] = []
-        self._news = threading.Condition()
+        self._event_added = threading.Condition()
 
     # Restarts of others
 
     def note_restart(self, event: RestartEvent) -> None:
         """Queue an event for `take_events` and for listeners. Can be called from any thread."""
-        with self._news:
+        with self._event_added:
             self._events.append(event)
             if self._listeners:
-                self._unheard.append(event)
-            self._news.notify_all()
-        if self._unheard and self.phase == "serving":
+                self._undelivered.append(event)
+            self._event_added.notify_all()
+        if self._undelivered and self.phase == "serving":
             self._runtime.submit_main(self.tell_listeners)
 
     def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
         """Events since the last call; if there are none, waits ``wait_s`` seconds for one. From any thread."""
-        with self._news:
-            self._news.wait_for(lambda: self._events, wait_s)
+        with self._event_added:
+            self._event_added.wait_for(lambda: self._events, wait_s)
             taken = tuple(self._events)
             self._events.clear()
         return taken
 
     def listen(self, listener: Callable[[RestartEvent], object]) -> None:
-        with self._news:
+        with self._event_added:
             self._listeners.append(listener)
 
     def tell_listeners(self) -> None:
         """Call the listeners; runs on the member's main thread, between methods or at a step boundary."""
         while True:
-            with self._news:
-                if not self._unheard:
+            with self._event_added:
+                if not self._undelivered:
                     return
-                event = self._unheard.popleft()
+                event = self._undelivered.popleft()
                 listeners = list(self._listeners)
             for listener in listeners:
                 listener(event)
@@ -112,7 +112,7 @@ class Orders:
 
     def give(self, order: Order, *, now: bool = False) -> None:
         """Queue an order; ``now``: queued methods are not run before it."""
-        with self._turn:
+        with self._lock:
             self._queue.append(order)
             if self.phase == "serving":
                 self._runtime.stop_main(now=now)
@@ -135,7 +135,7 @@ class Orders:
         """Take the next order and set the phase that begins with it. Under the lock: the sender of an order either sees
         that it was not taken yet and ends `run_main`, or that it is under way. Otherwise it could end the thread that
         serves calls during ``run()``."""
-        with self._turn:
+        with self._lock:
             if not self._queue:
                 self.phase = "serving"
                 return None
