@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import stat
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rlmesh.agent.monitoring.rejections import AGAIN_TICKS, RejectionReporter, RejectionSums
 from rlmesh.run_directory.discovery import running_jobs
@@ -119,8 +119,8 @@ def flood(path: Path, times: int) -> None:
 def rejected(where: str) -> dict[str, int]:
     with urllib.request.urlopen(where, timeout=HANG_S) as answer:
         text = answer.read().decode()
-    found = re.findall(r'^rlmesh_rejected_total\{process="([^"]+)",reason="[^"]+"\} (\d+)$', text, re.MULTILINE)
-    return {process: int(count) for process, count in found}
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {s.labels["process"]: int(s.value) for s in samples if s.name == "rlmesh_rejected_total"}
 
 
 def test_a_flood_is_seen_in_status_and_metrics_and_logs(job: Launched, tmp_path: Path) -> None:
