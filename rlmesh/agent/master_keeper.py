@@ -32,13 +32,13 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class RestartMaster:
     """The master is restarted after ``after_s`` seconds."""
 
     after_s: float
 
 
-Verdict = GiveUp | Restart
+Verdict = GiveUp | RestartMaster
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class MasterBudget:
             at, how = recent[0]
             return GiveUp(f"the master died {len(recent)} times within {now - at:.0f} s; first it {how}")
         before = len(recent) - 1
-        return Restart(0.0 if before <= 0 else min(self.most_pause_s, self.first_pause_s * 2.0 ** (before - 1)))
+        return RestartMaster(0.0 if before <= 0 else min(self.most_pause_s, self.first_pause_s * 2.0 ** (before - 1)))
 
 
 class _Starter(Protocol):
@@ -98,7 +98,7 @@ class MasterKeeper:
         return self._budget.judge(tuple(self._deaths), self._clock())
 
     def start(self) -> int:
-        """Restart the master and return its process number.
+        """RestartMaster the master and return its process number.
 
         Raises:
             LaunchError: the master could not be started.
