@@ -25,7 +25,7 @@ from rlmesh.errors import (
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.awaiting import await_elsewhere, cancel_task
-from rlmesh.runtime.board import ASYNC, DEF, Board
+from rlmesh.runtime.board import DEF, Board
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import InContext, current_call
 from rlmesh.runtime.forked import end_child
@@ -331,9 +331,14 @@ class Dispatcher:
         incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
 
     def _coroutine(self, incoming: Incoming) -> Coroutine[Any, Any, None]:
-        if incoming.outflow is not None:
-            return incoming.outflow.run_async()
-        return self._run_serially(incoming) if incoming.method.serial else self._run_async(incoming)
+        if incoming.outflow is None and incoming.method.serial:
+            return self._run_serially(incoming)
+        return self._run_alone(incoming)
+
+    async def _run_alone(self, incoming: Incoming) -> None:
+        """A stream, or a call of a method that may run several times at once."""
+        run = self._run_async(incoming) if incoming.outflow is None else incoming.outflow.run_async()
+        await InContext(run, copy_context(), self.board, incoming.method)
 
     async def _run_serially(self, first: Incoming) -> None:
         """A call of a serial method, and those that queue behind it: a task and a turn of the loop for each would cost
@@ -350,7 +355,7 @@ class Dispatcher:
                 return
             incoming.task = task
             incoming.hands_over = True
-            await InContext(self._run_async(incoming), context.copy())
+            await InContext(self._run_async(incoming), context.copy(), self.board, incoming.method)
             while task.cancelling():
                 task.uncancel()  # That call was cancelled, not those behind it.
             incoming.following, incoming = None, incoming.following
@@ -375,9 +380,10 @@ class Dispatcher:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = began_ns = time.perf_counter_ns()
+        at = incoming.method.loop_word
         if (board := self.board) is not None:
-            board.words[ASYNC] = began_ns
-            board.words[ASYNC + 1] = incoming.method.number or incoming.method.put_on(board)
+            board.words[at] = began_ns
+            board.words[at + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         current_call.set(incoming.context)
         try:
@@ -391,7 +397,7 @@ class Dispatcher:
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
         if board is not None:
-            board.words[ASYNC + 1] = 0
+            board.words[at + 1] = 0
         ended_ns = time.perf_counter_ns()
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
@@ -436,7 +442,7 @@ class Dispatcher:
     def awaited(self, incoming: Incoming, value: Awaitable[Any], *, closing: bool = False) -> Any:
         """As `awaiting.await_elsewhere`, on the loop where an ``async def`` method of this member would run."""
         post = self._loop.call_soon_threadsafe if incoming.method.owner.inline else self._host.post_to_user
-        return await_elsewhere(incoming, value, post, lambda: self.ending, closing=closing)
+        return await_elsewhere(incoming, value, post, lambda: self.ending, self.board, closing=closing)
 
     def finish(self, incoming: Incoming, ok: bool, frames: Frames, ended_ns: int) -> None:
         if self.forked:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import MethodNotFound
-from rlmesh.runtime.board import Board
+from rlmesh.runtime.board import ASYNC, INLINE, Board
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.kinds import is_on_loop
 from rlmesh.runtime.outflow import refuse_call
@@ -41,12 +41,19 @@ class Method:
         self.lock = allocate_lock()
         self.number = 0
         """On the board of its process; 0: it has not run."""
+        self.loop_word = INLINE if owner.inline else ASYNC
+        """Where on the board it is noted while it has a loop."""
         self._pool: ThreadPoolExecutor | None = None
 
     def put_on(self, board: Board) -> int:
         """It runs for the first time."""
         self.number = board.number_of(self.label)
         return self.number
+
+    def begins(self, board: Board | None, at: int, now_ns: int) -> None:
+        """Note it in the words at ``at``."""
+        if board is not None:
+            board.words[at], board.words[at + 1] = now_ns, self.number or self.put_on(board)
 
     @property
     def label(self) -> str:
