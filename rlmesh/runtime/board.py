@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmesh.runtime import forked
+
 __all__ = ["ASYNC", "DEF", "INLINE", "Board", "Seen", "board_path", "does_not_answer", "link_board", "look_at"]
 
 BEAT, PID, DEF, ASYNC, INLINE = 0, 1, 2, 4, 6
@@ -48,6 +50,13 @@ class Board:
         self._lock = threading.Lock()
         self.beat()
         os.replace(draft, path)
+        forked.forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child, whose copy of the page is the parent's page: what ends in the child runs on there."""
+        self.words = memoryview(bytearray(_SIZE)).cast("Q")
+        self._page = mmap.mmap(-1, _SIZE)
+        self._lock = threading.Lock()
 
     def beat(self) -> None:
         """The loop runs."""

@@ -46,6 +46,19 @@ def test_a_board_tells_what_began_and_since_when(tmp_path: Path) -> None:
     assert look_at(tmp_path / "short") is None
 
 
+def test_what_ends_in_a_forked_child_runs_on_in_its_parent(tmp_path: Path) -> None:
+    board = Board(tmp_path / "doing")
+    board.words[DEF], board.words[DEF + 1] = time.perf_counter_ns(), board.number_of("A:0.fork()")
+    if (child := os.fork()) == 0:
+        board.words[DEF + 1] = 0
+        board.number_of("A:0.child()")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    seen = look_at(tmp_path / "doing")
+    assert seen is not None and seen.method == "A:0.fork()"
+    assert b"child" not in (tmp_path / "doing").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("state", "seen", "text"),
     [
