@@ -25,6 +25,7 @@ from rlmesh.errors import (
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.awaiting import await_elsewhere, cancel_task
+from rlmesh.runtime.backlog import LIMIT_BYTES, is_large
 from rlmesh.runtime.board import DEF, Board
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import InContext, current_call
@@ -288,7 +289,8 @@ class Dispatcher:
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
             self._keep(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
             return
-        incoming.channel.backlog.sent(frames)
+        if is_large(frames):
+            incoming.channel.backlog.sent(frames)
         fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
         incoming.channel.put(tuple.__new__(Reply, fields), frames)  # Half the time of Reply(…).
         if self._incoming:
@@ -374,7 +376,7 @@ class Dispatcher:
         return True
 
     async def _run_async(self, incoming: Incoming) -> None:
-        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+        if incoming.channel.backlog.owed_bytes >= LIMIT_BYTES and not incoming.cancelled and self._sets_aside(incoming):
             return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
@@ -406,7 +408,7 @@ class Dispatcher:
 
     def _execute(self, incoming: Incoming) -> None:
         served = incoming.method.owner
-        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+        if incoming.channel.backlog.owed_bytes >= LIMIT_BYTES and not incoming.cancelled and self._sets_aside(incoming):
             return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())

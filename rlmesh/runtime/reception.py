@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import AuthenticationFailed, MalformedFrame, WireError
 from rlmesh.runtime import clock
-from rlmesh.runtime.backlog import LOOK_S
+from rlmesh.runtime.backlog import LOOK_S, is_large
 from rlmesh.runtime.calls import CONNECT_TIMEOUT_S, Calls
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.network import NetworkOptions, plain
@@ -95,7 +95,8 @@ class Reception:
         kind = type(header)
         if kind is Reply:
             self._calls.on_reply(link, header, payload)
-            self._took(channel, payload)
+            if is_large(payload):
+                self._took(channel, payload)
         elif kind is Call:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
         elif kind is Cancel:
@@ -107,7 +108,8 @@ class Reception:
             self._lending.on_give_backs(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
-            self._took(channel, payload)
+            if is_large(payload):
+                self._took(channel, payload)
         elif kind is Taken:
             for incoming in channel.backlog.told(header.total):
                 self._dispatcher.start(incoming)
