@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlmesh.agent import ownership
 from rlmesh.agent.outbox import Outbox
@@ -21,12 +21,14 @@ from rlmesh.agent.watching import CallReporter
 from rlmesh.job.context import RestartEvent, StopRequest
 from rlmesh.job.status import Alarm, CallStats, ExitInfo, MemberProgress, MetricRecord
 from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.blocked import CallKey
 from rlmesh.runtime.forked import handle
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.waiting import Serving, Waiting
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.blocked import CallKey
 
 __all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated"]
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from rlmesh.agent.error_file import read_error_file
-from rlmesh.agent.examination import examine
 from rlmesh.agent.leavings import Leavings
 from rlmesh.agent.logs import LAST_LINES, last_lines
 from rlmesh.agent.oom import OomCounters
@@ -23,7 +22,6 @@ from rlmesh.agent.spawner import Spawner
 from rlmesh.agent.table import Child, ProcessTable, stop
 from rlmesh.job.status import ExitInfo, MemberStack
 from rlmesh.runtime.board import board_path, does_not_answer, look_at
-from rlmesh.runtime.inet import interface_of
 from rlmesh.runtime.waiting import state_letter
 
 __all__ = ["MemberKey", "Members"]
@@ -144,6 +142,8 @@ class Members:
         """The interface that process groups use: left to themselves they ask what the host's name resolves to, which
         may be nothing, or an address that others do not reach."""
         if self._interface is None:
+            from rlmesh.runtime.inet import interface_of
+
             self._interface = interface_of(self._config.host or "127.0.0.1")
         names = _INTERFACE_VARIABLES if self._config.host else _INTERFACE_VARIABLES[:1]
         return {name: self._interface for name in names if self._interface and name not in self._env}
@@ -152,6 +152,8 @@ class Members:
 
     async def examine(self, keys: Collection[MemberKey], silent: Collection[MemberKey]) -> tuple[MemberStack, ...]:
         """See the agent's method of this name."""
+        from rlmesh.agent.examination import examine
+
         found = self.living_in(keys)
         folder = self._config.socket_dir
         seen = await asyncio.gather(

@@ -20,8 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmesh.observe.append import AppendFile
-from rlmesh.observe.timeline import TIMELINE_FOLDER
+from rlmesh.observe.append import TIMELINE_FOLDER, AppendFile
 from rlmesh.runtime import clock
 from rlmesh.runtime.ended import EndedCall
 

@@ -38,7 +38,16 @@ from rlmesh.agent.lessor import AgentLink
 from rlmesh.agent.logs import last_lines, member_log
 from rlmesh.agent.outbox import Outbox
 from rlmesh.agent.process import become_member, open_log
-from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, origin_of, portable_error
+from rlmesh.agent.protocol import (
+    AGENT,
+    CONTROL,
+    MASTER,
+    MemberHello,
+    WorkerSpec,
+    origin_of,
+    portable_error,
+    public_address,
+)
 from rlmesh.agent.reaper import Reaper, Started
 from rlmesh.agent.rejections import RejectionReporter
 from rlmesh.agent.tripwire import Tripwires
@@ -65,7 +74,6 @@ from rlmesh.runtime.board import Board, board_path, link_board
 from rlmesh.runtime.default import set_default_runtime
 from rlmesh.runtime.forked import end_child, forget_in_children
 from rlmesh.runtime.handle import MemberHandle
-from rlmesh.runtime.inet import join_host_port
 from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.wire.failure import format_error
@@ -208,7 +216,7 @@ class Member:
             name=self.name,
             key=bytes.fromhex(spec.key_hex),
             socket_dir=spec.socket_dir,
-            public=f"tcp://{join_host_port(spec.host, '*')}" if spec.host else None,
+            public=public_address(spec.host),
             job_id=spec.job_id,
             node_rank=spec.node_rank,
         )

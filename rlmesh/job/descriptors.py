@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, Field, PrivateAttr, field_validator, model_validator
 
-from rlmesh.job.entry import Entry, Resolved, entry_text, resolve_entry
+from rlmesh.job.entry import Entry, entry_text
 from rlmesh.job.placing import GroupDesc
+from rlmesh.job.resolving import Resolved, resolve_entry
 from rlmesh.job.resources import MOST, ResourceDesc
 from rlmesh.job.restart_policy import RestartPolicy, restart_problems
 from rlmesh.job.spec import Spec

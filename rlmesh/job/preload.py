@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import rlmesh
-from rlmesh.job.entry import Resolved
+from rlmesh.job.resolving import Resolved
 from rlmesh.job.source import absolute_name, import_root, module_file, top_level
 
 __all__ = ["HEAVY", "MAX_MODULES", "find_preload"]

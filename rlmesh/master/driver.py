@@ -33,7 +33,6 @@ from rlmesh.master.notices import HEEDED, gives_notice
 from rlmesh.master.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.master.outcome import JobResult, describe_failure
 from rlmesh.master.records import forget_end, remember
-from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.session import STOP_GRACE_S, STOP_WITHIN_S, Session
 from rlmesh.master.standard_streams import fill_standard_streams
 from rlmesh.master.starts import await_guardians, hold, note_start
@@ -41,7 +40,6 @@ from rlmesh.master.store import STORE_FILE, StoreRefused, check_store
 from rlmesh.master.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.master.telling import tell_ends_shortly
 from rlmesh.master.workspace import Workspace
-from rlmesh.observe.scrape import check_free
 from rlmesh.observe.shown import json_text
 from rlmesh.placement.planner import make_plan
 from rlmesh.runtime import clock
@@ -50,6 +48,7 @@ from rlmesh.wire.main_module import alias_main
 
 if TYPE_CHECKING:
     from rlmesh.master.head import Head
+    from rlmesh.master.relaunch import Relaunch
     from rlmesh.observe.live import JobView
 
 __all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure", "run_job"]
@@ -205,6 +204,8 @@ class Driver:
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
                 if options.observe.metrics:
+                    from rlmesh.observe.scrape import check_free
+
                     check_free(options.observe.metrics)
                 spec = replace(spec, observe=options.observe)
             know(secret for role in spec.roles for secret in secrets_in(role.env))
@@ -236,6 +237,8 @@ class Driver:
             "RLMESH_NNODES": str(head.options.most),
             "RLMESH_RDZV_ENDPOINT": head.endpoint,
         }
+        from rlmesh.master.relaunch import Relaunch
+
         return Relaunch(self._config.relaunch, space.run_dir, env)
 
     def _gathered(self, head: Head, *, checked: bool) -> Cluster:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmesh import private_files
 from rlmesh.agent.node import machine_id
@@ -21,17 +21,18 @@ from rlmesh.errors import CallError, PeerLost, ShuttingDown
 from rlmesh.job.context import StopRequest
 from rlmesh.job.status import ExitInfo, MemberWaits
 from rlmesh.master import events as ev
-from rlmesh.master.circles import Circle
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.member_stacks import examine, stack_text
 from rlmesh.master.scheduler import Scheduler
 from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.blocked import CallKey
 from rlmesh.runtime.clock import epoch
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.waiting import process_state
+
+if TYPE_CHECKING:
+    from rlmesh.master.circles import Circle
+    from rlmesh.runtime.blocked import CallKey
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,8 @@ class Executor:
     async def ask_stacks(self) -> dict[str, str]:
         """The stacks of all members by name; else why there are none."""
         members = [member for member in self._manager.context.members.values() if not member.gone]
+        from rlmesh.master.member_stacks import examine, stack_text
+
         stacks = await examine(self._runtime, members, self.agent)
         return {stack.name: stack_text(stack) for stack in stacks}
 
@@ -195,6 +198,8 @@ class Executor:
     async def _take_stacks(self, keys: tuple[ev.ProcessKey, ...]) -> None:
         context = self._manager.context
         members = (context.members[key[:2]] for key in keys)
+        from rlmesh.master.member_stacks import examine, stack_text
+
         stacks = await examine(self._runtime, [m for m in members if not m.gone], self.agent)
         path = Path(context.spec.run_dir) / f"stacks-{time.strftime('%H%M%S')}.txt"
         text = "\n".join(f"=== {stack_text(stack)}" for stack in stacks)

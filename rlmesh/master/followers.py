@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rlmesh.job.status import ExitInfo, first_cause
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.runtime.address import AddressBook
-from rlmesh.runtime.joining import JobView
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.joining import JobView
 
 LONGEST_WAIT_S = 60.0
 
@@ -62,4 +65,6 @@ class Followers:
             pass
         spec, exits = self._spec, tuple(self._exits[max(0, exits_seen) :])
         seen = len(self._exits)
+        from rlmesh.runtime.joining import JobView
+
         return JobView(spec.job_id, spec.job_name, spec.call_timeout_s, self._book, exits, seen, self._ends)

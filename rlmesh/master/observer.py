@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmesh import private_files
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.agent.rejections import RejectionReporter, RejectionSums
-from rlmesh.agent.usage import NodeUse
 from rlmesh.errors import CallError, UsageError
 from rlmesh.job.status import EdgeStats
 from rlmesh.master import events as ev
@@ -25,15 +25,15 @@ from rlmesh.master.incident_keeper import IncidentKeeper
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.job_state import SERVING
 from rlmesh.master.kills import check_method, parse_kills
-from rlmesh.master.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
-from rlmesh.master.metrics_page import families, rejections
 from rlmesh.observe.eventlog import EventLog, entry_of
-from rlmesh.observe.exposition import exposition
-from rlmesh.observe.scrape import ScrapeServer, parse_address
 from rlmesh.placement.inventory import NodeInfo
 from rlmesh.runtime.clock import epoch
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from rlmesh.agent.usage import NodeUse
+    from rlmesh.observe.scrape import ScrapeServer
 
 __all__ = ["Observer"]
 
@@ -146,6 +146,8 @@ class Observer:
         spec = self._manager.context.spec
         if not spec.observe.metrics:
             return
+        from rlmesh.observe.scrape import ScrapeServer, parse_address
+
         server = ScrapeServer(self._metrics)
         try:
             where = await server.start(parse_address(spec.observe.metrics))
@@ -164,6 +166,9 @@ class Observer:
         uses = await asyncio.gather(*map(self._usage, context.nodes.values()))
         known = {node: use for node, use in zip(context.nodes, uses, strict=True) if use is not None}
         self._own_rejections.flush()
+        from rlmesh.master.metrics_page import families, rejections
+        from rlmesh.observe.exposition import exposition
+
         return exposition([*families(context, known, self._clock()), rejections(self.rejections.by_process())])
 
     async def _usage(self, node: NodeInfo) -> NodeUse | None:
@@ -175,6 +180,8 @@ class Observer:
         return use
 
     async def _ask_stacks(self, member: Member) -> str:
+        from rlmesh.master.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
+
         (stack,) = await examine(self._runtime, [member], self._agent, INCIDENT_ANSWER_S)
         return stack_text(stack)
 

@@ -28,7 +28,6 @@ from rlmesh.master.outcome import JobResult, cut_short, job_failed, job_interrup
 from rlmesh.master.post_mortem import write_post_mortem
 from rlmesh.master.processes import ProcessWatch, tail_of
 from rlmesh.master.records import write_end
-from rlmesh.master.relaunch import Relaunch
 from rlmesh.master.remote import RemoteNode
 from rlmesh.master.starts import note_end
 from rlmesh.master.workspace import Workspace
@@ -36,6 +35,7 @@ from rlmesh.runtime import clock
 
 if TYPE_CHECKING:
     from rlmesh.master.head import Head
+    from rlmesh.master.relaunch import Relaunch
     from rlmesh.observe.live import JobView
     from rlmesh.runtime.handle import MemberHandle
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.job.status import MetricRecord
+from rlmesh.observe.append import TIMELINE_FOLDER
 from rlmesh.observe.eventlog import read_events
 from rlmesh.observe.metrics import METRICS_FILE, read_records
 from rlmesh.observe.timeuse import STEP_TIME
 
 __all__ = ["TIMELINE_FOLDER", "build_trace", "read_trace"]
 
-TIMELINE_FOLDER = "timeline"
 
 LIFE, STEPS, CALLS, SERVES, QUEUES = 1, 2, 100, 200, 300
 """Numbers of the tracks of a member; calls, services and queues take as many as overlap."""

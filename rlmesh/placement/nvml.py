@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar
 
-from rlmesh.placement.gpus import GpuFacts, SliceFacts
 from rlmesh.placement.health import DeviceNews
+from rlmesh.placement.masks import GpuFacts, SliceFacts
 
 T = TypeVar("T")
 

@@ -27,7 +27,6 @@ from rlmesh.placement.fleet import Fleet
 from rlmesh.placement.inventory import VIRTUAL, Device, NodeInfo
 from rlmesh.placement.kept import Kept
 from rlmesh.placement.search import Found, Taken, find_places
-from rlmesh.placement.shortage import shortage_table
 
 SPREAD_STEPS = 8
 """How often the limit of a spread role is raised by one before it is dropped."""
@@ -122,6 +121,8 @@ def make_plan(
     shapes, taken = there.take_places(fleet)
     found = _place(fleet, layout, {i: c for i, c in enumerate(layout.chunks) if i not in taken}, shapes)
     if found.taken is None:
+        from rlmesh.placement.shortage import shortage_table
+
         _refuse_unknown_nodes(demand, ordered)
         raise PlacementError(shortage_table(demand, layout, fleet, shapes, taken, spares=spares, gave_up=found.gave_up))
     placed = {**taken, **_in_node_order(layout.chunks, found.taken, fleet)}

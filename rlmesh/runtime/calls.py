@@ -34,7 +34,6 @@ from rlmesh.runtime.deadlines import Deadlines, Entry
 from rlmesh.runtime.ended import EndedCalls, message_bytes
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.held import HeldCalls
-from rlmesh.runtime.passing import KeptResult
 from rlmesh.runtime.pending import Peer, PendingCall, how_it_ended
 from rlmesh.runtime.timing import RunQueueMeter
 from rlmesh.runtime.transport import Link
@@ -304,6 +303,8 @@ class Calls(CohortCalls):
 
     def on_kept(self, link: Link, kept: Kept) -> None:
         """The result of a call stays at its producer."""
+        from rlmesh.runtime.passing import KeptResult
+
         peer = self._by_link.get(link)
         if peer is None:
             return

@@ -34,8 +34,6 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.host import Host
 from rlmesh.runtime.incoming import Incoming
 from rlmesh.runtime.kept import FETCH, KEEP_BYTES, KeptResults
-from rlmesh.runtime.outflow import Outflow
-from rlmesh.runtime.passing import Arrivals
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.served import Method, Served
 from rlmesh.runtime.timing import own_run_queue_since_last_ns
@@ -156,9 +154,13 @@ class Dispatcher:
             except MalformedFrame as error:
                 self.refuse(incoming.channel, call, error)
                 return False
+            from rlmesh.runtime.passing import Arrivals
+
             incoming.passed = Arrivals(values, call.timeout_s, self._host.fetch)
         (self._unawaited if call.flags & _NO_REPLY else self._incoming)[incoming.key] = incoming
         if call.flags & _STREAM:
+            from rlmesh.runtime.outflow import Outflow
+
             incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
         elif call.flags & _KEEP:
             self.on_keep(incoming.channel, call.call_id)

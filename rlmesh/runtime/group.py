@@ -22,7 +22,9 @@ from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.split import shared as shared
-from rlmesh.runtime.streams import Stream
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.streams import Stream
 
 
 class RoleGroup(Generic[A]):

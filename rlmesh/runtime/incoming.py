@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import CallError, PeerLost, SlotGone
 from rlmesh.runtime import clock
 from rlmesh.runtime.address import split_name
 from rlmesh.runtime.channel import Channel
 from rlmesh.runtime.context import CallContext
-from rlmesh.runtime.outflow import Outflow
-from rlmesh.runtime.passing import Arrivals
 from rlmesh.runtime.served import Method
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Call, Frames
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.outflow import Outflow
+    from rlmesh.runtime.passing import Arrivals
 
 
 class Incoming:

@@ -18,7 +18,6 @@ from rlmesh.runtime import clock, forked
 from rlmesh.runtime.address import AddressBook
 from rlmesh.runtime.arguments import require
 from rlmesh.runtime.at_exit import with_threads
-from rlmesh.runtime.blocked import BlockedCalls, CallKey, blocked_calls, refuse_queued
 from rlmesh.runtime.board import Board
 from rlmesh.runtime.busy_poll import BusyPoll
 from rlmesh.runtime.calls import Calls
@@ -46,6 +45,7 @@ from rlmesh.runtime.transport import Link, Transport, local_address
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
+    from rlmesh.runtime.blocked import BlockedCalls, CallKey
     from rlmesh.runtime.joining import Joining
     from rlmesh.runtime.knowledge import JobEnd
 
@@ -408,12 +408,16 @@ class Runtime(Submission, Reception):
     def blocked(self, older_s: float) -> BlockedCalls:
         """What runs here and waits for answers, and what is queued behind it, if any call has been here for
         ``older_s`` seconds. From any thread."""
+        from rlmesh.runtime.blocked import blocked_calls
+
         what, since = self._main_work
         age_s = clock.now() - since if what else 0.0
         return blocked_calls(self._dispatcher, self.name, (what, age_s), time.perf_counter_ns(), older_s)
 
     def refuse_queued(self, calls: Collection[CallKey], text: str) -> None:
         """Let calls that have not begun fail with `WouldDeadlock`. From any thread."""
+        from rlmesh.runtime.blocked import refuse_queued
+
         self._on_loop(refuse_queued, self._dispatcher, self._loop, frozenset(calls), text)
 
     @property

@@ -12,7 +12,6 @@ from rlmesh.errors import CallError
 from rlmesh.runtime.batch_results import what_is_wrong
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.gathering import gather
-from rlmesh.runtime.passing import reduce_future
 from rlmesh.runtime.unheard import Told
 from rlmesh.wire.passed import Part
 
@@ -34,6 +33,8 @@ class _Shard:
         self._future, self._part = future, part
 
     def __reduce__(self) -> tuple[Any, ...]:
+        from rlmesh.runtime.passing import reduce_future
+
         return reduce_future(self._future, self._part)
 
 

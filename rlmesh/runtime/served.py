@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from _thread import allocate_lock
 from collections import deque
@@ -14,7 +13,6 @@ from rlmesh.errors import MethodNotFound
 from rlmesh.runtime.board import ASYNC, INLINE, Board
 from rlmesh.runtime.executors import SerialExecutor
 from rlmesh.runtime.kinds import is_on_loop
-from rlmesh.runtime.outflow import refuse_call
 from rlmesh.runtime.rpc import exported_functions, mark_of
 
 if TYPE_CHECKING:
@@ -31,6 +29,8 @@ class Method:
         self.is_async = is_on_loop(function)
         self.generator = function
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            from rlmesh.runtime.outflow import refuse_call
+
             self.function = refuse_call(owner.name, name, is_async=self.is_async)
         self.serial = self.concurrent == 1
         self.main_thread = mark is not None and mark.main_thread
@@ -97,6 +97,8 @@ class Served:
         if found is None and (function := exported_functions().get(name)) is not None:
             found = self.methods[name] = Method(self, name, function)
         if found is None:
+            import difflib
+
             near = difflib.get_close_matches(name, self.methods, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             known = ", ".join(sorted(self.methods)) or "none"

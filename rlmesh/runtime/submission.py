@@ -17,21 +17,20 @@ from rlmesh.runtime.group_submission import GroupSubmission
 from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.kept import FETCH
 from rlmesh.runtime.network import NetworkOptions
-from rlmesh.runtime.passing import PassedArguments
 from rlmesh.runtime.pending import PendingCall
 from rlmesh.runtime.retry import Retries
 from rlmesh.runtime.servings import is_shown, serving_of
-from rlmesh.runtime.split import named_arguments
-from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.runtime.waiting import Serving, Waiting
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
-from rlmesh.wire.passed import Elsewhere
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calls import Calls
     from rlmesh.runtime.dispatch import Dispatcher
     from rlmesh.runtime.lending import Lending
+    from rlmesh.runtime.passing import PassedArguments
+    from rlmesh.runtime.streams import Inbox, Stream
+    from rlmesh.wire.passed import Elsewhere
 
 _ANSWERS_POLL_S = 0.005
 
@@ -81,6 +80,8 @@ class Submission(GroupSubmission):
         try:
             return codec.encode(call, self.capture)
         except codec.Deferred:
+            from rlmesh.runtime.passing import PassedArguments
+
             passed = PassedArguments(call, self.capture)
             passed.gather(keep=keep)
             return passed
@@ -100,8 +101,8 @@ class Submission(GroupSubmission):
             timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
         if options.idempotent and reply and inbox is None:
             return self._retried(name, method, frames, timeout_s, chain, endpoint, incarnation, options.queue, context)
-        passed = frames if isinstance(frames, PassedArguments) else None
-        captured = [] if isinstance(frames, PassedArguments) else frames
+        passed = None if isinstance(frames, list) else frames
+        captured = frames if isinstance(frames, list) else []
         call = PendingCall(
             self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, options.queue, group
         )
@@ -144,15 +145,15 @@ class Submission(GroupSubmission):
         endpoint: str | None, incarnation: int, queue: bool,
     ) -> Future[Any]:  # fmt: skip
         """A call on behalf of no particular call, from any thread."""
-        captured = [] if isinstance(frames, PassedArguments) else frames
+        captured = frames if isinstance(frames, list) else []
         call = PendingCall(self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, queue, None)
         future: Future[Any] = Future(call)
         call.future = future
-        if isinstance(frames, PassedArguments):
+        if isinstance(frames, list):
+            self._calls.start(call)
+        else:
             call.passed = frames
             self._calls.start_later(call)
-        else:
-            self._calls.start(call)
         return future
 
     def _retried(
@@ -175,6 +176,8 @@ class Submission(GroupSubmission):
         kwargs: dict[str, Any], options: CallOptions,
     ) -> Stream[Any]:  # fmt: skip
         """Ask members, each by name, endpoint (or None) and incarnation, for the items of a generator method."""
+        from rlmesh.runtime.streams import Inbox, Stream
+
         frames = self._encode(method, (args, kwargs))
         inbox = Inbox(options.window)
         for name, endpoint, incarnation in targets:
@@ -275,6 +278,8 @@ def _naming_the_argument(
     method: str, call: tuple[tuple[Any, ...], dict[str, Any]], error: Unserializable
 ) -> Unserializable:
     """The same error, for whoever wrote the call."""
+    from rlmesh.runtime.split import named_arguments
+
     for name, value in named_arguments(*call):
         try:
             codec.encode(value, _as_it_is)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.job.entry import resolve_entry
 from rlmesh.job.preload import find_preload
+from rlmesh.job.resolving import resolve_entry
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rlmesh.errors import PlacementError
 from rlmesh.placement.demand import JobDemand, RoleDemand
-from rlmesh.placement.gpus import GpuFacts, SliceFacts, usable_devices
+from rlmesh.placement.gpus import usable_devices
 from rlmesh.placement.inventory import NodeInfo
-from rlmesh.placement.masks import cuda_visible
+from rlmesh.placement.masks import GpuFacts, SliceFacts, cuda_visible
 from rlmesh.placement.nvml import Nvml, NvmlFailed, library
 from rlmesh.placement.planner import make_plan
 from rlmesh.testing import FakeGpu, FakeNvml

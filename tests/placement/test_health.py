@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlmesh.agent.device_watch import DeviceWatch, gpus_of
-from rlmesh.placement.gpus import GpuFacts, usable_devices
+from rlmesh.placement.gpus import usable_devices
 from rlmesh.placement.health import BAD_XIDS, DeviceBad, DeviceNews, Health
+from rlmesh.placement.masks import GpuFacts
 from rlmesh.placement.nvml import Nvml
 from rlmesh.testing import FakeGpu, FakeNvml
 from tests.placement import four_gpus
