@@ -72,6 +72,16 @@ def test_who_is_killed_while_saving_leaves_the_last_complete_one(tmp_path: Path)
         engine.close()
 
 
+def test_what_others_that_were_killed_left_goes_with_the_next_commit(tmp_path: Path) -> None:
+    (tmp_path / f".{CURRENT}.123.tmp").write_text("{")
+    (tmp_path / "step-00000007-00000000").mkdir()
+    (tmp_path / "notes.tmp").touch()
+    engine = checkpoint_writer.make(16)
+    data = engine.save(tmp_path).result(HANG_S)
+    engine.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CURRENT, "notes.tmp", data.name]
+
+
 def test_one_process_without_a_process_group(tmp_path: Path) -> None:
     engine = checkpoint_writer.make()
     checkpoint_writer.step(engine)

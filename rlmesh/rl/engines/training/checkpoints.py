@@ -131,6 +131,8 @@ class CheckpointFolder:
         for other in self.folder.glob("step-*"):
             if other.name != saved.data:
                 shutil.rmtree(other, ignore_errors=True)
+        for draft in self.folder.glob(f".{CURRENT}.*.tmp"):  # of who was killed while writing it
+            draft.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
