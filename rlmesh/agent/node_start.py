@@ -24,7 +24,7 @@ __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_comman
 
 def guardian_command(python: str = sys.executable) -> list[str]:
     """The command that must get the configuration on its standard input, and that input kept open."""
-    return [python, "-I", "-S", str(Path(__file__).with_name("guardian.py"))]
+    return [python, "-I", "-S", str(Path(__file__).parent / "processes" / "guardian.py")]
 
 
 def encode_config(config: AgentConfig) -> bytes:
