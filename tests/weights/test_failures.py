@@ -13,7 +13,7 @@ from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.memory.layout import TABLE_BYTES
 from rlmesh.weights.arrays import ArraySink, ArraySource
 from rlmesh.weights.planning.plan import Mode
-from rlmesh.weights.transfer.checksum import UNIT_BYTES
+from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES
 from tests.stalls import HANG_S, Stalls
 from tests.weights.mesh import WeightMesh, arrays, segments
 
@@ -125,16 +125,16 @@ def test_bytes_that_change_on_the_way_are_found_out(mesh: WeightMesh, monkeypatc
     sink = ArraySink(arrays(0))
     member = mesh.add_sink(sink, 0)
     sync = mesh.sync(ArraySource(arrays(1)))
-    from rlmesh.weights.channels.shm import ShmInlet
+    from rlmesh.weights.channels.shm import ShmReceiver
 
-    take = ShmInlet.take
+    take = ShmReceiver.take
 
-    def altered(self: ShmInlet, *args: Any) -> Any:
+    def altered(self: ShmReceiver, *args: Any) -> Any:
         pieces = take(self, *args)
         pieces[1][-1] ^= 1
         return pieces
 
-    monkeypatch.setattr(ShmInlet, "take", altered)
+    monkeypatch.setattr(ShmReceiver, "take", altered)
     with pytest.raises(WeightSyncError, match=r"bucket 0 arrived altered: the checksums of layer.1 \(1 of 5 tensors\)"):
         sync.push(1).result(HANG_S)
     assert member.weights.version is None
@@ -310,7 +310,7 @@ def test_two_pushes_one_after_the_other_and_a_snapshot_that_stands_still(mesh: W
     before = {name: value.copy() for name, value in weights.items()}
     future = sync.push(2)
     # The source takes its next call: it is free, and nothing has arrived at the sink.
-    sync._source.call("ACTOR:0", "weights_source_describe", timeout_s=5).result(HANG_S)
+    sync._source.command("ACTOR:0", "weights_source_describe", timeout_s=5).result(HANG_S)
     for value in weights.values():
         value += 1
     assert not future.done() and member.weights.version == 1
