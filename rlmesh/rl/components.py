@@ -1,7 +1,7 @@
 """The loss of a training step on packs: three components with per-token weights, each with its own normaliser.
 
-:mod:`rlmesh.rl.algorithms.protocol` says what the components are, and an algorithm gives the weights. The share of one
-pack *adds up* with those of all other packs and ranks to the loss of the whole batch, whatever the cut.
+:mod:`rlmesh.rl.algorithms.protocol` defines the components, and an algorithm gives the weights. The shares of all packs
+and ranks *add up* to the loss of the whole batch, however it is split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Columns", "LossSettings", "policy_share", "value_share"]
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """What of an algorithm the loss needs.
+    """The settings of an algorithm that the loss needs.
 
     Attributes:
         policy_loss, policy_options: the term of the policy component.
@@ -46,7 +46,7 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """What the loss needs of each target of a pack, ``[targets]`` each, on the device of the model.
+    """The inputs of the loss for each target of a pack, ``[targets]`` each, on the device of the model.
 
     Attributes:
         rows: the episode of each target.
@@ -70,7 +70,7 @@ class Columns:
     def of(
         cls, pack: Pack, batch: Evaluated, weights: TokenWeights, device: torch.device | str, dtype: torch.dtype
     ) -> Columns:
-        """The entries of a pack's targets, out of tensors ``[episodes, time]`` (time counts an episode's tokens)."""
+        """Select a pack's targets from tensors ``[episodes, time]`` (time counts an episode's tokens)."""
         rows, places = torch.from_numpy(pack.rows), torch.from_numpy(pack.places)
 
         def take(matrix: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Algorithms: pure functions from the episodes of a batch to the weights of what is trained.
+"""Algorithms: functions without state from the episodes of a batch to the weights of the loss.
 
 =========================  ======================================================================
 `GRPO`                     responses to one prompt compared with each other; all of its relatives
