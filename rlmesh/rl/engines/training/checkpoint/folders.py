@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are complete or absent.
 
-A folder holds the data of each checkpoint in a folder of its own, and ``current.json``, which names the one that
-counts. It is replaced, atomically, when all ranks have written theirs; only then older data go. So whoever is killed,
-whenever: ``current.json`` names a complete one.
+A folder has the data of each checkpoint in a subfolder, and ``current.json``, which names the current checkpoint. This
+file is replaced atomically when all ranks have written their data; only then older data are deleted. So it names a
+complete checkpoint at any time, even after a kill.
 
 ::
 
@@ -29,13 +29,13 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Saved:
-    """What ``current.json`` says.
+    """The content of ``current.json``.
 
     Attributes:
-        data: name of the folder.
-        steps: optimizer steps done.
+        data: name of the subfolder.
+        steps: number of finished optimizer steps.
         kind: "torch": torch's distributed checkpoints, for any number of ranks; "deepspeed-zeroN": DeepSpeed's own.
-        ranks: how many wrote it.
+        ranks: number of ranks that wrote it.
     """
 
     data: str
@@ -52,7 +52,7 @@ class CheckpointFolder:
         self.folder = folder
 
     def current(self) -> Saved:
-        """The latest complete one.
+        """The current checkpoint, which is complete.
 
         Raises:
             UsageError: there is none, or a later version of this library wrote it.
@@ -79,9 +79,9 @@ class CheckpointFolder:
         return self.folder / saved.data
 
     def begin(self, steps: int) -> str:
-        """Make a folder for new data; gives its name."""
+        """Make a subfolder for new data; returns its name."""
         name = f"step-{steps:08d}-{secrets.token_hex(4)}"
-        # Private, whatever the umask: what others may read is for their owner to say.
+        # Private for any umask: its owner may share it.
         for folder in (self.folder, self.folder / name):
             if not folder.exists():
                 folder.mkdir(mode=0o700, parents=True)
@@ -89,7 +89,7 @@ class CheckpointFolder:
         return name
 
     def commit(self, saved: Saved) -> None:
-        """From now on this one counts. What is left of others goes."""
+        """Make this checkpoint the current one, and delete all others."""
         _sync(self.folder / saved.data)
         write_atomically(self.folder / CURRENT, json.dumps(asdict(saved), indent=2).encode() + b"\n")
         for other in self.folder.glob("step-*"):
@@ -98,7 +98,7 @@ class CheckpointFolder:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """So that ``path`` is, at any moment and after any crash, absent, the old one or the new one."""
+    """Write a file so that, even after a crash, ``path`` is absent, the old file or the new file."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb", opener=_private) as file:
@@ -125,7 +125,7 @@ def _sync(folder: Path) -> None:
 
 
 class SavingThread:
-    """Runs what writes a checkpoint, one at a time."""
+    """Runs functions that write checkpoints, one at a time."""
 
     def __init__(self) -> None:
         self._last: Job | None = None
@@ -135,14 +135,14 @@ class SavingThread:
         return self._last
 
     def wait(self) -> None:
-        """Until the last one has ended, well or not: its owner is told of errors by `Job.result`."""
+        """Wait until the last job has ended; its errors are raised by `Job.result`."""
         if self._last is not None:
             self._last.thread.join()
             self._last = None
 
 
 class Job:
-    """One checkpoint that is being written; see `Saving`."""
+    """A checkpoint that is being written; see `Saving`."""
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self._work = work
