@@ -130,6 +130,10 @@ class GRPO(Algorithm):
         return self.entropy
 
     @property
+    def divergence_estimator(self) -> KLEstimator:
+        return self.kl_estimator
+
+    @property
     def _aggregation(self) -> Aggregation:
         return self.aggregation or PRESETS[self.loss].aggregation
 

@@ -75,6 +75,10 @@ class _TokenLevel(Algorithm):
     def entropy_coefficient(self) -> float:
         return self.entropy
 
+    @property
+    def divergence_estimator(self) -> KLEstimator:
+        return self.kl_estimator
+
     def _advantages(self, rewards: Tensor, batch: Evaluated) -> tuple[Tensor, Tensor | None]:
         """Advantages and, with a critic, returns from rewards per token; each ``[episodes, time]``."""
         raise TypeError(f"{type(self).__name__} defines no advantages")

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from rlmesh.rl.group_advantages import spread
+from rlmesh.rl.kl import KLEstimator
 from rlmesh.rl.losses import PolicyTerms, cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
 
 __all__ = ["Algorithm", "Evaluated", "Need", "Normalisers", "PolicyLoss", "TokenWeights", "policy_terms"]
@@ -182,6 +183,11 @@ class Algorithm:
     def entropy_coefficient(self) -> float:
         """The weight of the entropy bonus, on the tokens of the policy component."""
         return 0.0
+
+    @property
+    def divergence_estimator(self) -> KLEstimator:
+        """The estimator of the divergence component."""
+        return "k3"
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
         """The weights of one step.

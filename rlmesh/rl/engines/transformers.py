@@ -1,8 +1,8 @@
 """`TransformersEngine`: a rollout engine that needs only torch and transformers, and no GPU.
 
 It samples token by token, with a key-value cache, and holds the gate for one token at a time: a flip happens between
-two tokens. The ``pause_mode`` decides about the running batch: it ends (``abort``), it continues with the new weights and a
-recomputed cache (``keep``), or the flip waits for its end (``wait``).
+two tokens. The ``pause_mode`` decides about the running batch: it ends (``abort``), it continues with the new weights
+and a recomputed cache (``keep``), or the flip waits for its end (``wait``).
 """
 
 from __future__ import annotations

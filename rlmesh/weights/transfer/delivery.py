@@ -145,7 +145,7 @@ class Delivery:
         self._failure = self._failure or DeliveryFailure.of(self._source, bucket, error)
 
     def end(self) -> None:
-        """No more buckets come."""
+        """All buckets of the push have been given."""
         self._transfers.put(None)
 
     def result(self) -> DeliveryFailure | None:

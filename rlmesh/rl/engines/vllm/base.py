@@ -103,7 +103,7 @@ class Sink:
         self._halted = False
 
     def manifest(self) -> Manifest | None:
-        """None, since vLLM's parameters differ from a checkpoint's; the workers report missing tensors."""
+        """Return None, since vLLM's parameters differ from a checkpoint's; the workers report missing tensors."""
         return None
 
     def begin(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints (DCP) in a `CheckpointFolder`: written in the background, read by any number of ranks."""
+"""Torch's distributed checkpoints (DCP) in a `CheckpointFolder`, written in the background."""
 
 from __future__ import annotations
 
