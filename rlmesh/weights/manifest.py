@@ -77,6 +77,7 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
     excluded: tuple[str, ...] = ()
     _by_name: dict[str, TensorSpec] = field(init=False, repr=False, compare=False, hash=False)
+    _owners: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         by_name = {spec.name: spec for spec in self.tensors}
@@ -89,6 +90,7 @@ class Manifest:
             if owner is None or owner.alias_of is not None:
                 raise WeightSyncError(f"{spec}: the name that it is tied to owns no memory")
         object.__setattr__(self, "_by_name", by_name)
+        object.__setattr__(self, "_owners", {spec.name: spec.owner_name for spec in self.tensors})
 
     def __iter__(self) -> Iterator[TensorSpec]:
         return iter(self.tensors)
@@ -101,11 +103,11 @@ class Manifest:
 
     def owner(self, name: str) -> TensorSpec:
         """The tensor that owns the memory of ``name``."""
-        return self._by_name[self._by_name[name].owner_name]
+        return self._by_name[self._owners[name]]
 
     def by_owner(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Of received tensors, one per memory, by its owner's name; tied names came with the same tensor."""
-        return {self._by_name[name].owner_name: tensor for name, tensor in tensors.items()}
+        return {self._owners[name]: tensor for name, tensor in tensors.items()}
 
     @property
     def nbytes(self) -> int:

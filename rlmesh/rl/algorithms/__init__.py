@@ -12,20 +12,13 @@
 
 from __future__ import annotations
 
-from rlmesh.rl.algorithms.grpo import GRPO
-from rlmesh.rl.algorithms.ppo import PPO, ReinforcePlusPlus
-from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Normalisers, TokenWeights
-from rlmesh.rl.algorithms.supervised import SFT, BehaviourCloning, OnPolicyDistillation
-
-__all__ = [
-    "GRPO",
-    "PPO",
-    "SFT",
-    "Algorithm",
-    "BehaviourCloning",
-    "Evaluated",
-    "Normalisers",
-    "OnPolicyDistillation",
-    "ReinforcePlusPlus",
-    "TokenWeights",
-]
+from rlmesh.rl.algorithms.grpo import GRPO as GRPO
+from rlmesh.rl.algorithms.ppo import PPO as PPO
+from rlmesh.rl.algorithms.ppo import ReinforcePlusPlus as ReinforcePlusPlus
+from rlmesh.rl.algorithms.protocol import Algorithm as Algorithm
+from rlmesh.rl.algorithms.protocol import Evaluated as Evaluated
+from rlmesh.rl.algorithms.protocol import Normalisers as Normalisers
+from rlmesh.rl.algorithms.protocol import TokenWeights as TokenWeights
+from rlmesh.rl.algorithms.supervised import SFT as SFT
+from rlmesh.rl.algorithms.supervised import BehaviourCloning as BehaviourCloning
+from rlmesh.rl.algorithms.supervised import OnPolicyDistillation as OnPolicyDistillation

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from rlmesh.errors import WeightSyncError
 from rlmesh.runtime.process import clock
@@ -31,21 +30,6 @@ CLOSE_S = 2.0
 
 Tap = Callable[[str, int], None]
 """A hook of tests: called with the name of a step and a bucket's number; may raise, wait, or end the process."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _command(method: Callable[Concatenate[Receiver, P], R]) -> Callable[Concatenate[Receiver, P], R]:
-    """Run the method under the receiver's lock: one command at a time, on whichever thread it arrives."""
-
-    @wraps(method)
-    def one_at_a_time(self: Receiver, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return one_at_a_time
 
 
 @dataclass(eq=False)
@@ -136,43 +120,43 @@ class Receiver:
 
     # Commands of a session.
 
-    @_command
     def describe(self) -> dict[str, Any]:
         """This sink as a `Participant`, in fields that travel."""
-        manifest = self.sink.manifest()
-        return {
-            "name": self.who,
-            "incarnation": self.incarnation,
-            "mode": self.sink.mode,
-            "version": self.gate.version,
-            "place": location_of(self.sink.device, self._node).to_wire(),
-            "manifest": manifest.to_wire() if manifest is not None else None,
-            "takes_parts": self._open_sink is not None and self._open_sink.takes_parts(),
-            "left": self.last_commit.to_wire() if self.last_commit is not None else None,
-        }
+        with self._lock:
+            manifest = self.sink.manifest()
+            return {
+                "name": self.who,
+                "incarnation": self.incarnation,
+                "mode": self.sink.mode,
+                "version": self.gate.version,
+                "place": location_of(self.sink.device, self._node).to_wire(),
+                "manifest": manifest.to_wire() if manifest is not None else None,
+                "takes_parts": self._open_sink is not None and self._open_sink.takes_parts(),
+                "left": self.last_commit.to_wire() if self.last_commit is not None else None,
+            }
 
-    @_command
     def attach(
         self, settings: RouteSettings, channel: Channel, buckets: Sequence[Any], info: Mapping[str, Any]
     ) -> None:
         """Connect to the channel of a route."""
-        self._use_device()
-        receiver = open_receiver(channel, settings, self.who, info)
-        route_buckets = tuple(Bucket.from_wire(bucket) for bucket in buckets)
-        session = self._sessions.setdefault(settings.session, _ReceivingSession())
-        share = settings.sinks.index(self.who), len(settings.sinks)
-        session.routes[settings.source] = _IncomingRoute(settings, route_buckets, receiver, share, session.total)
-        session.total = sum(len(route.buckets) for route in session.routes.values())
+        with self._lock:
+            self._use_device()
+            receiver = open_receiver(channel, settings, self.who, info)
+            route_buckets = tuple(Bucket.from_wire(bucket) for bucket in buckets)
+            session = self._sessions.setdefault(settings.session, _ReceivingSession())
+            share = settings.sinks.index(self.who), len(settings.sinks)
+            session.routes[settings.source] = _IncomingRoute(settings, route_buckets, receiver, share, session.total)
+            session.total = sum(len(route.buckets) for route in session.routes.values())
 
     def has(self, session: str) -> bool:
         """True if the sink is attached to this session; false after a restart or a new ``receive_weights()``."""
         return session in self._sessions
 
-    @_command
     def detach(self, session: str) -> None:
         """Close the channels of a session."""
-        self._leave(session)
-        self._changed.notify_all()
+        with self._lock:
+            self._leave(session)
+            self._changed.notify_all()
 
     def _leave(self, session: str) -> None:
         gone = self._sessions.pop(session, None)
@@ -264,7 +248,6 @@ class Receiver:
         for route in session.routes.values():
             route.channel.settle()
 
-    @_command
     def flip(
         self, push: int, version: int, flip_s: float, alone: bool = False, left: Sequence[Any] | None = None
     ) -> None:
@@ -275,43 +258,44 @@ class Receiver:
             alone: this is the only sink, which concludes at once.
             left: fields of the `LastCommit` that this commit will be.
         """
-        flipped = self.state.flip(push)
-        self._tap("flip")
-        self.gate.close(f"the flip to version {version} is not concluded", flip_s)
-        try:
-            self.sink.flip(version)
-        except BaseException:
-            self.state = self.state.abort()
-            self._undo(flipped=False)
-            raise
-        self.state = flipped
-        self._coming_commit = LastCommit(*left) if left is not None else None
-        if alone:
-            self.conclude(push)
-            self._concluded_alone = push, flip_s
+        with self._lock:
+            flipped = self.state.flip(push)
+            self._tap("flip")
+            self.gate.close(f"the flip to version {version} is not concluded", flip_s)
+            try:
+                self.sink.flip(version)
+            except BaseException:
+                self.state = self.state.abort()
+                self._undo(flipped=False)
+                raise
+            self.state = flipped
+            self._coming_commit = LastCommit(*left) if left is not None else None
+            if alone:
+                self.conclude(push)
+                self._concluded_alone = push, flip_s
 
-    @_command
     def conclude(self, push: int) -> None:
         """All sinks have flipped: serve the new version."""
-        self.state = self.state.conclude(push)
-        self._commit_before, self.last_commit = self.last_commit, self._coming_commit
-        self.gate.set_version(self.state.version)
-        conclude = getattr(self.sink, "conclude", None)
-        if conclude is not None:
-            conclude(self.state.version)
-        self.gate.open()
+        with self._lock:
+            self.state = self.state.conclude(push)
+            self._commit_before, self.last_commit = self.last_commit, self._coming_commit
+            self.gate.set_version(self.state.version)
+            conclude = getattr(self.sink, "conclude", None)
+            if conclude is not None:
+                conclude(self.state.version)
+            self.gate.open()
 
-    @_command
     def abort(self, push: int | None) -> None:
         """Return to the state before the push, if it is the push under way."""
-        if self._concluded_alone is not None and self._concluded_alone[0] == push:
-            # This sink concluded too late: the coordinator has given the push up.
-            self._unconclude(self._concluded_alone[1])
-        if push is None or self.state.push != push:
-            return
-        flipped = self.state.phase == "flipped"
-        self.state = self.state.abort()
-        self._undo(flipped=flipped)
+        with self._lock:
+            if self._concluded_alone is not None and self._concluded_alone[0] == push:
+                # This sink concluded too late: the coordinator has given the push up.
+                self._unconclude(self._concluded_alone[1])
+            if push is None or self.state.push != push:
+                return
+            flipped = self.state.phase == "flipped"
+            self.state = self.state.abort()
+            self._undo(flipped=flipped)
 
     def _unconclude(self, flip_s: float) -> None:
         self._concluded_alone = None
@@ -340,27 +324,27 @@ class Receiver:
         self.gate.set_version(self.state.version, why)
         self.gate.open()
 
-    @_command
     def rollback(self, flip_s: float) -> int | None:
         """Serve the version before the last committed one again; returns it.
 
         Raises:
             WeightSyncError: there is none, or running requests took longer than ``flip_s`` seconds.
         """
-        self._adopt_gate_version()
-        self._concluded_alone = None
-        back = self.state.rollback()
-        self.gate.close(f"going back to version {back.version}", flip_s)
-        try:
-            self.sink.rollback()
-            self.state = back
-        except BaseException:
-            self.state = SinkState(self.sink.mode)  # the sink's contents are unknown
-            raise
-        finally:
-            self.gate.set_version(self.state.version, "going back to an earlier version failed")
-            self.gate.open()
-        return back.version
+        with self._lock:
+            self._adopt_gate_version()
+            self._concluded_alone = None
+            back = self.state.rollback()
+            self.gate.close(f"going back to version {back.version}", flip_s)
+            try:
+                self.sink.rollback()
+                self.state = back
+            except BaseException:
+                self.state = SinkState(self.sink.mode)  # the sink's contents are unknown
+                raise
+            finally:
+                self.gate.set_version(self.state.version, "going back to an earlier version failed")
+                self.gate.open()
+            return back.version
 
     def _adopt_gate_version(self) -> None:
         """Forget the earlier versions if the engine gave its weights up by itself, for instance to sleep."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from rlmesh import ModuleSource
+from rlmesh import ModuleSource, WeightSource
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.checkpoint.exporting import write_safetensors
@@ -27,7 +27,6 @@ from rlmesh.rl.engines.training.protocol import (
     Saving,
     Splittable,
     StepReport,
-    SyncableSource,
     TrainingOptions,
 )
 from rlmesh.rl.head import TokenTerms
@@ -164,7 +163,7 @@ class ModuleEngine(ABC):
     def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> EngineSource:
         return EngineSource(self, self._source(lora, adapter))
 
-    def _source(self, lora: Lora = "", adapter: str = "default") -> SyncableSource:
+    def _source(self, lora: Lora = "", adapter: str = "default") -> WeightSource:
         return ModuleSource(self.plain, lora=lora, adapter=adapter)
 
     def export(self, folder: Path) -> None:
@@ -221,7 +220,7 @@ class EngineSource:
 
     lasting = False
 
-    def __init__(self, engine: ModuleEngine, inner: SyncableSource) -> None:
+    def __init__(self, engine: ModuleEngine, inner: WeightSource) -> None:
         self._engine, self._inner = engine, inner
         self.device = inner.device
 

@@ -10,7 +10,6 @@ thread-safe, except those of `Saving`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -20,6 +19,7 @@ from rlmesh.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from rlmesh import WeightSource
     from rlmesh.rl.head import TokenTerms
     from rlmesh.rl.packing import Pack
 
@@ -122,19 +122,6 @@ class Saving(Protocol):
     def done(self) -> bool: ...
 
 
-class SyncableSource(Protocol):
-    """A source of a `WeightSync`, such as `rlmesh.ModuleSource`."""
-
-    device: str
-    lasting: bool
-
-    def manifest(self) -> Any: ...
-
-    def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Any]]: ...
-
-    def stamp(self) -> object: ...
-
-
 class TrainingEngine(Protocol):
     """A model in training on all ranks of a role.
 
@@ -198,7 +185,7 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> SyncableSource:
+    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> WeightSource:
         """The weights as the source of a `WeightSync`: names are those of the plain model, tensors whole.
 
         Args:

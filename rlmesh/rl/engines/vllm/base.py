@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rlmesh import Manifest, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
@@ -72,31 +72,13 @@ class RequestBatch:
         self.done.set()
 
 
-class Core(Protocol):
-    """The part of an engine that its sink commands."""
-
-    gate: VersionGate
-    pause_mode: PauseMode
-    probe: ProbeResult | None
-    probe_token_ids: list[int]
-    tied: bool
-
-    def halt(self, mode: PauseMode, timeout_s: float) -> None: ...
-    def go_on(self, version: int | None) -> None: ...
-    def lose(self, error: Exception) -> None: ...
-    def workers(self, method: str, *args: Any) -> list[Any]: ...
-    def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]: ...
-    def drop_caches(self) -> None: ...
-    def label(self, version: int) -> None: ...
-
-
 class Sink:
     """See `WeightSink`. Tensors have the names of a transformers checkpoint."""
 
     mode = "in_place"
     framework = "torch"
 
-    def __init__(self, core: Core, device: str, *, same_process: bool, halt_s: float) -> None:
+    def __init__(self, core: VllmBase, device: str, *, same_process: bool, halt_s: float) -> None:
         self.gate, self.device = core.gate, device
         self._core, self._halt_s = core, halt_s
         self._writer = None if same_process else BucketWriter()

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from rlmesh import WeightSource
 from rlmesh.rl.engines.training import ranks
-from rlmesh.rl.engines.training.protocol import SyncableSource
 
 FILE_BYTES = 2 << 30
 
 
 def write_safetensors(
-    folder: Path, source: SyncableSource, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
+    folder: Path, source: WeightSource, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
 ) -> None:
     """Write all weights, tied ones once, and the configuration, if the model has one. ``folder`` appears, or is
     replaced, when it is complete. Collective; rank 0 writes and holds one file's tensors at a time.
