@@ -124,7 +124,7 @@ def main() -> None:
         for name, count in by_module.most_common():
             print(f"{count:6}  {name or '(other)'}")
     if options.functions:
-        for (file, function), count in median.most_common(150):
+        for (file, function), count in median.most_common(400):
             print(f"{count:6}  {module_of(file) or Path(file).name}  {function}")
 
 

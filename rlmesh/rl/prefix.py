@@ -198,14 +198,14 @@ def _batch(segments: Sequence[Segment]) -> _Batch:
     queries = starts + torch.minimum(q, lengths - 1)
     keys = torch.where(k < prefixes, prefix_starts + k, starts + torch.minimum(k - prefixes, lengths - 1))
     real = q < lengths
-    sees = (k <= prefixes.unsqueeze(1) + q.unsqueeze(1)) & (k < (prefixes + lengths).unsqueeze(1))
-    # A padded query sees all that its segment has: a row without any key would be NaN.
+    attends = (k <= prefixes.unsqueeze(1) + q.unsqueeze(1)) & (k < (prefixes + lengths).unsqueeze(1))
+    # A padded query attends to all tokens of its segment: a row without keys would be NaN.
     where = real.flatten().nonzero().squeeze(1)
-    return _Batch(queries, keys, sees.unsqueeze(1), where, queries.flatten()[where])
+    return _Batch(queries, keys, attends.unsqueeze(1), where, queries.flatten()[where])
 
 
 def _keys(segment: Segment) -> Tensor:
-    """The tokens that a segment sees, in order."""
+    """The tokens to which a segment attends, in order."""
     prefix = torch.arange(segment.prefix_start, segment.prefix_start + segment.prefix_length)
     return torch.cat([prefix, torch.arange(segment.start, segment.start + segment.length)])
 

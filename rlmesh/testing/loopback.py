@@ -143,7 +143,7 @@ class _LoopbackTransport:
 
     def bind(self, address: str) -> str:
         if address in self._network.listeners:
-            raise UsageError(f"somebody listens at {address} already")
+            raise UsageError(f"the address {address} is in use")
         self._network.listeners[address] = self
         self._address = address
         return address

@@ -106,7 +106,7 @@ class Manifest:
         return self._by_name[self._owners[name]]
 
     def by_owner(self, tensors: Mapping[str, T]) -> dict[str, T]:
-        """Of received tensors, one per memory, by its owner's name; tied names came with the same tensor."""
+        """One received tensor per memory, by the owner's name; tied names have the same tensor."""
         return {self._owners[name]: tensor for name, tensor in tensors.items()}
 
     @property

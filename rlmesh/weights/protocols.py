@@ -97,7 +97,7 @@ class WeightSink(Protocol):
     device: str
 
     def manifest(self) -> Manifest | None:
-        """The tensors that the sink takes; None: whatever the source has (the engine checks names itself)."""
+        """The tensors that the sink takes; None: all that the source has (the engine checks names itself)."""
         ...
 
     def begin(self, version: int) -> None:

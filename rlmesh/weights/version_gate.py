@@ -47,7 +47,7 @@ class VersionGate:
 
     @contextmanager
     def serving(self, timeout_s: float = 60.0) -> Iterator[int]:
-        """Hold the weights constant within the block; gives their version. Waits while a flip is under way.
+        """Keep the weights constant within the block; yields their version. Waits while a flip is under way.
 
         Raises:
             WeightsNotReady: there are no weights of a known version, or the flip took longer than ``timeout_s``.
@@ -73,7 +73,7 @@ class VersionGate:
                 if self._closed_for is not None:
                     raise WeightsNotReady(
                         f"{self.who} cannot serve: {self._closed_for} since {self._clock() - self._closed_at:.1f} s, "
-                        "and whoever pushes the weights has not concluded it. It serves again after the next push"
+                        "and the pushing process has not concluded it. It serves again after the next push"
                     )
             if self._version is None:
                 raise WeightsNotReady(

@@ -122,7 +122,7 @@ class ChannelSender(Protocol):
         ...
 
     def captured(self) -> None:
-        """With ``keep``: wait until all that was put is copied."""
+        """Wait until all buckets that were put with ``keep`` are copied."""
         return
 
     def payload(self, transfer: BucketTransfer, sink: str) -> Any:

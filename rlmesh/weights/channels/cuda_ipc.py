@@ -288,7 +288,7 @@ class CudaIpcReceiver(ChannelReceiver):
         known = self._known.get(bucket.index)
         if known is None or known.serial != serial:
             if not rest:
-                raise ChannelBroken(f"{self._sink} was not told where bucket {bucket.index} is", self._sink)
+                raise ChannelBroken(f"{self._sink} did not get the location of bucket {bucket.index}", self._sink)
             known = self._known[bucket.index] = self._open(bucket, serial, *rest)
             self._all_used = False
         self._used.add(bucket.index)
@@ -336,7 +336,7 @@ class CudaIpcReceiver(ChannelReceiver):
             if polls % POLLS_PER_PROCESS_CHECK == 0:
                 self._check_source(taken)
             if self._clock() > self._until:
-                raise ChannelBroken("the source has not made its snapshot in time: what else does its GPU do?")
+                raise ChannelBroken("the source has not made its snapshot in time: is its GPU busy with other work?")
             self._wait(POLL_S)
         self._check_source(taken)  # a dead process's event is not trusted
 

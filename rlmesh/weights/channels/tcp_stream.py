@@ -78,7 +78,7 @@ class StreamSender(ChannelSender):
             sending.result()
 
     def abandon(self) -> None:
-        """Close the connections, which tells the sinks that no more comes."""
+        """Close the connections, at which the sinks stop waiting."""
         self.close()
 
     def close(self) -> None:

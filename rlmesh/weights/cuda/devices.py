@@ -63,8 +63,8 @@ def index_of(uuid: str) -> int:
     for index in range(torch.cuda.device_count()):
         if uuid_of(index) == uuid:
             return index
-    seen = ", ".join(uuid_of(i) for i in range(torch.cuda.device_count()))
-    raise LookupError(f"this process does not see the GPU {uuid}; it sees {seen}")
+    visible = ", ".join(uuid_of(i) for i in range(torch.cuda.device_count()))
+    raise LookupError(f"the GPU {uuid} is not visible to this process; visible are {visible}")
 
 
 def reference(data: bytes) -> int:

@@ -220,7 +220,7 @@ def make_plan(sources: Sequence[Participant], sinks: Sequence[Participant], opti
 def _one_manifest(sources: Sequence[Participant]) -> Manifest:
     first = sources[0].manifest
     if first is None:
-        raise WeightSyncError(f"{sources[0].name} says nothing of its weights")
+        raise WeightSyncError(f"{sources[0].name} does not describe its weights")
     for other in sources[1:]:
         if other.manifest != first:
             lines = misfits(first, other.manifest or Manifest(()), Casts())
@@ -302,7 +302,7 @@ def _choose(sources: Sequence[Participant], sink: Participant, wanted: str) -> t
             continue  # between CPUs a stream is as fast, and needs no process group
         best, why = _nearest(sources, sink, channel)
         if best is not None and channel in sink.channels:
-            return best, channel, why if wanted == "auto" else f"{why} (as told)"
+            return best, channel, why if wanted == "auto" else f"{why} (as configured)"
         refusals.append(f"{channel}: {why if best is None else f'{sink.name} does not take it'}")
     raise WeightSyncError(f"no channel leads from {_names(sources)} to {sink.name}: {'; '.join(refusals)}")
 

@@ -362,7 +362,7 @@ class Receiver:
         found = self._sessions.get(session)
         if found is None:
             raise WeightSyncError(
-                f"{self.who} knows nothing of this weight sync: it has restarted or called receive_weights() since, "
-                "or was left out of the plan. The next push makes a new plan"
+                f"{self.who} does not take part in this weight sync: it has restarted, called receive_weights(), or "
+                "was left out of the plan. The next push makes a new plan"
             )
         return found

@@ -307,7 +307,7 @@ class Sender:
         found = self._sessions.get(session)
         if found is None:
             raise WeightSyncError(
-                f"{self.who} knows nothing of this weight sync: it has restarted or called send_weights() since. "
+                f"{self.who} does not take part in this weight sync: it has restarted or called send_weights() since. "
                 "The next push makes a new plan"
             )
         return found

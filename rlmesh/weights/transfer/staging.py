@@ -99,7 +99,7 @@ def stage_pieces(
 
     Args:
         open_sink: the sink, if it gives memory to write to.
-        keep: the pieces stay valid for as long as somebody refers to them.
+        keep: the pieces stay valid for as long as they are referred to.
         ready: waits until the pieces may be read; called as late as possible.
 
     Raises:

@@ -168,7 +168,7 @@ class SyncSession:
         return _first_failure(captures)
 
     def wait_sent(self, push: int, failure: DeliveryFailure | None) -> DeliveryFailure | None:
-        """With a snapshot, wait until the sinks have it; returns the first failure."""
+        """Wait until the sinks have a snapshot; returns the first failure."""
         if self.plan.source_mode != "snapshot":
             return failure
         sent = self._to_sources("weights_sent", self.id, push, timeout_s=self._timeouts.push_s)

@@ -348,7 +348,7 @@ class VllmBase(ABC):
 
     @abstractmethod
     def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
-        """As `log_probs`, also during a pause."""
+        """Log-probabilities as in `log_probs`, also during a pause."""
 
     @abstractmethod
     def drop_caches(self) -> None:

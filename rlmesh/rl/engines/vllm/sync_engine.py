@@ -270,9 +270,9 @@ class VllmEngine(VllmBase):
             raise WeightSyncError(f"{self.gate.who} could not drop what earlier weights computed")
 
     def label(self, version: int) -> None:
-        tell = getattr(self._engine, "set_weight_version", None)
-        if tell is not None:  # older versions of vLLM have no such method
-            self._call("take a version", lambda: tell(str(version)))
+        set_version = getattr(self._engine, "set_weight_version", None)
+        if set_version is not None:  # older versions of vLLM have no such method
+            self._call("take a version", lambda: set_version(str(version)))
 
     def _set_asleep(self, level: SleepLevel | None) -> None:
         if level is None:
