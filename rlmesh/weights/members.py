@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as PlainFuture
 from functools import lru_cache
 from typing import Any, Protocol
@@ -319,8 +319,8 @@ class MemberEndpoint:
         return next(version for version in versions if version is not None)
 
 
-class LocalSource:
-    """A source in this process; its commands are function calls, which have ended when `command` returns."""
+class LocalSource(SendsWeights):
+    """A source in this process; its commands are method calls, which have ended when `command` returns."""
 
     is_local = True
 
@@ -330,33 +330,17 @@ class LocalSource:
             self.name, incarnation, node = worker.name, worker.incarnation, worker.node_name or None
         except UsageError:
             self.name, incarnation, node = f"process {os.getpid()}", 0, None
-        self._sender = Sender(
-            source, self.name, commander(runtime), origin_of(runtime), incarnation=incarnation, node=node
-        )
-        self._methods: dict[str, Callable[..., Any]] = {
-            "weights_source_describe": self._sender.describe,
-            "weights_source_has": self._sender.has,
-            "weights_open": self._sender.open,
-            "weights_connect": self._sender.connect,
-            "weights_capture": self._sender.capture,
-            "weights_sent": self._sender.sent,
-            "weights_close": self._sender.close_session,
-        }
+        self.send_weights(source, name=self.name, incarnation=incarnation, node=node, runtime=runtime)
 
     def incarnations(self) -> Incarnations:
-        return {self.name: self._sender.incarnation}
+        return {self.name: self.weights_source.incarnation}
 
     def command(
         self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
     ) -> PlainFuture[Any]:
         future: PlainFuture[Any] = PlainFuture()
         try:
-            result = self._methods[method](*args)
+            future.set_result(getattr(self, method)(*args))
         except Exception as error:
             future.set_exception(error)
-        else:
-            future.set_result(result.to_wire() if hasattr(result, "to_wire") else result)
         return future
-
-    def close(self) -> None:
-        self._sender.close()

@@ -214,7 +214,7 @@ class WeightSync:
             self._closed = True
             self._drop_session()
         if isinstance(self._source, LocalSource):
-            self._source.close()
+            self._source.close_weights_source()
 
     def __enter__(self) -> WeightSync:
         return self
