@@ -12,7 +12,9 @@ import pytest
 from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.memory.layout import TABLE_BYTES
 from rlmesh.weights.arrays import ArraySink, ArraySource
+from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.planning.plan import Mode
+from rlmesh.weights.protocols import WeightSink
 from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES
 from tests.stalls import HANG_S, Stalls
 from tests.weights.mesh import WeightMesh, arrays, segments
@@ -192,6 +194,25 @@ def test_memory_for_one_bucket_is_enough_where_sinks_copy(
         sync.push(version).result(HANG_S)
         for sink, member in zip(sinks, members, strict=True):
             check_serves(sink, member, version, weights)
+
+
+def test_optional_members_of_a_sink_have_defaults() -> None:
+    class Plain(WeightSink):
+        mode, framework, device = "double_buffer", "numpy", "cpu"
+
+        def manifest(self) -> Manifest | None:
+            return None
+
+        def begin(self, version: int) -> None: ...
+        def stage(self, tensors: Any, *, keep: bool) -> None: ...
+        def flip(self, version: int) -> None: ...
+        def rollback(self) -> None: ...
+        def discard(self) -> None: ...
+
+    sink: Any = Plain()
+    assert sink.gate is None and sink.rooms([None, None], keep=True) == [None, None] and not sink.takes_parts()
+    sink.prepare_flip()
+    sink.conclude(1)
 
 
 def test_a_sink_that_concluded_too_late_goes_back() -> None:
