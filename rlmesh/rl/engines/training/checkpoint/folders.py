@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are complete or absent.
 
-A folder holds the data of each checkpoint in a folder of its own, and ``current.json``, which names the one that
-counts. It is replaced, atomically, when all ranks have written theirs; only then older data go. So whoever is killed,
-whenever: ``current.json`` names a complete one. What somebody else can have written is not read, unless the reader says
-that it may be.
+A folder has the data of each checkpoint in a subfolder, and ``current.json``, which names the current checkpoint. This
+file is replaced atomically when all ranks have written their data; only then older data are deleted. So it names a
+complete checkpoint at any time, even after a kill. A checkpoint that another user can have written is not read unless
+the caller trusts it.
 
 ::
 
@@ -40,13 +40,13 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Saved:
-    """What ``current.json`` says.
+    """The content of ``current.json``.
 
     Attributes:
-        data: name of the folder.
-        steps: optimizer steps done.
+        data: name of the subfolder.
+        steps: number of finished optimizer steps.
         kind: "torch": torch's distributed checkpoints, for any number of ranks; "deepspeed-zeroN": DeepSpeed's own.
-        ranks: how many wrote it.
+        ranks: number of ranks that wrote it.
     """
 
     data: str
@@ -60,8 +60,8 @@ class CheckpointFolder:
     """One engine's checkpoints. Only rank 0 writes here; the data are written by all ranks.
 
     Args:
-        folder: of theirs.
-        trust_others: read what other users own or can write to.
+        folder: the folder of all checkpoints of the engine.
+        trust_others: read files that other users own or can write to.
     """
 
     def __init__(self, folder: Path, *, trust_others: bool = False) -> None:
@@ -69,7 +69,7 @@ class CheckpointFolder:
         self.trust_others = trust_others
 
     def current(self) -> Saved:
-        """The latest complete one.
+        """The current checkpoint, which is complete.
 
         Raises:
             UsageError: there is none, somebody else can have written it, or a later version of this library wrote it.
@@ -101,7 +101,7 @@ class CheckpointFolder:
         return self.folder / saved.data
 
     def fault_in(self, saved: Saved) -> str:
-        """Why the data of a checkpoint are not to be loaded; empty: they are."""
+        """The reason why the data of a checkpoint may not be loaded; empty if they may."""
         if self.trust_others:
             return ""
         try:
@@ -111,10 +111,10 @@ class CheckpointFolder:
         return str(refused(self.folder, fault)) if fault else ""
 
     def begin(self, steps: int) -> str:
-        """Make a folder for new data; gives its name."""
+        """Make a subfolder for new data; returns its name."""
         close_if_empty(self.folder)
         name = f"step-{steps:08d}-{secrets.token_hex(4)}"
-        # Private, whatever the umask: what others may read is for their owner to say.
+        # Private for any umask: its owner may share it.
         for folder in (self.folder, self.folder / name):
             if not folder.exists():
                 folder.mkdir(mode=0o700, parents=True)
@@ -124,7 +124,7 @@ class CheckpointFolder:
         return name
 
     def commit(self, saved: Saved) -> None:
-        """From now on this one counts. What is left of others goes."""
+        """Make this checkpoint the current one, and delete all others."""
         keep_others_from_writing(self.folder / saved.data)
         _sync(self.folder / saved.data)
         write_atomically(self.folder / CURRENT, json.dumps(asdict(saved), indent=2).encode() + b"\n")
@@ -136,7 +136,7 @@ class CheckpointFolder:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """So that ``path`` is, at any moment and after any crash, absent, the old one or the new one."""
+    """Write a file so that, even after a crash, ``path`` is absent, the old file or the new file."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb", opener=_private) as file:
@@ -163,7 +163,7 @@ def _sync(folder: Path) -> None:
 
 
 class SavingThread:
-    """Runs what writes a checkpoint, one at a time."""
+    """Runs functions that write checkpoints, one at a time."""
 
     def __init__(self) -> None:
         self._last: Job | None = None
@@ -173,14 +173,14 @@ class SavingThread:
         return self._last
 
     def wait(self) -> None:
-        """Until the last one has ended, well or not: its owner is told of errors by `Job.result`."""
+        """Wait until the last job has ended; its errors are raised by `Job.result`."""
         if self._last is not None:
             self._last.thread.join()
             self._last = None
 
 
 class Job:
-    """One checkpoint that is being written; see `Saving`."""
+    """A checkpoint that is being written; see `Saving`."""
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self._work = work
