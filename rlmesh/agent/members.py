@@ -25,7 +25,6 @@ from rlmesh.agent.worker.stacks import dump_stacks, stacks_file
 from rlmesh.job.status import ExitInfo, MemberStack
 from rlmesh.runtime.calling.peer_status import state_letter
 from rlmesh.runtime.serving.activity_board import board_path, does_not_answer, look_at
-from rlmesh.runtime.transport.inet import interface_of
 
 __all__ = ["MemberKey", "NodeMembers"]
 
@@ -151,6 +150,8 @@ class NodeMembers:
         """The interface for process groups: without it they resolve the host's name, which may give nothing, or an
         address that others cannot reach."""
         if self._interface is None:
+            from rlmesh.runtime.transport.inet import interface_of
+
             self._interface = interface_of(self._config.host or "127.0.0.1")
         names = _INTERFACE_VARIABLES if self._config.host else _INTERFACE_VARIABLES[:1]
         return {name: self._interface for name in names if self._interface and name not in self._env}

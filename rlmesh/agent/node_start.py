@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlmesh.agent.processes import guardian
 from rlmesh.agent.protocol import AgentConfig, ExitReport, Leftover
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.process import clock
@@ -19,10 +18,13 @@ from rlmesh.runtime.process.forked import forget_in_children
 
 __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_command", "read_exit_report"]
 
+CONFIG_LIMIT_BYTES = 1 << 20
+"""The guardian reads at most this many bytes. It is a separate program, so it has the same constant again."""
+
 
 def guardian_command(python: str = sys.executable) -> list[str]:
     """The guardian's command. It reads the configuration from standard input, which must then stay open."""
-    return [python, "-I", "-S", str(guardian.__file__)]
+    return [python, "-I", "-S", str(Path(__file__).parent / "processes" / "guardian.py")]
 
 
 def encode_config(config: AgentConfig) -> bytes:
@@ -32,11 +34,11 @@ def encode_config(config: AgentConfig) -> bytes:
         LaunchError: the line is too long for a pipe.
     """
     line = json.dumps(dataclasses.asdict(config)).encode() + b"\n"
-    if len(line) > guardian.CONFIG_LIMIT_BYTES:
+    if len(line) > CONFIG_LIMIT_BYTES:
         longest = max(dataclasses.asdict(config).items(), key=lambda item: len(json.dumps(item[1])))[0]
         raise LaunchError(
             f"the configuration of node {config.node_rank} has {len(line)} bytes, more than "
-            f"{guardian.CONFIG_LIMIT_BYTES}: shorten {longest!r}"
+            f"{CONFIG_LIMIT_BYTES}: shorten {longest!r}"
         )
     return line
 

@@ -227,6 +227,15 @@ def origin_of(error: BaseException) -> CallOrigin:
     return CallOrigin(from_call, tuple(blames), lost)
 
 
+def public_address(host: str) -> str | None:
+    """The address at which a process listens for other machines; None if ``host`` is empty: a job on one machine."""
+    if not host:
+        return None
+    from rlmesh.runtime.transport.inet import join_host_port
+
+    return f"tcp://{join_host_port(host, '*')}"
+
+
 def portable_error(error: Exception) -> Exception:
     """The error itself if every process of the job can unpickle it, else an error with the same name and text."""
     from rlmesh.wire.failure import message_of  # Slow to import, and only needed after errors.

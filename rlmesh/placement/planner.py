@@ -23,7 +23,6 @@ from rlmesh.placement.binding import Binding, binding_for
 from rlmesh.placement.bundles import Bundle, BundleLayout, layout_of
 from rlmesh.placement.demand import WHOLE, JobDemand
 from rlmesh.placement.fleet import Fleet
-from rlmesh.placement.infeasible import shortage_table
 from rlmesh.placement.machine.inventory import VIRTUAL, Device, NodeInfo
 from rlmesh.placement.pinned import PinnedBundles
 from rlmesh.placement.plan import DeviceShare as DeviceShare
@@ -74,6 +73,8 @@ def make_plan(
     shapes, taken = there.take_places(fleet)
     found = _place(fleet, layout, {i: c for i, c in enumerate(layout.bundles) if i not in taken}, shapes)
     if found.taken is None:
+        from rlmesh.placement.infeasible import shortage_table
+
         _refuse_unknown_nodes(demand, ordered)
         raise PlacementError(shortage_table(demand, layout, fleet, shapes, taken, spares=spares, gave_up=found.gave_up))
     placed = {**taken, **_in_node_order(layout.bundles, found.taken, fleet)}

@@ -34,7 +34,6 @@ from rlmesh.agent.processes.zygote import ForkRefused, pack
 from rlmesh.agent.protocol import AgentConfig, WorkerSpec
 from rlmesh.errors import LaunchError
 from rlmesh.job.entry_points.entry import EntryPoint
-from rlmesh.job.entry_points.preload import needs_preload
 from rlmesh.runtime.process import clock
 
 __all__ = ["SpawnedMember", "Spawner", "import_time_changes"]
@@ -241,6 +240,8 @@ class Spawner:
         if changed := import_time_changes(self._env, spec.env, AT_IMPORT):
             logger.info("%s:%d imports for itself: %s differ", spec.role, spec.rank, ", ".join(sorted(changed)))
             return [bare]
+        from rlmesh.job.entry_points.preload import needs_preload
+
         for entry in {member.entry for member in spec.members} - set(self._needs):
             self._needs[entry] = await asyncio.to_thread(
                 needs_preload, entry, spec.main_path, spec.import_roots, self._config.preload

@@ -44,8 +44,13 @@ __all__ = ["ForkRefused", "Ready", "main", "pack"]
 
 logger = logging.getLogger(__name__)
 
-BASE = ("rlmesh.agent.worker.worker", "rlmesh.job.description.rl_builder")
-"""Modules that every worker needs, and those of a script that submits a job and defines the classes of its roles."""
+BASE = (
+    "rlmesh.agent.worker.worker", "rlmesh.job.description.rl_builder", "rlmesh.job.workload",
+    "rlmesh.runtime.serving.wait_report", "rlmesh.runtime.group", "rlmesh.runtime.transport.unix_transport",
+    "cloudpickle",
+)  # fmt: skip
+"""Modules that every worker needs, and those of a script that submits a job and defines the classes of its roles. The
+zygote imports them once, so that no worker does; some of them rlmesh otherwise imports only when they are used."""
 
 REPARENT_WAIT_S = 10.0
 _LENGTH = struct.Struct(">I")

@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rlmesh
-from rlmesh.job.entry_points.entry import EntryPoint, Resolved
 from rlmesh.job.entry_points.source_scan import absolute_name, top_level
+
+if TYPE_CHECKING:
+    from rlmesh.job.entry_points.entry import EntryPoint
+    from rlmesh.job.entry_points.resolving import Resolved
 
 __all__ = ["HEAVY", "MAX_MODULES", "find_preload", "needs_preload"]
 

@@ -10,7 +10,10 @@ from typing import Any
 
 from rlmesh import private_files
 
-__all__ = ["AppendFile", "ends_torn", "read_json_lines"]
+__all__ = ["TIMELINE_FOLDER", "AppendFile", "ends_torn", "read_json_lines"]
+
+TIMELINE_FOLDER = "timeline"
+"""The folder in the run directory to which members append their calls. Defined here, since members need no reader."""
 
 
 class AppendFile:
