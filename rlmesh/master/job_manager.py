@@ -1,15 +1,15 @@
 """The life of a job as a state machine: events in, actions out. No I/O, no clock of its own, no processes.
 
 Members go starting → bound → ready → running → finished → stopping → exited; ``failed`` is reached from any
-of them, and from there ``restarting`` → starting, where the role's policy says so. The job goes starting →
+of them, and from there ``restarting`` → starting, where the role's rule allows it. The job goes starting →
 running → stopping → succeeded, failed or stopped::
 
-    all agents there  → plan, reserve ports, spawn
-    all members ready → running: every member is told to run
-    a member dies     → restarted, alone or with others (failing.py), or:
-    any other failure → (a moment to find the first cause) → everybody is stopped → failed
-    all drivers done  → stopping: teardown of the drivers, then of the others (ending.py)
-    all members gone  → succeeded
+    all agents registered → plan, reserve ports, spawn
+    all members ready     → running: every member is told to run
+    a member dies         → restarted, alone or with others (decisions.failure_handling), or:
+    any other failure     → (a moment to find the first cause) → everybody is stopped → failed
+    all drivers done      → stopping: teardown of the drivers, then of the others (decisions.ending)
+    all members gone      → succeeded
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlmesh.placement.machine.inventory import NodeInfo
 
 
 class JobManager:
-    """Decides what happens to a job. ``handle`` is all there is; ``context`` is read by others.
+    """Decides what happens to a job. Events go to ``handle``; other modules read ``context``.
 
     Args:
         spec: the job.
@@ -73,7 +73,7 @@ class JobManager:
             self._state, self._failover, self._moves, self._recoveries, self._ending, self._together
         )
         self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
-        """Is told of each event that was handled, and of what came of it."""
+        """Called with each handled event, the actions that followed, and the time."""
         self._watch = Watch(self._state, self._failing.died)
 
     @property
@@ -82,18 +82,18 @@ class JobManager:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The port of each elastic role's process group."""
+        """Port of each elastic role's process group."""
         return self._state.ports
 
     def wanted_nodes(self) -> set[int]:
-        """Lost nodes in whose place another machine is waited for."""
+        """Return the lost nodes for which a replacement machine is needed."""
         return set(self.context.lost_nodes) if self._recoveries.homeless() else set()
 
     def status(self, records_from: int = 0) -> JobStatus:
         return self.context.status(records_from)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
-        """Take one event in and say what to do about it. Never raises for anything that may arrive."""
+        """Handle one event and return the actions to carry out. Never raises for any event."""
         self._state.actions = []
         if not self.ended:
             self._dispatch(event, now)
@@ -123,7 +123,7 @@ class JobManager:
                     if member.state == "starting" and member.placement.node_rank == node_rank:
                         member.pid = pid
             case ev.ActionFailed(node_rank) if node_rank in self.context.lost_nodes:
-                pass  # what was to be done there is done elsewhere
+                pass  # the action is carried out on another node
             case ev.ActionFailed(node_rank, what, error):
                 name = self._state.node_name(node_rank)
                 self._failing.fail(Weight.OWN, FailureInfo(f"node {name}: {what} failed: {error}", at=now), now)
@@ -228,7 +228,7 @@ class JobManager:
         self._spawn_if_ready(now)
 
     def _spawn_if_ready(self, now: float) -> None:
-        """The first spawn of all members."""
+        """Start all members for the first time, when ports and plan are there."""
         plan = self.context.plan
         if plan is None or self._failing or any(member.spawned for member in self.context.members.values()):
             return
@@ -250,7 +250,7 @@ class JobManager:
             self._ending.end_all(reason, grace_s, now)
 
     def _notice(self, reason: str, within_s: float, grace_s: float, now: float) -> None:
-        """The job must end soon. Before the drivers run there is nothing to save."""
+        """Begin a common stop because the job must end soon. Before the drivers run there is nothing to save."""
         if not self._state.undecided or self.context.stage not in ("starting", "running"):
             return
         self.context.resumable = True
@@ -260,7 +260,7 @@ class JobManager:
             self.context.note = f"{reason}: all ranks stop at the same step"
 
     def _advance(self, now: float) -> None:
-        """Go to the next stage if it is time."""
+        """Move the job to the next stage if it is time."""
         context = self.context
         self._failing.look(now)
         if self._state.undecided and not self._failing:
@@ -276,7 +276,7 @@ class JobManager:
         if context.stage == "running" and self._together.wanted and all(m.has_run is not None for m in members):
             self._state.do(*self._together.begin(m.id for m in self._ending.drivers() if m.in_run))
             if context.spec.serves and not self._ending.drivers():
-                self._stop(self._together.reason, self._together.grace_s, now)  # Nobody has a step to stop at.
+                self._stop(self._together.reason, self._together.grace_s, now)  # No driver has a step to stop at.
         if context.stage == "running" and not self._failing:
             self._end_if_driven(now)
         if context.stage == "stopping":

@@ -1,7 +1,7 @@
 """The master's process: ``python -m rlmesh.master.prime_master`` with an agent's configuration on stdin.
 
-``PrimeMaster`` is the shell around ``JobManager``: it turns calls of agents, workers and the driver into
-events, and lets ``Executor`` carry out what follows. It never touches what members say to each other.
+``PrimeMaster`` is the I/O shell around ``JobManager``: it turns calls of agents, workers and the driver into
+events, and lets ``Executor`` carry out the actions. Calls between members never pass through it.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 STILL_S = 2.0
-"""A master that took so long for one round stood still; a slow disk may hold one up for half of it."""
+"""Duration of one round from which the master counts as suspended; a slow disk may hold it up for half of this."""
 MANY = 1 << 14
-"""Calls of all agents and workers may be under way at once; each waits until its news is saved."""
+"""Maximum number of concurrent calls of agents and workers; each waits until its message is saved."""
 GOODBYE_WAIT_S = 30.0
-"""How long the master answers the driver after the end of the job."""
+"""Seconds for which the master answers the driver after the end of the job."""
 
 
 News = MetricRecord | Alarm | ExitInfo
-"""What agents and workers send through their outboxes."""
+"""Messages that agents and workers send through their outboxes."""
 
 
 def _event_of(item: News) -> ev.Event:
@@ -85,15 +85,15 @@ def _event_of(item: News) -> ev.Event:
 
 
 class PrimeMaster:
-    """The brain of one job, served as ``@master``.
+    """The RPC service of one job's master, served as ``@master``.
 
     Args:
-        config: of the agent that started this process.
+        config: configuration of the agent that started this process.
         spec: the job.
         runtime: an embedded runtime, bound to the master's endpoint.
-        persistence: where the job's state is saved.
-        stored: the state that a master before this one has left there.
-        clock: seconds since the epoch that never jump (`rlmesh.runtime.process.clock.epoch`).
+        persistence: store of the job's state.
+        stored: state that a previous master left there.
+        clock: seconds since the epoch, without jumps (`rlmesh.runtime.process.clock.epoch`).
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PrimeMaster:
         clock: Callable[[], float] = epoch,
     ) -> None:  # fmt: skip
         scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
-        # The job's time, by which all limits count: without the time in which this process stood still.
+        # The job's time, which all limits count in: without the time in which this process was suspended.
         self._clock = RunningTime(clock, STILL_S, told=self._stood_still)
         self.manager = JobManager(spec, scheduler, self._clock(), last_lines)
         self._public = runtime.public_endpoint or ""
@@ -121,11 +121,11 @@ class PrimeMaster:
         self._observer = Observer(self.manager, runtime, self._clock, self._did)
 
     def post(self, event: ev.Event) -> None:
-        """Put an event behind those that came before."""
+        """Queue an event."""
         self._pump.post(event)
 
     async def serve(self) -> None:
-        """Run the job until the driver has said goodbye, or did not within ``GOODBYE_WAIT_S`` of its end."""
+        """Run the job until the driver said goodbye, or for ``GOODBYE_WAIT_S`` after its end."""
         ended_at: float | None = None
         await self._observer.open()
         self._look_around.start()
@@ -173,7 +173,7 @@ class PrimeMaster:
         return [member.pid for member in members if member.placement.node_rank == node_rank and not member.gone]
 
     def _agents_with_members(self) -> list[tuple[MemberHandle, list[tuple[str, int, int]]]]:
-        """The agents, with the members whose processes may run there."""
+        """Return the agents, each with the members whose processes may run on its node."""
         of_node: dict[int, list[tuple[str, int, int]]] = {}
         for member in self.manager.context.members.values():
             if member.pid and not member.gone:
@@ -185,7 +185,7 @@ class PrimeMaster:
         return self._doings.of(member.key, time.monotonic())
 
     def _did(self, member: Member) -> str:
-        """What a member does, or did in the process that it had before."""
+        """Return what a member is doing, or was doing in its previous process."""
         role, rank, incarnation = member.key
         now = time.monotonic()
         return self._doings.of(member.key, now) or self._doings.of((role, rank, incarnation - 1), now)
@@ -201,7 +201,7 @@ class PrimeMaster:
 
     @rpc(concurrent=MANY)
     async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
-        """A node is there. A node that was given up is taken again when none of its members runs any more."""
+        """Register an agent. A node that was given up is accepted again when none of its members runs any more."""
         if running and self._is_given_up(node.node_rank):
             return Grant(0.0)
         self._watch.found(node)
@@ -210,7 +210,7 @@ class PrimeMaster:
 
     @rpc(concurrent=MANY)
     async def renew(self, node_rank: int, sender: str) -> Grant:
-        """An agent is there, and its members may run on."""
+        """Renew an agent's lease."""
         if self._is_given_up(node_rank):
             return Grant(0.0)
         self._watch.renew(node_rank)
@@ -224,13 +224,13 @@ class PrimeMaster:
 
     @rpc(concurrent=MANY)
     async def attend(self, sender: str, wait_s: float) -> bool:
-        """Answers when the job is over (True) or the time is up; whose call is lost has lost its master."""
+        """Answer True when the job is over, False after ``wait_s``; a caller whose call fails has lost its master."""
         await asyncio.wait([self._over], timeout=wait_s)
         return self._over.done()
 
     @rpc(concurrent=MANY)
     async def deliver(self, sender: str, first: int, items: tuple[News, ...]) -> int:
-        """News of an agent or a worker: each item is taken in once, and confirmed when it is saved."""
+        """Take messages of an agent or a worker, each once; returns when they are saved."""
         return await self._pump.deliver(sender, first, [_event_of(item) for item in items])
 
     @rpc
@@ -253,7 +253,7 @@ class PrimeMaster:
     async def member_failed(
         self, role: str, rank: int, incarnation: int, exc: Exception, tb: str, origin: CallOrigin | None = None
     ) -> None:
-        """A member's own code raised. ``origin``: it came out of calls to others."""
+        """Report that a member's own code raised. ``origin``: the exception came out of calls to others."""
         text = f"{type(exc).__name__}: {exc}"
         from_call, blames, lost = origin or CallOrigin(isinstance(exc, CallError))
         await self._pump.take(ev.MemberFailed(role, rank, incarnation, text, tb, from_call, blames, lost))
@@ -268,12 +268,12 @@ class PrimeMaster:
 
     @rpc
     async def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
-        """Whom a member called since it said so before."""
+        """Report the calls that a member made since its last report."""
         self._observer.observed(caller, edges)
 
     @rpc
     async def blocked(self, process: str, incarnation: int, waits: BlockedCalls) -> None:
-        """What waits in a process of members, and what is queued behind it."""
+        """Report what waits in a process of members, and what is queued behind it."""
         members = self.manager.context.members.values()
         self._circles.keep({member.name: member.incarnation for member in members if not member.gone})
         for circle in self._circles.take(process, incarnation, waits, time.monotonic()):
@@ -283,42 +283,44 @@ class PrimeMaster:
 
     @rpc
     async def runs_on(self, name: str, incarnation: int, calls: tuple[Serving, ...]) -> None:
-        """What runs in a member although its call was cancelled or timed out."""
+        """Report calls that run in a member although they were cancelled or timed out."""
         self._doings.told(name, incarnation, calls, time.monotonic())
 
     @rpc
     async def rejected(self, name: str, pid: int, counts: Mapping[str, int]) -> None:
-        """How many strangers a process of the job has turned away, by reason."""
+        """Report how many connections a process of the job has rejected, by reason."""
         self._observer.rejections.take(name, pid, counts)
 
     @rpc(concurrent=64)
     async def reached(self, kill: str) -> None:
-        """The member has come to a call at which somebody is to be killed; answered when the signal was sent."""
+        """Report that a member reached a call at which a kill is planned; answers when the signal was sent."""
         await self._observer.reached(kill)
 
     @rpc
     async def cannot_reach(self, kill: str, why: str) -> None:
-        """The member has no such method as the kill waits for."""
+        """Report that a member does not have the method that a kill waits for."""
         self._observer.cannot_reach(kill, why)
 
     # Called by services that joined
 
     @rpc(concurrent=256)
     async def follow(self, version: int, exits_seen: int, wait_s: float) -> MembershipUpdate:
-        """The members' addresses and ends, as soon as there is something newer than what the caller knows."""
+        """Return the members' addresses and exits as soon as they are newer than the caller's."""
         return await self._followers.changes(version, exits_seen, wait_s)
 
     # Called by the driver
 
     @rpc
     async def agent_ended(self, node_rank: int, how: str, proven: bool) -> None:
-        """The guardian of a node on another machine has ended, and all of the node with it; not ``proven``: it has not
-        said so itself."""
+        """Report that a node on another machine has ended, with its guardian.
+
+        ``proven`` is False if the guardian did not say so itself.
+        """
         self._watch.ended(node_rank, how, proven=proven)
 
     @rpc
     async def status(self, records_from: int = 0) -> JobStatus:
-        """A snapshot; ``extra`` has the numbers of the processes that the driver on this machine watches."""
+        """Return a snapshot; ``extra`` has the pids of the processes that the driver on this machine watches."""
         here = machine_id()
         nodes = sorted(self.manager.context.nodes.items())
         agents = [node.agent_pid for _, node in nodes if node.machine == here]
@@ -339,27 +341,27 @@ class PrimeMaster:
 
     @rpc(concurrent=4)
     async def pending(self) -> tuple[MemberWaits, ...]:
-        """Whom each member waits for; asked of the members themselves."""
+        """Return what each member waits for, as the members answer."""
         return await self._executor.ask_pending()
 
     @rpc
     async def rehearse(self, kills: tuple[str, ...]) -> tuple[str, ...]:
-        """Kill somebody when the moment comes; the kills, with what was drawn."""
+        """Plan kills; return them with drawn ranks."""
         return await self._observer.rehearse(kills)
 
     @rpc
     async def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
-        """The kills that happened, those that are still to come, and those that cannot, with why."""
+        """Return the kills that happened, those still to come, and those that cannot happen, with the reason."""
         return self._observer.rehearsed()
 
     @rpc
     async def graph(self) -> dict[str, Any]:
-        """The graph of calls, as plain values."""
+        """Return the call graph, as plain values."""
         return self.manager.context.graph.plain()
 
     @rpc(concurrent=4)
     async def stacks(self) -> dict[str, str]:
-        """The Python stacks of all members, by name."""
+        """Return the Python stacks of all members, by name."""
         return await self._executor.ask_stacks()
 
     @rpc
@@ -368,12 +370,12 @@ class PrimeMaster:
 
     @rpc
     async def notice(self, reason: str, within_s: float, grace_s: float) -> None:
-        """The job must end soon: its ranks stop together, save what must survive, and end."""
+        """Give notice that the job must end soon: its ranks stop together, save what must survive, and end."""
         self.post(ev.NoticeGiven(reason, within_s, grace_s))
 
     @rpc
     async def goodbye(self) -> None:
-        """The driver has seen the end; agents end when their drivers let go of their guardians."""
+        """Tell the master that the driver has seen the job's end."""
         self._goodbye.set()
         self.post(ev.Tick())
 
@@ -382,7 +384,7 @@ async def run_master(config: AgentConfig, spec: JobSpec) -> None:
     """Serve one job on the running loop."""
     key = bytes.fromhex(config.key_hex)
     persistence = Persistence(Path(spec.run_dir) / STORE_FILE, spec.job_id)
-    # Nobody is answered before the state is known.
+    # No call is answered before the state is loaded.
     stored = await persistence.load()
     public = f"tcp://{join_host_port(config.host, '*')}" if config.host else None
     async with Runtime.open(
@@ -395,12 +397,12 @@ async def run_master(config: AgentConfig, spec: JobSpec) -> None:
 
 
 def main() -> int:
-    """Read the configuration, serve the job, exit 0. Ends at once when its agent, its parent, is gone."""
+    """Read the configuration, serve the job, exit 0. Ends at once when its parent, the agent, is gone."""
     import uvloop
 
     log_to_standard_error()
     config = decode_config(sys.stdin.buffer.readline())
-    # A pickle, which the driver wrote into the private folder of the job's sockets.
+    # The driver wrote this pickle into the private folder of the job's sockets.
     spec: JobSpec = pickle.loads(private_files.read(config.job_path))
     know(secret for role in spec.roles for secret in secrets_in(role.env))
     try:

@@ -1,8 +1,8 @@
-"""What a master that was started again makes of what it finds: decided from the state that it read. Pure.
+"""Reconciliation after a restart of the master: which orders to repeat, and which processes to end or to check. No I/O.
 
-The members never stopped. Some of what the master before it ordered may not have been carried out, and some news may
-be on its way: outboxes hold it. So everything is said once more that may have been lost and does no harm twice, and
-each agent's list of what runs on its node is compared with what should.
+The members kept running. Some orders of the previous master may not have been carried out, and reports from outboxes
+may still arrive. So every order that may be lost and is idempotent is repeated, and each agent's list of running
+processes is compared with the members that should run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlmesh.master.decisions.stop_together import StopTogether
 
 
 def say_again(context: JobContext, together: StopTogether) -> Iterator[ev.Action]:
-    """For the members that are there: the addresses, who has ended, and what they were told to do."""
+    """Yield the orders that members may have missed: addresses, deaths, stops, teardowns and starts of ``run()``."""
     if not context.members:
         return
     yield ev.PublishBook(context.new_book())
@@ -38,9 +38,9 @@ def _told(context: JobContext, member: Member, together: StopTogether) -> Iterat
 
 
 def unseen(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[MemberProcess, ...]:
-    """Members that should run on a node, that its agent did not name, and of whose end no news is on its way.
+    """Return members that should run on a node, that its agent did not list, and whose exit has not been reported.
 
-    One whose start was ordered and that was never seen is none of them: the order is carried out once more.
+    A member whose start was ordered but never confirmed is left out: the order is repeated instead.
     """
     there = {(process.role, process.rank, process.incarnation) for process in running}
     return tuple(
@@ -54,7 +54,7 @@ def unseen(context: JobContext, node_rank: int, running: Sequence[MemberProcess]
 
 
 def strays(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[ev.ProcessKey, ...]:
-    """Processes on a node that are no member of the job as it is now: they must end."""
+    """Return the processes on a node that are no current member of the job and must end."""
 
     def belongs(process: MemberProcess) -> bool:
         member = context.members.get((process.role, process.rank))

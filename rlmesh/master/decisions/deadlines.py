@@ -1,4 +1,4 @@
-"""Which waits of a job have lasted too long, and the message that says whom they were for. Pure."""
+"""Deadlines of a job, and the messages that say which member missed one. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_NAMES = 5
 
 
 class WaitDeadlines:
-    """The moments, in seconds since the epoch, at which something must have happened."""
+    """Deadlines of one job, in seconds since the epoch; None if a deadline is not armed."""
 
     KEPT: ClassVar[Mapping[str, object]] = dict.fromkeys(
         ("agents_at", "runs_at", "teardown_at", "exits_at"), float | None
@@ -31,7 +31,7 @@ class WaitDeadlines:
     def passed(
         self, context: JobContext, now: float, last_lines: Callable[[str], tuple[str, ...]]
     ) -> Iterator[tuple[Weight, FailureInfo]]:
-        """One failure for each start that took too long."""
+        """Yield one failure for each start that took too long."""
         if self.agents_at is not None and now >= self.agents_at:
             missing = sorted(set(range(context.spec.nnodes)) - set(context.nodes))
             nodes = ", ".join(map(str, missing))
@@ -51,7 +51,7 @@ class WaitDeadlines:
                 yield Weight.OWN, FailureInfo(message, *member.id, at=now)
 
     def waiting_for(self, context: JobContext, now: float) -> str:
-        """Whom a slow start waits for, empty as long as it isn't slow."""
+        """Return a note that names the members a slow start waits for; empty while the start is not slow."""
         if now - context.started_at < SLOW_START_S:
             return ""
         names = [m.name for m in context.members.values() if m.state in ("starting", "bound", "restarting")]
@@ -66,7 +66,7 @@ class WaitDeadlines:
         return "", None, ""
 
     def take(self, which: Literal["runs_at", "teardown_at", "exits_at"], now: float) -> bool:
-        """Whether a moment has come; it is told once, until it is set again."""
+        """True if the deadline has passed; this disarms it."""
         at: float | None = getattr(self, which)
         if at is None or now < at:
             return False

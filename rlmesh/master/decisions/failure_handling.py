@@ -1,7 +1,7 @@
-"""What a failure of a member leads to: it is started again, alone or with others, or the job ends. Pure.
+"""Failure handling: a failed member is restarted, alone or with others, or the job ends. No I/O.
 
-Which it is, the restart policy says (failover.py), where to, the plan (moves.py), and how, recovery.py. A failure that
-may have a better explanation waits for it (causes.py).
+``failover`` decides whether to restart, ``replacement`` where, and ``recovery`` carries the restart out. A failure that
+may be the consequence of another one waits a moment for a better explanation (``root_cause``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DOING: dict[MemberState, str] = {
     "finished": "after run()",
     "stopping": "during teardown()",
 }
-# Of code that a ready member runs only run() is reported; it may have failed before the news that it began.
+# A ready member runs only run(); it may fail before the report that run() began arrives.
 _PHASE: dict[MemberState, str] = {
     "starting": "could not start",
     "bound": "could not be set up",
@@ -45,7 +45,7 @@ _PHASE: dict[MemberState, str] = {
 
 
 class Failing:
-    """The failures of one job; true as long as there are some that are not dealt with."""
+    """Handles the failures of one job. Truthy while there are failures that are not handled yet."""
 
     KEPT: ClassVar[Mapping[str, object]] = {"_failures": Failures}
 
@@ -62,13 +62,13 @@ class Failing:
         return bool(self._failures)
 
     def look(self, now: float) -> None:
-        """Deal with what there is, if no better explanation is waited for."""
+        """Settle the failures if no better explanation is expected."""
         if self._failures.settled(now) and self._state.undecided:
             self.settle(now)
 
     def member_failed(self, member: Member, event: ev.MemberFailed, now: float) -> None:
         if member.ended_by_us:
-            return  # its calls failed, or it was interrupted, because the job is ending
+            return  # a consequence of the job's own end: its calls failed, or it was interrupted
         message = f"{member.name} (pid {member.pid}) {_PHASE.get(member.state, 'failed')}: {event.error}"
         info = FailureInfo(message, *member.id, at=now, remote_traceback=event.traceback)
         member.enter("failed", now)
@@ -82,7 +82,7 @@ class Failing:
         if member is None or member.incarnation != exit.incarnation or member.exit is not None:
             return
         served, doing = member.state in SERVING, _DOING.get(member.state, "")
-        # What one of a process's members failed with explains the end of all of them.
+        # The failure of one member of a process explains the end of all members of that process.
         told = any(other.state == "failed" for other in self._context.sharing_process(member))
         expected = member.ended_by_us or (member.asked_to_end and exit.ok)
         member.exit = exit
@@ -106,7 +106,7 @@ class Failing:
             self._state.do(ev.AnnounceLoss(replace(exit, served=served or told)))
 
     def died(self, info: FailureInfo, now: float) -> None:
-        """A member failed although nobody wanted it to end: it is restarted, or the job fails."""
+        """Handle the unwanted end of a member: it is restarted, or the job fails."""
         touched = self._context.graph.touched_by([f"{info.role}:{info.rank}"])
         info = replace(info, touched=describe_touched(touched))
         if self._context.stage in ("starting", "running") and self._state.undecided:
@@ -130,20 +130,20 @@ class Failing:
     def fail(
         self, weight: Weight, info: FailureInfo, now: float, blames: tuple[str, ...] = (), *, lost: bool = False
     ) -> None:
-        """Note a failure. Once everybody was told to end, later ones are consequences and not noted."""
+        """Record a failure. Failures after the decision to end the job are consequences and are not recorded."""
         if self._state.undecided:
             self._failures.add(weight, info, now, blames, lost=lost)
             self._context.failures = self._failures.causes()
 
     def settle(self, now: float) -> None:
-        """Failures that nothing explains better: their members are restarted where the policy says so, else the job
-        ends."""
+        """Handle failures without a better explanation: restart their members where the rule allows it, else end the
+        job."""
         for failure in self._failures:
             info = failure.info
             if failure.weight is Weight.DEATH or info.role is None or not self._failover.restarts_errors(info.role):
                 continue
             if (info.role, info.rank) not in {(f.info.role, f.info.rank) for f in self._failures}:
-                continue  # an earlier one's restart has taken it along
+                continue  # the restart for an earlier failure included this member
             decision = self._failover.decide(info, self._context.restarts, now)
             if isinstance(decision, Restart) and self._context.stage in ("starting", "running"):
                 self._restart(decision, now)

@@ -1,4 +1,4 @@
-"""What the parts of the state machine have in common: the job's context, its limits, and what is to be done."""
+"""State that all decision modules share: the job's context, its limits, and the actions to carry out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ SERVING: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
 
 @dataclass(slots=True)
 class JobState:
-    """One job. ``actions`` are those of the event at hand; ``ports`` those of the elastic roles' process groups."""
+    """Shared state of one job's decisions.
+
+    Attributes:
+        actions: actions that follow from the current event.
+        ports: port of each elastic role's process group.
+    """
 
     KEPT: ClassVar[Mapping[str, object]] = {"deadlines": WaitDeadlines, "ports": dict[str, int]}
 
@@ -40,7 +45,7 @@ class JobState:
 
     @property
     def undecided(self) -> bool:
-        """Whether the job goes on, or ends as it should: nobody was told to end for another reason."""
+        """True while no decision was made to end the job early: it still runs, or ends as intended."""
         return self.context.ends_as == "succeeded"
 
     def living(self) -> list[Member]:

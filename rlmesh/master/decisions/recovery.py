@@ -1,11 +1,11 @@
-"""Restarts that are under way: from the decision until the new processes serve. Pure.
+"""Restarts in progress: from the decision until the new processes serve. No I/O.
 
 ::
 
     begin    members get a new incarnation in the address book, without an address: calls to them wait
              old processes that still run are ended; new ports are reserved for elastic roles
-    advance  when the old ones are gone, the delay is over and the ports are there: spawn
-    done     when all of them serve: run() is begun again where it had not finished, and everybody is told
+    advance  when the old processes are gone, the delay is over and the ports are reserved: spawn
+    done     when all members serve: run() is begun again where it had not finished, and everybody is notified
 """
 
 from __future__ import annotations
@@ -27,8 +27,16 @@ __all__ = ["Recoveries", "Recovery"]
 
 @dataclass(slots=True)
 class Recovery:
-    """One restart. ``outgoing``: old processes that are not known to be gone, and on which node each is; ``homeless``:
-    there is no room for the new ones yet."""
+    """One restart in progress.
+
+    Attributes:
+        members: the members to restart.
+        start_at: earliest time of the new processes' start.
+        gone_by: deadline for the end of the old processes.
+        outgoing: old processes whose end is not reported yet, and the node of each.
+        spawned: the new processes were ordered.
+        homeless: there is no room for the new processes yet.
+    """
 
     restart: Restart
     members: set[MemberId]
@@ -40,7 +48,7 @@ class Recovery:
 
 
 class Recoveries:
-    """All restarts of one job that are under way. A member is in at most one of them."""
+    """All restarts of one job that are in progress. A member is in at most one of them."""
 
     KEPT: ClassVar[Mapping[str, object]] = {"_active": list[Recovery], "_ports_asked": dict[str, list[int]]}
 
@@ -48,14 +56,19 @@ class Recoveries:
         self._state = state
         self._active: list[Recovery] = []
         self._ports_asked: dict[str, list[int]] = {}
-        """The nodes whose answers to ``ReservePort`` are on their way, by role; only the last one counts."""
+        """Nodes whose answers to ``ReservePort`` are expected, by role; only the last answer counts."""
 
     def __bool__(self) -> bool:
         return bool(self._active)
 
     def begin(self, restart: Restart, places: Mapping[MemberId, Placement] | None, now: float) -> None:
-        """Replace members by new incarnations; those that cannot stay where they are get other ``places``. None: there
-        is no room for them before ``house`` tells of some."""
+        """Replace members by new incarnations.
+
+        Args:
+            restart: the decision.
+            places: new placements of members that cannot stay on their node; None if there is no room before ``house``.
+            now: seconds since the epoch.
+        """
         context = self._state.context
         wanted = set(restart.members)
         recovery = Recovery(restart, wanted, now + restart.record.delay_s, now + self._state.limits.exit_s)
@@ -72,7 +85,7 @@ class Recoveries:
                 member.has_finished = False
         context.restarts.append(restart.record)
         context.note = self._note(restart)
-        # The book first: who hears of a restart and calls at once calls the new incarnations.
+        # The address book goes first, so that a call made on the news of the restart reaches the new incarnation.
         self._state.do(ev.PublishBook(context.new_book()))
         self._tell(recovery, "restarting")
         for node_rank, keys in ended.items():
@@ -84,11 +97,11 @@ class Recoveries:
             self._house(recovery, places)
 
     def homeless(self) -> set[MemberId]:
-        """Members for which there is no room yet."""
+        """Return the members for which there is no room yet."""
         return {member for recovery in self._active if recovery.homeless for member in recovery.members}
 
     def house(self, places: Mapping[MemberId, Placement]) -> None:
-        """There is room now for those that had none."""
+        """Place the members that had no room."""
         for recovery in self._active:
             if recovery.homeless:
                 self._house(recovery, places)
@@ -107,8 +120,8 @@ class Recoveries:
             self._state.do(ev.ReservePort(role, leader, instead_of=self._state.ports.get(role)))
 
     def _merge_into(self, recovery: Recovery) -> None:
-        """A restart of more members takes over what smaller ones have begun; a failure of a member that is being
-        restarted begins anew."""
+        """Merge earlier restarts of the same members into this one: a larger restart takes over smaller ones, and a
+        failure during a restart begins it anew."""
         kept = []
         for other in self._active:
             if other.members & recovery.members:
@@ -120,11 +133,12 @@ class Recoveries:
         self._active = kept
 
     def _grace_s(self, restart: Restart) -> float:
-        """A group that has lost a rank cannot end in good order, and others wait for it; a whole job can."""
+        """Return the grace period: a group that has lost a rank cannot end cleanly and others wait for it; a whole job
+        can."""
         return self._state.limits.fail_grace_s if restart.record.scope == "job" else 0.0
 
     def took(self, exit: ExitInfo) -> str | None:
-        """Why an old process was ended, if it was for a restart that it has ended now."""
+        """Return why a process was ended if its exit belongs to a restart, else None; the exit is recorded."""
         key = (exit.role, exit.rank, exit.incarnation)
         for recovery in self._active:
             if key in recovery.outgoing:
@@ -135,7 +149,7 @@ class Recoveries:
         return None
 
     def node_lost(self, node_rank: int) -> None:
-        """No old process runs on a node any more, and nothing is answered from there."""
+        """Record that no old process runs on a lost node, and that no answer comes from it."""
         for recovery in self._active:
             recovery.outgoing = {key: at for key, at in recovery.outgoing.items() if at != node_rank}
         self._ports_asked = {role: [at for at in asked if at != node_rank] for role, asked in self._ports_asked.items()}
@@ -146,7 +160,7 @@ class Recoveries:
             asked.remove(node_rank if node_rank in asked else asked[0])
 
     def abandon(self) -> list[Member]:
-        """Forget all restarts: the job ends. Returns the members that had a new process which does not serve yet."""
+        """Cancel all restarts because the job ends; return members whose new process does not serve yet."""
         unfinished = []
         for recovery in self._active:
             for member in self._of(recovery.members):
@@ -158,7 +172,7 @@ class Recoveries:
         return unfinished
 
     def advance(self, now: float) -> FailureInfo | None:
-        """Spawn what is due and finish what serves; a failure if an old process does not go."""
+        """Spawn members that are due, finish restarts that serve; return a failure if an old process does not end."""
         for recovery in list(self._active):
             if recovery.outgoing and now >= recovery.gone_by:
                 role, rank, _ = min(recovery.outgoing)
@@ -233,7 +247,7 @@ class Recoveries:
 
 
 def _restored(member: Member) -> int | None:
-    """What its present process has restored, as it said."""
+    """Return the weights version that the member's current process reported as restored."""
     restart = member.restart
     rank = member.placement.rank
     return restart.restored[restart.ranks.index(rank)] if restart is not None and rank in restart.ranks else None

@@ -1,4 +1,4 @@
-"""Looks after members that are up: asks what they do, has stacks taken when one hangs, hands failures on. Pure."""
+"""Health checks of serving members: asks for progress, orders stacks of a hanging member, hands on failures. No I/O."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STACKS_WAIT_S = 10.0
 
 
 class Watch:
-    """For one job. ``fail`` takes a failure of a member: it is restarted, or the job ends."""
+    """Checks one job. ``fail`` takes a member's failure: the member is restarted, or the job ends."""
 
     KEPT: ClassVar[Mapping[str, object]] = {
         "_diagnosis": DiagnosisManager,
@@ -47,7 +47,7 @@ class Watch:
                 self._device_failed(node_rank, uuid, what, now)
 
     def look(self, now: float) -> None:
-        """Ask again if it is time; begin to deal with members that hang."""
+        """Ask for progress if it is time, and begin to handle members that hang."""
         if self._state.context.stage != "running":
             return
         serving = self._serving()
@@ -68,7 +68,7 @@ class Watch:
             self._state.do(ev.TakeStacks(tuple(member.key for member in bound)))
 
     def _conclude(self, taken: ev.StacksTaken, now: float) -> None:
-        """Each cause is a failure of its member, unless that was replaced, or dealt with together with another one."""
+        """Report a failure for each cause, unless its member was replaced, or restarted together with another cause."""
         hang, self._hang = self._hang, None
         if hang is None or self._state.context.stage != "running":
             return

@@ -1,6 +1,6 @@
-"""What the master tells Prometheus of its job: members, steps, calls, nodes, and what members report. Pure.
+"""Prometheus metrics of a job: members, steps, calls, nodes, and members' own metrics. No I/O.
 
-All of it is made from the job's context when it is asked for, so nothing has to be kept up to date meanwhile.
+All values are computed from the job's context for each scrape.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ __all__ = ["families", "rejections"]
 
 STAGES = ("starting", "running", "stopping", "succeeded", "failed", "stopped")
 LOOKED_AT = 5000
-"""So many of the last reports are looked at for values."""
+"""Number of latest reports that are searched for values."""
 READY: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
 
 
 def families(context: JobContext, uses: Mapping[int, NodeUse], now: float) -> list[Family]:
-    """All metrics. ``uses`` are by node rank; nodes that did not answer are left out."""
+    """Return all metrics. ``uses``: usage by node rank, without nodes that did not answer."""
     return [*_of_job(context, now), *_of_members(context, uses), *_of_calls(context), *_of_nodes(context, uses),
             *_of_reports(context)]  # fmt: skip
 
 
 def rejections(by_process: Mapping[str, Mapping[str, int]]) -> Family:
-    """What was turned away at the sockets of the job's processes."""
+    """Return the count of rejected connections at the sockets of the job's processes."""
     family = Family("rlmesh_rejected_total", "Connections and packets of strangers that were rejected.", "counter")
     for process, counts in by_process.items():
         for reason, count in counts.items():
@@ -124,7 +124,7 @@ def _of_nodes(context: JobContext, uses: Mapping[int, NodeUse]) -> Iterable[Fami
 
 
 def _of_reports(context: JobContext) -> Iterable[Family]:
-    """The last value of each metric that members report, under one name: theirs may be anything."""
+    """Return the last value of each reported metric under one family name, because members' names may be anything."""
     reported = Family("rlmesh_reported", "Last value that a member reported, by the metric's own name.")
     latest: dict[tuple[str, int, str], float] = {}
     for record in context.records[-LOOKED_AT:]:

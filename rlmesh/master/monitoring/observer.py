@@ -1,7 +1,7 @@
-"""What the master remembers of a job for those who look at it: the graph of calls, the events, the incidents.
+"""Observation of a job for people: the call graph, the event log, the incidents.
 
-It sees every event after the job manager has handled it, and changes nothing that the job manager decides on: the
-graph and the list of incidents in the job's context are its own.
+The observer gets every event after the job manager has handled it, and changes nothing that the job manager decides
+by: the graph and the list of incidents in the job's context belong to the observer.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ logger = logging.getLogger(__name__)
 
 USAGE_S = 1.0
 METHODS_S = 2.0
-"""How long a scrape waits for a node."""
+"""Seconds that a scrape waits for a node."""
 METRICS_ADDRESS = "metrics.address"
-"""In the run directory: where the metrics are, since the port may have been left to the system."""
+"""File in the run directory with the address of the metrics, since the system may have chosen the port."""
 _UNTOLD = (ev.Tick, ev.Reported, ev.PublishBook)
-"""Too many, and told elsewhere."""
+"""Events and actions that are too frequent for the log, and recorded elsewhere."""
 
 
 class Observer:
-    """For one job; it watches from its making on.
+    """Observes one job from its construction on.
 
     Args:
-        manager: of the job.
-        runtime: to ask members.
+        manager: the job's manager.
+        runtime: connects to members.
         clock: the job's time.
-        doing: what a member does that its state does not say.
+        doing: returns what a member is doing that its state does not show.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Observer:
         manager.watcher = self.saw
 
     def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
-        """A member says whom it called."""
+        """Record the calls that a member made."""
         draw(self._manager.context)
         self._manager.context.graph.observe(caller, edges, epoch())
 
     async def rehearse(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Kill these when their moments come; returns them with their ranks.
+        """Plan kills; return them with drawn ranks.
 
         Raises:
-            UsageError: one of them cannot be.
+            UsageError: a kill is not possible.
         """
         kills = parse_kills(texts, self._sizes)
         for kill in kills:
@@ -93,7 +93,7 @@ class Observer:
         return tuple(map(str, kills))
 
     async def _methods_of(self, role: str) -> tuple[str, ...]:
-        """What the members of a role export; empty if none serves yet, or none answers."""
+        """Return the methods that the members of a role export; empty if no member answers."""
         for member in self._manager.context.members.values():
             if member.id[0] == role and member.endpoint and member.state in SERVING:
                 control = self._runtime.peer(CONTROL, member.endpoint).options(timeout_s=METHODS_S)
@@ -104,20 +104,20 @@ class Observer:
         return ()
 
     def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
-        """The kills that happened, those that did not yet, and those that never will, with why."""
+        """Return the kills that happened, those still to come, and those that cannot happen, with the reason."""
         return tuple(self._chaos.done), tuple(map(str, self._chaos.left)), dict(self._chaos.cannot)
 
     def cannot_reach(self, kill: str, why: str) -> None:
-        """A member has no such method as a kill waits for."""
+        """Drop a kill that waits for a method which a member does not have."""
         if self._chaos.drop(kill, why):
             self._manager.context.note = f"the rehearsal {kill} cannot happen: {why}"
 
     async def reached(self, kill: str) -> None:
-        """A member has come to the call at which somebody is to be killed."""
+        """Carry out a kill at a call that a member has reached."""
         await self._chaos.reached(kill)
 
     def saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
-        """An event was handled. Never raises: a fault here must not touch the job."""
+        """Record a handled event. Never raises: a fault here must not affect the job."""
         try:
             self._saw(event, actions, now)
         except Exception:
@@ -141,7 +141,8 @@ class Observer:
         self._chaos.saw(event, actions, now)
 
     async def open(self) -> None:
-        """Serve metrics, if the job asks for it. An address that cannot be had is told, and the job goes on."""
+        """Serve metrics if the job asks for it. If the address cannot be used, a warning is logged and the job goes
+        on."""
         self._own_rejections.start()
         spec = self._manager.context.spec
         if not spec.observe.metrics:
@@ -190,7 +191,7 @@ class Observer:
 
 
 def draw(context: JobContext) -> None:
-    """Put into the graph what the job declares, once it is placed."""
+    """Add the job's declarations to the graph, once its members are placed."""
     graph = context.graph
     if graph.members or context.plan is None:
         return

@@ -1,4 +1,5 @@
-"""Services that joined the job from outside: each asks for what changed, and its question waits until something did."""
+"""Subscriptions of services that joined the job from outside, by long polling: a request waits until something
+changed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ LONGEST_WAIT_S = 60.0
 
 
 def why_ends(context: JobContext) -> str:
-    """Why a job is ending, in one line; empty as long as it goes on."""
+    """Return in one line why a job is ending; empty as long as it goes on."""
     name = context.spec.job_name
     if context.stage in ("starting", "running"):
         return ""
@@ -28,7 +29,7 @@ def why_ends(context: JobContext) -> str:
 
 
 class Followers:
-    """Answers for one job."""
+    """Answers the requests of one job's subscribers."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
@@ -38,7 +39,7 @@ class Followers:
         self._ends = ""
 
     def note(self, actions: Iterable[ev.Action], ends: str = "") -> None:
-        """Take in what members are told too. ``ends``: why the job is ending; empty if it is not."""
+        """Record address books and exits among the actions. ``ends``: why the job is ending; empty if it is not."""
         changed = ends != self._ends
         self._ends = ends
         for action in actions:
@@ -52,8 +53,10 @@ class Followers:
             self._changed = asyncio.Event()
 
     async def changes(self, version: int, exits_seen: int, wait_s: float) -> MembershipUpdate:
-        """What is newer than version ``version`` of the address book and the first ``exits_seen`` exits; the same
-        again if nothing came within ``wait_s`` seconds. At once if the job is ending."""
+        """Return the address book and exits newer than ``version`` and the first ``exits_seen`` exits.
+
+        Returns at once if the job is ending, and without changes after ``wait_s`` seconds.
+        """
         try:
             async with asyncio.timeout(min(wait_s, LONGEST_WAIT_S)):
                 while not self._ends and self._book.version <= version and len(self._exits) <= exits_seen:

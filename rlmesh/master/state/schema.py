@@ -1,9 +1,8 @@
-"""The records of the job's state as JSON, and back: plain data with a schema, never code.
+"""JSON encoding and decoding of the job's state, by the types of its records. Nothing decoded is code.
 
-The schema of a record is its class: the annotations of a dataclass, or of ``KEPT`` where an object keeps only a part
-of its attributes. Encoding follows the annotations; decoding checks each value against them, and refuses a field that
-is unknown or missing, a value of another type, a name outside of a ``Literal``. So a record can only become what its
-class says, whoever wrote it.
+The schema of a record is its class: the annotations of a dataclass, or of ``KEPT`` where an object stores only a part
+of its attributes. Encoding follows the annotations; decoding checks each value against them, and rejects unknown or
+missing fields, values of another type, and names outside of a ``Literal``.
 
 ======================================  ============================================
 annotation                              JSON
@@ -17,7 +16,7 @@ any other mapping                       an array of pairs
 an ``IntEnum``                          its number
 ======================================  ============================================
 
-Text that UTF-8 cannot encode (half of an emoji) is escaped as JSON escapes it, and comes back as it was.
+Text that UTF-8 cannot encode (half of an emoji) is escaped as in JSON, and decoded to the same text.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ Decode = Callable[[Any], Any]
 
 
 class SchemaError(ValueError):
-    """Stored data is not what its schema says."""
+    """Stored data does not match its schema."""
 
 
 def encode(value: object, kind: object) -> str:
-    """``value``, which is a ``kind``, as JSON in ASCII."""
+    """Return ``value``, which is a ``kind``, as JSON in ASCII."""
     return json.dumps(_codec(kind)[0](value), separators=(",", ":"))
 
 
 def decode(text: object, kind: object) -> Any:
-    """The value of which ``encode`` made ``text``.
+    """Return the value that ``encode`` turned into ``text``.
 
     Raises:
-        SchemaError: it is something else.
+        SchemaError: the text does not match the schema.
     """
     if not isinstance(text, str):
         raise SchemaError(f"a record of {_name(kind)} is no text but {type(text).__name__}")
@@ -105,7 +104,7 @@ def _name(kind: object) -> str:
 
 @cache
 def _codec(kind: Any) -> tuple[Encode, Decode]:
-    """What encodes and decodes a kind. Kinds of classes that name each other are looked up when they are met."""
+    """Return encoder and decoder of a type. Those of dataclass fields are looked up on first use."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in _PLAIN:
         return _same, _PLAIN[kind]
@@ -248,7 +247,7 @@ def _dataclass(kind: type) -> tuple[Encode, Decode]:
     codecs: dict[str, tuple[Encode, Decode]] = {}
 
     def prepared() -> dict[str, tuple[Encode, Decode]]:
-        if not codecs:  # not before it is used: a class may name itself
+        if not codecs:  # on first use, because a class may refer to itself
             codecs.update({name: _codec(hints[name]) for name in names})
         return codecs
 

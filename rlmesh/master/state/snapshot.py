@@ -157,7 +157,7 @@ def _member_row(member: Member) -> Row:
 
 
 def _is_fixed(value: object) -> bool:
-    """Whether a value cannot be changed in place, so that comparing it is enough."""
+    """True if a value cannot be changed in place, so that comparing it detects every change."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     return isinstance(value, _PLAIN) or (parameters is not None and parameters.frozen)
 
