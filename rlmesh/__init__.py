@@ -1,7 +1,7 @@
 """Multi-role reinforcement learning without Ray.
 
-Public names are resolved at their first use, so that ``import rlmesh`` loads neither torch nor anything else
-that a login node may lack.
+Public names are imported on first use, so that ``import rlmesh`` loads neither torch nor other packages that a login
+node may lack.
 """
 
 from __future__ import annotations

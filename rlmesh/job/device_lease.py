@@ -1,4 +1,4 @@
-"""A member's lease of its devices: while it holds it, no member of another role is awake on them."""
+"""A member's lease of its devices: while a member holds it, no member of another role is awake on them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Hook: TypeAlias = Callable[[], Awaitable[object] | object]
 
 
 class LeaseLink(Protocol):
-    """How a lease reaches whoever grants it. Usable from any thread; returns at once."""
+    """Connection of a lease to the agent that grants it. Usable from any thread; returns at once."""
 
     def lease_devices(self, timeout_s: float) -> Future[Any]:
-        """Ask for this member's devices; gives an answer with ``granted``, ``devices``, ``waited_s``, ``why``."""
+        """Ask for this member's devices; the answer has ``granted``, ``devices``, ``waited_s``, ``why``."""
 
     def return_devices(self) -> Future[Any]:
-        """Give them back."""
+        """Return the devices."""
 
 
 class LeaseDesk:
-    """What a process knows of its own lease: how many blocks use it. One per member; for any thread."""
+    """The state of one member's lease: the number of blocks that use it. Thread-safe."""
 
     def __init__(self, name: str, link: LeaseLink) -> None:
         self._name, self._link = name, link
@@ -40,7 +40,7 @@ class LeaseDesk:
         self._waker: object = None
 
     def enter(self, timeout_s: float) -> Future[Any]:
-        """The answer to wait for; asks if no other block has."""
+        """Enter a block: return the answer to wait for; the first block asks for the devices."""
         with self._lock:
             self._users += 1
             if self._answer is None:
@@ -48,8 +48,10 @@ class LeaseDesk:
             return self._answer
 
     def claim_wake(self, me: object) -> tuple[Future[None], bool]:
-        """What is done once the member is awake, and whether it is this block that is to wake it. A block inside the
-        waking itself has nothing to wait for."""
+        """Return a future that is done once the member is awake, and whether the calling block is to wake it.
+
+        A block inside the wake hook itself gets a done future.
+        """
         with self._lock:
             if self._woken is None:
                 self._woken, self._waker = Future(), me
@@ -61,10 +63,10 @@ class LeaseDesk:
             return self._woken, False
 
     def check(self, answer: Any, timeout_s: float) -> Any:
-        """The answer if it grants the devices.
+        """Return the answer if it grants the devices.
 
         Raises:
-            LeaseTimeout: others had them; says who.
+            LeaseTimeout: others had them; says which member.
         """
         if not answer.granted:
             self.forget()
@@ -75,7 +77,7 @@ class LeaseDesk:
         return answer
 
     def forget(self) -> None:
-        """A block has not got it, or does not wait any more. What may be granted all the same is given back."""
+        """Leave a block that did not get the lease or stopped waiting. A grant that still arrives is returned."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -86,7 +88,7 @@ class LeaseDesk:
                 self._link.return_devices()
 
     def leave(self) -> bool:
-        """Whether this was the last block, which is to put to sleep and give back."""
+        """True if this was the last block, which puts the member to sleep and returns the devices."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -101,12 +103,13 @@ class LeaseDesk:
 class DeviceLease:
     """One block in which the member has its devices for itself; made by ``current_worker().device_lease()``.
 
-    ``with`` is for ``def`` methods, ``async with`` for ``async def`` ones. Blocks inside blocks, and blocks of
-    methods that run at the same time, share one lease: the first wakes, the last puts to sleep.
+    ``with`` is for ``def`` methods, ``async with`` for ``async def`` methods. Nested blocks, and blocks of methods that
+    run
+    at the same time, share one lease: the first wakes, the last puts to sleep.
 
     Attributes:
-        devices: UUIDs of the devices; empty if the member has none, and then there is nothing to wait for.
-        waited_s: how long it waited for them.
+        devices: UUIDs of the devices; empty if the member has none, and then the block does not wait.
+        waited_s: seconds that the block waited for the devices.
     """
 
     def __init__(self, desk: LeaseDesk, timeout_s: float, wake: Hook | None, sleep: Hook | None) -> None:
@@ -145,7 +148,7 @@ class DeviceLease:
 
     def _end(self) -> None:
         if self._desk.leave():
-            # If it cannot be put to sleep, its memory is not free: then the devices stay with it.
+            # If the sleep hook raises, the memory is not free: then the member keeps the devices.
             _run(self._sleep)
             self._desk.give_back().result()
 
@@ -181,7 +184,7 @@ class DeviceLease:
 
 @contextmanager
 def _finishing(woken: Future[None]) -> Iterator[None]:
-    """Tell other blocks that the member is awake, or why it is not."""
+    """Complete ``woken``, the future that other blocks wait for."""
     try:
         yield
     except BaseException as error:

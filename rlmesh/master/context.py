@@ -119,7 +119,7 @@ class JobContext:
     set_aside: dict[int, int] = field(default_factory=dict)
     """Nodes that are not used because another node of their group is lost, with that node."""
     terms: dict[int, int] = field(default_factory=dict)
-    """How often each node was given up. An agent starts nothing that was ordered in an earlier term."""
+    """Number of times that each node was given up. An agent starts nothing that was ordered in an earlier term."""
     plan: Plan | None = None
     members: dict[MemberId, Member] = field(default_factory=dict)
     failures: list[FailureInfo] = field(default_factory=list)

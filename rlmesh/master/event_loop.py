@@ -70,7 +70,7 @@ class Pump:
 
     @property
     def store_trouble(self) -> str:
-        """Why the job's state is not being saved; empty if it is."""
+        """Reason why the job's state is not being saved; empty if it is."""
         return self._persistence.trouble
 
     @property

@@ -1,7 +1,7 @@
-"""A node that joins a job: reaches the head, starts an agent when it is told to, ends it when the job has ended.
+"""The rendezvous client: joins a job, starts an agent when ordered to, and ends it when the job has ended.
 
-``join_and_serve`` is all that a launcher needs to bring one node into a job, whatever started it: a person, ssh or
-Slurm. It blocks until the job is over and returns its exit code.
+``join_and_serve`` brings one node into a job, whether a person, ssh or Slurm started it. It blocks until the job is
+over and returns its exit code.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ __all__ = ["NodeOptions", "join_and_serve"]
 logger = logging.getLogger(__name__)
 
 TRY_S = 1.0
-"""So long one address of the head gets before the next one is tried."""
+"""Seconds to try one address of the server before the next one."""
 ORDERS_TIMEOUT_S = 10.0
 QUIET_S = ORDERS_WAIT_S + 1.0
 LOOK_S = 0.5
 LOOKING_S = 0.5
 LOST_S = 20.0
-"""Without a word from the head for so long, its job is given up: longer than an agent's lease lasts."""
+"""Seconds of silence after which the server's job is given up: longer than an agent's lease."""
 POLL_S = 0.2
 GUARDIAN_END_S = 15.0
 LAST_TRIES_S = 1.0
@@ -70,20 +70,19 @@ _NOT_YET = ("RoleNotFound", "MethodNotFound")
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """How one node joins.
+    """Options of one node.
 
     Attributes:
-        host, port: the head's endpoint; the host may be a name and has no brackets.
-        key: the job's.
-        node_rank: the rank of this node, 1 or more; ``ANY_RANK`` for the lowest that is free.
-        nnodes: how many nodes there are, for a check against the head's number; 0 for none.
-        timeout_s: how long the head may take to be there.
-        version: of rlmesh.
-        name: of this node, for messages; the host's name by default.
-        host_here: the numeric address to advertise for this node; by default the one from which packets to the head
-            leave.
+        host, port: the server's endpoint; the host may be a name and has no brackets.
+        key: the job's key.
+        node_rank: rank of this node, 1 or more; ``ANY_RANK`` for the lowest free one.
+        nnodes: number of nodes, for a check against the server's; 0 for no check.
+        timeout_s: maximum wait for the server.
+        version: version of rlmesh.
+        name: name of this node in messages; by default the host's name.
+        host_here: numeric address to advertise for this node; by default the source address of packets to the server.
         output: takes the lines that this node's members print.
-        lifeline: a descriptor; when it ends (end of file), so does the node.
+        lifeline: a file descriptor; the node ends when it reaches end of file.
         group: nodes of the same group are one machine.
     """
 
@@ -102,13 +101,13 @@ class NodeOptions:
 
 
 def join_and_serve(options: NodeOptions) -> int:
-    """Join the job, run this node's agent for as long as the job lasts, and give the job's exit code.
+    """Join the job, run this node's agent for as long as the job lasts, and return the job's exit code.
 
-    On the main thread SIGINT and SIGTERM ask the head to stop the job, a second one ends this node at once.
+    On the main thread, the first SIGINT or SIGTERM asks the server to stop the job, the second ends this node at once.
 
     Raises:
-        LaunchError: the head was not reached within the time, or did not take this node, or was lost.
-        AuthenticationFailed: the head has another key.
+        LaunchError: the server was not reached in time, rejected this node, or was lost.
+        AuthenticationFailed: the server has another key.
     """
     with Runtime.start(name=f"node:{options.node_rank}", key=options.key, bind=False) as runtime:
         return _NodeClient(options, runtime).live()
@@ -142,7 +141,7 @@ class _NodeClient:
                 for fd in (self._wake_read, self._wake_write):
                     os.close(fd)
 
-    # Joining.
+    # Joining
 
     def _join(self) -> tuple[MemberHandle, int]:
         options = self._options
@@ -159,7 +158,7 @@ class _NodeClient:
                 try:
                     host = options.host_here or local_route_to(address, options.port)
                 except OSError:
-                    continue  # No route: said at the end, with its errno.
+                    continue  # No route: reported at the end, with its errno.
                 asked = True
                 try:
                     return self._ask_to_join(address, host, min(TRY_S, max(left, 0.05)))
@@ -168,7 +167,7 @@ class _NodeClient:
                 except RemoteError as error:
                     if error.remote_type.rpartition(".")[2] not in _NOT_YET:
                         raise _as_launch_error(error) from None
-                    refused = error  # It listens, and is about to serve.
+                    refused = error  # The server listens, but does not serve yet.
             if clock.now() >= deadline:
                 raise self._unreached(refused)
             if not asked:
@@ -187,11 +186,12 @@ class _NodeClient:
         return head.options(timeout_s=ORDERS_TIMEOUT_S), joined.node_rank
 
     def _listen(self, host: str) -> str:
-        """Where other nodes try to reach this one before the job starts: at the address and by the transport that
-        members will use.
+        """Return the endpoint at which other nodes test their connection to this one before the job starts.
+
+        It uses the address and the transport that members will use.
 
         Raises:
-            LaunchError: this node has no such address.
+            LaunchError: this node does not have the address.
         """
         if self._probe is None:
             try:
@@ -228,7 +228,7 @@ class _NodeClient:
             f"{hint}"
         )
 
-    # Obeying.
+    # Following orders
 
     def _obey(self) -> int:
         seen = 0
@@ -278,10 +278,11 @@ class _NodeClient:
         return orders
 
     def _look_at_head(self) -> None:
-        """Not by the end of a call alone: one that was made to a head that was just ending waits for its deadline.
+        """Check whether the server has ended, independently of calls: a call to a server that is ending may time out
+        only.
 
         Raises:
-            LaunchError: the head has ended.
+            LaunchError: the server has ended.
         """
         if self._silence.look(clock.now()) and self._nobody_listens():
             self._head_ended = True
@@ -291,8 +292,8 @@ class _NodeClient:
             )
 
     def _nobody_listens(self) -> bool:
-        """Whether the head's machine says that its port is closed: the head itself has ended. A cut network says
-        nothing, or something else."""
+        """True if the server's machine refuses connections to its port: the server has ended. A cut network gives
+        other errors."""
         tried = probe(self._options.host, self._options.port, LOOKING_S)
         return bool(tried) and all(each.code == errno.ECONNREFUSED for each in tried)
 
@@ -330,7 +331,7 @@ class _NodeClient:
             self._end_guardian()
 
     def _end_guardian(self) -> None:
-        """Let it end all that is below it, and report what it found."""
+        """Let the guardian end its processes, and report what it found."""
         guardian, self._guardian = self._guardian, None
         if guardian is None:
             return
@@ -360,9 +361,9 @@ class _NodeClient:
         try:
             self._head.options(timeout_s=1.0).call("leave", self._token).result()
         except (CallError, WireError):
-            pass  # It is gone first.
+            pass  # The server ended first.
 
-    # Waiting.
+    # Waiting
 
     def _wake(self) -> None:
         try:

@@ -1,8 +1,8 @@
-"""The head: the first node's end of the rendezvous. The other nodes' ``launch`` processes join it and obey it.
+"""The rendezvous server, on the first node. The ``launch`` processes of the other nodes join it and follow its orders.
 
-It listens from before the user's script runs until ``launch`` ends, so that nodes may come in any order, and serves
-all jobs that the script submits. It is no part of a job: when a job runs, its agents and members talk to the job's
-master and to each other.
+It listens from before the user's script runs until ``launch`` ends, so that nodes may join in any order, and serves
+all jobs that the script submits. It is not part of a job: a running job's agents and members talk to the job's master
+and to each other.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ __all__ = ["Head", "HeadOptions", "NodeAddress"]
 logger = logging.getLogger(__name__)
 
 ORDERS_WAIT_S = 3.0
-"""So long a node's question after orders waits; half a minute without one, and the node counts as gone."""
+"""Seconds that a node's request for orders waits for one."""
 GONE_S = 30.0
 PROBED_S = 3.0
-"""For the nodes' answers to come, after their tries to reach each other."""
+"""Additional seconds for the nodes' test results to arrive."""
 RETURN_S = 3.0
-"""A node whose connection was closed (not one whose packets do not come) is gone if it is not back in this time."""
+"""Seconds after which a node whose connection was closed counts as gone. A cut network does not close a connection."""
 OVER_WAIT_S = 5.0
-"""How long the head waits at its end until all nodes have heard that it is over."""
+"""Maximum seconds that the closing server waits until all nodes have received the end."""
 LATE_S = 3.0
-"""So long it stays for nodes that had not come yet: those that are about to are told, and do not wait in vain."""
+"""Seconds that a closing server waits for nodes that have not joined yet, so that they learn of the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """How nodes come together.
+    """Options of the rendezvous.
 
     Attributes:
-        least, most: number of nodes, the head included.
+        least, most: number of nodes, the first one included.
         host, port: the endpoint as it was given, host without brackets; port 0 lets the system choose.
-        key: the job's.
-        timeout_s: how long nodes may take to join, from the start of the head.
-        last_call_s: with ``least`` nodes there, how long to wait for more.
-        name: of this node, for messages.
-        host_here: the address to advertise for this node, where the one by which others reach it is not right.
+        key: the job's key.
+        timeout_s: time in which nodes must join, from the start of the server.
+        last_call_s: with ``least`` nodes joined, time to wait for more.
+        name: name of this node in messages.
+        host_here: address to advertise for this node, if the one by which others reach it is wrong.
         group: nodes of the same group are one machine; empty for a machine of its own.
     """
 
@@ -106,49 +106,49 @@ class NodeAddress:
 
 
 class _Service:
-    """Served as ``@rendezvous``; its methods run on the head's loop."""
+    """The RPC service ``@rendezvous``; its methods run on the server's loop."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
 
     @rpc
     async def join(self, hello: NodeHello) -> Joined:
-        """Be one of the nodes; may be repeated."""
+        """Join as a node; idempotent."""
         return self._head.join(hello)
 
     @rpc(concurrent=4096)
     async def orders(self, token: str, seen: int) -> tuple[Order, ...]:
-        """The orders after the first ``seen``, as soon as there are some; none if none came for a while."""
+        """Return the orders after the first ``seen`` as soon as there are any; empty if none came for a while."""
         return await self._head.orders_for(token, seen)
 
     @rpc
     async def ping(self) -> float:
-        """The head's clock; answers nodes that try to reach it."""
+        """Return the server's clock; answers connection tests."""
         return time.time()
 
     @rpc
     async def probed(self, token: str, results: tuple[PairResult, ...]) -> None:
-        """Whom the node reached."""
+        """Report the results of the node's connection tests."""
         self._head.node_probed(token, results)
 
     @rpc
     async def ended(self, token: str, job: str, report: ExitReport) -> None:
-        """The guardian of the node has ended."""
+        """Report that the node's guardian has ended."""
         self._head.node_ended(token, job, report)
 
     @rpc
     async def signalled(self, token: str, number: int) -> None:
-        """The node's ``launch`` got a signal that asks for the job's end."""
+        """Report that the node's ``launch`` got a signal that asks for the job's end."""
         self._head.node_signalled(token, number)
 
     @rpc
     async def leave(self, token: str) -> None:
-        """The node's ``launch`` ends."""
+        """Report that the node's ``launch`` ends."""
         self._head.node_left(token)
 
 
 class Head:
-    """Listens for the other nodes. Use it in a ``with`` block, from the thread that runs the script.
+    """The rendezvous server. Use it in a ``with`` block, from the thread that runs the script.
 
     Raises:
         LaunchError: it cannot listen at its endpoint.
@@ -157,9 +157,9 @@ class Head:
     def __init__(self, options: HeadOptions, clock: Callable[[], float] | None = None) -> None:
         self.options, self._clock = options, clock or (lambda: clocks.now())
         self.on_signal: Callable[[int, str], None] | None = None
-        """Called when a node's ``launch`` got a signal, with its number and a text that says so."""
+        """Called when a node's ``launch`` got a signal, with its number and a text that names the node."""
         self.on_full: Callable[[str], None] | None = None
-        """Called once when the nodes are together, with a text that names them."""
+        """Called once when the nodes have joined, with a text that names them."""
         self._began = self._clock()
         self._lock = threading.RLock()
         self._roster = Roster(
@@ -190,13 +190,13 @@ class Head:
 
     @property
     def is_full(self) -> bool:
-        """Whether all nodes have joined."""
+        """True if all nodes have joined."""
         with self._lock:
             return len(self._roster) >= self.options.most
 
     @property
     def endpoint(self) -> str:
-        """What the other nodes pass as ``--rdzv-endpoint``."""
+        """The value of ``--rdzv-endpoint`` for the other nodes."""
         return join_host_port(self.options.host, self.port)
 
     def __enter__(self) -> Head:
@@ -208,7 +208,7 @@ class Head:
         self.close(1, "the head ended")
 
     def close(self, code: int, why: str = "") -> None:
-        """Tell all nodes that it is over, with the exit code that they are to end with, and stop listening."""
+        """Tell all nodes that the job is over, with their exit code, and stop listening."""
         with self._lock:
             if self._over is not None:
                 return
@@ -223,14 +223,14 @@ class Head:
             time.sleep(0.01)
         self._runtime.close()
 
-    # The driver's side.
+    # Called by the driver
 
     def wait_full(self, stopped: Callable[[], bool]) -> tuple[NodeAddress, ...]:
-        """Wait until all nodes have joined; from the second job on they are there already.
+        """Wait until all nodes have joined; from the second job on they have joined already.
 
         Raises:
-            LaunchError: they did not within the time; says who is there and who is missing.
-            KeyboardInterrupt: ``stopped`` said so.
+            LaunchError: they did not in time; says which nodes have joined and which are missing.
+            KeyboardInterrupt: ``stopped`` returned True.
         """
         deadline, told = self._began + self.options.timeout_s, self._clock()
         while True:
@@ -258,7 +258,7 @@ class Head:
             time.sleep(0.02)
 
     def check(self, addresses: Sequence[NodeAddress]) -> None:
-        """Have each node try to reach each other, and look at what each has; tell the matrix to `on_full`. Once.
+        """Let each node connect to each other one, and check each node's facts, once; the matrix goes to `on_full`.
 
         Raises:
             PreflightError: the job cannot run on these nodes; says which, and has the matrix.
@@ -303,7 +303,7 @@ class Head:
         return tuple(NodeAddress(*each) for each in zip(ranks, names, hosts, groups, strict=True))
 
     def start_node(self, config: AgentConfig) -> RemoteNode:
-        """Have a node start its agent, as soon as the master's address is known (see `on_status`).
+        """Let a node start its agent, as soon as the master's address is known (see `on_status`).
 
         Raises:
             LaunchError: the node has gone.
@@ -319,7 +319,8 @@ class Head:
         return node
 
     def on_status(self, status: JobStatus) -> None:
-        """A snapshot of the job that runs: starts nodes once the master listens, tells them whose logs to print."""
+        """Handle a snapshot of the running job: start nodes once the master listens, and order the logs that they
+        print."""
         self._look_for_gone()
         public = status.extra.get(MASTER_PUBLIC, "")
         with self._lock:
@@ -333,7 +334,7 @@ class Head:
                     self.order(rank, Follow(status.job_id, logs))
 
     def replacements(self, job_id: str) -> list[RemoteNode]:
-        """Machines that came in the place of lost ones since the last time: their agents are started."""
+        """Return machines that joined in place of lost ones since the last call; their agents are started."""
         found = []
         with self._lock:
             for entry in self._roster.nodes():
@@ -348,7 +349,7 @@ class Head:
         return found
 
     def order(self, node_rank: int, order: Order) -> None:
-        """Give a node something to do. Any thread."""
+        """Give a node an order. May be called from any thread."""
         with self._lock:
             for entry in self._roster.nodes():
                 if entry.node_rank == node_rank:
@@ -364,7 +365,7 @@ class Head:
                     entry.gone = True
                     node.end(unproven(entry.node_rank, f"nothing was heard of node {entry.label} for {GONE_S:g} s"))
 
-    # On the runtime's loop.
+    # Called on the runtime's loop
 
     def join(self, hello: NodeHello) -> Joined:
         with self._lock:
@@ -382,7 +383,7 @@ class Head:
         except TimeoutError:
             return ()
         except asyncio.CancelledError:
-            # Its connection was closed: it comes back at once, or its process has ended.
+            # The connection was closed: the node returns at once, or its process has ended.
             asyncio.get_running_loop().call_later(RETURN_S, self._not_back, token, self._clock())
             raise
         return found
@@ -392,7 +393,7 @@ class Head:
             entry = self._roster.find(token)
             if entry is None or entry.seen_at > lost_at:
                 return
-            self._heard.add(token)  # nobody is there any more who could hear that it is over
+            self._heard.add(token)  # the node is gone and cannot receive the end
             if self._over is not None:
                 return
             node = self._remote.get(entry.node_rank)
@@ -456,10 +457,10 @@ def _signal_name(number: int) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Names of nodes, with their rank where two hosts have the same one."""
+    """Return unique names of nodes, with the rank added where two hosts have the same name."""
     return [name if names.count(name) == 1 else f"{name}.{rank}" for rank, name in enumerate(names)]
 
 
 def host_name() -> str:
-    """The name of this machine, as it calls itself; it need not resolve."""
+    """Return this machine's own name, which need not resolve."""
     return socket.gethostname() or "node"

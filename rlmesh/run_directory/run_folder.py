@@ -1,5 +1,4 @@
-"""The run directory before anything starts in it: made for this user alone, or checked for what others may have put
-there."""
+"""Creation of the run directory, private to this user, or the check of an existing one for planted files."""
 
 from __future__ import annotations
 
@@ -17,16 +16,17 @@ FILES = (
     "state.*", "metrics.*", "events.jsonl", "chaos.jsonl", "job.json", "starts.json", "end.json", "held-by.json",
     "exit-node*.json", "stacks-*.txt", "report.png", "relaunch.log",
 )  # fmt: skip
-"""Names that rlmesh uses in a run directory; others there are their owner's business."""
+"""File names that rlmesh uses in a run directory; others belong to the directory's owner."""
 
 
 def make_run_folder(path: Path) -> None:
-    """Make the folder of a run with the one for its logs, or check one that is there: an empty one that others may
-    write to is made private.
+    """Make the run directory with its log folder, or check an existing one.
+
+    An empty directory that others may write to is made private.
 
     Raises:
-        UnsafeFile: it has files, and others may write to it, or it belongs to somebody else; or a name in it that the
-            run uses stands for a link, a special file, or somebody else's file.
+        UnsafeFile: it has files, and others may write to it, or it belongs to another user; or a name in it that the
+            run uses is a link, a special file, or another user's file.
         OSError: it cannot be made.
     """
     if private_files.share_with():
@@ -57,4 +57,4 @@ def _refuse_odd(path: Path) -> None:
     try:
         private_files.refuse_odd(path)
     except FileNotFoundError:
-        pass  # a draft, of a node that is there already
+        pass  # a temporary file of a node that has started already

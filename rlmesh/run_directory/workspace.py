@@ -1,4 +1,4 @@
-"""The folders and the secret of one start of a job: made by the driver, removed by it and by the guardians."""
+"""The folders and the secret of one start of a job: made by the driver, removed by the driver and the guardians."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from rlmesh.runtime.process import clock
 from rlmesh.runtime.transport.base import local_address
 
 ABOUT_FILE, KEY_FILE = "about.json", "key"
-"""In the socket folder of node 0, which only its owner can enter: what ``rlmesh ps`` needs to find and ask a job."""
+"""Files in the socket folder of node 0, which only its owner can enter; ``rlmesh ps`` needs them to find and ask a
+job."""
 LOGIN_FOLDERS, LINGERING = "/run/user/", "/var/lib/systemd/linger"
 SOCKET_PATH_LIMIT = 90
-"""Bytes of a socket folder's path: the system allows 107 for a socket, whose own name needs the rest."""
+"""Maximum bytes of a socket folder's path: the system allows 107 for a socket's path, including its own name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """``run_dir`` stays after the job. ``socket_dir`` (mode 0700) has one folder per node and is removed."""
+    """The folders of one job. ``run_dir`` stays; ``socket_dir`` (mode 0700) has one folder per node and is removed."""
 
     job_id: str
     run_dir: Path
@@ -67,12 +68,12 @@ class Workspace:
         return self.socket_dir / "job"
 
     def node_dir(self, node_rank: int) -> Path:
-        """The socket folder of one node, removed by its guardian."""
+        """Return the socket folder of one node, removed by its guardian."""
         return self.socket_dir / f"n{node_rank}"
 
     def write_job(self, spec: JobSpec, nodes: int) -> None:
-        """Make the socket folders of this machine's nodes; write the job file for the master, and what others need
-        to find the job."""
+        """Make the socket folders of this machine's nodes; write the job file for the master, and the files for
+        discovery."""
         for node_rank in range(nodes):
             private_files.make_folder(self.node_dir(node_rank), secret=True)
         write_key_file(self.node_dir(0) / KEY_FILE, self.key)
@@ -89,20 +90,20 @@ class Workspace:
         private_files.write_whole(self.job_path, pickle.dumps(spec), secret=True, durable=False)
 
     def remove_sockets(self) -> None:
-        """Remove the folder of the sockets, whatever is left in it."""
+        """Remove the socket folder with all its content."""
         shutil.rmtree(self.socket_dir, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFolder:
-    """The folder of sockets of a node that joined a job, made on that node and removed by its guardian."""
+    """The socket folder of a node that joined a job, made on that node and removed by its guardian."""
 
     config: AgentConfig
     folder: Path
 
     @classmethod
     def create(cls, config: AgentConfig) -> NodeFolder:
-        """Make it, and fill it into the configuration; ``rlmesh ps`` finds the job on this node too.
+        """Make the folder and return its configuration; ``rlmesh ps`` finds the job on this node too.
 
         Raises:
             LaunchError: it cannot be made, or the run directory cannot.
@@ -132,13 +133,16 @@ class NodeFolder:
         return cls(replace(config, socket_dir=str(node), job_path=str(folder / "job")), folder)
 
     def remove(self) -> None:
-        """After the guardian, which removes it too."""
+        """Remove the folder; its guardian removes it too."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def socket_bases() -> tuple[str, ...]:
-    """Where socket folders may be, in the order in which they are tried. A job may outlive the login that started it,
-    with which the system's own folder of that kind is removed, unless the user lingers."""
+    """Return the folders that may hold socket folders, in the order in which they are tried.
+
+    A job may outlive the login that started it, and the system removes the login's runtime folder unless the user
+    lingers.
+    """
     runtime, others = os.environ.get("XDG_RUNTIME_DIR"), (tempfile.gettempdir(), "/tmp")
     if runtime and runtime.startswith(LOGIN_FOLDERS) and not _lingers():
         return (*others, runtime)
@@ -146,7 +150,7 @@ def socket_bases() -> tuple[str, ...]:
 
 
 def _lingers() -> bool:
-    """Whether the user's processes outlive the last login, by ``loginctl enable-linger``."""
+    """True if the user's processes outlive the last login, by ``loginctl enable-linger``."""
     try:
         return os.path.exists(os.path.join(LINGERING, pwd.getpwuid(os.getuid()).pw_name))
     except KeyError:

@@ -40,15 +40,15 @@ __all__ = ["EntryKind", "EntryLike", "EntryPoint", "Resolved", "entry_text", "re
 EntryKind = Literal["class", "function", "script"]
 
 EntryLike: TypeAlias = "str | tuple[str, str] | type[Any] | Callable[..., Any]"
-"""What builders and descriptors accept as an entry point."""
+"""Forms of an entry point that builders and descriptors accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """What a worker runs. ``module`` may be ``__main__``: then the worker imports the submitter's script.
+    """The code that a worker runs. For ``module`` ``__main__`` the worker imports the submitter's script.
 
     ``class`` and ``function`` have ``module`` and ``name``. ``script`` has ``script`` (an absolute path) and
-    ``args``; with an empty ``script`` it is ``module`` that is run as ``__main__``, as ``python -m`` does.
+    ``args``; with an empty ``script``, ``module`` is run as ``__main__``, as ``python -m`` does.
     """
 
     kind: EntryKind
@@ -63,10 +63,10 @@ class Resolved:
     """An entry point that was looked up without importing it.
 
     Attributes:
-        entry: what to run, as far as it is known; only right if there are no problems.
-        problems: why it cannot work, one sentence each.
-        runs: whether it has something to run: true for functions and scripts, for a class whether it has
-            ``run()``; ``None`` if its source does not tell.
+        entry: the entry point as far as it is known; correct only if there are no problems.
+        problems: reasons why it cannot work, one sentence each.
+        runs: True for functions and scripts, and for classes that have ``run()``; ``None`` if the source does not show
+            it.
         file: the source file, ``None`` if there is none.
         root: the folder that must be importable in the worker, ``None`` if the source is installed.
     """
@@ -79,10 +79,10 @@ class Resolved:
 
 
 def entry_text(entry: object, class_name: str | None = None) -> str:
-    """An entry point in any form as text: ``module.Class``, ``script.py args`` or ``-m module args``.
+    """Return an entry point in any form as text: ``module.Class``, ``script.py args`` or ``-m module args``.
 
     Raises:
-        ValueError: it has a form that cannot work; the message names the right one.
+        ValueError: its form cannot work; the message names the right one.
     """
     if isinstance(entry, tuple | list):
         if class_name is not None or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
@@ -126,7 +126,7 @@ def _is_name(part: str) -> bool:
 
 
 def resolve_entry(text: str) -> Resolved:
-    """Find out what an entry point's text names, without importing it. Never raises."""
+    """Look up an entry point's text, without importing it. Never raises."""
     nothing = EntryPoint("class")
     if not text:
         return Resolved(nothing, ("is empty: give 'module.Class', a class, a function or a script",))
@@ -224,9 +224,9 @@ def _argument_problem(callee: Callee, path: Path) -> tuple[str, ...]:
 
 
 def _find(facts: ModuleFacts, module: str, name: str, depth: int = 8) -> tuple[Callee | None, ModuleFacts, str]:
-    """The definition of a name, followed through imports, and the module that holds it.
+    """Return the definition of a name, followed through imports, its module's facts, and the module's name.
 
-    The definition is ``None`` if reading does not find it.
+    The definition is ``None`` if the sources do not show it.
     """
     callee = facts.callees.get(name)
     if callee is not None or name not in facts.imported or depth == 0:
@@ -240,7 +240,7 @@ def _find(facts: ModuleFacts, module: str, name: str, depth: int = 8) -> tuple[C
 
 
 _KNOWN_RUN = {"BaseTrainer": True, "BaseRLTrainer": True, "BaseWorkload": False, "BaseRLWorkload": False}
-"""rlmesh's own bases, which user code imports from the package whose names are loaded on demand."""
+"""rlmesh's own base classes; user code imports them from the package, whose names are loaded on demand."""
 
 
 def _has_run(callee: Callee, owner: ModuleFacts, module: str, depth: int = 8) -> bool | None:

@@ -1,6 +1,6 @@
-"""Which modules to import once per node, before processes are forked to become workers.
+"""Selection of modules to import once per node, before processes are forked to become workers.
 
-The sources of the entry points, and the local modules that they import at their top level, are read for
+The sources of the entry points, and of the local modules that they import at their top level, are read for
 imports of libraries that are slow to import and safe to fork after. Nothing is imported here.
 """
 
@@ -35,18 +35,18 @@ HEAVY = frozenset(
         "transformers",
     }
 )
-"""Libraries worth importing before the fork. Never those that start threads or processes, or look for a GPU,
-when they are imported: vllm, sglang, grpc, deepspeed, ray, tensorflow, jax."""
+"""Libraries worth importing before the fork. Libraries that start threads or processes, or look for a GPU, when they
+are imported must not be listed: vllm, sglang, grpc, deepspeed, ray, tensorflow, jax."""
 
 _NAMES_ON_DEMAND = frozenset({"transformers"})
-"""Libraries whose import is cheap and whose names are loaded when they are first used."""
+"""Libraries whose import is cheap and whose names are loaded on first use."""
 
 MAX_MODULES = 300
-"""Local modules that are read at most; a job with more gets what was found until then."""
+"""Maximum number of local modules that are read; later ones are not searched."""
 
 
 def find_preload(entries: Sequence[Resolved]) -> tuple[str, ...]:
-    """What the entry points import that is worth importing ahead, in the order in which it was found.
+    """Return the heavy imports of the entry points, in the order in which they were found.
 
     An item is a module (``torch``) or a name in one (``transformers:Qwen2ForCausalLM``).
     """
@@ -82,7 +82,7 @@ def _heavy_items(module: str, attribute: str) -> Iterator[str]:
 
 
 def _local_modules(module: str, attribute: str, roots: set[Path]) -> Iterator[tuple[str, Path]]:
-    """The local modules that importing ``attribute`` (or nothing) from ``module`` executes."""
+    """Yield the local modules that are executed by importing ``attribute`` (or nothing) from ``module``."""
     parts = module.split(".")
     names = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module else []
     if attribute and module:
@@ -106,7 +106,7 @@ def _imports_of(path: Path) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=1024)
 def _read_imports(path: Path, _mtime_ns: int, _size: int) -> tuple[tuple[str, str], ...]:
-    """``(module, name)`` of every import at the top level; the name is empty for ``import module``.
+    """Return ``(module, name)`` of every import at the top level; the name is empty for ``import module``.
 
     Uses such as ``transformers.AutoTokenizer`` count as imports of that name.
     """

@@ -1,4 +1,4 @@
-"""Reads a torchrun command. Pure."""
+"""Parser of torchrun commands. No I/O."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _OURS = frozenset(
         "shutdown_timeout",
     }
 )
-"""Options about things that rlmesh does by itself: rendezvous, addresses, logs. They are read and dropped."""
+"""Options that rlmesh handles itself (rendezvous, addresses, logs). They are parsed and ignored."""
 
 _VALUED = {"nnodes", "nproc_per_node", "max_restarts"} | (_OURS - {"virtual_local_rank"})
 _FLAGS = {"standalone", "module", "no_python", "run_path", "virtual_local_rank"}
 _DLROVERS_CHECKS = {"node_check", "network_check", "comm_perf_test"}
-"""Flags of dlrover-run that ask for a check of the nodes, which rlmesh makes by itself."""
+"""Flags of dlrover-run that ask for a check of the nodes, which rlmesh always makes."""
 _DLROVERS_VALUED = {"precheck", "node_unit", "accelerator", "training_port", "membind_policy", "ucp_device_type"}
 _DLROVERS_FLAGS = _DLROVERS_CHECKS | {
     "auto_config", "auto_tunning", "exclude_straggler", "numa_affinity", "save_at_breakpoint",
 }  # fmt: skip
-"""Of these only ``auto_config`` says something about the job: the number of processes is the machine's."""
+"""Of these, only ``auto_config`` concerns the job: the machine determines the number of processes."""
 
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "dlrover-run")
@@ -55,11 +55,11 @@ _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "
 
 @dataclass(frozen=True, slots=True)
 class TorchrunCommand:
-    """What a torchrun command asks for.
+    """The parsed content of a torchrun command.
 
-    ``nproc_per_node`` is ``None`` where the command leaves it to the machine (``auto``, ``gpu``, ``cpu``).
-    ``entry`` is the script and its arguments, or ``-m`` and a module. ``node_check`` says whether the nodes are to be
-    checked first; ``None`` where the command does not say.
+    ``nproc_per_node`` is ``None`` if the machine determines it (``auto``, ``gpu``, ``cpu``). ``entry`` is the script
+    and its
+    arguments, or ``-m`` and a module. ``node_check``: check the nodes first; ``None`` if the command does not say.
     """
 
     nnodes: int
@@ -70,10 +70,10 @@ class TorchrunCommand:
 
 
 def parse_torchrun(command: str) -> TorchrunCommand:
-    """Read ``torchrun --nnodes=2 --nproc_per_node=4 train.py --lr 1`` (or ``python -m torch.distributed.run …``).
+    """Parse ``torchrun --nnodes=2 --nproc_per_node=4 train.py --lr 1`` (or ``python -m torch.distributed.run …``).
 
     Raises:
-        ValueError: it is no such command, or asks for what cannot be; the message says what.
+        ValueError: it is not such a command, or asks for something impossible; the message says what.
     """
     if not isinstance(command, str):  # shlex would read standard input for None
         raise ValueError(f"{command!r} is no torchrun command: give text")
@@ -105,7 +105,7 @@ def _after_launcher(words: list[str], command: str) -> list[str]:
 
 
 def _options(words: list[str], *, dlrover: bool) -> tuple[dict[str, str], list[str]]:
-    """The options before the script, by name with underscores, and the script with its arguments."""
+    """Return the options before the script, by name with underscores, and the script with its arguments."""
     flags = _FLAGS | _DLROVERS_FLAGS if dlrover else _FLAGS
     valued = _VALUED | _DLROVERS_VALUED if dlrover else _VALUED
     options: dict[str, str] = {}

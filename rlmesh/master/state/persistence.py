@@ -43,7 +43,7 @@ class Persistence:
         self._opened: asyncio.Future[Stored] = self._loop.create_future()
         self._retry_at: float | None = None
         self.trouble = ""
-        """Why the state is not being saved; empty if it is."""
+        """Reason why the state is not being saved; empty if it is."""
         self._thread = threading.Thread(target=self._write_all, name="rlmesh-store", daemon=True)
         self._thread.start()
 
