@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from rlmesh import private_files
 from rlmesh.agent.machine_checks import gather, judge
 from rlmesh.agent.processes.oom import at_the_limit
-from rlmesh.driver.failure_report import tell_ends_shortly
+from rlmesh.driver.failure_report import report_ends_briefly
 from rlmesh.driver.interrupt import Interrupt
-from rlmesh.driver.options import Cluster, LaunchOptions, ambient, effective, enlist
+from rlmesh.driver.options import Cluster, LaunchOptions, ambient, effective, register_job
 from rlmesh.driver.outcome import JobResult, describe_failure
 from rlmesh.driver.relaunch import Relaunch
 from rlmesh.driver.session import STOP_GRACE_S, STOP_WITHIN_S, Session
@@ -32,7 +32,7 @@ from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.context import current_worker
 from rlmesh.job.description.config import DLConfig
 from rlmesh.job.jsonable import jsonable
-from rlmesh.job.masking import know, masked, secrets_in
+from rlmesh.job.masking import masked, register_secrets, secrets_in
 from rlmesh.job.status import JobStatus
 from rlmesh.master.chaos_plan import parse_kills
 from rlmesh.master.state.store import STORE_FILE, StoreRefused, check_store
@@ -50,7 +50,7 @@ from rlmesh.wire.main_module import alias_main
 
 if TYPE_CHECKING:
     from rlmesh.observe.views.live import JobView
-    from rlmesh.rendezvous.server import Head
+    from rlmesh.rendezvous.server import RendezvousServer
 
 __all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure", "run_job"]
 
@@ -81,9 +81,9 @@ def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOption
         raise UsageError(
             "submit() would block the event loop that runs in this thread: use 'async with job.start()' instead"
         )
-    tell_ends_shortly()
+    report_ends_briefly()
     driver = Driver(config, job_name, options)
-    with driver.heeding_signals():
+    with driver.handling_signals():
         return driver.run()
 
 
@@ -125,17 +125,17 @@ class Driver:
         self._interrupt = Interrupt()
         self._session: Session | None = None
         self._ended = threading.Event()
-        self._held: int | None = None
-        enlist(self)
+        self._lock_fd: int | None = None
+        register_job(self)
         forget_in_children(self)
 
     def forked(self) -> None:
         """In a forked child: mark the job as ended, because it belongs to the parent."""
         self._ended = threading.Event()
         self._ended.set()
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     @property
     def status(self) -> JobStatus:
@@ -159,10 +159,10 @@ class Driver:
             self.stop(text)
 
     @property
-    def way_in(self) -> tuple[str, bytes] | None:
+    def address_and_key(self) -> tuple[str, bytes] | None:
         """Address of the job's master and the job's key; None before there are members to call."""
         session = self._session
-        return None if session is None or not session.status.members else session.way_in
+        return None if session is None or not session.status.members else session.address_and_key
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait until ``run`` has ended; False if it has not within ``timeout_s``."""
@@ -179,8 +179,8 @@ class Driver:
         finally:
             self._ended.set()
             self._interrupt.close()
-            if self._held is not None:
-                os.close(self._held)
+            if self._lock_fd is not None:
+                os.close(self._lock_fd)
 
     def _make_session(self) -> Session:
         config, options = self._config, self._options
@@ -195,7 +195,7 @@ class Driver:
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
             check_store(space.run_dir / STORE_FILE)
-            self._held = hold(space.run_dir)
+            self._lock_fd = hold(space.run_dir)
             await_guardians(space.run_dir)
             forget_end(space.run_dir)
             resume = note_start(space.run_dir, options.restarts or 0)
@@ -212,7 +212,7 @@ class Driver:
                 if options.observe.metrics:
                     check_free(options.observe.metrics)
                 spec = replace(spec, observe=options.observe)
-            know(secret for role in spec.roles for secret in secrets_in(role.env))
+            register_secrets(secret for role in spec.roles for secret in secrets_in(role.env))
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
             private_files.write_whole(space.run_dir / "job.json", described(config) + "\n")
             remember(space.run_dir)
@@ -243,7 +243,7 @@ class Driver:
         }
         return Relaunch(self._config.relaunch, space.run_dir, env)
 
-    def _gathered(self, head: Head, *, checked: bool) -> Cluster:
+    def _gathered(self, head: RendezvousServer, *, checked: bool) -> Cluster:
         """Return the nodes of this job, once they have joined and (``checked``) have reached each other."""
         nodes = head.wait_full(lambda: self._interrupt.count > 0)
         if checked:
@@ -272,20 +272,20 @@ class Driver:
         return draw_report(run_dir)
 
     @contextmanager
-    def heeding_signals(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         """On the main thread, let SIGINT and SIGTERM stop the job, and SIGUSR1 (under Slurm also SIGTERM) give
         notice."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def heed(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
             if gives_notice(number):
                 self.notice(signal.Signals(number).name)
             else:
                 self.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
-        before = {number: handle(number, heed) for number in (signal.SIGINT, *HEEDED)}
+        before = {number: handle(number, on_signal) for number in (signal.SIGINT, *HEEDED)}
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from rlmesh.driver.outcome import StoppedBySignal
 from rlmesh.errors import JobFailed, JobStopped, RestartBudgetExhausted
 from rlmesh.observe.views.safe_text import shorten
 
-__all__ = ["failure_lines", "tell_ends_shortly"]
+__all__ = ["failure_lines", "report_ends_briefly"]
 
 MOST_LINES = 16
 SHOWN_OTHERS = 3
@@ -57,7 +57,7 @@ def _without_traceback(lines: list[str]) -> list[str]:
     return kept
 
 
-def tell_ends_shortly() -> None:
+def report_ends_briefly() -> None:
     """Let an uncaught job error print a short report. A hook that the program has set stays in place."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _hook

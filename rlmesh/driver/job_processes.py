@@ -27,7 +27,7 @@ class ProcessWatch:
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
         self._dead: dict[str, None] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._first = ""
 
     def learn(self, extra: Mapping[str, str]) -> None:
@@ -56,8 +56,8 @@ class ProcessWatch:
     def died(self) -> list[str]:
         """Return the names of processes that have ended since the last call."""
         self._look()
-        new = [name for name in self._dead if name not in self._told]
-        self._told.update(new)
+        new = [name for name in self._dead if name not in self._reported]
+        self._reported.update(new)
         return new
 
     def _look(self) -> None:

@@ -17,7 +17,7 @@ from rlmesh.master.jobspec import ObserveOptions, TimeLimits
 if TYPE_CHECKING:
     from rlmesh.job.description.config import DLConfig
     from rlmesh.observe.views.live import ViewMode
-    from rlmesh.rendezvous.server import Head
+    from rlmesh.rendezvous.server import RendezvousServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class LaunchOptions:
     """``runs``"""
     cluster: Cluster | None = None
     """this machine as one node"""
-    head: Head | None = field(default=None, repr=False)
+    head: RendezvousServer | None = field(default=None, repr=False)
     """no other machines; otherwise the rendezvous server"""
     report: bool | None = None
     """draw the report"""
@@ -136,7 +136,7 @@ def effective(options: LaunchOptions | None) -> LaunchOptions:
     return result
 
 
-def enlist(job: JobControl) -> None:
+def register_job(job: JobControl) -> None:
     """Register a submitted job with the surrounding blocks."""
     for block in _ambient:
         block.jobs.append(job)

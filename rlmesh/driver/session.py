@@ -36,7 +36,7 @@ from rlmesh.runtime.process import clock
 
 if TYPE_CHECKING:
     from rlmesh.observe.views.live import JobView
-    from rlmesh.rendezvous.server import Head
+    from rlmesh.rendezvous.server import RendezvousServer
     from rlmesh.runtime.handle import MemberHandle
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Session:
     def __init__(
         self, job_name: str, space: Workspace, configs: Sequence[AgentConfig], interrupt: Interrupt, *,
         make_view: Callable[[], JobView], first_answer_s: float, report: Callable[[Path], Path | None],
-        head: Head | None = None, relaunch: Relaunch | None = None, grace_s: float = STOP_GRACE_S,
+        head: RendezvousServer | None = None, relaunch: Relaunch | None = None, grace_s: float = STOP_GRACE_S,
         stop_within_s: float = STOP_WITHIN_S,
     ) -> None:  # fmt: skip
         self.status = JobStatus(job_name, space.job_id, "starting", configs[0].submitted_at, str(space.run_dir))
@@ -102,7 +102,7 @@ class Session:
         self._notice_sent = False
 
     @property
-    def way_in(self) -> tuple[str, bytes]:
+    def address_and_key(self) -> tuple[str, bytes]:
         """Address of the job's master and the job's key."""
         return self._space.master_endpoint, self._space.key
 
@@ -163,7 +163,7 @@ class Session:
         began = time.monotonic()
         while self.status.stage not in ENDED and self._update(master):
             self._logs.poll()
-            self._pass_on(master)  # a request during the snapshot, whose wake-up was consumed
+            self._forward_requests(master)  # a request during the snapshot, whose wake-up was consumed
             # Frequent at first, so that the view shows the start as it happens.
             self._wait(POLL_S if time.monotonic() - began > 2.0 else POLL_S / 4)
         if self.status.stage in ENDED:
@@ -198,7 +198,7 @@ class Session:
         answer = master.options(timeout_s=SILENCE_S, idempotent=True).call("status", self._records)
         answer.add_done_callback(lambda _: self._interrupt.wake())
         while not answer.done():
-            self._pass_on(master)
+            self._forward_requests(master)
             if self._is_cut_short():
                 answer.cancel()
                 self._watch.kill_agents()
@@ -207,7 +207,7 @@ class Session:
         try:
             status: JobStatus = answer.result()
         except CallError as error:
-            self._master_is_away(error)
+            self._await_return(error)
             return True
         self._away_since = None
         self._records = status.records_from + len(status.records)
@@ -223,7 +223,7 @@ class Session:
         else:  # The other nodes print the logs of their own members.
             self._logs.follow(member for member in status.members if member.node_rank == 0)
             self._head.on_status(status)
-            self._tell_of_lost_nodes(master)
+            self._report_lost_nodes(master)
             self._replace_lost_nodes(status)
 
     def _replace_lost_nodes(self, status: JobStatus) -> None:
@@ -241,7 +241,7 @@ class Session:
             self._replaced.append(old)
             self._lost.discard(new.node_rank)
 
-    def _master_is_away(self, error: CallError) -> None:
+    def _await_return(self, error: CallError) -> None:
         """Wait while the master is away: its agent restarts it, and the members go on.
 
         Raises:
@@ -253,24 +253,24 @@ class Session:
             raise _Broken(f"the master has not answered for {now - self._away_since:.0f} s: {error}") from None
         self._wait(POLL_S)
 
-    def _tell_of_lost_nodes(self, master: MemberHandle) -> None:
+    def _report_lost_nodes(self, master: MemberHandle) -> None:
         for node in self._nodes:
             if isinstance(node, RemoteNode) and not node.running() and node.node_rank not in self._lost:
                 self._lost.add(node.node_rank)
                 report = node.wait(0.0)
                 how = f"has ended: {report.why or 'it gave no reason'}"
-                self._tell(master, "agent_ended", node.node_rank, how, report.agent_code is not None)
+                self._notify(master, "agent_ended", node.node_rank, how, report.agent_code is not None)
 
-    def _pass_on(self, master: MemberHandle) -> None:
+    def _forward_requests(self, master: MemberHandle) -> None:
         """Pass stop requests on to the master, once."""
         if self._interrupt.noticed and not self._notice_sent:
             self._notice_sent = True
-            self._tell(master, "notice", self._interrupt.noticed, self._stop_within_s, self._grace_s)
+            self._notify(master, "notice", self._interrupt.noticed, self._stop_within_s, self._grace_s)
         if self._interrupt.count and self._stop_sent_at is None:
             self._stop_sent_at = clock.now()
-            self._tell(master, "stop", self._interrupt.reason, self._grace_s)
+            self._notify(master, "stop", self._interrupt.reason, self._grace_s)
 
-    def _tell(self, master: MemberHandle, what: str, *args: object) -> None:
+    def _notify(self, master: MemberHandle, what: str, *args: object) -> None:
         """Call the master; the call is repeated to the next master if this one dies before it has saved it."""
         master.options(timeout_s=SILENCE_S, idempotent=True).call(what, *args)
 

@@ -126,19 +126,19 @@ class JobHandle:
         """
         return JoinedJob(self, name, timeout_s)
 
-    def way_in(self) -> tuple[str, bytes] | None:
+    def address_and_key(self) -> tuple[str, bytes] | None:
         """Return the address of the job's master and the job's key; None before the job has members.
 
         Raises:
             JobFailed, …: the job has ended.
         """
-        way_in = self._driver.way_in
+        address_and_key = self._driver.address_and_key
         if self.done():  # The driver still knows the address for a moment.
             self._future.result()
             raise UsageError(f"job {self.job_name} has ended, and cannot be joined")
-        return way_in
+        return address_and_key
 
-    def why_ends(self) -> JobEnd | None:
+    def end_reason(self) -> JobEnd | None:
         """Return the reason why the job is ending, or has ended; None as long as it goes on."""
         from rlmesh.runtime.calling.peer_table import JobEnd
 
@@ -159,7 +159,7 @@ class JobHandle:
         blocks."""
         if self._asked:
             return None
-        if self.why_ends() is not None:
+        if self.end_reason() is not None:
             wait([self._future], timeout_s)
         return self._future.exception() if self._future.done() and not self._asked else None
 
@@ -204,10 +204,10 @@ class JoinedJob:
         self._handle, self._name, self._timeout_s = handle, name, timeout_s
         self._joining: Joining | None = None
 
-    def _begin(self, way_in: tuple[str, bytes]) -> Joining:
+    def _begin(self, address_and_key: tuple[str, bytes]) -> Joining:
         from rlmesh.runtime.runtime import Runtime
 
-        address, key = way_in
+        address, key = address_and_key
         self._joining = Runtime.join(address, key=key, name=self._name)
         return self._joining
 
@@ -215,15 +215,15 @@ class JoinedJob:
         """Let the runtime's calls end with the job, and name the reason."""
         handle = self._handle
         known = runtime.job_ends
-        runtime.job_ends = lambda: handle.why_ends() or known()
+        runtime.job_ends = lambda: handle.end_reason() or known()
         ref = weakref.ref(runtime)
 
-        def over() -> None:
-            found, end = ref(), handle.why_ends()
+        def on_end() -> None:
+            found, end = ref(), handle.end_reason()
             if found is not None and end is not None:
                 found.end_calls(end.why)
 
-        handle.when_done(over)
+        handle.when_done(on_end)
         return runtime
 
     def _raise_instead(self, error: BaseException | None, failure: BaseException | None) -> None:
@@ -233,10 +233,10 @@ class JoinedJob:
 
     async def __aenter__(self) -> Runtime:
         async with asyncio.timeout(self._timeout_s):
-            while (way_in := self._handle.way_in()) is None:  # noqa: ASYNC110 (the driver is a plain thread)
+            while (address_and_key := self._handle.address_and_key()) is None:  # noqa: ASYNC110 (the driver is a plain thread)
                 await asyncio.sleep(JOIN_POLL_S)
         try:
-            return self._watch(await self._begin(way_in).__aenter__())
+            return self._watch(await self._begin(address_and_key).__aenter__())
         except PeerLost as error:
             self._raise_instead(error, await asyncio.to_thread(self._handle.failure, END_S))
             raise
@@ -252,12 +252,12 @@ class JoinedJob:
     def __enter__(self) -> Runtime:
         refuse_inside_loop("handle.join()", "async with handle.join()")
         deadline = time.monotonic() + self._timeout_s
-        while (way_in := self._handle.way_in()) is None:
+        while (address_and_key := self._handle.address_and_key()) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"job {self._handle.job_name} had no members after {self._timeout_s:g} s")
             time.sleep(JOIN_POLL_S)
         try:
-            return self._watch(self._begin(way_in).__enter__())
+            return self._watch(self._begin(address_and_key).__enter__())
         except PeerLost as error:
             self._raise_instead(error, self._handle.failure(END_S))
             raise

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["MASK", "is_secret", "know", "mask_text", "mask_texts", "masked", "secrets_in"]
+__all__ = ["MASK", "is_secret", "mask_text", "mask_texts", "masked", "register_secrets", "secrets_in"]
 
 MASK = "***"
 SHORTEST_KNOWN = 6
@@ -97,7 +97,7 @@ def mask_texts(value: Any) -> Any:
     return [mask_texts(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def know(secrets: Iterable[str]) -> None:
+def register_secrets(secrets: Iterable[str]) -> None:
     """Register secrets that are masked in all output of this process, even if their form does not show them."""
     _known.update(secrets)
 

@@ -33,7 +33,7 @@ ASK_S = 5.0
 
 
 class Chaos:
-    """Carries out the planned kills of one job. ``saw`` is called after every event.
+    """Carries out the planned kills of one job. ``handled`` is called after every event.
 
     Args:
         context: the job's context.
@@ -65,9 +65,9 @@ class Chaos:
         for kill in kills:
             self._note({"asked": str(kill)})
         self.left += kills
-        self.saw(ev.Tick(), (), self._clock())
+        self.handled(ev.Tick(), (), self._clock())
 
-    def saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
+    def handled(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
         """Carry out the kills that are due after an event."""
         if self._running_since is None and self._context.stage == "running":
             self._running_since = now

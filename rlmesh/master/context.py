@@ -32,10 +32,10 @@ from rlmesh.runtime.process.clock import epoch
 
 SAMPLES_TRAINED = "samples_trained"
 """The metric that is part of the job's state."""
-KEPT_RECORDS = 100_000
+MOST_RECORDS = 100_000
 """Maximum number of metric records held for status(); ``metrics.jsonl`` has all of them."""
 
-KEPT_ALARMS = 20
+MOST_ALARMS = 20
 
 MemberId = tuple[str, int]
 """Role and rank."""
@@ -150,6 +150,11 @@ class JobContext:
     standstills: tuple[tuple[float, float], ...] = ()
     """Suspensions of the master: when, in the job's time, and for how many seconds."""
 
+    @classmethod
+    def initial(cls, spec: JobSpec, now: float) -> JobContext:
+        """Return the context of a job that starts now."""
+        return cls(spec, now, samples_trained=spec.resume.samples_trained if spec.resume else 0)
+
     def shown(self, at: float) -> float:
         """Convert the job's time, which leaves out suspensions of the master, to seconds since the epoch."""
         return at + sum(seconds for began, seconds in self.standstills if began < at)
@@ -177,13 +182,13 @@ class JobContext:
         if isfinite(count := record.metrics.get(SAMPLES_TRAINED, nan)):
             self.samples_trained = int(count)
         self.records.append(record)
-        if len(self.records) > KEPT_RECORDS:
-            dropped = KEPT_RECORDS // 10
+        if len(self.records) > MOST_RECORDS:
+            dropped = MOST_RECORDS // 10
             del self.records[:dropped]
             self.records_dropped += dropped
 
     def add_alarm(self, alarm: Alarm) -> None:
-        self.alarms = (*self.alarms, alarm)[-KEPT_ALARMS:]
+        self.alarms = (*self.alarms, alarm)[-MOST_ALARMS:]
         self.alarm_count += 1
 
     def new_book(self) -> AddressBook:

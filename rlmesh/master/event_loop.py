@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from rlmesh.master import events as ev
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.state.persistence import Persistence
-from rlmesh.master.state.snapshot import restore, rows_of
-from rlmesh.master.state.store import Stored
+from rlmesh.master.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from rlmesh.job.status import MetricRecord
@@ -42,19 +41,19 @@ class _Posted:
     saved: asyncio.Future[None] | None = None
 
 
-class Pump:
+class EventLoop:
     """Processes events in batches, on one asyncio loop.
 
     Args:
-        manager: a new manager, which decides.
+        manager: decides; works on the snapshot's context and decisions.
         persistence: the job's store.
-        stored: state that a previous master left in the store.
+        snapshot: the job's state, as the previous master left it.
         perform: carries out numbered orders, and calls ``carried_out`` for each.
         clock: seconds since the epoch.
     """
 
     def __init__(
-        self, manager: JobManager, persistence: Persistence, stored: Stored,
+        self, manager: JobManager, persistence: Persistence, snapshot: Snapshot,
         perform: Callable[[Iterable[tuple[int, ev.Action]]], None], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._manager, self._perform, self._clock = manager, perform, clock
@@ -63,9 +62,9 @@ class Pump:
         self._persistence = persistence
         self._writer: MetricsWriter | None = None
         self._unsaved = False
-        self._heard, self._orders, self._masters = restore(manager, stored)
-        self._number = max(self._orders, default=0)
-        self._masters.append((len(self._masters) + 1, os.getpid(), clock()))
+        self._snapshot = snapshot
+        self._number = max(snapshot.orders, default=0)
+        snapshot.masters.append((len(snapshot.masters) + 1, os.getpid(), clock()))
         self._recall_records()
 
     @property
@@ -76,7 +75,7 @@ class Pump:
     @property
     def masters(self) -> int:
         """Number of masters that the job has had, including this one."""
-        return len(self._masters)
+        return len(self._snapshot.masters)
 
     # Incoming events
 
@@ -84,7 +83,7 @@ class Pump:
         """Queue an event."""
         self._queue.put_nowait(_Posted(event))
 
-    async def take(self, event: ev.Event) -> None:
+    async def post_and_save(self, event: ev.Event) -> None:
         """Queue an event and wait until its consequences are saved."""
         saved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Posted(event, saved=saved))
@@ -94,7 +93,7 @@ class Pump:
         """Queue the messages of an outbox, each once; return the number of the last one when all are saved."""
         for number, event in enumerate(news, first):
             self._queue.put_nowait(_Posted(event, sender, number))
-        await self.take(ev.Tick())
+        await self.post_and_save(ev.Tick())
         return first + len(news) - 1
 
     # Processing
@@ -112,11 +111,11 @@ class Pump:
         context.records = records[-own:] if own else []
         context.records_dropped = own - len(context.records)
         for record in context.records:
-            self._heard[record.sender] = max(self._heard.get(record.sender, 0), record.number)
+            self._snapshot.heard[record.sender] = max(self._snapshot.heard.get(record.sender, 0), record.number)
 
     def reissue(self) -> None:
         """Carry out again the orders that a previous master may not have carried out."""
-        self._perform(list(self._orders.items()))
+        self._perform(list(self._snapshot.orders.items()))
 
     async def turn(self, wait_s: float) -> None:
         """Handle the queued events, or a tick if none comes within ``wait_s``."""
@@ -134,7 +133,7 @@ class Pump:
                 for action in self._manager.handle(event, now):
                     self._number += 1
                     orders.append((self._number, action))
-        self._orders.update(orders)
+        self._snapshot.orders.update(orders)
         await self._save()
         self._perform(orders)
         for posted in batch:
@@ -144,9 +143,9 @@ class Pump:
     def _is_new(self, posted: _Posted) -> bool:
         if not posted.number:
             return True
-        if posted.number <= self._heard.get(posted.sender, 0):
+        if posted.number <= self._snapshot.heard.get(posted.sender, 0):
             return False
-        self._heard[posted.sender] = posted.number
+        self._snapshot.heard[posted.sender] = posted.number
         return True
 
     def _numbered(self, posted: _Posted) -> ev.Event:
@@ -166,7 +165,7 @@ class Pump:
 
     async def _save(self) -> None:
         try:
-            rows = rows_of(self._manager, self._heard, self._orders, self._masters)
+            rows = self._snapshot.rows()
         except Exception:  # a value's own __reduce__ may raise anything; the job goes on
             if not self._unsaved:
                 logger.exception("the job's state cannot be saved; the job goes on, but does not outlive its master")
@@ -183,7 +182,7 @@ class Pump:
 
     def carried_out(self, number: int) -> None:
         """Mark an order as carried out; this is saved with the next batch."""
-        self._orders.pop(number, None)
+        self._snapshot.orders.pop(number, None)
 
     async def close(self) -> None:
         """Save the remaining changes and close the files."""

@@ -50,7 +50,7 @@ from rlmesh.runtime.transport.inet import (
     split_host_port,
 )
 
-__all__ = ["Head", "HeadOptions", "NodeAddress"]
+__all__ = ["NodeAddress", "RendezvousOptions", "RendezvousServer"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ LATE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class HeadOptions:
+class RendezvousOptions:
     """Options of the rendezvous.
 
     Attributes:
@@ -108,7 +108,7 @@ class NodeAddress:
 class _Service:
     """The RPC service ``@rendezvous``; its methods run on the server's loop."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: RendezvousServer) -> None:
         self._head = head
 
     @rpc
@@ -147,14 +147,14 @@ class _Service:
         self._head.node_left(token)
 
 
-class Head:
+class RendezvousServer:
     """The rendezvous server. Use it in a ``with`` block, from the thread that runs the script.
 
     Raises:
         LaunchError: it cannot listen at its endpoint.
     """
 
-    def __init__(self, options: HeadOptions, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, options: RendezvousOptions, clock: Callable[[], float] | None = None) -> None:
         self.options, self._clock = options, clock or (lambda: clocks.now())
         self.on_signal: Callable[[int, str], None] | None = None
         """Called when a node's ``launch`` got a signal, with its number and a text that names the node."""
@@ -167,13 +167,13 @@ class Head:
             last_call_s=options.last_call_s,
         )  # fmt: skip
         self._remote: dict[int, RemoteNode] = {}
-        self._held: dict[str, list[RemoteNode]] = {}
+        self._waiting_start: dict[str, list[RemoteNode]] = {}
         self._followed: dict[int, tuple[tuple[str, str], ...]] = {}
         self._checked = False
         self._probed: dict[int, tuple[PairResult, ...]] = {}
         self._over: Over | None = None
-        self._heard: set[str] = set()
-        self._turned_away: set[str] = set()
+        self._know_end: set[str] = set()
+        self._rejected_late: set[str] = set()
         bound = listening_address(options.host)
         address = f"tcp://{join_host_port(bound, options.port or '*')}"
         try:
@@ -183,7 +183,7 @@ class Head:
                 f"the head cannot listen at {join_host_port(options.host, options.port)}: {error}. Another job may "
                 "be using the port: name another one in --rdzv-endpoint (port 0 lets the system choose one)"
             ) from None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         assert self._runtime.endpoint is not None
         self.bound_host, self.port = split_host_port(self._runtime.endpoint.removeprefix("tcp://"))
         self._runtime.serve(RENDEZVOUS, _Service(self), inline=True)
@@ -199,7 +199,7 @@ class Head:
         """The value of ``--rdzv-endpoint`` for the other nodes."""
         return join_host_port(self.options.host, self.port)
 
-    def __enter__(self) -> Head:
+    def __enter__(self) -> RendezvousServer:
         return self
 
     def __exit__(
@@ -217,9 +217,9 @@ class Head:
             late = 0 if self._roster.closed else self.options.most - len(self._roster)
         self._wake()
         began = self._clock()
-        while self._clock() < began + OVER_WAIT_S and not waiting <= self._heard:
+        while self._clock() < began + OVER_WAIT_S and not waiting <= self._know_end:
             time.sleep(0.01)
-        while self._clock() < began + LATE_S and len(self._turned_away) < late:
+        while self._clock() < began + LATE_S and len(self._rejected_late) < late:
             time.sleep(0.01)
         self._runtime.close()
 
@@ -315,16 +315,16 @@ class Head:
                 raise LaunchError(f"node {name} joined, but is gone now: start it again")
             node = RemoteNode(self.order, entry, config)
             self._remote[config.node_rank] = node
-            self._held.setdefault(config.job_id, []).append(node)
+            self._waiting_start.setdefault(config.job_id, []).append(node)
         return node
 
     def on_status(self, status: JobStatus) -> None:
         """Handle a snapshot of the running job: start nodes once the master listens, and order the logs that they
         print."""
-        self._look_for_gone()
+        self._end_gone_nodes()
         public = status.extra.get(MASTER_PUBLIC, "")
         with self._lock:
-            for node in self._held.pop(status.job_id, []) if public else []:
+            for node in self._waiting_start.pop(status.job_id, []) if public else []:
                 self.order(node.node_rank, Start(status.job_id, replace(node.config, master_endpoint=public)))
             for rank, node in self._remote.items():
                 own = [m for m in status.members if m.node_rank == rank and not m.fused_with]
@@ -344,7 +344,7 @@ class Head:
                 config = replace(node.config, host=entry.hello.host, group=entry.hello.group)
                 new = self._remote[entry.node_rank] = RemoteNode(self.order, entry, config)
                 self._followed.pop(entry.node_rank, None)
-                self._held.setdefault(job_id, []).append(new)
+                self._waiting_start.setdefault(job_id, []).append(new)
                 found.append(new)
         return found
 
@@ -356,7 +356,7 @@ class Head:
                     entry.orders.append(order)
         self._wake()
 
-    def _look_for_gone(self) -> None:
+    def _end_gone_nodes(self) -> None:
         now = self._clock()
         with self._lock:
             for entry in self._roster.nodes():
@@ -370,7 +370,7 @@ class Head:
     def join(self, hello: NodeHello) -> Joined:
         with self._lock:
             if self._over is not None:
-                self._turned_away.add(hello.token)
+                self._rejected_late.add(hello.token)
                 raise LaunchError(f"the job is over: {self._over.why or f'exit code {self._over.code}'}")
             entry = self._roster.join(hello, self._clock())
             return Joined(entry.node_rank, self._roster.most)
@@ -379,21 +379,21 @@ class Head:
         try:
             async with asyncio.timeout(ORDERS_WAIT_S):
                 while not (found := self._orders(token, seen)):
-                    await self._news.wait()
+                    await self._changed.wait()
         except TimeoutError:
             return ()
         except asyncio.CancelledError:
             # The connection was closed: the node returns at once, or its process has ended.
-            asyncio.get_running_loop().call_later(RETURN_S, self._not_back, token, self._clock())
+            asyncio.get_running_loop().call_later(RETURN_S, self._check_returned, token, self._clock())
             raise
         return found
 
-    def _not_back(self, token: str, lost_at: float) -> None:
+    def _check_returned(self, token: str, lost_at: float) -> None:
         with self._lock:
             entry = self._roster.find(token)
             if entry is None or entry.seen_at > lost_at:
                 return
-            self._heard.add(token)  # the node is gone and cannot receive the end
+            self._know_end.add(token)  # the node is gone and cannot receive the end
             if self._over is not None:
                 return
             node = self._remote.get(entry.node_rank)
@@ -409,7 +409,7 @@ class Head:
             entry.seen_at = self._clock()
             orders = tuple(entry.orders[seen:])
             if not orders and self._over is not None:
-                self._heard.add(token)
+                self._know_end.add(token)
                 return (self._over,)
             return orders
 
@@ -434,7 +434,7 @@ class Head:
 
     def node_left(self, token: str) -> None:
         with self._lock:
-            self._heard.add(token)
+            self._know_end.add(token)
             entry = self._roster.find(token)
             node = self._remote.get(entry.node_rank) if entry is not None else None
             self._roster.leave(token, self._clock())
@@ -443,8 +443,8 @@ class Head:
 
     def _wake(self) -> None:
         def wake() -> None:
-            self._news.set()
-            self._news = asyncio.Event()
+            self._changed.set()
+            self._changed = asyncio.Event()
 
         self._runtime.call_soon(wake)
 

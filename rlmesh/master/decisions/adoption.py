@@ -15,7 +15,7 @@ from rlmesh.master.context import JobContext, Member
 from rlmesh.master.decisions.stop_together import StopTogether
 
 
-def say_again(context: JobContext, together: StopTogether) -> Iterator[ev.Action]:
+def repeated_orders(context: JobContext, stop: StopTogether) -> Iterator[ev.Action]:
     """Yield the orders that members may have missed: addresses, deaths, stops, teardowns and starts of ``run()``."""
     if not context.members:
         return
@@ -24,20 +24,20 @@ def say_again(context: JobContext, together: StopTogether) -> Iterator[ev.Action
         if member.exit is not None and context.stage in ("starting", "running"):
             yield ev.AnnounceLoss(member.exit)
         elif not member.gone and member.endpoint:
-            yield from _told(context, member, together)
-    yield from together.say_again()
+            yield from _member_orders(context, member, stop)
+    yield from stop.repeated_orders()
 
 
-def _told(context: JobContext, member: Member, together: StopTogether) -> Iterator[ev.Action]:
+def _member_orders(context: JobContext, member: Member, stop: StopTogether) -> Iterator[ev.Action]:
     if member.state == "stopping" and (member.ended_by_us or member.in_run):
         yield ev.AskToStop((member.id,), context.note or "the job ends", ends=member.ended_by_us)
     if member.state == "stopping" and not member.ended_by_us:
-        yield ev.Teardown(member.id, together.last_word())
+        yield ev.Teardown(member.id, stop.final_request())
     elif context.stage == "running" and member.state == "ready" and member.has_run is None:
         yield ev.BeginRun(member.id)
 
 
-def unseen(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[MemberProcess, ...]:
+def unreported(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[MemberProcess, ...]:
     """Return members that should run on a node, that its agent did not list, and whose exit has not been reported.
 
     A member whose start was ordered but never confirmed is left out: the order is repeated instead.

@@ -8,15 +8,13 @@ from rlmesh.job.status import ExitInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.decisions.job_state import JobState
-from rlmesh.master.decisions.stop_together import StopTogether
 
 
 class Ending:
     """The last stage of one job."""
 
-    def __init__(self, state: JobState, together: StopTogether) -> None:
+    def __init__(self, state: JobState) -> None:
         self._state = state
-        self._together = together
 
     def drivers(self) -> list[Member]:
         """Return the members whose ``run()`` the job waits for."""
@@ -49,7 +47,7 @@ class Ending:
         for node_rank, ids in of_node.items():
             self._state.do(ev.StopMembers(node_rank, tuple(ids), grace_s))
         self._state.context.stop_grace_s = grace_s
-        self._state.deadlines.exits_at = now + grace_s + self._state.limits.exit_s
+        self._state.saved.deadlines.exits_at = now + grace_s + self._state.limits.exit_s
 
     def teardown(self, members: Sequence[Member], now: float) -> None:
         """Let members finish their current call, run ``teardown()`` and end by themselves, together with the members
@@ -57,15 +55,17 @@ class Ending:
         members = list({other.id: other for m in members for other in self._state.context.sharing_process(m)}.values())
         if busy := tuple(member.id for member in members if member.state == "running"):
             self._state.do(ev.AskToStop(busy, "the roles that drive the job are done"))
-            self._state.deadlines.runs_at = now + self._state.spec.grace_s
+            self._state.saved.deadlines.runs_at = now + self._state.spec.grace_s
         for member in members:
             member.enter("stopping", now)
             member.asked_to_end = True
-            self._state.do(ev.Teardown(member.id, self._together.last_word()))
+            self._state.do(ev.Teardown(member.id, self._state.saved.stop.final_request()))
         # Saving after a stop may take until the stop's own deadline, which can be later than an ordinary teardown's.
-        self._state.deadlines.teardown_at = max(now + self._state.limits.teardown_s, self._together.ends_at or 0.0)
+        self._state.saved.deadlines.teardown_at = max(
+            now + self._state.limits.teardown_s, self._state.saved.stop.ends_at or 0.0
+        )
 
-    def unheard(self, member: Member, why: str, now: float) -> None:
+    def teardown_failed(self, member: Member, why: str, now: float) -> None:
         """End the process of a member that cannot run ``teardown()``."""
         if member.state == "stopping" and not member.ended_by_us:
             self._end_late(self._state.context.sharing_process(member), f"it cannot run teardown() ({why})", now)
@@ -81,13 +81,13 @@ class Ending:
         if not living:
             if failing and context.ends_as == "succeeded":
                 context.ends_as = "failed"
-            context.stopped_at = self._together.last_step
+            context.stopped_at = self._state.saved.stop.last_step
             early = context.ends_as == "succeeded" and context.stopped_at is not None
             context.stage = "stopped" if early else context.ends_as
 
-    def look_at_deadlines(self, now: float) -> None:
+    def check_deadlines(self, now: float) -> None:
         """End members that are late, and count members as ended whose exit was never reported."""
-        deadlines, limits, living = self._state.deadlines, self._state.limits, self._state.living()
+        deadlines, limits, living = self._state.saved.deadlines, self._state.limits, self._state.living()
         if deadlines.take("runs_at", now):
             self._end_late([member for member in living if member.in_run], "run() did not stop", now)
         if deadlines.take("teardown_at", now):

@@ -11,9 +11,7 @@ If the node belongs to a group, the other nodes of the group are left too, and u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 from rlmesh.job.status import NODE_LOST, ExitInfo, FailureInfo
 from rlmesh.master import events as ev
@@ -21,7 +19,7 @@ from rlmesh.master.context import Member, MemberId
 from rlmesh.master.decisions.failover import Exhausted, FailoverCoordinator, Restart
 from rlmesh.master.decisions.job_state import JobState
 from rlmesh.master.decisions.recovery import Recoveries
-from rlmesh.master.decisions.replacement import Moves
+from rlmesh.master.decisions.replacement import ReplacementPlanner
 from rlmesh.placement.node_groups import node_groups
 
 __all__ = ["NodeLosses"]
@@ -30,14 +28,11 @@ __all__ = ["NodeLosses"]
 class NodeLosses:
     """The lost nodes of one job. Methods that return a failure return the one with which the job ends, or None."""
 
-    KEPT: ClassVar[Mapping[str, object]] = {"_short": FailureInfo | None, "_wait_until": float}
-
     def __init__(
-        self, state: JobState, failover: FailoverCoordinator, moves: Moves, recoveries: Recoveries
-    ) -> None:  # fmt: skip
-        self._state, self._failover, self._moves, self._recoveries = state, failover, moves, recoveries
-        self._short: FailureInfo | None = None
-        self._wait_until = 0.0
+        self, state: JobState, failover: FailoverCoordinator, placements: ReplacementPlanner, recoveries: Recoveries
+    ) -> None:
+        self._state, self._saved = state, state.saved
+        self._failover, self._placements, self._recoveries = failover, placements, recoveries
 
     def lost(self, node_rank: int, how: str, now: float) -> FailureInfo | None:
         """Handle the loss of a node, on which nothing of the job runs any more."""
@@ -70,14 +65,14 @@ class NodeLosses:
         context = self._state.context
         context.lost_nodes.pop(node_rank, None)
         context.set_aside = {mate: cause for mate, cause in context.set_aside.items() if cause != node_rank}
-        homeless = self._recoveries.homeless()
-        if homeless and not isinstance(places := self._moves.places(homeless, now), FailureInfo):
-            self._recoveries.house(places)
+        unplaced = self._recoveries.unplaced()
+        if unplaced and not isinstance(places := self._placements.places(unplaced, now), FailureInfo):
+            self._recoveries.place(places)
 
-    def look(self, now: float) -> FailureInfo | None:
+    def overdue(self, now: float) -> FailureInfo | None:
         """Return the failure of members that have waited for room for too long; None if there is none."""
-        if self._recoveries.homeless() and self._short is not None and now >= self._wait_until:
-            return self._short
+        if self._recoveries.unplaced() and self._saved.no_room is not None and now >= self._saved.room_until:
+            return self._saved.no_room
         return None
 
     def _set_aside(self, node_rank: int) -> list[Member]:
@@ -105,13 +100,13 @@ class NodeLosses:
                 return FailureInfo(f"{what}. {policy}", at=now, kind=NODE_LOST)
             restarts.append(decision)
         wanted = {member for restart in restarts for member in restart.members}
-        places = self._moves.places(wanted, now)
+        places = self._placements.places(wanted, now)
         if isinstance(places, FailureInfo):
             message = f"{what}. {places.message}\n{self._advice()}"
-            self._short = replace(places, message=message, role=None, rank=None, kind=NODE_LOST)
-            self._wait_until = now + self._state.limits.node_wait_s
+            self._saved.no_room = replace(places, message=message, role=None, rank=None, kind=NODE_LOST)
+            self._saved.room_until = now + self._state.limits.node_wait_s
             if self._state.limits.node_wait_s <= 0:
-                return self._short
+                return self._saved.no_room
         for restart in restarts:
             self._recoveries.begin(restart, None if isinstance(places, FailureInfo) else places, now)
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import ClassVar
 
 from rlmesh.errors import PlacementError
 from rlmesh.job.status import FailureInfo
@@ -13,7 +12,7 @@ from rlmesh.master.decisions.job_state import JobState
 from rlmesh.master.decisions.scheduler import Scheduler
 from rlmesh.placement.planner import Placement
 
-__all__ = ["NODE_FAILURES", "NODE_WINDOW_S", "Moves"]
+__all__ = ["NODE_FAILURES", "NODE_WINDOW_S", "ReplacementPlanner"]
 
 NODE_FAILURES = 3
 """Number of failures that began on a node within the window, from which the node is avoided while there is room
@@ -21,15 +20,12 @@ elsewhere."""
 NODE_WINDOW_S = 3600.0
 
 
-class Moves:
+class ReplacementPlanner:
     """Bad devices and nodes of one job, and placements without them. Members stay where they are until a restart."""
-
-    KEPT: ClassVar[Mapping[str, object]] = {"bad_devices": set[str]}
 
     def __init__(self, state: JobState, scheduler: Scheduler) -> None:
         self._state = state
         self._scheduler = scheduler
-        self.bad_devices: set[str] = set()
 
     @property
     def bad_nodes(self) -> set[int]:
@@ -47,7 +43,7 @@ class Moves:
 
     def is_bad(self, placement: Placement) -> bool:
         """True if a member must leave its placement."""
-        on_bad = any(share.device.uuid in self.bad_devices for share in placement.devices)
+        on_bad = any(share.device.uuid in self._state.saved.bad_devices for share in placement.devices)
         return on_bad or placement.node_rank in self.bad_nodes
 
     def places(self, members: Collection[MemberId], now: float) -> Mapping[MemberId, Placement] | FailureInfo:
@@ -75,12 +71,12 @@ class Moves:
         self, nodes: Collection[int], members: Collection[MemberId]
     ) -> Mapping[MemberId, Placement] | PlacementError:
         context, wanted = self._state.context, set(members)
-        kept = [m.placement for m in context.members.values() if m.id not in wanted and not self.is_bad(m.placement)]
+        pinned = [m.placement for m in context.members.values() if m.id not in wanted and not self.is_bad(m.placement)]
         spares = max(0, self._state.spec.demand.spare_nodes - len(nodes))
         try:
             new = self._scheduler.plan(
-                context.nodes.values(), kept=kept, excluded_nodes=nodes, excluded_devices=self.bad_devices,
-                spare_nodes=spares,
+                context.nodes.values(), kept=pinned, excluded_nodes=nodes,
+                excluded_devices=self._state.saved.bad_devices, spare_nodes=spares,
             )  # fmt: skip
         except PlacementError as error:
             return error

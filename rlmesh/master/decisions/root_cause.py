@@ -16,10 +16,9 @@ explains nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import ClassVar, Protocol
 
 from rlmesh.job.status import ExitInfo, FailureInfo, RestartRecord
 from rlmesh.master.monitoring.graph import CallGraph
@@ -62,59 +61,40 @@ class RankedFailure:
         return self.info.role == role and self.info.rank == rank
 
 
-class HasGraph(Protocol):
-    """Interface of a job's context: the graph of calls."""
-
-    graph: CallGraph
-
-
+@dataclass(slots=True)
 class Failures:
     """The failures of one job that are not handled yet.
 
-    Args:
-        settle_s: seconds to wait for a better explanation.
-        job: owner of the graph of observed calls.
+    Attributes:
+        found: the failures, in the order of their reports.
+        settle_at: when to stop waiting for a better explanation; None without failures.
     """
 
-    KEPT: ClassVar[Mapping[str, object]] = {"_found": list[RankedFailure], "_settle_at": float | None}
-
-    def __init__(self, settle_s: float, job: HasGraph) -> None:
-        self._settle_s, self._job = settle_s, job
-        self._found: list[RankedFailure] = []
-        self._settle_at: float | None = None
+    found: list[RankedFailure] = field(default_factory=list)
+    settle_at: float | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self.found)
 
-    def __iter__(self) -> Iterator[RankedFailure]:
-        return iter(list(self._found))
-
-    def add(
-        self, weight: Weight, info: FailureInfo, now: float, blames: tuple[str, ...] = (), *, lost: bool = False
-    ) -> None:
-        self._found.append(RankedFailure(weight, info, blames, lost))
-        if self._settle_at is None:
-            self._settle_at = now + self._settle_s
+    def add(self, failure: RankedFailure, settle_at: float) -> None:
+        self.found.append(failure)
+        if self.settle_at is None:
+            self.settle_at = settle_at
 
     def note_exit(self, role: str, rank: int, exit: ExitInfo) -> None:
         """Add the process exit to the failures of a member."""
-        self._found = [f.with_exit(exit) if f.of(role, rank) else f for f in self._found]
+        self.found = [f.with_exit(exit) if f.of(role, rank) else f for f in self.found]
 
     def drop(self, members: Collection[tuple[str, int]]) -> None:
         """Drop the failures of members that are restarted."""
-        self._found = [f for f in self._found if (f.info.role, f.info.rank) not in members]
-        if not self._found:
-            self._settle_at = None
+        self.found = [f for f in self.found if (f.info.role, f.info.rank) not in members]
+        if not self.found:
+            self.settle_at = None
 
-    def settled(self, now: float) -> bool:
+    def settled(self, now: float, graph: CallGraph) -> bool:
         """True if no better explanation is expected."""
-        late = self._settle_at is not None and now >= self._settle_at
-        return bool(self._found) and (late or is_settled(self._found, self._job.graph))
-
-    def causes(self, restarts: Sequence[RestartRecord] = ()) -> list[FailureInfo]:
-        """Return the failures, first cause first. ``restarts``: the job's restarts so far, one of which may be the
-        cause."""
-        return first_causes(self._found, self._job.graph, restarts)
+        late = self.settle_at is not None and now >= self.settle_at
+        return bool(self.found) and (late or is_settled(self.found, graph))
 
 
 def first_causes(

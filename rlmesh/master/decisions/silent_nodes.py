@@ -14,7 +14,7 @@ from collections.abc import Iterable
 MARGIN_S = 5.0
 """Seconds between the end of a node's lease and the restart of its members elsewhere: longer than agent and guardian
 need to end them."""
-STILL_S = 2.0
+SUSPENDED_S = 2.0
 """Seconds between two checks from which the master counts as suspended."""
 
 
@@ -30,7 +30,7 @@ class NodeLeases:
     def __init__(self, nodes: Iterable[int], now: float, lease_s: float) -> None:
         self._renewed_at = dict.fromkeys(nodes, now)
         self._give_up_s = lease_s + MARGIN_S
-        self._looked_at = now
+        self._checked_at = now
 
     def renew(self, node: int, now: float) -> None:
         """Record that a lease is granted at ``now`` or before."""
@@ -38,8 +38,8 @@ class NodeLeases:
 
     def silent(self, now: float) -> dict[int, float]:
         """Return the nodes on which nothing can run any more, with the seconds of their silence. Call it often."""
-        away_s, self._looked_at = now - self._looked_at, now
-        if away_s > STILL_S:
+        away_s, self._checked_at = now - self._checked_at, now
+        if away_s > SUSPENDED_S:
             self._renewed_at = {node: min(now, at + away_s) for node, at in self._renewed_at.items()}
         return {node: now - at for node, at in self._renewed_at.items() if now - at >= self._give_up_s}
 

@@ -43,9 +43,9 @@ class AgentWatch:
     def expect(self, nodes: Iterable[NodeInfo]) -> None:
         """Watch nodes that a previous master knew: each must return, or is lost."""
         for node in nodes:
-            self.found(node)
+            self.registered(node)
 
-    def found(self, node: NodeInfo) -> None:
+    def registered(self, node: NodeInfo) -> None:
         """Watch an agent that registered; its lease begins."""
         self._given_up.discard(node.node_rank)
         self.renew(node.node_rank)
@@ -65,7 +65,7 @@ class AgentWatch:
         self._fds[node.node_rank], self._pids[node.node_rank] = fd, node.agent_pid
         asyncio.get_running_loop().add_reader(fd, self._ended, node)
 
-    def gave_up(self, node_rank: int) -> bool:
+    def is_given_up(self, node_rank: int) -> bool:
         """True if a node was given up here, even if the job manager does not know it yet."""
         return node_rank in self._given_up
 
@@ -74,7 +74,7 @@ class AgentWatch:
         if self._leased:
             self._leases.renew(node_rank, self._clock())
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Give up the nodes whose leases are long over."""
         for node_rank, silent_s in self._leases.silent(self._clock()).items():
             self._leases.forget(node_rank)
@@ -107,11 +107,11 @@ class AgentWatch:
         """Report the node as lost once its members have ended, which may be a moment after their agent."""
         self._leases.forget(node.node_rank)
         self._given_up.add(node.node_rank)
-        task = asyncio.get_running_loop().create_task(self._tell_when_empty(node.node_rank, how))
+        task = asyncio.get_running_loop().create_task(self._report_when_empty(node.node_rank, how))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell_when_empty(self, node_rank: int, how: str) -> None:
+    async def _report_when_empty(self, node_rank: int, how: str) -> None:
         processes = filter(None, map(ownership.read_process, filter(None, self._members_of(node_rank))))
         mark = f"{self._job_id}/{node_rank}"
         running = [p for p in processes if p.running and ownership.read_mark(p.pid, ownership.NODE_MARK) == mark]

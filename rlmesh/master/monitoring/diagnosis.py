@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from rlmesh.job.status import FailureInfo, MemberProgress, MemberStack
 
@@ -31,7 +30,7 @@ COLLECTIVES = re.compile(r"torch/distributed/|/deepspeed/comm/|/mpi4py/")
 
 
 @dataclass(slots=True)
-class _Seen:
+class LastAnswer:
     """The last answer of a member.
 
     Attributes:
@@ -66,6 +65,23 @@ class Hang:
 
     causes: tuple[Quiet, ...]
     others: tuple[Quiet, ...] = ()
+
+
+@dataclass(slots=True)
+class HealthState:
+    """The persisted state of hang detection.
+
+    Attributes:
+        answers: last answer of each serving member.
+        asked_at: when members were last asked.
+        hang: the hang whose stacks are being taken, if any.
+        stacks_by: when to stop waiting for the stacks.
+    """
+
+    answers: dict[Key, LastAnswer] = field(default_factory=dict)
+    asked_at: float = 0.0
+    hang: Hang | None = None
+    stacks_by: float = 0.0
 
 
 def quiet_for(progress: MemberProgress, since_s: float) -> tuple[float, str]:
@@ -136,11 +152,8 @@ def circle_text(causes: Collection[Quiet]) -> str:
 class DiagnosisManager:
     """Watches the progress of one job's members. ``limit_s``: maximum seconds without progress."""
 
-    KEPT: ClassVar[Mapping[str, object]] = {"_seen": dict[Key, _Seen], "_asked_at": float}
-
     limit_s: float
-    _seen: dict[Key, _Seen] = field(default_factory=dict)
-    _asked_at: float = 0.0
+    state: HealthState = field(default_factory=HealthState)
 
     @property
     def poll_s(self) -> float:
@@ -148,34 +161,34 @@ class DiagnosisManager:
 
     def due(self, now: float) -> bool:
         """True if members are to be asked again, once per interval."""
-        if now - self._asked_at < self.poll_s:
+        if now - self.state.asked_at < self.poll_s:
             return False
-        self._asked_at = now
+        self.state.asked_at = now
         return True
 
-    def saw(self, key: Key, progress: MemberProgress, now: float) -> None:
-        self._seen[key] = _Seen(now, progress)
+    def answered(self, key: Key, progress: MemberProgress, now: float) -> None:
+        self.state.answers[key] = LastAnswer(now, progress)
 
     def missed(self, key: Key, now: float, looks: str = "") -> None:
         """Record that a member did not answer in time; ``looks``: what its agent sees of it from outside."""
-        seen = self._seen.setdefault(key, _Seen(now, MemberProgress(), now))
-        seen.looks = looks
-        if seen.silent_since is None:
-            seen.silent_since = now
+        answer = self.state.answers.setdefault(key, LastAnswer(now, MemberProgress(), now))
+        answer.looks = looks
+        if answer.silent_since is None:
+            answer.silent_since = now
 
-    def look(self, living: Collection[Key], coming: Collection[str], now: float) -> Hang | None:
+    def find_hang(self, living: Collection[Key], coming: Collection[str], now: float) -> Hang | None:
         """Return the hang among the serving members, if any; ``coming``: names of members that are being started."""
-        self._seen = {key: seen for key, seen in self._seen.items() if key in living}
+        self.state.answers = {key: answer for key, answer in self.state.answers.items() if key in living}
         quiet: list[Quiet] = []
         moving: list[Quiet] = []
-        for key, seen in self._seen.items():
-            for_s, doing = quiet_for(seen.progress, now - seen.at)
-            if not doing and seen.silent_since is not None:  # a new activity keeps the member from answering
-                for_s, doing = now - seen.silent_since, self._silent(key)
-                doing += f" ({seen.looks})" if seen.looks else ""
+        for key, answer in self.state.answers.items():
+            for_s, doing = quiet_for(answer.progress, now - answer.at)
+            if not doing and answer.silent_since is not None:  # a new activity keeps the member from answering
+                for_s, doing = now - answer.silent_since, self._silent(key)
+                doing += f" ({answer.looks})" if answer.looks else ""
             if doing:
-                waits = tuple(name for name in seen.progress.waits if not name.startswith("@"))
-                found = Quiet(key, for_s, doing, waits, seen.silent_since is not None)
+                waits = tuple(name for name in answer.progress.waits if not name.startswith("@"))
+                found = Quiet(key, for_s, doing, waits, answer.silent_since is not None)
                 (quiet if for_s >= self.limit_s else moving).append(found)
         hang = causes_of(quiet, {*coming, *(member.name for member in moving)})
         if hang is None:
@@ -186,13 +199,15 @@ class DiagnosisManager:
     def _silent(self, key: Key) -> str:
         """Return the activity of a silent member, as far as its callers tell."""
         name = f"{key[0]}:{key[1]}"
-        callers = [f"{role}:{rank}" for (role, rank, _), seen in self._seen.items() if name in seen.progress.waits]
+        callers = [
+            f"{role}:{rank}" for (role, rank, _), answer in self.state.answers.items() if name in answer.progress.waits
+        ]
         what = f"in a call for {', '.join(callers)}" if callers else "in something"
         return f"{what} that keeps it from answering"
 
     def forget(self) -> None:
         """Drop all answers, because the hang was handled."""
-        self._seen.clear()
+        self.state.answers.clear()
 
 
 def narrowed(hang: Hang, stacks: Mapping[Key, MemberStack]) -> Hang:

@@ -42,8 +42,9 @@ ENDED = ("succeeded", "failed", "stopped")
 
 
 class IncidentKeeper:
-    """Writes the incidents of one job. ``look`` is called after every event. Times are seconds since the epoch without
-    jumps.
+    """Writes the incidents of one job. ``update`` is called after every event.
+
+    Times are seconds since the epoch, without jumps.
 
     Args:
         log: log of the job's events.
@@ -75,7 +76,7 @@ class IncidentKeeper:
         if self._open is not None and not exit.ok:
             self._add_exit(self._open, exit)
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Open, update or close the incident, following the job's state."""
         context = self._context
         failing = bool(context.failures) and not self._failed_before

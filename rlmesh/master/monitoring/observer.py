@@ -45,7 +45,7 @@ METHODS_S = 2.0
 """Seconds that a scrape waits for a node."""
 METRICS_ADDRESS = "metrics.address"
 """File in the run directory with the address of the metrics, since the system may have chosen the port."""
-_UNTOLD = (ev.Tick, ev.Reported, ev.PublishBook)
+_NOT_LOGGED = (ev.Tick, ev.Reported, ev.PublishBook)
 """Events and actions that are too frequent for the log, and recorded elsewhere."""
 
 
@@ -72,7 +72,7 @@ class Observer:
         self._server: ScrapeServer | None = None
         self.rejections = RejectionSums()
         self._own_rejections = RejectionReporter(runtime, partial(self.rejections.take, "master"))
-        manager.watcher = self.saw
+        manager.watcher = self.handled
 
     def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
         """Record the calls that a member made."""
@@ -116,18 +116,18 @@ class Observer:
         """Carry out a kill at a call that a member has reached."""
         await self._chaos.reached(kill)
 
-    def saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
+    def handled(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
         """Record a handled event. Never raises: a fault here must not affect the job."""
         try:
-            self._saw(event, actions, now)
+            self._handle(event, actions, now)
         except Exception:
             logger.exception("a job's event could not be noted")
 
-    def _saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
+    def _handle(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
         context = self._manager.context
         shown_at = context.shown(now)
         for item in (event, *actions):
-            if not isinstance(item, _UNTOLD):
+            if not isinstance(item, _NOT_LOGGED):
                 self._log.add(entry_of(item, shown_at))
         if context.stage != self._stage:
             self._log.add({"at": round(shown_at, 6), "event": "Stage", "before": self._stage, "now": context.stage})
@@ -137,8 +137,8 @@ class Observer:
             self._runtime.peer(CONTROL, event.endpoint, incarnation=event.incarnation).notify("note_calls")
         if isinstance(event, ev.MemberExited):
             self._incidents.exited(event.exit, shown_at)
-        self._incidents.look(shown_at)
-        self._chaos.saw(event, actions, now)
+        self._incidents.update(shown_at)
+        self._chaos.handled(event, actions, now)
 
     async def open(self) -> None:
         """Serve metrics if the job asks for it. If the address cannot be used, a warning is logged and the job goes

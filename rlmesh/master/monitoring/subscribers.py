@@ -28,7 +28,7 @@ def why_ends(context: JobContext) -> str:
     return f"job {name} has ended: the roles that drive it are done"
 
 
-class Followers:
+class Subscribers:
     """Answers the requests of one job's subscribers."""
 
     def __init__(self, spec: JobSpec) -> None:

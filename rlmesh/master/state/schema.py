@@ -1,8 +1,7 @@
 """JSON encoding and decoding of the job's state, by the types of its records. Nothing decoded is code.
 
-The schema of a record is its class: the annotations of a dataclass, or of ``KEPT`` where an object stores only a part
-of its attributes. Encoding follows the annotations; decoding checks each value against them, and rejects unknown or
-missing fields, values of another type, and names outside of a ``Literal``.
+The schema of a record is its class, a dataclass. Encoding follows the annotations; decoding checks each value against
+them, and rejects unknown or missing fields, values of another type, and names outside of a ``Literal``.
 
 ======================================  ============================================
 annotation                              JSON
@@ -30,10 +29,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-__all__ = ["KEPT", "SchemaError", "decode", "encode", "restore_part", "state_of"]
+__all__ = ["SchemaError", "decode", "encode", "from_plain", "to_plain"]
 
-KEPT = "KEPT"
-"""Class attribute of an object whose state is kept in part: names of attributes, and what they are."""
 TAG = "is"
 
 Encode = Callable[[Any], Any]
@@ -46,7 +43,12 @@ class SchemaError(ValueError):
 
 def encode(value: object, kind: object) -> str:
     """Return ``value``, which is a ``kind``, as JSON in ASCII."""
-    return json.dumps(_codec(kind)[0](value), separators=(",", ":"))
+    return json.dumps(to_plain(value, kind), separators=(",", ":"))
+
+
+def to_plain(value: object, kind: object) -> Any:
+    """Return ``value``, which is a ``kind``, as dicts, lists, texts, numbers and None."""
+    return _codec(kind)[0](value)
 
 
 def decode(text: object, kind: object) -> Any:
@@ -58,34 +60,25 @@ def decode(text: object, kind: object) -> Any:
     if not isinstance(text, str):
         raise SchemaError(f"a record of {_name(kind)} is no text but {type(text).__name__}")
     try:
-        return _codec(kind)[1](json.loads(text))
+        return from_plain(json.loads(text), kind)
     except SchemaError:
         raise
-    except (ValueError, TypeError, RecursionError) as error:  # no JSON, or a class that refuses its own fields
+    except (ValueError, RecursionError) as error:
         raise SchemaError(f"a record of {_name(kind)} cannot be read: {error}") from error
 
 
-def state_of(part: object) -> dict[str, Any]:
-    """What an object with ``KEPT`` keeps, as plain values; such objects may hold each other."""
-    return {
-        name: state_of(getattr(part, name)) if hasattr(kind, KEPT) else _codec(kind)[0](getattr(part, name))
-        for name, kind in getattr(part, KEPT).items()
-    }
-
-
-def restore_part(part: object, state: object) -> None:
-    """Give an object back what `state_of` gave.
+def from_plain(value: object, kind: object) -> Any:
+    """Return the value that ``to_plain`` turned into ``value``.
 
     Raises:
-        SchemaError: it is something else.
+        SchemaError: the value does not match the schema.
     """
-    kept: Mapping[str, Any] = getattr(part, KEPT)
-    values = _fields_of(state, kept, type(part).__name__)
-    for name, kind in kept.items():
-        if hasattr(kind, KEPT):
-            restore_part(getattr(part, name), values[name])
-        else:
-            setattr(part, name, _codec(kind)[1](values[name]))
+    try:
+        return _codec(kind)[1](value)
+    except SchemaError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:  # a class that refuses its own fields
+        raise SchemaError(f"a record of {_name(kind)} cannot be read: {error}") from error
 
 
 def _fields_of(value: object, known: Iterable[str], where: str) -> dict[str, Any]:

@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 STORE_FILE = "state.db"
 """Name of the file in the run directory."""
-SCHEMA = 2
+SCHEMA = 3
+"""Version of the stored state (:class:`rlmesh.master.state.snapshot.Snapshot`)."""
+MIGRATED = 2
+"""The previous version. It has the same tables, and the snapshot converts its records."""
 OF_PICKLES = 1
 """Schema of version 0.1, which stored pickles; pickles can run code, so they are not read any more."""
 BUSY_S = 2.0
@@ -264,7 +267,10 @@ class Store:
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         schema = _check_schema(self.path, db)
-        if schema == SCHEMA and db.execute("SELECT 1 FROM about WHERE job_id = ?", (self._job_id,)).fetchone():
+        known = schema in (MIGRATED, SCHEMA)
+        if known and db.execute("SELECT 1 FROM about WHERE job_id = ?", (self._job_id,)).fetchone():
+            if schema == MIGRATED:  # from here on, older versions refuse the file
+                db.execute(f"PRAGMA user_version = {SCHEMA}")
             return
         db.execute("BEGIN IMMEDIATE")
         for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
