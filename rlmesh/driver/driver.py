@@ -30,7 +30,7 @@ from rlmesh.driver.standard_streams import fill_standard_streams
 from rlmesh.driver.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.context import current_worker
-from rlmesh.job.description.config import DLConfig
+from rlmesh.job.description.config import JobDescription
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.masking import masked, register_secrets, secrets_in
 from rlmesh.job.status import JobStatus
@@ -60,7 +60,7 @@ RELAUNCH_WAIT_S = 300.0
 """Default number of seconds that a requested replacement machine may take to join."""
 
 
-def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> JobResult:
+def run_job(config: JobDescription, job_name: str | None = None, options: LaunchOptions | None = None) -> JobResult:
     """Run a job with a checked description on the calling thread and wait for its end.
 
     On the main thread, the first Ctrl-C or SIGTERM stops the job with grace, the second at once; in both cases all its
@@ -102,7 +102,7 @@ class Driver:
     """
 
     def __init__(
-        self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None, *,
+        self, config: JobDescription, job_name: str | None = None, options: LaunchOptions | None = None, *,
         serves: bool = False,
     ) -> None:  # fmt: skip
         _refuse_inside_worker()
@@ -293,7 +293,7 @@ class Driver:
                 signal.signal(number, handler)
 
 
-def described(config: DLConfig) -> str:
+def described(config: JobDescription) -> str:
     """Return a job's description as JSON, without its secrets."""
     try:
         plain = config.model_dump(mode="json")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from rlmesh.master.jobspec import ObserveOptions, TimeLimits
 
 if TYPE_CHECKING:
-    from rlmesh.job.description.config import DLConfig
+    from rlmesh.job.description.config import JobDescription
     from rlmesh.observe.views.live import ViewMode
     from rlmesh.rendezvous.server import RendezvousServer
 
@@ -76,7 +76,7 @@ class LaunchOptions:
     """600; seconds in which all ranks must reach the step at which they stop together"""
     restarts: int | None = None
     """0; number of earlier starts by a scheduler"""
-    preview: Callable[[DLConfig, str], NoReturn] | None = field(default=None, repr=False)
+    preview: Callable[[JobDescription, str], NoReturn] | None = field(default=None, repr=False)
     """the job is run; otherwise this is called with its description and name, and ends the script"""
     limits: TimeLimits = field(default_factory=TimeLimits)
 

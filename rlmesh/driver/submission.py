@@ -1,4 +1,4 @@
-"""Conversion of a ``DLConfig`` to the specifications for master and agents. No I/O but reading this machine's size."""
+"""Conversion of a job description to the specifications for master and agents. Reads only this machine's size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlmesh.agent.protocol import AgentConfig
 from rlmesh.driver.options import Cluster
 from rlmesh.errors import JobSpecError
 from rlmesh.job.context import Resume
-from rlmesh.job.description.config import DLConfig
+from rlmesh.job.description.config import JobDescription
 from rlmesh.job.entry_points.program import this_program
 from rlmesh.master.jobspec import JobSpec, RestartRule, RoleSpec, TimeLimits
 from rlmesh.placement.demand import JobDemand
@@ -22,7 +22,7 @@ from rlmesh.run_directory.workspace import Workspace
 from rlmesh.wire.main_module import by_value
 
 
-def cluster_for(config: DLConfig, demand: JobDemand, given: Cluster | None) -> Cluster:
+def cluster_for(config: JobDescription, demand: JobDemand, given: Cluster | None) -> Cluster:
     """Return the nodes that the job starts on: the given ones, else this machine.
 
     On real machines a job of device type CPU gets ``device_per_node`` virtual slots per node, or an equal part of the
@@ -57,7 +57,7 @@ def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
 
 
 def job_spec(
-    config: DLConfig, job_name: str, demand: JobDemand, cluster: Cluster, space: Workspace, *,
+    config: JobDescription, job_name: str, demand: JobDemand, cluster: Cluster, space: Workspace, *,
     limits: TimeLimits, restart: str | None, submitted_at: float, grace_s: float, resume: Resume | None = None,
     max_restarts: int | None = None, serves: bool = False,
 ) -> JobSpec:  # fmt: skip
@@ -104,7 +104,7 @@ def job_spec(
     )
 
 
-def _restart_rule(config: DLConfig, role: str, scope: str | None, max_restarts: int | None) -> RestartRule:
+def _restart_rule(config: JobDescription, role: str, scope: str | None, max_restarts: int | None) -> RestartRule:
     rule = RestartRule(**config.restart_of(role, scope).model_dump())
     if max_restarts is None or config.names_a_budget(role):
         return rule

@@ -1,6 +1,6 @@
 """A job's specification for the master: plain values, without pydantic and without the user's own classes.
 
-The driver makes it from a ``DLConfig`` and writes it to the job file; the master reads it. ``user_config``
+The driver makes it from a ``JobDescription`` and writes it to the job file; the master reads it. ``user_config``
 stays pickled up to the workers, since only they can import the classes in it.
 """
 

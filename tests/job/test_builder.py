@@ -8,10 +8,10 @@ from typing import Any, assert_type
 import pytest
 
 from rlmesh import DLJobBuilder, ElasticWorkloadDesc, RLJobBuilder, RLRoleType
+from rlmesh.builders.config import DLJob
+from rlmesh.builders.rl_builder import RLElasticRoleBuilder, RLSimpleRoleBuilder
+from rlmesh.builders.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.description.config import DLJob
-from rlmesh.job.description.rl_builder import RLElasticRoleBuilder, RLSimpleRoleBuilder
-from rlmesh.job.description.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from tests.job import roles
 from tests.job.test_descriptors import fails
 

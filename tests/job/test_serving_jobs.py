@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlmesh import DLJob, DLJobBuilder, RoleGroup, Runtime
+from rlmesh.driver.handle import JobHandle
 from rlmesh.errors import JobFailed, JobSpecError, JobStopped, PeerLost, UsageError
-from rlmesh.job.handle import JobHandle
 from rlmesh.testing import LocalCluster
 from tests.job import serving
 from tests.job.test_handle import FakeDriver, handle_of

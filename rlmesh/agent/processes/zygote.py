@@ -44,7 +44,7 @@ __all__ = ["ForkRefused", "Ready", "Request", "main", "pack"]
 
 logger = logging.getLogger(__name__)
 
-BASE = ("rlmesh.agent.worker.worker", "rlmesh.job.description.rl_builder")
+BASE = ("rlmesh.agent.worker.worker", "rlmesh.builders.rl_builder")
 """What every worker needs, and what a script needs that submits a job and holds the classes of its roles."""
 
 REPARENT_WAIT_S = 10.0

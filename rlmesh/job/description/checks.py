@@ -20,6 +20,7 @@ __all__ = [
     "fusion_problems",
     "mask_problems",
     "member_problems",
+    "placing_problems",
     "role_name_problems",
     "size_problems",
 ]
@@ -212,4 +213,39 @@ def _one_process_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str
         if len(set(values.values())) > 1:
             said = ", ".join(f"{role} {value!r}" for role, value in values.items())
             found.append(f"envs: {name} cannot have several values in one process: {said}")
+    return found
+
+
+def placing_problems(
+    workloads: Mapping[str, BaseWorkloadDesc],
+    separations: Sequence[SeparationDesc],
+    pools: Mapping[str, Sequence[int]],
+    collocations: Sequence[AbstractSet[str]],
+) -> list[str]:
+    """Check that separations and pools name existing roles, and do not contradict collocations."""
+    keys = {f"{role}/{group}" for role, workload in workloads.items() for group in workload.groups}
+    found: list[str] = []
+    for separation in separations:
+        where = f"separation of {', '.join(sorted(separation.roles)) or 'nothing'}"
+        if not separation.roles:
+            found.append(f"{where}: name at least one role")
+        found += [
+            f"{where}: the job has no role {role!r}.{did_you_mean(role, {*workloads, *keys})}"
+            for role in sorted(separation.roles - set(workloads) - keys)
+        ]
+        found += [
+            f"{where}: {' and '.join(both)} are to share devices as well: drop one of the two"
+            for together in collocations
+            if separation.by != "spread" and len(both := sorted(separation.roles & together)) > 1
+        ]
+    found += [
+        f"pools.{name}: {list(sizes)} must be numbers of devices above 0, one for each of its nodes"
+        for name, sizes in pools.items()
+        if not sizes or any(not 1 <= size <= MOST for size in sizes)
+    ]
+    for role, workload in workloads.items():
+        if workload.pool and workload.pool not in pools:
+            found.append(f"role {role}: pool: there is no pool {workload.pool!r}.{did_you_mean(workload.pool, pools)}")
+        if workload.pool and workload.groups:
+            found.append(f"role {role}: pool: a role with groups cannot use a pool: give its groups devices or nodes")
     return found

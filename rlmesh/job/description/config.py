@@ -1,18 +1,16 @@
-"""A job's description: ``DLConfig``, which builders make and ``submit`` runs.
+"""A job's description, with its checks.
 
-It may be changed until it is submitted (``job.workloads["ACTOR"].total = 4``); ``check`` and ``submit``
-check all of it again and report all faults at once.
+It may be changed until it is submitted (``job.workloads["ACTOR"].total = 4``); ``check`` checks all of it again and
+reports all faults at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
+from typing import Any, Literal
 
 from pydantic import (
     AliasChoices,
@@ -27,15 +25,15 @@ from rlmesh.errors import JobSpecError, UsageError
 from rlmesh.job.description.checks import (
     call_problems,
     collocation_problems,
-    driver_problems,
     fusion_problems,
     mask_problems,
     member_problems,
+    placing_problems,
     role_name_problems,
     size_problems,
 )
 from rlmesh.job.description.descriptors import BaseWorkloadDesc, WorkloadDesc, env_texts
-from rlmesh.job.description.placement_rules import SeparationDesc, placing_problems
+from rlmesh.job.description.placement_rules import SeparationDesc
 from rlmesh.job.description.resources import MOST
 from rlmesh.job.description.restart_policy import RestartPolicy, effective_policy, names_a_budget
 from rlmesh.job.description.spec import Spec
@@ -44,23 +42,13 @@ from rlmesh.job.entry_points.program import main_path
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.nearest_name import did_you_mean
 from rlmesh.runtime.argument_types import MOST_S
-from rlmesh.runtime.process import clock
 
-if TYPE_CHECKING:
-    from pathlib import Path
+__all__ = ["JobDescription", "job_name_problems"]
 
-    from rlmesh.driver.driver import JobResult, LaunchOptions
-    from rlmesh.job.handle import JobHandle
-    from rlmesh.placement.planner import Plan
-    from rlmesh.placement.preview import ClusterLike
-
-__all__ = ["DLConfig", "DLJob"]
-
-View: TypeAlias = Literal["auto", "live", "plain", "none"]
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class DLConfig(Spec):
+class JobDescription(Spec):
     """A job: its roles, and job-level settings.
 
     Attributes:
@@ -168,7 +156,7 @@ class DLConfig(Spec):
     def _contradictions(self) -> list[str]:
         """Return contradictions between values that are valid by themselves."""
         found = role_name_problems(self.workloads)
-        found += _job_name_problems(self.job_name)
+        found += job_name_problems(self.job_name)
         for role, workload in self.workloads.items():
             found += [f"role {role}: {problem}" for problem in workload.problems()]
             limits = (self.node_number, self.device_per_node)
@@ -195,21 +183,6 @@ class DLConfig(Spec):
         """Raise ``JobSpecError`` with all of ``problems()``, if there are any."""
         if problems := self.problems():
             raise JobSpecError(problems)
-
-    def plan(self, cluster: ClusterLike | None = None) -> Plan:
-        """Return where the members would run, without starting anything.
-
-        Args:
-            cluster: a TOML file that describes a cluster, an equal mapping, or the nodes; by default this machine.
-
-        Raises:
-            JobSpecError: the description cannot work; lists all its faults.
-            PlacementError: the cluster cannot hold the job; has a table of what is missing.
-        """
-        self.check()
-        from rlmesh.placement.preview import plan_job
-
-        return plan_job(self, cluster)
 
     @property
     def node_num(self) -> int | None:
@@ -271,116 +244,10 @@ class DLConfig(Spec):
             return self.preload
         return find_preload([workload.resolved for workload in self.workloads.values()])
 
-    @overload
-    def submit(
-        self,
-        job_name: str | None = None,
-        blocking: Literal[True] = True,
-        *,
-        view: View | None = None,
-        run_dir: str | Path | None = None,
-    ) -> JobResult: ...
 
-    @overload
-    def submit(
-        self,
-        job_name: str | None = None,
-        *,
-        blocking: Literal[False],
-        view: View | None = None,
-        run_dir: str | Path | None = None,
-    ) -> JobHandle: ...
-
-    def submit(
-        self,
-        job_name: str | None = None,
-        blocking: bool = True,
-        *,
-        view: View | None = None,
-        run_dir: str | Path | None = None,
-    ) -> JobResult | JobHandle:
-        """Run the job and wait for its end.
-
-        Args:
-            job_name: name of the run; by default the description's own name.
-            blocking: ``False`` returns a ``JobHandle`` at once.
-            view: how progress is shown; ``auto`` unless the launcher sets another.
-            run_dir: folder of logs and metrics; by default a new one under ``runs``.
-
-        Raises:
-            JobSpecError: the description cannot work; lists all its faults.
-            PlacementError: the cluster cannot hold the job.
-            UsageError: called inside a running event loop, which it would block.
-            JobFailed: the job failed; holds the first causes.
-        """
-        called_at = clock.epoch()
-        if _inside_loop():
-            raise UsageError(
-                "submit() was called inside a running event loop, which it would block: use "
-                "'async with job.start(...) as handle: await handle' there"
-            )
-        if not blocking:
-            return self.start(job_name, view=view, run_dir=run_dir)
-        problems = [*self.problems(), *_job_name_problems(job_name)]
-        if problems := problems or driver_problems(self.workloads):
-            raise JobSpecError(problems)
-        from rlmesh.driver.driver import run_job
-
-        return run_job(self, job_name, self._launch_options(view, run_dir, called_at))
-
-    def start(
-        self, job_name: str | None = None, *, view: View | None = None, run_dir: str | Path | None = None
-    ) -> JobHandle:
-        """Start the job and return at once; for event loops, which it never blocks, and for programs that call
-        its roles themselves::
-
-            async with job.start("demo") as handle:
-                result = await handle
-
-            with job.start("serving") as handle, handle.join() as runtime:
-                RoleGroup("ECHO", runtime=runtime).call("say", "hello").result()
-
-        A job in which no role has a ``run()`` is driven by the caller: it lives until ``handle.stop()``, or until the
-        end of the block.
-
-        Raises as ``submit`` does, except that ``JobFailed`` comes from the handle.
-        """
-        called_at = clock.epoch()
-        from rlmesh.driver.driver import Driver
-        from rlmesh.job.handle import JobHandle
-
-        if problems := [*self.problems(), *_job_name_problems(job_name)]:
-            raise JobSpecError(problems)
-        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at), serves=True))
-
-    def _launch_options(self, view: View | None, run_dir: str | Path | None, called_at: float) -> LaunchOptions:
-        from pathlib import Path
-
-        from rlmesh.driver.driver import LaunchOptions
-
-        if view is not None and view not in get_args(View):
-            raise UsageError(f"view: there is no view {view!r}.{did_you_mean(str(view), get_args(View))}")
-        if not isinstance(run_dir, str | os.PathLike | None):
-            raise UsageError(f"run_dir: {run_dir!r} ({type(run_dir).__name__}) is no path: give text or a Path")
-        folder = Path(run_dir) if run_dir is not None else None
-        return LaunchOptions(view=view, run_dir=folder, submitted_at=called_at)
-
-
-def _job_name_problems(name: object) -> list[str]:
+def job_name_problems(name: object) -> list[str]:
     if name is None or (isinstance(name, str) and _JOB_NAME.fullmatch(name)):
         return []
     return [
         f"job_name: {name!r:.80} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or a digit"
     ]
-
-
-def _inside_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-DLJob = DLConfig
-"""The class that builders return."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, Field, field_serializer
 
@@ -15,10 +14,7 @@ from rlmesh.job.description.roles import role_name
 from rlmesh.job.description.spec import Spec
 from rlmesh.job.nearest_name import did_you_mean
 
-if TYPE_CHECKING:
-    from rlmesh.job.description.descriptors import BaseWorkloadDesc
-
-__all__ = ["Apart", "GroupDesc", "ResourcePoolManager", "SeparationDesc", "placing_problems", "pools_of"]
+__all__ = ["Apart", "GroupDesc", "ResourcePoolManager", "SeparationDesc", "pools_of"]
 
 
 Apart: TypeAlias = Literal["device", "node", "spread"]
@@ -126,38 +122,3 @@ def _pool_sizes(spec: Any) -> dict[str, list[int]]:
         if not isinstance(sizes, Sequence) or not all(type(size) is int for size in sizes):
             raise UsageError(f"pool {name!r} is a list of numbers of devices, such as [8, 8], not {sizes!r:.80}")
     return {name: list(sizes) for name, sizes in spec.items()}
-
-
-def placing_problems(
-    workloads: Mapping[str, BaseWorkloadDesc],
-    separations: Sequence[SeparationDesc],
-    pools: Mapping[str, Sequence[int]],
-    collocations: Sequence[AbstractSet[str]],
-) -> list[str]:
-    """Check that separations and pools name existing roles, and do not contradict collocations."""
-    keys = {f"{role}/{group}" for role, workload in workloads.items() for group in workload.groups}
-    found: list[str] = []
-    for separation in separations:
-        where = f"separation of {', '.join(sorted(separation.roles)) or 'nothing'}"
-        if not separation.roles:
-            found.append(f"{where}: name at least one role")
-        found += [
-            f"{where}: the job has no role {role!r}.{did_you_mean(role, {*workloads, *keys})}"
-            for role in sorted(separation.roles - set(workloads) - keys)
-        ]
-        found += [
-            f"{where}: {' and '.join(both)} are to share devices as well: drop one of the two"
-            for together in collocations
-            if separation.by != "spread" and len(both := sorted(separation.roles & together)) > 1
-        ]
-    found += [
-        f"pools.{name}: {list(sizes)} must be numbers of devices above 0, one for each of its nodes"
-        for name, sizes in pools.items()
-        if not sizes or any(not 1 <= size <= MOST for size in sizes)
-    ]
-    for role, workload in workloads.items():
-        if workload.pool and workload.pool not in pools:
-            found.append(f"role {role}: pool: there is no pool {workload.pool!r}.{did_you_mean(workload.pool, pools)}")
-        if workload.pool and workload.groups:
-            found.append(f"role {role}: pool: a role with groups cannot use a pool: give its groups devices or nodes")
-    return found

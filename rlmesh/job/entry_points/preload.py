@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-import rlmesh
 from rlmesh.job.entry_points.entry import Resolved
 from rlmesh.job.entry_points.source_scan import absolute_name, import_root, module_file, top_level
 
@@ -69,7 +68,7 @@ def find_preload(entries: Sequence[Resolved]) -> tuple[str, ...]:
 
 
 def _own_root() -> Path:
-    return Path(rlmesh.__path__[0]).resolve().parent
+    return import_root(__name__, Path(__file__).resolve())
 
 
 def _heavy_items(module: str, attribute: str) -> Iterator[str]:

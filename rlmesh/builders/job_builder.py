@@ -19,24 +19,23 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.description.checks import collocation_problems, fusion_problems
-from rlmesh.job.description.config import DLJob
-from rlmesh.job.description.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
-from rlmesh.job.description.placement_rules import (
-    Apart,
-    ResourcePoolManager,
-    SeparationDesc,
-    placing_problems,
-    pools_of,
-)
-from rlmesh.job.description.role_builder import (
+from rlmesh.builders.config import DLJob
+from rlmesh.builders.role_builder import (
     CustomRoleBuilder,
     ElasticRoleBuilder,
     RoleBuilder,
     SimpleRoleBuilder,
     UnknownMethod,
     joined,
+)
+from rlmesh.errors import JobSpecError, UsageError
+from rlmesh.job.description.checks import collocation_problems, fusion_problems, placing_problems
+from rlmesh.job.description.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
+from rlmesh.job.description.placement_rules import (
+    Apart,
+    ResourcePoolManager,
+    SeparationDesc,
+    pools_of,
 )
 from rlmesh.job.description.roles import role_name
 from rlmesh.job.description.spec import SpecError

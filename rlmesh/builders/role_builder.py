@@ -23,8 +23,8 @@ from rlmesh.job.nearest_name import did_you_mean
 from rlmesh.job.restarts import Scope
 
 if TYPE_CHECKING:
-    from rlmesh.job.description.builder import DLJobBuilder
-    from rlmesh.job.description.config import DLJob
+    from rlmesh.builders.config import DLJob
+    from rlmesh.builders.job_builder import DLJobBuilder
 
 __all__ = ["CustomRoleBuilder", "ElasticRoleBuilder", "RoleBuilder", "SimpleRoleBuilder", "UnknownMethod"]
 

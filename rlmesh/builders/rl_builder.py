@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Self
 
-from rlmesh.job.description.builder import DLJobBuilder
-from rlmesh.job.description.role_builder import CustomRoleBuilder, ElasticRoleBuilder, RoleBuilder, SimpleRoleBuilder
+from rlmesh.builders.job_builder import DLJobBuilder
+from rlmesh.builders.role_builder import CustomRoleBuilder, ElasticRoleBuilder, RoleBuilder, SimpleRoleBuilder
 from rlmesh.job.description.roles import RLRoleType
 from rlmesh.job.entry_points.entry import EntryLike
 
