@@ -291,14 +291,8 @@ class Executor:
         self._post(ev.Spawned(node_rank, started))
 
     async def _stop_members(self, node_rank: int, members: tuple[MemberId, ...], grace_s: float) -> None:
-        found = [self._manager.context.members[member] for member in members]
-        idents = tuple((*member.id, member.incarnation) for member in found)
-        agent = self.agent(node_rank).options(timeout_s=AGENT_TIMEOUT_S + grace_s)
-        try:
-            await agent.call("stop_members", idents, grace_s)
-        except Exception as error:
-            names = ", ".join(member.name for member in found)
-            logger.warning("the agent of node %s did not stop %s: %s", node_rank, names, _text(error))
+        keys = tuple(self._manager.context.members[member].key for member in members)
+        await self._end_processes(node_rank, keys, grace_s)
 
     async def _end_processes(self, node_rank: int, processes: tuple[ev.ProcessKey, ...], grace_s: float) -> None:
         agent = self.agent(node_rank).options(timeout_s=AGENT_TIMEOUT_S + grace_s)

@@ -114,7 +114,10 @@ class PrimeMaster:
         self._clock.lost_s += sum(seconds for _, seconds in self.manager.context.standstills)
         self._executor = Executor(runtime, self.manager, scheduler, self.post, self._events.carried_out)
         self._subscribers = Subscribers(spec)
-        self._watch = AgentWatch(spec.job_id, self._agent_lost, self._pids_on, lease_s=config.lease_s)
+        self._watch = AgentWatch(
+            spec.job_id, lambda node_rank, how: self._events.post(ev.AgentLost(node_rank, how)), self._pids_on,
+            lease_s=config.lease_s,
+        )  # fmt: skip
         self._goodbye = asyncio.Event()
         self._job_over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._stage = self.manager.context.stage
@@ -168,9 +171,6 @@ class PrimeMaster:
             logger.info("job %s: %s → %s", self.manager.context.spec.job_name, before, self._stage)
             for failure in self.manager.context.failures:
                 logger.info("failure: %s", failure.message)
-
-    def _agent_lost(self, node_rank: int, how: str) -> None:
-        self._events.post(ev.AgentLost(node_rank, how))
 
     def _pids_on(self, node_rank: int) -> list[int]:
         members = self.manager.context.members.values()
