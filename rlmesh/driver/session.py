@@ -25,7 +25,7 @@ from rlmesh.driver.outcome import JobResult, cut_short, job_failed, job_interrup
 from rlmesh.driver.post_mortem import write_post_mortem
 from rlmesh.driver.relaunch import Relaunch
 from rlmesh.errors import CallError, LaunchError, RLMeshError
-from rlmesh.job.status import FailureInfo, JobStatus
+from rlmesh.job.status import ENDED, FailureInfo, JobStatus
 from rlmesh.master.jobspec import WANTED_NODES
 from rlmesh.rendezvous.remote_node import RemoteNode
 from rlmesh.run_directory.merged_logs import MergedLogs
@@ -55,8 +55,6 @@ SILENCE_S = 30.0
 """Seconds for which a living master may leave the driver without an answer."""
 MASTER_RETURN_S = 30.0
 """Seconds that a master may be away before the job is given up; its agent restarts it if it died."""
-
-ENDED = ("succeeded", "failed", "stopped")
 
 
 class _Broken(Exception):

@@ -24,7 +24,11 @@ MemberState = Literal["starting", "bound", "ready", "running", "finished", "rest
 running: inside ``run()``; finished: ``run()`` returned; restarting: its process is gone and the next one is not
 started yet; stopping: ``teardown()``; exited: code 0; failed: all other ends."""
 
+SERVING: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
+"""States in which a member serves calls."""
+
 Stage = Literal["starting", "running", "stopping", "succeeded", "failed", "stopped"]
+ENDED: frozenset[Stage] = frozenset({"succeeded", "failed", "stopped"})
 
 
 @dataclass(frozen=True, slots=True)

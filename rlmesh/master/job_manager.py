@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 
 from rlmesh.agent.protocol import MemberProcess
 from rlmesh.errors import PlacementError
-from rlmesh.job.status import FailureInfo, JobStatus, MetricRecord
+from rlmesh.job.status import ENDED, SERVING, FailureInfo, JobStatus, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.decisions.adoption import repeated_orders, strays, unreported
 from rlmesh.master.decisions.ending import Ending
 from rlmesh.master.decisions.failover import FailoverCoordinator
 from rlmesh.master.decisions.failure_handling import FailureHandler
-from rlmesh.master.decisions.job_state import SERVING, DecisionState, JobState, LastLines
+from rlmesh.master.decisions.job_state import DecisionState, JobState, LastLines
 from rlmesh.master.decisions.node_loss import NodeLosses
 from rlmesh.master.decisions.recovery import Recoveries
 from rlmesh.master.decisions.replacement import ReplacementPlanner
@@ -69,7 +69,7 @@ class JobManager:
 
     @property
     def ended(self) -> bool:
-        return self.context.stage in ("succeeded", "failed", "stopped")
+        return self.context.stage in ENDED
 
     @property
     def ports(self) -> dict[str, int]:

@@ -105,48 +105,6 @@ class NodeAddress:
     group: str = ""
 
 
-class _Service:
-    """The RPC service ``@rendezvous``; its methods run on the server's loop."""
-
-    def __init__(self, head: RendezvousServer) -> None:
-        self._head = head
-
-    @rpc
-    async def join(self, hello: NodeHello) -> Joined:
-        """Join as a node; idempotent."""
-        return self._head.join(hello)
-
-    @rpc(concurrent=4096)
-    async def orders(self, token: str, seen: int) -> tuple[Order, ...]:
-        """Return the orders after the first ``seen`` as soon as there are any; empty if none came for a while."""
-        return await self._head.orders_for(token, seen)
-
-    @rpc
-    async def ping(self) -> float:
-        """Return the server's clock; answers connection tests."""
-        return time.time()
-
-    @rpc
-    async def probed(self, token: str, results: tuple[PairResult, ...]) -> None:
-        """Report the results of the node's connection tests."""
-        self._head.node_probed(token, results)
-
-    @rpc
-    async def ended(self, token: str, job: str, report: ExitReport) -> None:
-        """Report that the node's guardian has ended."""
-        self._head.node_ended(token, job, report)
-
-    @rpc
-    async def signalled(self, token: str, number: int) -> None:
-        """Report that the node's ``launch`` got a signal that asks for the job's end."""
-        self._head.node_signalled(token, number)
-
-    @rpc
-    async def leave(self, token: str) -> None:
-        """Report that the node's ``launch`` ends."""
-        self._head.node_left(token)
-
-
 class RendezvousServer:
     """The rendezvous server. Use it in a ``with`` block, from the thread that runs the script.
 
@@ -186,7 +144,7 @@ class RendezvousServer:
         self._changed = asyncio.Event()
         assert self._runtime.endpoint is not None
         self.bound_host, self.port = split_host_port(self._runtime.endpoint.removeprefix("tcp://"))
-        self._runtime.serve(RENDEZVOUS, _Service(self), inline=True)
+        self._runtime.serve(RENDEZVOUS, self, inline=True)
 
     @property
     def is_full(self) -> bool:
@@ -365,9 +323,11 @@ class RendezvousServer:
                     entry.gone = True
                     node.end(unproven(entry.node_rank, f"nothing was heard of node {entry.label} for {GONE_S:g} s"))
 
-    # Called on the runtime's loop
+    # Called by nodes, on the runtime's loop
 
-    def join(self, hello: NodeHello) -> Joined:
+    @rpc
+    async def join(self, hello: NodeHello) -> Joined:
+        """Join as a node; idempotent."""
         with self._lock:
             if self._over is not None:
                 self._rejected_late.add(hello.token)
@@ -375,7 +335,9 @@ class RendezvousServer:
             entry = self._roster.join(hello, self._clock())
             return Joined(entry.node_rank, self._roster.most)
 
-    async def orders_for(self, token: str, seen: int) -> tuple[Order, ...]:
+    @rpc(concurrent=4096)
+    async def orders(self, token: str, seen: int) -> tuple[Order, ...]:
+        """Return the orders after the first ``seen`` as soon as there are any; empty if none came for a while."""
         try:
             async with asyncio.timeout(ORDERS_WAIT_S):
                 while not (found := self._orders(token, seen)):
@@ -413,26 +375,39 @@ class RendezvousServer:
                 return (self._over,)
             return orders
 
-    def node_probed(self, token: str, results: tuple[PairResult, ...]) -> None:
+    @rpc
+    async def ping(self) -> float:
+        """Return the server's clock; answers connection tests."""
+        return time.time()
+
+    @rpc
+    async def probed(self, token: str, results: tuple[PairResult, ...]) -> None:
+        """Report the results of the node's connection tests."""
         with self._lock:
             entry = self._roster.find(token)
             if entry is not None:
                 self._probed[entry.node_rank] = results
 
-    def node_ended(self, token: str, job: str, report: ExitReport) -> None:
+    @rpc
+    async def ended(self, token: str, job: str, report: ExitReport) -> None:
+        """Report that the node's guardian has ended."""
         with self._lock:
             entry = self._roster.find(token)
             node = self._remote.get(entry.node_rank) if entry is not None else None
         if node is not None and node.config.job_id == job:
             node.end(report)
 
-    def node_signalled(self, token: str, number: int) -> None:
+    @rpc
+    async def signalled(self, token: str, number: int) -> None:
+        """Report that the node's ``launch`` got a signal that asks for the job's end."""
         with self._lock:
             entry = self._roster.find(token)
         if entry is not None and self.on_signal is not None:
             self.on_signal(number, f"{_signal_name(number)} at node {entry.label}")
 
-    def node_left(self, token: str) -> None:
+    @rpc
+    async def leave(self, token: str) -> None:
+        """Report that the node's ``launch`` ends."""
         with self._lock:
             self._know_end.add(token)
             entry = self._roster.find(token)

@@ -10,12 +10,12 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlmesh.job.status import ExitInfo, FailureInfo, MemberState, RestartRecord
+from rlmesh.job.status import SERVING, ExitInfo, FailureInfo, MemberState, RestartRecord
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member
 from rlmesh.master.decisions.ending import Ending
 from rlmesh.master.decisions.failover import Exhausted, FailoverCoordinator, Restart
-from rlmesh.master.decisions.job_state import SERVING, JobState
+from rlmesh.master.decisions.job_state import JobState
 from rlmesh.master.decisions.recovery import Recoveries
 from rlmesh.master.decisions.replacement import ReplacementPlanner
 from rlmesh.master.decisions.root_cause import RankedFailure, Weight, death_message, first_causes

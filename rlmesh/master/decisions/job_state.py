@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlmesh.job.status import FailureInfo, MemberState
+from rlmesh.job.status import FailureInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext, Member, MemberId
 from rlmesh.master.decisions.deadlines import WaitDeadlines
@@ -17,8 +17,6 @@ from rlmesh.master.monitoring.diagnosis import HealthState
 
 LastLines = Callable[[str], tuple[str, ...]]
 """Reads the last lines of the log file at a path."""
-
-SERVING: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
 
 
 @dataclass(slots=True)

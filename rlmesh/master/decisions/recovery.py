@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from rlmesh.job.restarts import Phase, RestartEvent
-from rlmesh.job.status import ExitInfo, FailureInfo
+from rlmesh.job.status import SERVING, ExitInfo, FailureInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.decisions.failover import Restart
-from rlmesh.master.decisions.job_state import SERVING, JobState, Recovery
+from rlmesh.master.decisions.job_state import JobState, Recovery
 from rlmesh.placement.planner import Placement
 
 __all__ = ["Recoveries"]

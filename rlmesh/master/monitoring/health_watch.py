@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlmesh.job.status import FailureInfo
+from rlmesh.job.status import SERVING, FailureInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member
-from rlmesh.master.decisions.job_state import SERVING, JobState
+from rlmesh.master.decisions.job_state import JobState
 from rlmesh.master.monitoring.diagnosis import DiagnosisManager, Hang, describe_hang, narrowed
 
 __all__ = ["HealthWatch"]

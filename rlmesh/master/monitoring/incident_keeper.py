@@ -15,7 +15,7 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.agent.monitoring.logs import last_lines
-from rlmesh.job.status import ExitInfo, FailureInfo
+from rlmesh.job.status import ENDED, ExitInfo, FailureInfo
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.monitoring.graph import Touched, describe_touched
 from rlmesh.observe.files.event_log import EventLog, plain
@@ -38,7 +38,6 @@ MOST_MEMBERS = 64
 """Maximum number of members that are asked and shown; in larger jobs, those that the failure affects."""
 LINES = 20
 SHOWN_EARLIER = 10
-ENDED = ("succeeded", "failed", "stopped")
 
 
 class IncidentKeeper:

@@ -6,18 +6,17 @@ All values are computed from the job's context for each scrape.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from rlmesh.agent.monitoring.usage import NodeUse
-from rlmesh.job.status import MemberState
+from rlmesh.job.status import SERVING, Stage
 from rlmesh.master.context import JobContext
 from rlmesh.observe.prometheus.exposition import Family
 
 __all__ = ["families", "rejections"]
 
-STAGES = ("starting", "running", "stopping", "succeeded", "failed", "stopped")
 LOOKED_AT = 5000
 """Number of latest reports that are searched for values."""
-READY: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
 
 
 def families(context: JobContext, uses: Mapping[int, NodeUse], now: float) -> list[Family]:
@@ -40,7 +39,7 @@ def _of_job(context: JobContext, now: float) -> Iterable[Family]:
     info = Family("rlmesh_job_info", "The job; always 1.")
     info.add(1, job=spec.job_name, job_id=spec.job_id, run_dir=spec.run_dir)
     stage = Family("rlmesh_job_stage", "1 for the stage that the job is in.")
-    for name in STAGES:
+    for name in get_args(Stage):
         stage.add(name == context.stage, stage=name)
     age = Family("rlmesh_job_age_seconds", "Seconds since the job was submitted.")
     age.add(max(0.0, now - (spec.submitted_at or context.started_at)))
@@ -62,7 +61,7 @@ def _of_members(context: JobContext, uses: Mapping[int, NodeUse]) -> Iterable[Fa
     for role in context.spec.roles:
         own = [member for member in context.members.values() if member.placement.role == role.name]
         role_size.add(role.members, role=role.name)
-        role_ready.add(sum(member.state in READY for member in own), role=role.name)
+        role_ready.add(sum(member.state in SERVING for member in own), role=role.name)
     up = Family("rlmesh_member_up", "1 if the member's process serves calls.")
     state = Family("rlmesh_member_state", "1 for the state that the member is in.")
     incarnation = Family("rlmesh_member_incarnation", "How often the member was started again.", "gauge")
@@ -72,7 +71,7 @@ def _of_members(context: JobContext, uses: Mapping[int, NodeUse]) -> Iterable[Fa
     for member in context.members.values():
         node_rank = member.placement.node_rank
         who = {"role": member.placement.role, "rank": member.placement.rank, "node": node_rank}
-        up.add(member.state in READY, **who)
+        up.add(member.state in SERVING, **who)
         state.add(1, **who, state=member.state)
         incarnation.add(member.incarnation, **who)
         if member.step is not None:

@@ -17,12 +17,11 @@ from rlmesh.agent.monitoring.rejections import RejectionReporter, RejectionSums
 from rlmesh.agent.monitoring.usage import NodeUse
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.errors import CallError, UsageError
-from rlmesh.job.status import EdgeStats
+from rlmesh.job.status import SERVING, EdgeStats
 from rlmesh.master import events as ev
 from rlmesh.master.chaos import Chaos
 from rlmesh.master.chaos_plan import check_method, parse_kills
 from rlmesh.master.context import JobContext, Member
-from rlmesh.master.decisions.job_state import SERVING
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.monitoring.incident_keeper import IncidentKeeper
 from rlmesh.master.monitoring.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
