@@ -112,7 +112,7 @@ class PrimeMaster:
         self._lease_s = config.lease_s
         self._events = EventLoop(self.manager, persistence, snapshot, self._perform, self._clock)
         self._clock.lost_s += sum(seconds for _, seconds in self.manager.context.standstills)
-        self._executor = Executor(runtime, self.manager, scheduler, self.post, self._events.carried_out)
+        self._executor = Executor(runtime, self.manager, scheduler, self._events.post, self._events.carried_out)
         self._subscribers = Subscribers(spec)
         self._watch = AgentWatch(
             spec.job_id, lambda node_rank, how: self._events.post(ev.AgentLost(node_rank, how)), self._pids_on,
@@ -126,10 +126,6 @@ class PrimeMaster:
         self._activity_poller = ActivityPoller(self._activities, self._agents_with_members)
         self._executor.doing = self._activity_of
         self._observer = Observer(self.manager, runtime, self._clock, self._last_activity_of)
-
-    def post(self, event: ev.Event) -> None:
-        """Queue an event."""
-        self._events.post(event)
 
     async def serve(self) -> None:
         """Run the job until the driver said goodbye, or for ``GOODBYE_WAIT_S`` after its end."""
@@ -298,7 +294,7 @@ class PrimeMaster:
     @rpc(concurrent=64)
     async def reached(self, kill: str) -> None:
         """Report that a member reached a call at which a kill is planned; answers when the signal was sent."""
-        await self._observer.reached(kill)
+        await self._observer.chaos.reached(kill)
 
     @rpc
     async def cannot_reach(self, kill: str, why: str) -> None:

@@ -67,7 +67,7 @@ class Observer:
         self._stage = manager.context.stage
         spec = manager.context.spec
         self._sizes = {role.name: role.members for role in spec.roles}
-        self._chaos = Chaos(manager.context, runtime, parse_kills(spec.observe.chaos, self._sizes), clock)
+        self.chaos = Chaos(manager.context, runtime, parse_kills(spec.observe.chaos, self._sizes), clock)
         self._server: ScrapeServer | None = None
         self.rejections = RejectionSums()
         self._own_rejections = RejectionReporter(runtime, partial(self.rejections.take, "master"))
@@ -88,7 +88,7 @@ class Observer:
         for kill in kills:
             if kill.point == "call" and (methods := await self._methods_of(kill.role)):
                 check_method(kill, methods)
-        self._chaos.add(kills)
+        self.chaos.add(kills)
         return tuple(map(str, kills))
 
     async def _methods_of(self, role: str) -> tuple[str, ...]:
@@ -104,16 +104,12 @@ class Observer:
 
     def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
         """Return the kills that happened, those still to come, and those that cannot happen, with the reason."""
-        return tuple(self._chaos.done), tuple(map(str, self._chaos.left)), dict(self._chaos.cannot)
+        return tuple(self.chaos.done), tuple(map(str, self.chaos.left)), dict(self.chaos.cannot)
 
     def cannot_reach(self, kill: str, why: str) -> None:
         """Drop a kill that waits for a method which a member does not have."""
-        if self._chaos.drop(kill, why):
+        if self.chaos.drop(kill, why):
             self._manager.context.note = f"the rehearsal {kill} cannot happen: {why}"
-
-    async def reached(self, kill: str) -> None:
-        """Carry out a kill at a call that a member has reached."""
-        await self._chaos.reached(kill)
 
     def handled(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
         """Record a handled event. Never raises: a fault here must not affect the job."""
@@ -137,7 +133,7 @@ class Observer:
         if isinstance(event, ev.MemberExited):
             self._incidents.exited(event.exit, shown_at)
         self._incidents.update(shown_at)
-        self._chaos.handled(event, actions, now)
+        self.chaos.handled(event, actions, now)
 
     async def open(self) -> None:
         """Serve metrics if the job asks for it. If the address cannot be used, a warning is logged and the job goes
@@ -183,7 +179,7 @@ class Observer:
 
     async def close(self) -> None:
         await self._incidents.close(self._manager.context.shown(self._clock()))
-        await self._chaos.close()
+        await self.chaos.close()
         if self._server is not None:
             await self._server.close()
         self._log.close()
