@@ -133,7 +133,7 @@ class DLConfig(JobDescription):
         if view is not None and view not in get_args(View):
             raise UsageError(f"view: there is no view {view!r}.{did_you_mean(str(view), get_args(View))}")
         if not isinstance(run_dir, str | os.PathLike | None):
-            raise UsageError(f"run_dir: {run_dir!r} ({type(run_dir).__name__}) is no path: give text or a Path")
+            raise UsageError(f"run_dir: {run_dir!r} ({type(run_dir).__name__}) is not a path: give text or a Path")
         folder = Path(run_dir) if run_dir is not None else None
         return LaunchOptions(view=view, run_dir=folder, submitted_at=called_at)
 

@@ -54,14 +54,14 @@ def cut_short(status: JobStatus) -> JobStatus:
     agent."""
     gone = ("exited", "failed", "restarting")
     killed = [f"{m.role}:{m.rank}" for m in status.members if m.state not in gone]
-    told = ", ".join(killed[:SHOWN_MEMBERS])
+    names = ", ".join(killed[:SHOWN_MEMBERS])
     if len(killed) > SHOWN_MEMBERS:
-        told += f" and {len(killed) - SHOWN_MEMBERS} more"
+        names += f" and {len(killed) - SHOWN_MEMBERS} more"
     return replace(
         status,
         stage="stopped",
         members=tuple(m if m.state == "failed" else replace(m, state="exited") for m in status.members),
-        killed="; ".join(filter(None, [status.killed, told and f"killed with their agents: {told}"])),
+        killed="; ".join(filter(None, [status.killed, names and f"killed with their agents: {names}"])),
     )
 
 

@@ -328,8 +328,8 @@ class Session:
             cause = broken or self._watch.cause_of_death(self._configs, reports, self._nodes, run_dir)
             failure = FailureInfo(cause, at=clock.epoch())
             status = replace(status, stage="failed", failures=(failure, *status.failures))
-            if told := write_post_mortem(status, run_dir, failure):
-                status = replace(status, incidents=(*status.incidents, str(told)))
+            if incident := write_post_mortem(status, run_dir, failure):
+                status = replace(status, incidents=(*status.incidents, str(incident)))
         elif status.stage not in ENDED:
             status = cut_short(status)
         self.status = replace(status, records=())

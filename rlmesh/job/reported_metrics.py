@@ -30,7 +30,7 @@ def as_number(member: str, key: str, value: Any) -> float:
             number = float(plain)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(
-            f"{member}: report() got {key}={_shown(value)} ({type(value).__name__}), which is no number "
+            f"{member}: report() got {key}={_shown(value)} ({type(value).__name__}), which is not a number "
             f"({error}). Report one number per metric, for example loss=loss.mean()."
         ) from None
     return number

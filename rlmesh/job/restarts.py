@@ -49,5 +49,5 @@ class RestartEvent:
 
     def with_restored(self, rank: int, version: int | None) -> RestartEvent:
         """Return the event with the version that ``rank`` has restored."""
-        told = (version if one == rank else old for one, old in zip(self.ranks, self.restored, strict=True))
-        return replace(self, restored=tuple(told))
+        versions = (version if one == rank else old for one, old in zip(self.ranks, self.restored, strict=True))
+        return replace(self, restored=tuple(versions))

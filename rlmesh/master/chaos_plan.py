@@ -102,7 +102,7 @@ def parse_kill(text: str) -> Kill:
     """
     found = _TEXT.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"{text!r} is no kill: write TARGET@POINT, for example REWARD:0@step=5 or master@shutdown")
+        raise UsageError(f"{text!r} is not a kill: write TARGET@POINT, for example REWARD:0@step=5 or master@shutdown")
     target, rank = _target(found["target"], text)
     point, value = found["point"], found["value"]
     if point not in POINTS:
@@ -114,7 +114,7 @@ def parse_kill(text: str) -> Kill:
         try:
             number = float(value)
         except ValueError:
-            raise UsageError(f"{text!r}: {value!r} is no number") from None
+            raise UsageError(f"{text!r}: {value!r} is not a number") from None
         if not 0 <= number < math.inf:
             raise UsageError(f"{text!r}: {value!r} is never reached; write a number from 0 on")
     elif point == "call":
@@ -160,11 +160,11 @@ def _random_kills(text: str, sizes: Mapping[str, int]) -> list[Kill]:
                 raise UsageError(f"{text!r}: there is no {name!r}.{did_you_mean(name, values)}")
             values[name] = float(value)
         except ValueError:
-            raise UsageError(f"{text!r}: {value!r} is no number") from None
+            raise UsageError(f"{text!r}: {value!r} is not a number") from None
     if values["kills"] < 1 or values["kills"] != int(values["kills"]):
         raise UsageError(f"{text!r}: {values['kills']:g} kills are none; write a whole number of at least 1")
     if not 0 <= values["within"] < math.inf:
-        raise UsageError(f"{text!r}: within {values['within']:g} s is no time; write seconds from 0 on")
+        raise UsageError(f"{text!r}: within {values['within']:g} s is not a time; write seconds from 0 on")
     source = random.Random(int(values["seed"]))
     members = [(role, rank) for role, size in sorted(sizes.items()) for rank in range(size)]
     chosen = [source.choice(members) for _ in range(int(values["kills"]))]
@@ -179,7 +179,7 @@ def _with_rank(kill: Kill, rank: int) -> Kill:
 def _target(text: str, whole: str) -> tuple[str, int | None]:
     name, colon, rank = text.partition(":")
     if colon and not rank.isdigit():
-        raise UsageError(f"{whole!r}: {rank!r} is no rank")
+        raise UsageError(f"{whole!r}: {rank!r} is not a rank")
     return name, int(rank) if colon else None
 
 

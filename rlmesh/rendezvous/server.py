@@ -190,7 +190,7 @@ class RendezvousServer:
             LaunchError: they did not in time; says which nodes have joined and which are missing.
             KeyboardInterrupt: ``stopped`` returned True.
         """
-        deadline, told = self._began + self.options.timeout_s, self._clock()
+        deadline, warned_at = self._began + self.options.timeout_s, self._clock()
         while True:
             now = self._clock()
             with self._lock:
@@ -210,8 +210,8 @@ class RendezvousServer:
                     f"`rlmesh launch --nnodes {self.options.most} --node-rank R --rdzv-endpoint {self.endpoint} …` on "
                     "each of them with this job's key"
                 )
-            if now - told > 10.0:
-                told = now
+            if now - warned_at > 10.0:
+                warned_at = now
                 logger.warning("waiting for nodes: %s", text)
             time.sleep(0.02)
 

@@ -167,7 +167,7 @@ def _ended(run_dir: Path, data: bytes) -> EndedJob:
     """
     end = json.loads(data)
     if not isinstance(end, dict):
-        raise ValueError(f"{END_FILE} is no object")
+        raise ValueError(f"{END_FILE} is not an object")
     return EndedJob(
         job_id=_of(end, "job_id", str),
         job_name=_of(end, "job_name", str),

@@ -174,7 +174,7 @@ def test_all_faults_are_reported_at_once() -> None:
         "role ACTOR: total=5 contradicts nnodes=2 and nproc_per_node=2",
         "role ROLLOUT: resource.gpus: there is no such key.",
         "role ROLLOUT: entry_point: '{P}.ppo_rollout.VLLMActor' holds a brace",
-        "role CRITIC: entry_point: 3 (int) is no entry point",
+        "role CRITIC: entry_point: 3 (int) is not an entry point",
         "collocation of ACTOR, rolout: the job has no role 'rolout'. Did you mean 'ROLLOUT'?",
     )
 

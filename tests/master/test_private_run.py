@@ -231,7 +231,7 @@ def test_a_forged_journal_is_not_believed(whose: str, ended_run: Path, tmp_path:
     forged_journal(run, tmp_path / "owned", tmp_path)
     if whose == "mine":
         os.chmod(run / "state.db-wal", 0o600)
-        says = r"the graph of calls of .* cannot be read from state\.db: a record of CallGraph is no text but bytes"
+        says = r"the graph of calls of .* cannot be read from state\.db: a record of CallGraph is not a text but bytes"
     else:
         os.chown(run / "state.db-wal", STRANGER, STRANGER)
         says = rf"state in .* is not used.*state\.db-wal belongs to uid {STRANGER}, not to you"
@@ -268,7 +268,7 @@ def test_a_replaced_state_of_a_running_job_ends_it_and_runs_nothing(whose: str, 
         assert job.ended() == 1, job.output
         assert time.monotonic() - began < 20.0
     assert "the master refused the job's state" in job.output
-    why = "is no text but bytes" if whose == "mine" else f"belongs to uid {STRANGER}, not to you"
+    why = "is not a text but bytes" if whose == "mine" else f"belongs to uid {STRANGER}, not to you"
     assert why in job.output
     assert not mark.exists()
 

@@ -242,7 +242,7 @@ def edited(state: Stored, table: str, edit: Callable[[dict[str, Any]], None]) ->
         (lambda record: record.update(pid="7"), "a whole number was expected, not '7'"),
         (lambda record: record.update(pid=True), "a whole number was expected, not True"),
         (lambda record: record.update(state="owned"), "one of starting, bound"),
-        (lambda record: record.update(placement=[1]), "Placement is no object"),
+        (lambda record: record.update(placement=[1]), "Placement is not an object"),
     ],
 )
 def test_a_record_that_does_not_fit_its_schema_is_refused(edit: Callable[[Any], None], says: str) -> None:

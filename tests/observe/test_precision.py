@@ -117,7 +117,7 @@ def test_any_number_survives_the_file(tmp_path_factory: pytest.TempPathFactory, 
 @pytest.mark.case("b14")
 @pytest.mark.parametrize("value", [10**400, -(10**5000), 1j, "many"], ids=["big", "huge", "complex", "text"])
 def test_what_is_no_number_is_refused_by_name(worker: WorkerContext, value: Any) -> None:
-    with pytest.raises(UsageError, match=r"TRAINER:0: report\(\) got loss=.*which is no number"):
+    with pytest.raises(UsageError, match=r"TRAINER:0: report\(\) got loss=.*which is not a number"):
         worker.report(step=1, loss=value)
 
 

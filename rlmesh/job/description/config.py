@@ -111,7 +111,7 @@ class JobDescription(Spec):
         try:
             shlex.split(value)
         except ValueError as error:
-            raise ValueError(f"{value!r} is no command: {error}") from None
+            raise ValueError(f"{value!r} is not a command: {error}") from None
         return value
 
     @field_validator("limits", mode="before")

@@ -126,7 +126,7 @@ class BaseWorkloadDesc(Spec):
     def _possible_groups(cls, value: dict[str, GroupDesc]) -> dict[str, GroupDesc]:
         for name in value:
             if not name.isidentifier():
-                raise ValueError(f"{name!r} is no name of a group: letters, digits and _, such as prefill")
+                raise ValueError(f"{name!r} is not a name of a group: letters, digits and _, such as prefill")
         return value
 
     @field_validator("mesh")
@@ -134,7 +134,7 @@ class BaseWorkloadDesc(Spec):
     def _possible_axes(cls, value: dict[str, int]) -> dict[str, int]:
         for name, size in value.items():
             if not name.isidentifier():
-                raise ValueError(f"{name!r} is no name of an axis: letters, digits and _, such as dp")
+                raise ValueError(f"{name!r} is not a name of an axis: letters, digits and _, such as dp")
             if size < 1:
                 raise ValueError(f"{name}={size}: the size of an axis is a whole number above 0")
         return value
@@ -282,7 +282,7 @@ def env_texts(value: object) -> object:
     texts: dict[str, str] = {}
     for key, item in value.items():
         if not isinstance(key, str) or not key or "=" in key or "\0" in key:
-            raise ValueError(f"{key!r} is no name of an environment variable")
+            raise ValueError(f"{key!r} is not a name of an environment variable")
         if isinstance(item, bool) or not isinstance(item, str | int | float) or isinstance(item, Enum):
             raise ValueError(f"{key}={item!r} ({type(item).__name__}) must be text, such as {str(item)!r}")
         if "\0" in str(item):

@@ -41,7 +41,7 @@ def describe_faults(error: ValidationError, model: type[BaseModel]) -> list[str]
 def _nested_key_fault(error: TypeError) -> Exception:
     """Return the error for a mapping with keys that are not text, which pydantic passes on as a part's keyword
     arguments."""
-    return SpecError(["a mapping has a key that is no text"]) if "keywords must be strings" in str(error) else error
+    return SpecError(["a mapping has a key that is not a text"]) if "keywords must be strings" in str(error) else error
 
 
 class Spec(BaseModel):

@@ -86,7 +86,7 @@ def entry_text(entry: object, class_name: str | None = None) -> str:
     """
     if isinstance(entry, tuple | list):
         if class_name is not None or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
-            raise ValueError(f"{entry!r} is no entry point: a tuple must be (module, class), two strings")
+            raise ValueError(f"{entry!r} is not an entry point: a tuple must be (module, class), two strings")
         entry, class_name = entry
     if isinstance(entry, str) and (class_name is None or isinstance(class_name, str)):
         text = entry.strip()
@@ -102,7 +102,7 @@ def _object_text(entry: object) -> str:
     module, name = getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)
     if not callable(entry) or not isinstance(module, str) or not isinstance(name, str):
         raise ValueError(
-            f"{entry!r} ({type(entry).__name__}) is no entry point: give a class, a function, 'module.Class' "
+            f"{entry!r} ({type(entry).__name__}) is not an entry point: give a class, a function, 'module.Class' "
             "or a script with its arguments"
         )
     if name == "<lambda>" or "." in name:

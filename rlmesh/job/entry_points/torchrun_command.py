@@ -76,7 +76,7 @@ def parse_torchrun(command: str) -> TorchrunCommand:
         ValueError: it is not such a command, or asks for something impossible; the message says what.
     """
     if not isinstance(command, str):  # shlex would read standard input for None
-        raise ValueError(f"{command!r} is no torchrun command: give text")
+        raise ValueError(f"{command!r} is not a torchrun command: give text")
     words = _after_launcher(shlex.split(command), command)
     dlrover = "dlrover-run" in shlex.split(command)[0]
     options, rest = _options(words, dlrover=dlrover)
@@ -100,7 +100,7 @@ def _after_launcher(words: list[str], command: str) -> list[str]:
     if len(words) > 2 and "python" in words[0] and words[1] == "-m" and words[2] in _LAUNCHERS:
         return words[3:]
     raise ValueError(
-        f"{command!r} is no torchrun command: it must start with torchrun or python -m torch.distributed.run"
+        f"{command!r} is not a torchrun command: it must start with torchrun or python -m torch.distributed.run"
     )
 
 

@@ -54,7 +54,7 @@ def unreported(context: JobContext, node_rank: int, running: Sequence[MemberProc
 
 
 def strays(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[ev.ProcessKey, ...]:
-    """Return the processes on a node that are no current member of the job and must end."""
+    """Return the processes on a node that are not current members of the job and must end."""
 
     def belongs(process: MemberProcess) -> bool:
         member = context.members.get((process.role, process.rank))

@@ -58,7 +58,7 @@ def decode(text: object, kind: object) -> Any:
         SchemaError: the text does not match the schema.
     """
     if not isinstance(text, str):
-        raise SchemaError(f"a record of {_name(kind)} is no text but {type(text).__name__}")
+        raise SchemaError(f"a record of {_name(kind)} is not a text but {type(text).__name__}")
     try:
         return from_plain(json.loads(text), kind)
     except SchemaError:
@@ -83,7 +83,7 @@ def from_plain(value: object, kind: object) -> Any:
 
 def _fields_of(value: object, known: Iterable[str], where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise SchemaError(f"{where} is no object but {type(value).__name__}")
+        raise SchemaError(f"{where} is not an object but {type(value).__name__}")
     if unknown := sorted(set(value) - set(known)):
         raise SchemaError(f"{where} has unknown fields: {', '.join(unknown)}")
     if missing := sorted(set(known) - set(value)):

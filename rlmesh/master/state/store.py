@@ -285,14 +285,14 @@ class Store:
 
     def _set_aside(self, why: str) -> None:
         aside = self.path.with_suffix(f".broken-{int(time.time())}")
-        logger.error("%s is no usable store (%s); it is kept as %s and a new one is made", self.path, why, aside)
+        logger.error("%s is not a usable store (%s); it is kept as %s and a new one is made", self.path, why, aside)
         for suffix in ("", *JOURNALS):
             try:
                 os.rename(f"{self.path}{suffix}", f"{aside}{suffix}")
             except FileNotFoundError:
                 pass
             except OSError as error:
-                raise StoreError(f"{self.path} is no usable store ({why}) and cannot be moved: {error}") from error
+                raise StoreError(f"{self.path} is not a usable store ({why}) and cannot be moved: {error}") from error
 
 
 def _storable(value: object) -> object:
