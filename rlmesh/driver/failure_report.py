@@ -41,20 +41,20 @@ def failure_lines(error: JobFailed) -> list[str]:
 
 def _without_traceback(lines: list[str]) -> list[str]:
     """Return a failure without tracebacks, and without the end of the log that repeats them."""
-    kept: list[str] = []
+    remaining: list[str] = []
     inside = had_one = False
     for line in lines:
         if line.startswith("--- traceback of "):
             break
         if line.strip().startswith("out of memory: "):  # follows the traceback and explains it
-            kept.append(line)
+            remaining.append(line)
             continue
         if line.startswith("traceback of ") or (had_one and line.startswith("last lines of ")):
             inside = had_one = True
         elif not (inside and (line.startswith("    ") or not line.strip())):
             inside = False
-            kept.append(line)
-    return kept
+            remaining.append(line)
+    return remaining
 
 
 def report_ends_briefly() -> None:

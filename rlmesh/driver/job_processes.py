@@ -50,17 +50,17 @@ class ProcessWatch:
 
     def fatal(self) -> bool:
         """True if the first node's agent has ended, without which the job cannot go on."""
-        self._look()
+        self._check()
         return self._first in self._dead
 
     def died(self) -> list[str]:
         """Return the names of processes that have ended since the last call."""
-        self._look()
+        self._check()
         new = [name for name in self._dead if name not in self._reported]
         self._reported.update(new)
         return new
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         living = self.fds()
         ready = select.select(living, [], [], 0)[0] if living else []
         self._dead |= {name: None for name, fd in self._fds.items() if fd in ready}

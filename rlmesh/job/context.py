@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
-from rlmesh.job.device_lease import DeviceLease, Hook, LeaseDesk, LeaseLink
+from rlmesh.job.device_lease import DeviceLease, Hook, LeaseLink, SharedLease
 from rlmesh.job.reported_metrics import as_number, as_step
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
@@ -150,14 +150,14 @@ class WorkerContext:
     run_dir: Path = field(default_factory=Path)
     group: str = ""
     devices: tuple[str, ...] = ()
-    lessor: LeaseLink | None = None
+    lease_link: LeaseLink | None = None
     lease_timeout_s: float = 1800.0
     restored: int | None = None
     objects: dict[str, object] = field(default_factory=dict, repr=False)
     clock: Callable[[], float] = epoch
     _step: int | None = field(default=None, init=False, repr=False)
     _boundary: int | None = field(default=None, init=False, repr=False)
-    _desk: LeaseDesk | None = field(default=None, init=False, repr=False)
+    _lease: SharedLease | None = field(default=None, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -227,11 +227,11 @@ class WorkerContext:
             LeaseTimeout: another role held the devices; says which member, and since when.
         """
         self._refuse_child("device_lease()")
-        if self._desk is None:
-            if self.lessor is None:
+        if self._lease is None:
+            if self.lease_link is None:
                 raise UsageError(f"{self.name}: device_lease() needs an agent that grants it, and there is none here")
-            self._desk = LeaseDesk(self.name, self.lessor)
-        return DeviceLease(self._desk, self.lease_timeout_s if timeout_s is None else timeout_s, wake, sleep)
+            self._lease = SharedLease(self.name, self.lease_link)
+        return DeviceLease(self._lease, self.lease_timeout_s if timeout_s is None else timeout_s, wake, sleep)
 
     def report(self, step: int | None = None, **metrics: Any) -> None:
         """Report metrics of a step: numbers, or what ``float()`` accepts, such as tensors with one item.

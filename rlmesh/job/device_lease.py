@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from rlmesh.errors import LeaseTimeout, UsageError
 
-__all__ = ["DeviceLease", "Hook", "LeaseDesk", "LeaseLink"]
+__all__ = ["DeviceLease", "Hook", "LeaseLink", "SharedLease"]
 
 Hook: TypeAlias = Callable[[], Awaitable[object] | object]
 
@@ -28,7 +28,7 @@ class LeaseLink(Protocol):
         """Return the devices."""
 
 
-class LeaseDesk:
+class SharedLease:
     """The state of one member's lease: the number of blocks that use it. Thread-safe."""
 
     def __init__(self, name: str, link: LeaseLink) -> None:
@@ -112,25 +112,25 @@ class DeviceLease:
         waited_s: seconds that the block waited for the devices.
     """
 
-    def __init__(self, desk: LeaseDesk, timeout_s: float, wake: Hook | None, sleep: Hook | None) -> None:
-        self._desk, self._timeout_s = desk, timeout_s
+    def __init__(self, lease: SharedLease, timeout_s: float, wake: Hook | None, sleep: Hook | None) -> None:
+        self._lease, self._timeout_s = lease, timeout_s
         self._wake, self._sleep = wake, sleep
         self.devices: tuple[str, ...] = ()
         self.waited_s = 0.0
 
     def _take(self, answer: Any) -> None:
-        found = self._desk.check(answer, self._timeout_s)
+        found = self._lease.check(answer, self._timeout_s)
         self.devices, self.waited_s = tuple(found.devices), float(found.waited_s)
 
     def __enter__(self) -> DeviceLease:
-        answer = self._desk.enter(self._timeout_s)
+        answer = self._lease.enter(self._timeout_s)
         try:
             found = answer.result()
         except BaseException:
-            self._desk.forget()
+            self._lease.forget()
             raise
         self._take(found)
-        woken, mine = self._desk.claim_wake(threading.get_ident())
+        woken, mine = self._lease.claim_wake(threading.get_ident())
         try:
             if mine:
                 with _finishing(woken):
@@ -147,20 +147,20 @@ class DeviceLease:
         self._end()
 
     def _end(self) -> None:
-        if self._desk.leave():
+        if self._lease.leave():
             # If the sleep hook raises, the memory is not free: then the member keeps the devices.
             _run(self._sleep)
-            self._desk.give_back().result()
+            self._lease.give_back().result()
 
     async def __aenter__(self) -> DeviceLease:
-        answer = self._desk.enter(self._timeout_s)
+        answer = self._lease.enter(self._timeout_s)
         try:
             found = await asyncio.shield(asyncio.wrap_future(answer))
         except BaseException:
-            self._desk.forget()
+            self._lease.forget()
             raise
         self._take(found)
-        woken, mine = self._desk.claim_wake(asyncio.current_task())
+        woken, mine = self._lease.claim_wake(asyncio.current_task())
         try:
             if mine:
                 with _finishing(woken):
@@ -177,9 +177,9 @@ class DeviceLease:
         await self._aend()
 
     async def _aend(self) -> None:
-        if self._desk.leave():
+        if self._lease.leave():
             await _await(self._sleep)
-            await asyncio.wrap_future(self._desk.give_back())
+            await asyncio.wrap_future(self._lease.give_back())
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Chaos:
         """Texts of the kills that happened."""
         asked = [*map(str, kills), *(entry["asked"] for entry in entries if "asked" in entry)]
         over = Counter([*self.done, *(entry["cannot"] for entry in entries if "cannot" in entry)])
-        self.left = [parse_kill(text) for text in (Counter(asked) - over).elements()]
+        self.planned = [parse_kill(text) for text in (Counter(asked) - over).elements()]
         self.cannot: dict[str, str] = {}
         """Texts of the kills that cannot happen, with the reason."""
         self._armed: set[tuple[Kill, str, int]] = set()
@@ -64,14 +64,14 @@ class Chaos:
         """Plan more kills from now on; a kill that happened before may happen again."""
         for kill in kills:
             self._note({"asked": str(kill)})
-        self.left += kills
+        self.planned += kills
         self.handled(ev.Tick(), (), self._clock())
 
     def handled(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
         """Carry out the kills that are due after an event."""
         if self._running_since is None and self._context.stage == "running":
             self._running_since = now
-        for kill in list(self.left):
+        for kill in list(self.planned):
             if kill.point == "call":
                 self._arm(kill)
             elif self._is_time(kill, event, actions, now):
@@ -79,7 +79,7 @@ class Chaos:
 
     async def reached(self, text: str) -> None:
         """Carry out a kill at a call that a member has reached; returns when the signal was sent."""
-        for kill in self.left:
+        for kill in self.planned:
             if str(kill) == text:
                 self._mark(kill)
                 await self._kill(kill)
@@ -87,9 +87,9 @@ class Chaos:
 
     def drop(self, text: str, why: str) -> bool:
         """Drop a kill that cannot happen; False if it is not planned."""
-        for kill in self.left:
+        for kill in self.planned:
             if str(kill) == text:
-                self.left.remove(kill)
+                self.planned.remove(kill)
                 self.cannot[text] = why
                 self._note({"cannot": text, "why": why})
                 logger.warning("rehearsal %s cannot happen: %s", text, why)
@@ -129,9 +129,9 @@ class Chaos:
             key = (kill, member.name, member.incarnation)
             if own and member.endpoint and not member.gone and key not in self._armed:
                 self._armed.add(key)
-                self._do(self._tell(kill, member))
+                self._do(self._arm_member(kill, member))
 
-    async def _tell(self, kill: Kill, member: Member) -> None:
+    async def _arm_member(self, kill: Kill, member: Member) -> None:
         control = self._runtime.peer(CONTROL, member.endpoint, incarnation=member.incarnation).options(timeout_s=ASK_S)
         await control.call("arm", kill.method, str(kill), member.name)
 
@@ -140,7 +140,7 @@ class Chaos:
         self._do(self._kill(kill))
 
     def _mark(self, kill: Kill) -> None:
-        self.left.remove(kill)
+        self.planned.remove(kill)
         self.done.append(str(kill))
         self._note({"kill": str(kill)})
         logger.warning("rehearsal: %s", kill)

@@ -89,12 +89,12 @@ class EventLoop:
         self._queue.put_nowait(_Posted(event, saved=saved))
         await saved
 
-    async def deliver(self, sender: str, first: int, news: Sequence[ev.Event]) -> int:
+    async def deliver(self, sender: str, first: int, messages: Sequence[ev.Event]) -> int:
         """Queue the messages of an outbox, each once; return the number of the last one when all are saved."""
-        for number, event in enumerate(news, first):
+        for number, event in enumerate(messages, first):
             self._queue.put_nowait(_Posted(event, sender, number))
         await self.post_and_save(ev.Tick())
-        return first + len(news) - 1
+        return first + len(messages) - 1
 
     # Processing
 

@@ -126,10 +126,10 @@ class Executor:
                     self._add(self._ask_progress(key, wait_s))
                 return None
             case _:
-                self._tell(action)
+                self._notify_members(action)
                 return None
 
-    def _tell(self, action: ev.Action) -> None:
+    def _notify_members(self, action: ev.Action) -> None:
         match action:
             case ev.PublishBook(book):
                 self._publish(book)

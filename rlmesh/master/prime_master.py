@@ -71,11 +71,11 @@ GOODBYE_WAIT_S = 30.0
 """Seconds for which the master answers the driver after the end of the job."""
 
 
-News = MetricRecord | Alarm | ExitInfo
+OutboxItem = MetricRecord | Alarm | ExitInfo
 """Messages that agents and workers send through their outboxes."""
 
 
-def _event_of(item: News) -> ev.Event:
+def _event_of(item: OutboxItem) -> ev.Event:
     match item:
         case MetricRecord():
             return ev.Reported(item)
@@ -229,7 +229,7 @@ class PrimeMaster:
         return self._job_over.done()
 
     @rpc(concurrent=MOST_CALLS)
-    async def deliver(self, sender: str, first: int, items: tuple[News, ...]) -> int:
+    async def deliver(self, sender: str, first: int, items: tuple[OutboxItem, ...]) -> int:
         """Take messages of an agent or a worker, each once; returns when they are saved."""
         return await self._events.deliver(sender, first, [_event_of(item) for item in items])
 

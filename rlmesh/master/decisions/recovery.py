@@ -59,7 +59,7 @@ class Recoveries:
         context.note = self._note(restart)
         # The address book goes first, so that a call made on the news of the restart reaches the new incarnation.
         self._state.do(ev.PublishBook(context.new_book()))
-        self._tell(recovery, "restarting")
+        self._announce(recovery, "restarting")
         for node_rank, keys in ended.items():
             self._state.do(ev.EndProcesses(node_rank, tuple(keys), self._grace_s(restart)))
         self._saved.recoveries.append(recovery)
@@ -183,9 +183,9 @@ class Recoveries:
             for member in self._of(recovery.members):
                 if not member.has_finished:
                     self._state.do(ev.BeginRun(member.id))
-        self._tell(recovery, "ready")
+        self._announce(recovery, "ready")
 
-    def _tell(self, recovery: Recovery, phase: Phase) -> None:
+    def _announce(self, recovery: Recovery, phase: Phase) -> None:
         self._state.do(*(ev.TellRestart(event) for event in self._events(recovery, phase)))
 
     def _events(self, recovery: Recovery, phase: Phase) -> list[RestartEvent]:

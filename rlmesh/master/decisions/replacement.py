@@ -75,7 +75,7 @@ class ReplacementPlanner:
         spares = max(0, self._state.spec.demand.spare_nodes - len(nodes))
         try:
             new = self._scheduler.plan(
-                context.nodes.values(), kept=pinned, excluded_nodes=nodes,
+                context.nodes.values(), pinned=pinned, excluded_nodes=nodes,
                 excluded_devices=self._state.saved.bad_devices, spare_nodes=spares,
             )  # fmt: skip
         except PlacementError as error:

@@ -40,19 +40,19 @@ class Scheduler:
         self,
         nodes: Iterable[NodeInfo],
         *,
-        kept: Sequence[Placement] = (),
+        pinned: Sequence[Placement] = (),
         excluded_nodes: Collection[int] = (),
         excluded_devices: Collection[str] = (),
         spare_nodes: int | None = None,
     ) -> Plan:
-        """Place all members; the ``kept`` placements stay. See :func:`make_plan`.
+        """Place all members; the ``pinned`` placements stay. See :func:`make_plan`.
 
         Raises:
             PlacementError: there is not enough room; the message has a table of what is missing.
         """
         nodes = tuple(nodes)
         plan = make_plan(
-            self._spec.demand, nodes, kept=kept, excluded_nodes=excluded_nodes,
+            self._spec.demand, nodes, kept=pinned, excluded_nodes=excluded_nodes,
             excluded_devices=excluded_devices, spare_nodes=spare_nodes,
         )  # fmt: skip
         return replace(plan, notes=(*plan.notes, *ipc_notes(nodes, plan)))

@@ -47,9 +47,9 @@ async def examine(
     of_node: dict[int, list[Member]] = {}
     for member in asked:
         of_node.setdefault(member.placement.node_rank, []).append(member)
-    looks = await asyncio.gather(*(_look(agent_of(node), on_it, own) for node, on_it in of_node.items()))
-    seen = {stack.key: stack for look in looks for stack in look}
-    return tuple(seen[member.key] for member in asked)
+    inspected = await asyncio.gather(*(_inspect(agent_of(node), on_it, own) for node, on_it in of_node.items()))
+    of_key = {stack.key: stack for stacks in inspected for stack in stacks}
+    return tuple(of_key[member.key] for member in asked)
 
 
 async def _ask(runtime: Runtime, endpoint: str, wait_s: float) -> str:
@@ -61,7 +61,7 @@ async def _ask(runtime: Runtime, endpoint: str, wait_s: float) -> str:
     return text
 
 
-async def _look(agent: MemberHandle, members: list[Member], own: dict[str, str]) -> list[MemberStack]:
+async def _inspect(agent: MemberHandle, members: list[Member], own: dict[str, str]) -> list[MemberStack]:
     """Return the stacks of one node's members, with what the system says about their processes."""
     silent = tuple(member.key for member in members if member.endpoint not in own)
     keys = tuple(member.key for member in members)

@@ -104,7 +104,7 @@ class Observer:
 
     def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
         """Return the kills that happened, those still to come, and those that cannot happen, with the reason."""
-        return tuple(self.chaos.done), tuple(map(str, self.chaos.left)), dict(self.chaos.cannot)
+        return tuple(self.chaos.done), tuple(map(str, self.chaos.planned)), dict(self.chaos.cannot)
 
     def cannot_reach(self, kill: str, why: str) -> None:
         """Drop a kill that waits for a method which a member does not have."""
