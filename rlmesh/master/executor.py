@@ -358,7 +358,7 @@ class Executor:
             if isinstance(error, PeerLost):
                 await self._await_end_news(member, incarnation)
             if _is_there(member, incarnation):
-                failed = f"it did not answer the order to run: {_text(error)}"
+                failed = f"it got the order to run and did not answer: {_text(error)}"
                 self._post(ev.MemberFailed(role, rank, incarnation, failed))
             return
         self._post(ev.RunBegan(role, rank, incarnation, bool(has_run)))
