@@ -34,7 +34,7 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class _ActivityReport:
     at: float
     text: str = ""
     runs_on: tuple[Serving, ...] = ()
@@ -44,21 +44,21 @@ class Activities:
     """The latest reports about each member's activity. No I/O; times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
-        self._silent: dict[Key, _Report] = {}
-        self._runs_on: dict[tuple[str, int], _Report] = {}
+        self._silent: dict[Key, _ActivityReport] = {}
+        self._runs_on: dict[tuple[str, int], _ActivityReport] = {}
 
     def inspected(self, node: Sequence[Key], silent: Mapping[Key, str], now: float) -> None:
         """Record an agent's inspection of its members; ``silent`` has those that do not answer, with the reason."""
         for key in node:
             if why := silent.get(key):
-                self._silent[key] = _Report(now, why)
+                self._silent[key] = _ActivityReport(now, why)
             else:
                 self._silent.pop(key, None)
 
     def reported(self, name: str, incarnation: int, runs_on: tuple[Serving, ...], now: float) -> None:
         """Record the calls that run on in a member."""
         if runs_on:
-            self._runs_on[name, incarnation] = _Report(now, runs_on=runs_on)
+            self._runs_on[name, incarnation] = _ActivityReport(now, runs_on=runs_on)
         else:
             self._runs_on.pop((name, incarnation), None)
 
