@@ -26,7 +26,7 @@ from rlmesh import DLJobBuilder
 from rlmesh.driver.driver import described
 from rlmesh.errors import UsageError
 from rlmesh.master.state.last_state import last_graph
-from rlmesh.master.state.store import SCHEMA
+from rlmesh.master.state.store import OF_PICKLES
 from rlmesh.private_files import SHARE_WITH_GROUP
 from tests.master.launched import ROOT, TOY, Launched, launch
 from tests.master.private_job import SECRETS
@@ -278,7 +278,7 @@ def test_a_job_is_not_resumed_over_a_state_of_pickles(ended_run: Path, tmp_path:
     run = tmp_path / "run"
     shutil.copytree(ended_run, run)
     with closing(sqlite3.connect(run / "state.db")) as db:
-        db.execute(f"PRAGMA user_version = {SCHEMA - 1}")
+        db.execute(f"PRAGMA user_version = {OF_PICKLES}")
     with Launched(["-m", "rlmesh.cli.main", "launch", "--run-dir", str(run), str(TOY)], tmp_path) as job:
         assert job.ended() == 1
     assert "was written by rlmesh 0.1 as pickles, which can run code" in job.output
