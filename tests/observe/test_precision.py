@@ -127,7 +127,7 @@ def test_a_step_is_a_whole_number(worker: WorkerContext, link: Link) -> None:
         worker.report(step=step)  # type: ignore[arg-type]
         assert (link.records[-1].step, type(link.records[-1].step)) == (7, int)
     for wrong in (2.7, math.nan, math.inf, 2**63, "seven"):
-        with pytest.raises(UsageError, match=r"TRAINER:0: .*step=.*(whole number|64 bits|no number)"):
+        with pytest.raises(UsageError, match=r"TRAINER:0: .*step=.*(whole number|64 bits|not a number)"):
             worker.report(step=wrong)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"step="):
             worker.step_boundary(wrong)  # type: ignore[arg-type]
