@@ -13,15 +13,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import UsageError
-from rlmesh.job.device_lease import DeviceLease, Hook, LeaseLink, SharedLease
 from rlmesh.job.reported_metrics import as_number, as_step
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.process.clock import epoch
 from rlmesh.runtime.process.forked import refusal
+
+if TYPE_CHECKING:
+    from rlmesh.job.device_lease import DeviceLease, Hook, LeaseLink, SharedLease
 
 __all__ = [
     "COLLOCATION_ENV",
@@ -215,8 +217,8 @@ class WorkerContext:
                 return self.engine.generate(prompts)
 
         Use ``async with`` in ``async def`` methods. Roles that share a device take turns, in the order of their
-        requests; the
-        local members of an elastic role have their turn together. The lease of a member that dies is free.
+        requests; the local members of an elastic role have their turn together. The lease of a member that dies is
+        free.
 
         Args:
             timeout_s: maximum wait for the devices; by default as long as a call may take.
@@ -227,6 +229,8 @@ class WorkerContext:
             LeaseTimeout: another role held the devices; says which member, and since when.
         """
         self._refuse_child("device_lease()")
+        from rlmesh.job.device_lease import DeviceLease, SharedLease
+
         if self._lease is None:
             if self.lease_link is None:
                 raise UsageError(f"{self.name}: device_lease() needs an agent that grants it, and there is none here")
