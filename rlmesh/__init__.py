@@ -1,7 +1,7 @@
 """Multi-role reinforcement learning without Ray.
 
-Public names are resolved at their first use, so that ``import rlmesh`` loads neither torch nor anything else
-that a login node may lack.
+Public names are imported on first use, so that ``import rlmesh`` loads neither torch nor other packages that a login
+node may lack.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlmesh import errors as errors
-    from rlmesh.job.description.builder import DLJobBuilder as DLJobBuilder
-    from rlmesh.job.description.config import DLConfig as DLConfig
-    from rlmesh.job.description.config import DLJob as DLJob
+    from rlmesh.builders.config import DLConfig as DLConfig
+    from rlmesh.builders.config import DLJob as DLJob
+    from rlmesh.builders.job_builder import DLJobBuilder as DLJobBuilder
+    from rlmesh.builders.rl_builder import RLJobBuilder as RLJobBuilder
     from rlmesh.job.description.descriptors import CustomWorkloadDesc as CustomWorkloadDesc
     from rlmesh.job.description.descriptors import ElasticWorkloadDesc as ElasticWorkloadDesc
     from rlmesh.job.description.descriptors import ResourceDesc as ResourceDesc
     from rlmesh.job.description.descriptors import SimpleWorkloadDesc as SimpleWorkloadDesc
     from rlmesh.job.description.restart_policy import RestartPolicy as RestartPolicy
-    from rlmesh.job.description.rl_builder import RLJobBuilder as RLJobBuilder
     from rlmesh.job.description.roles import RLRoleType as RLRoleType
     from rlmesh.job.restarts import RestartEvent as RestartEvent
     from rlmesh.job.workload import BaseRLTrainer as BaseRLTrainer
@@ -63,9 +63,9 @@ _WHERE = {
     "BaseTrainer": "rlmesh.job.workload",
     "BaseWorkload": "rlmesh.job.workload",
     "CustomWorkloadDesc": "rlmesh.job.description.descriptors",
-    "DLConfig": "rlmesh.job.description.config",
-    "DLJob": "rlmesh.job.description.config",
-    "DLJobBuilder": "rlmesh.job.description.builder",
+    "DLConfig": "rlmesh.builders.config",
+    "DLJob": "rlmesh.builders.config",
+    "DLJobBuilder": "rlmesh.builders.job_builder",
     "ElasticWorkloadDesc": "rlmesh.job.description.descriptors",
     "Future": "rlmesh.runtime.future",
     "FutureSequence": "rlmesh.runtime.sequence",
@@ -75,7 +75,7 @@ _WHERE = {
     "ModuleSource": "rlmesh.weights.module_source",
     "Mesh": "rlmesh.runtime.subgraphs",
     "PrimeMaster": "rlmesh.master.prime_master",
-    "RLJobBuilder": "rlmesh.job.description.rl_builder",
+    "RLJobBuilder": "rlmesh.builders.rl_builder",
     "RLRoleType": "rlmesh.job.description.roles",
     "ReceivesWeights": "rlmesh.weights.members",
     "ResourceDesc": "rlmesh.job.description.descriptors",

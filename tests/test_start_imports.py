@@ -31,7 +31,9 @@ MACHINES = {
 """Modules that only a node with GPUs, or a job of several nodes, needs."""
 SUBMITTING = {
     "pydantic",
-    "rlmesh.job.description.builder",
+    "rlmesh.builders.config",
+    "rlmesh.builders.job_builder",
+    "rlmesh.builders.rl_builder",
     "rlmesh.job.description.config",
     "rlmesh.job.entry_points.preload",
     "rlmesh.job.entry_points.resolving",

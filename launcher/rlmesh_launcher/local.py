@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import rlmesh
 from rlmesh.errors import LaunchError, UsageError
 from rlmesh.rendezvous.client import NodeOptions, join_and_serve
-from rlmesh.rendezvous.server import Head, HeadOptions, host_name
+from rlmesh.rendezvous.server import RendezvousOptions, RendezvousServer, host_name
 from rlmesh.rendezvous.state import ANY_RANK
 from rlmesh.runtime.transport.inet import is_local, join_host_port, resolve
 
@@ -63,7 +63,9 @@ def is_head(place: NodePlace) -> bool | None:
 
 
 def run_node(
-    place: NodePlace, run_script: Callable[[Head], int], announce: Callable[[str], None] = lambda endpoint: None
+    place: NodePlace,
+    run_script: Callable[[RendezvousServer], int],
+    announce: Callable[[str], None] = lambda endpoint: None,
 ) -> int:
     """Run one node of a job until it is over; return the exit code.
 
@@ -81,7 +83,7 @@ def run_node(
     head = is_head(place)
     if head is not False:
         try:
-            opened = Head(_head_options(place))
+            opened = RendezvousServer(_head_options(place))
         except LaunchError:
             if head:
                 raise
@@ -95,7 +97,9 @@ def run_node(
     return join_and_serve(_node_options(place))
 
 
-def _be_head(head: Head, run_script: Callable[[Head], int], announce: Callable[[str], None]) -> int:
+def _be_head(
+    head: RendezvousServer, run_script: Callable[[RendezvousServer], int], announce: Callable[[str], None]
+) -> int:
     with head:
         announce(head.endpoint)
         code = run_script(head)
@@ -103,8 +107,8 @@ def _be_head(head: Head, run_script: Callable[[Head], int], announce: Callable[[
         return code
 
 
-def _head_options(place: NodePlace) -> HeadOptions:
-    return HeadOptions(
+def _head_options(place: NodePlace) -> RendezvousOptions:
+    return RendezvousOptions(
         least=place.least, most=place.most, host=place.host, port=place.port, key=place.key,
         version=rlmesh.__version__, timeout_s=place.join_s, last_call_s=place.last_call_s,
         name=place.name or host_name(), host_here=place.host_here, group=place.group,

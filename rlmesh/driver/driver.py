@@ -1,6 +1,6 @@
-"""The driver: whoever waits for a job. ``submit`` comes here.
+"""The driver: runs a submitted job and waits for its end.
 
-``run_job`` blocks until the job has ended. ``Driver`` is the same for a thread of one's own, with ``stop()``
+``run_job`` blocks until the job has ended. ``Driver`` does the same on a thread of the caller's choice, with ``stop()``
 and ``status``.
 """
 
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING
 from rlmesh import private_files
 from rlmesh.agent.machine_checks import gather, judge
 from rlmesh.agent.processes.oom import at_the_limit
-from rlmesh.driver.failure_report import tell_ends_shortly
+from rlmesh.driver.failure_report import report_ends_briefly
 from rlmesh.driver.interrupt import Interrupt
-from rlmesh.driver.options import Cluster, LaunchOptions, ambient, effective, enlist
+from rlmesh.driver.options import Cluster, LaunchOptions, ambient, effective, register_job
 from rlmesh.driver.outcome import JobResult, describe_failure
 from rlmesh.driver.session import STOP_GRACE_S, STOP_WITHIN_S, Session
 from rlmesh.driver.standard_streams import fill_standard_streams
 from rlmesh.driver.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
 from rlmesh.errors import LaunchError, PreflightError, UsageError
 from rlmesh.job.context import current_worker
-from rlmesh.job.description.config import DLConfig
+from rlmesh.job.description.config import JobDescription
 from rlmesh.job.jsonable import jsonable
-from rlmesh.job.masking import know, masked, secrets_in
+from rlmesh.job.masking import masked, register_secrets, secrets_in
 from rlmesh.job.status import JobStatus
 from rlmesh.master.chaos_plan import parse_kills
 from rlmesh.master.state.store import STORE_FILE, StoreRefused, check_store
@@ -49,28 +49,28 @@ from rlmesh.wire.main_module import alias_main
 if TYPE_CHECKING:
     from rlmesh.driver.relaunch import Relaunch
     from rlmesh.observe.views.live import JobView
-    from rlmesh.rendezvous.server import Head
+    from rlmesh.rendezvous.server import RendezvousServer
 
 __all__ = ["Driver", "JobResult", "LaunchOptions", "ambient", "describe_failure", "run_job"]
 
 DEFAULT_NAME = "job"
 ANSWER_MARGIN_S = 15.0
 RELAUNCH_WAIT_S = 300.0
-"""How long a machine may take to come that was asked for, where the job does not say."""
+"""Default number of seconds that a requested replacement machine may take to join."""
 
 
-def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None) -> JobResult:
-    """Run a job, whose description was checked, on the calling thread and wait for its end.
+def run_job(config: JobDescription, job_name: str | None = None, options: LaunchOptions | None = None) -> JobResult:
+    """Run a job with a checked description on the calling thread and wait for its end.
 
-    On the main thread Ctrl-C and SIGTERM stop the job: once with grace, twice at once; either way all its processes
-    are gone before ``KeyboardInterrupt`` is raised. SIGUSR1 lets all ranks stop at the same step.
+    On the main thread, the first Ctrl-C or SIGTERM stops the job with grace, the second at once; in both cases all its
+    processes are gone before ``KeyboardInterrupt`` is raised. SIGUSR1 lets all ranks stop at the same step.
 
     Raises:
-        JobSpecError: its configuration cannot be sent to the workers.
-        PlacementError: the cluster cannot hold it; nothing was started.
-        JobFailed: it failed; its exceptions are the first causes, ``run_dir`` has the logs.
-        JobStopped: it had notice, and stopped where it can be resumed.
-        KeyboardInterrupt: it was stopped.
+        JobSpecError: the configuration cannot be sent to the workers.
+        PlacementError: the cluster cannot hold the job; nothing was started.
+        JobFailed: the job failed; the exceptions are the first causes, ``run_dir`` has the logs.
+        JobStopped: the job stopped after a notice and can be resumed.
+        KeyboardInterrupt: the job was stopped.
     """
     try:
         asyncio.get_running_loop()
@@ -80,23 +80,28 @@ def run_job(config: DLConfig, job_name: str | None = None, options: LaunchOption
         raise UsageError(
             "submit() would block the event loop that runs in this thread: use 'async with job.start()' instead"
         )
-    tell_ends_shortly()
+    report_ends_briefly()
     driver = Driver(config, job_name, options)
-    with driver.heeding_signals():
+    with driver.handling_signals():
         return driver.run()
 
 
 class Driver:
-    """One start of a job. ``run`` works on the thread that calls it; the rest is for any thread. ``serves``: a job
-    without a role that drives it lives until it is stopped.
+    """One start of a job. ``run`` works on the thread that calls it; other methods may be called from any thread.
+
+    Args:
+        config: the job's description.
+        job_name: name of the run; by default the description's name.
+        options: launch options.
+        serves: a job without a role that drives it lives until it is stopped.
 
     Raises:
-        UsageError: made inside a worker, by a script that submits when it is imported.
-        JobSpecError, PlacementError: before anything was started.
+        UsageError: the driver was made inside a worker, by a script that submits a job when it is imported.
+        JobSpecError, PlacementError: the job cannot be started; nothing was started.
     """
 
     def __init__(
-        self, config: DLConfig, job_name: str | None = None, options: LaunchOptions | None = None, *,
+        self, config: JobDescription, job_name: str | None = None, options: LaunchOptions | None = None, *,
         serves: bool = False,
     ) -> None:  # fmt: skip
         _refuse_inside_worker()
@@ -119,17 +124,17 @@ class Driver:
         self._interrupt = Interrupt()
         self._session: Session | None = None
         self._ended = threading.Event()
-        self._held: int | None = None
-        enlist(self)
+        self._lock_fd: int | None = None
+        register_job(self)
         forget_in_children(self)
 
     def forked(self) -> None:
-        """In a forked child: the job is the parent's, and waited for there."""
+        """In a forked child: mark the job as ended, because it belongs to the parent."""
         self._ended = threading.Event()
         self._ended.set()
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     @property
     def status(self) -> JobStatus:
@@ -139,7 +144,7 @@ class Driver:
         return self._session.status
 
     def stop(self, reason: str = "stop() was called") -> None:
-        """End the job: with grace when called once, at once when called again. Returns immediately."""
+        """End the job: the first call with grace, a second call at once. Returns immediately."""
         self._interrupt.ask(reason)
 
     def notice(self, reason: str) -> None:
@@ -153,17 +158,17 @@ class Driver:
             self.stop(text)
 
     @property
-    def way_in(self) -> tuple[str, bytes] | None:
-        """Address of the job's master and the job's key, once there are members to call."""
+    def address_and_key(self) -> tuple[str, bytes] | None:
+        """Address of the job's master and the job's key; None before there are members to call."""
         session = self._session
-        return None if session is None or not session.status.members else session.way_in
+        return None if session is None or not session.status.members else session.address_and_key
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait until ``run`` has ended; whether it did."""
+        """Wait until ``run`` has ended; False if it has not within ``timeout_s``."""
         return self._ended.wait(timeout_s)
 
     def run(self) -> JobResult:
-        """Run the job; to be called once. Raises as ``run_job``."""
+        """Run the job. Call it once. Raises as ``run_job``."""
         try:
             return self._make_session().run()
         except Exception as error:
@@ -173,8 +178,8 @@ class Driver:
         finally:
             self._ended.set()
             self._interrupt.close()
-            if self._held is not None:
-                os.close(self._held)
+            if self._lock_fd is not None:
+                os.close(self._lock_fd)
 
     def _make_session(self) -> Session:
         config, options = self._config, self._options
@@ -184,12 +189,12 @@ class Driver:
         if options.head is not None:
             self._cluster = self._gathered(options.head, checked=checked)
         preload, limits = config.preload_items(), config.limits.under(options.limits)
-        running_jobs()  # removes what dead ones have left
+        running_jobs()  # removes the folders of dead jobs
         space = Workspace.create(self.job_name, options.run_dir, options.run_root, options.key)
         grace_s = STOP_GRACE_S if options.grace_s is None else options.grace_s
         try:
             check_store(space.run_dir / STORE_FILE)
-            self._held = hold(space.run_dir)
+            self._lock_fd = hold(space.run_dir)
             await_guardians(space.run_dir)
             forget_end(space.run_dir)
             resume = note_start(space.run_dir, options.restarts or 0)
@@ -208,7 +213,7 @@ class Driver:
 
                     check_free(options.observe.metrics)
                 spec = replace(spec, observe=options.observe)
-            know(secret for role in spec.roles for secret in secrets_in(role.env))
+            register_secrets(secret for role in spec.roles for secret in secrets_in(role.env))
             space.write_job(spec, 1 if options.head is not None else len(self._cluster.names))
             private_files.write_whole(space.run_dir / "job.json", described(config) + "\n")
             remember(space.run_dir)
@@ -228,7 +233,7 @@ class Driver:
         return self._session
 
     def _relaunch(self, space: Workspace) -> Relaunch | None:
-        """Whoever brings other machines, in a job of several."""
+        """Return the command runner for replacement machines, in a job of several nodes that names a command."""
         head = self._options.head
         if head is None or not self._config.relaunch:
             return None
@@ -241,8 +246,8 @@ class Driver:
 
         return Relaunch(self._config.relaunch, space.run_dir, env)
 
-    def _gathered(self, head: Head, *, checked: bool) -> Cluster:
-        """The nodes of this job, once they are there and (``checked``) have reached each other."""
+    def _gathered(self, head: RendezvousServer, *, checked: bool) -> Cluster:
+        """Return the nodes of this job, once they have joined and (``checked``) have reached each other."""
         nodes = head.wait_full(lambda: self._interrupt.count > 0)
         if checked:
             head.check(nodes)
@@ -255,7 +260,7 @@ class Driver:
         )
         return cluster_for(self._config, self._demand, given)
 
-    # What is slow to import is imported when it is used, so that the nodes start without waiting for it.
+    # Modules that are slow to import are imported on use, so that the nodes start without waiting for them.
 
     def _make_view(self) -> JobView:
         from rlmesh.observe.views.live import make_view
@@ -270,20 +275,20 @@ class Driver:
         return draw_report(run_dir)
 
     @contextmanager
-    def heeding_signals(self) -> Iterator[None]:
-        """On the main thread SIGINT and SIGTERM stop the job instead of raising somewhere in it, and SIGUSR1 gives it
-        notice (under Slurm SIGTERM too)."""
+    def handling_signals(self) -> Iterator[None]:
+        """On the main thread, let SIGINT and SIGTERM stop the job, and SIGUSR1 (under Slurm also SIGTERM) give
+        notice."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def heed(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
             if gives_notice(number):
                 self.notice(signal.Signals(number).name)
             else:
                 self.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
-        before = {number: handle(number, heed) for number in (signal.SIGINT, *HEEDED)}
+        before = {number: handle(number, on_signal) for number in (signal.SIGINT, *HEEDED)}
         try:
             yield
         finally:
@@ -291,8 +296,8 @@ class Driver:
                 signal.signal(number, handler)
 
 
-def described(config: DLConfig) -> str:
-    """A job's description for people, without its secrets: those go to the job by private ways."""
+def described(config: JobDescription) -> str:
+    """Return a job's description as JSON, without its secrets."""
     try:
         plain = config.model_dump(mode="json")
     except ValueError:  # text that UTF-8 cannot encode
@@ -301,7 +306,7 @@ def described(config: DLConfig) -> str:
 
 
 def _check_this_machine() -> None:
-    """Find out before anything starts what would otherwise end the job somewhere in the middle.
+    """Check this machine before anything starts, for faults that would end the job later.
 
     Raises:
         PreflightError: this machine is not fit for jobs; says what to do.

@@ -1,4 +1,4 @@
-"""The end of a job that did not succeed, in few lines: what is not told here stands in files, which are named."""
+"""Short report of a failed job. Details are in files, which the report names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlmesh.driver.outcome import StoppedBySignal
 from rlmesh.errors import JobFailed, JobStopped, RestartBudgetExhausted
 from rlmesh.observe.views.safe_text import shorten
 
-__all__ = ["failure_lines", "tell_ends_shortly"]
+__all__ = ["failure_lines", "report_ends_briefly"]
 
 MOST_LINES = 16
 SHOWN_OTHERS = 3
@@ -17,13 +17,13 @@ WIDEST = 400
 
 
 def failure_lines(error: JobFailed) -> list[str]:
-    """A failed job for people: the first cause, the first lines of what followed, where the rest is.
+    """Return the report of a failed job: the first cause, the first lines of its consequences, and the files.
 
-    What the members printed is not repeated if it was shown while the job ran.
+    Output of members that was shown while the job ran is left out.
     """
     first, *others = [str(one) for one in error.exceptions]
     cause = first.splitlines() or [""]
-    # The first failure of a restart budget may be hours old, and the shown output ends with other ones.
+    # The first failure of a restart budget may be hours old, and the shown output ends with other failures.
     if error.shown and not isinstance(error.exceptions[0], RestartBudgetExhausted):
         cause = _without_traceback(cause)
     lines = [f"{error.message.partition(' failed: ')[0]} failed. First cause:"]
@@ -40,25 +40,25 @@ def failure_lines(error: JobFailed) -> list[str]:
 
 
 def _without_traceback(lines: list[str]) -> list[str]:
-    """A failure without tracebacks, and without the end of the log that holds the same one."""
-    kept: list[str] = []
+    """Return a failure without tracebacks, and without the end of the log that repeats them."""
+    remaining: list[str] = []
     inside = had_one = False
     for line in lines:
         if line.startswith("--- traceback of "):
             break
-        if line.strip().startswith("out of memory: "):  # stands behind the traceback, and says more than it
-            kept.append(line)
+        if line.strip().startswith("out of memory: "):  # follows the traceback and explains it
+            remaining.append(line)
             continue
         if line.startswith("traceback of ") or (had_one and line.startswith("last lines of ")):
             inside = had_one = True
         elif not (inside and (line.startswith("    ") or not line.strip())):
             inside = False
-            kept.append(line)
-    return kept
+            remaining.append(line)
+    return remaining
 
 
-def tell_ends_shortly() -> None:
-    """Let a program end in few lines if a job's end goes through it. A hook of the program's own is left alone."""
+def report_ends_briefly() -> None:
+    """Let an uncaught job error print a short report. A hook that the program has set stays in place."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _hook
 

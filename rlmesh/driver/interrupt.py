@@ -1,4 +1,4 @@
-"""How signal handlers and other threads ask a driver to stop its job."""
+"""Requests to a driver to stop its job, from signal handlers and other threads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rlmesh.runtime.process.forked import forget_in_children
 
 
 class Interrupt:
-    """Asks a session to stop: once with grace, twice at once. Safe to call from signal handlers and threads.
+    """Asks a session to stop: the first request with grace, the second at once. Safe in signal handlers and threads.
 
-    Before that, ``notice`` asks it to let all ranks stop at the same step.
+    ``notice`` asks for a stop of all ranks at the same step.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Interrupt:
         forget_in_children(self)
 
     def forked(self) -> None:
-        """In a forked child: nothing can be asked of the parent's session."""
+        """In a forked child: close, because the session belongs to the parent."""
         self._lock = threading.RLock()
         self.close()
 
@@ -46,7 +46,7 @@ class Interrupt:
             self.wake()
 
     def wake(self) -> None:
-        """End the wait of whoever waits for ``fileno()``."""
+        """Wake a ``select`` on ``fileno()``."""
         with self._lock:
             if not self._closed:
                 try:

@@ -1,4 +1,4 @@
-"""The driver's eye on the job's own processes on this machine, through descriptors that the kernel signals."""
+"""Monitoring of the job's own processes on this machine, through pidfds."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from rlmesh.rendezvous.remote_node import RemoteNode
 
 
 class ProcessWatch:
-    """Watches master and agents from the moment that their numbers are known.
+    """Watches master and agents as soon as their pids are known.
 
-    The job ends with the first node's agent: the master is below it. Any other death is the master's business, or, if
-    it was the master that died, its agent's.
+    The job ends with the first node's agent, whose child the master is. Other deaths are handled by the master, or, for
+    the
+    master, by its agent.
     """
 
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
         self._dead: dict[str, None] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._first = ""
 
     def learn(self, extra: Mapping[str, str]) -> None:
-        """Take the numbers from ``JobStatus.extra``."""
+        """Take the pids from ``JobStatus.extra``."""
         named = [("master", pid) for pid in filter(None, [extra.get(MASTER_PID)])]
         agents = [("agent", pid) for pid in filter(None, extra.get(AGENT_PIDS, "").split(","))]
         for what, pid in named + agents:
@@ -44,22 +45,22 @@ class ProcessWatch:
             self._first = f"agent (pid {agents[0][1]})"
 
     def fds(self) -> list[int]:
-        """Descriptors of those that are not known to be dead."""
+        """Return the pidfds of processes that are not known to be dead."""
         return [fd for name, fd in self._fds.items() if name not in self._dead]
 
     def fatal(self) -> bool:
-        """Whether the process has ended without which the job cannot go on."""
-        self._look()
+        """True if the first node's agent has ended, without which the job cannot go on."""
+        self._check()
         return self._first in self._dead
 
     def died(self) -> list[str]:
-        """Names of those that have ended since this was asked before."""
-        self._look()
-        new = [name for name in self._dead if name not in self._told]
-        self._told.update(new)
+        """Return the names of processes that have ended since the last call."""
+        self._check()
+        new = [name for name in self._dead if name not in self._reported]
+        self._reported.update(new)
         return new
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         living = self.fds()
         ready = select.select(living, [], [], 0)[0] if living else []
         self._dead |= {name: None for name, fd in self._fds.items() if fd in ready}
@@ -69,9 +70,9 @@ class ProcessWatch:
         nodes: Sequence[GuardianProcess | RemoteNode],
         run_dir: Path,
     ) -> str:  # fmt: skip
-        """Which of the job's own processes died first, once all of them are gone.
+        """Return which of the job's own processes died first, once all of them are gone.
 
-        Each takes those below it along: guardian, agent, master.
+        Each process takes its children along: guardian, agent, master.
         """
         for config, report, node in zip(configs, reports, nodes, strict=False):
             tail = tail_of(run_dir, f"agent-{config.node_rank}.log")
@@ -90,7 +91,7 @@ class ProcessWatch:
         return f"the job's own processes ended too early.\n{tail_of(run_dir, 'agent-0.log', 'master.log')}"
 
     def kill_agents(self) -> None:
-        """Kill the agents; their guardians then end all that is left, without grace."""
+        """Kill the agents; their guardians then end all remaining processes, without grace."""
         for name, fd in self._fds.items():
             if name.startswith("agent"):
                 try:
@@ -99,7 +100,7 @@ class ProcessWatch:
                     pass
 
     def await_end(self, timeout_s: float) -> None:
-        """Wait until all that is watched has ended, as it does by itself when its guardian has."""
+        """Wait until all watched processes have ended, which they do after their guardian."""
         deadline = time.monotonic() + timeout_s
         for fd in self._fds.values():
             select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
@@ -111,7 +112,7 @@ class ProcessWatch:
 
 
 def tail_of(run_dir: Path, *names: str) -> str:
-    """The last lines of the first of the given logs that has any, for an error's text."""
+    """Return the last lines of the first of the given logs that has any, as text for an error."""
     for name in names:
         path = run_dir / "logs" / name
         if lines := last_lines(str(path)):

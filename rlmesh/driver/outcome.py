@@ -1,4 +1,4 @@
-"""What ``submit`` gives or raises at the end of a job, and how a failure is told to people."""
+"""The result or error of a job that has ended, and the texts that describe failures."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class JobResult:
     """A job that succeeded.
 
     Attributes:
-        status: its last state; ``status.records`` are empty, ``metrics.jsonl`` in ``run_dir`` has them.
-        run_dir: logs, metrics and report.
-        report: the picture of the run, if one was drawn.
+        status: the last state; ``status.records`` is empty, ``metrics.jsonl`` in ``run_dir`` has the records.
+        run_dir: folder of logs, metrics and report.
+        report: the drawing of the run, if one was made.
         exit_reports: one per node: what was started, and what had to be cleaned up.
     """
 
@@ -49,22 +49,23 @@ class StoppedBySignal(KeyboardInterrupt):
 
 
 def cut_short(status: JobStatus) -> JobStatus:
-    """The last state of a job whose end was not waited for: whoever was not seen to end was killed with its agent."""
+    """Return the last state of a job that was cut short: members without a reported end were killed with their
+    agent."""
     gone = ("exited", "failed", "restarting")
     killed = [f"{m.role}:{m.rank}" for m in status.members if m.state not in gone]
-    told = ", ".join(killed[:SHOWN_MEMBERS])
+    names = ", ".join(killed[:SHOWN_MEMBERS])
     if len(killed) > SHOWN_MEMBERS:
-        told += f" and {len(killed) - SHOWN_MEMBERS} more"
+        names += f" and {len(killed) - SHOWN_MEMBERS} more"
     return replace(
         status,
         stage="stopped",
         members=tuple(m if m.state == "failed" else replace(m, state="exited") for m in status.members),
-        killed="; ".join(filter(None, [status.killed, told and f"killed with their agents: {told}"])),
+        killed="; ".join(filter(None, [status.killed, names and f"killed with their agents: {names}"])),
     )
 
 
 def job_interrupted(job_name: str, reason: str, note: str) -> StoppedBySignal:
-    """What ends the wait for a job that was stopped wherever it was."""
+    """Return the error of a job that was stopped at any step."""
     error = StoppedBySignal(f"job {job_name} was stopped: {reason}" + (f" ({note})" if note else ""))
     if reason in signal.Signals.__members__:
         error.number = signal.Signals[reason]
@@ -72,7 +73,7 @@ def job_interrupted(job_name: str, reason: str, note: str) -> StoppedBySignal:
 
 
 def job_stopped(job_name: str, status: JobStatus, reason: str, run_dir: Path) -> JobStopped:
-    """The error for a job that had notice and can be resumed."""
+    """Return the error of a job that stopped after a notice and can be resumed."""
     where = "before a step at which all ranks could stop"
     if status.stopped_at is not None:
         where = f"after step {status.stopped_at}, all ranks at the same"
@@ -85,7 +86,7 @@ def job_stopped(job_name: str, status: JobStatus, reason: str, run_dir: Path) ->
 
 
 def describe_failure(failure: FailureInfo) -> str:
-    """A failure in full: what happened, the remote traceback, the last lines of the member's log."""
+    """Return a failure in full: what happened, the remote traceback, the last lines of the member's log."""
     parts = [failure.message, *filter(None, [failure.touched])]
     if failure.remote_traceback:
         parts += [f"traceback of {failure.role}:{failure.rank}:", _indented(failure.remote_traceback)]
@@ -98,7 +99,7 @@ def describe_failure(failure: FailureInfo) -> str:
 
 
 def _ends_alike(failure: FailureInfo) -> bool:
-    """Whether the log ends with the traceback, which need not be told twice."""
+    """True if the log ends with the traceback, so that one of the two can be left out."""
     last = failure.remote_traceback.rstrip().splitlines()[-1:]
     return bool(last) and failure.exit is not None and last[0] in failure.exit.last_log_lines
 
@@ -106,8 +107,10 @@ def _ends_alike(failure: FailureInfo) -> bool:
 def job_failed(
     job_name: str, failures: Sequence[FailureInfo], run_dir: Path, *, output_shown: bool = False
 ) -> JobFailed:
-    """The error for a job that failed; its first exception is the first cause. ``output_shown``: a view showed the
-    output of its members."""
+    """Return the error of a job that failed; the first exception is the first cause.
+
+    ``output_shown``: a view showed the output of the members.
+    """
     from rlmesh.observe.files.incidents import newest_incident
 
     incident = newest_incident(run_dir)

@@ -1,4 +1,4 @@
-"""The incident of a job whose own processes died: no master is left to write it, so the driver does."""
+"""The incident of a job whose master has died: the driver writes it in the master's place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MOST_LOGS = 64
 
 
 def write_post_mortem(status: JobStatus, run_dir: Path, failure: FailureInfo) -> Path | None:
-    """Write what the run directory and the last snapshot tell; the readable file, or None if there is no room."""
+    """Write an incident from the run directory and the last snapshot; return the readable file, or None if writing
+    failed."""
     job = {"name": status.job_name, "id": status.job_id, "run_dir": str(run_dir), "stage": status.stage}
     failures = [failure, *(known for known in status.failures if known != failure)]
     incident = Incident(

@@ -1,4 +1,4 @@
-"""Asks for another machine in the place of a lost one, by a command of the user's."""
+"""Requests for a replacement of a lost machine, by a command of the user's."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _END_S = 2.0
 
 
 class Relaunch:
-    """Runs the command once for each lost node; what it prints goes to ``relaunch.log`` in the run directory.
+    """Runs the command once for each lost node; its output goes to ``relaunch.log`` in the run directory.
 
     Args:
         command: words, as a shell would split them; no shell runs it.
-        run_dir: of the job.
-        env: what it finds in its environment besides the driver's own.
+        run_dir: the job's run directory.
+        env: environment variables of the command, besides the driver's own.
     """
 
     def __init__(self, command: str, run_dir: Path, env: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ class Relaunch:
         self._asked: set[int] = set()
 
     def look(self, wanted: set[int], names: Mapping[int, str]) -> None:
-        """Ask for machines for the nodes that are wanted now, once each until they are wanted no more."""
+        """Ask for machines for the ``wanted`` nodes, once per node until it is not wanted any more."""
         self._asked &= wanted
         for node_rank in sorted(wanted - self._asked):
             self._asked.add(node_rank)
@@ -62,7 +62,7 @@ class Relaunch:
             logger.error("the command %r, which was to bring another machine, cannot be run: %s", self._words, error)
 
     def close(self) -> None:
-        """At the job's end: end what still runs, with what it started. Machines that came have their own end."""
+        """End the commands that still run, with their children. Machines that joined end by themselves."""
         for process in self._running.values():
             _signal_group(process, signal.SIGTERM)
         deadline = time.monotonic() + _END_S
@@ -76,4 +76,4 @@ class Relaunch:
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)  # its own session, and so its group
+        os.killpg(process.pid, number)  # the process leads its own session and group

@@ -1,7 +1,7 @@
-"""One job from the driver's side: start the nodes, watch, show, end, leave nothing.
+"""One job from the driver's side: start the nodes, watch, show, end, clean up.
 
-All of it happens on one thread, the one that waits for the job: the guardians' parent-death signal belongs
-to the thread that started them.
+All of this happens on the thread that waits for the job, because the guardians' parent-death signal is bound to the
+thread that started them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlmesh.driver.job_processes import ProcessWatch, tail_of
 from rlmesh.driver.outcome import JobResult, cut_short, job_failed, job_interrupted, job_stopped
 from rlmesh.driver.post_mortem import write_post_mortem
 from rlmesh.errors import CallError, LaunchError, RLMeshError
-from rlmesh.job.status import FailureInfo, JobStatus
+from rlmesh.job.status import ENDED, FailureInfo, JobStatus
 from rlmesh.master.jobspec import WANTED_NODES
 from rlmesh.rendezvous.remote_node import RemoteNode
 from rlmesh.run_directory.merged_logs import MergedLogs
@@ -36,7 +36,7 @@ from rlmesh.runtime.process import clock
 if TYPE_CHECKING:
     from rlmesh.driver.relaunch import Relaunch
     from rlmesh.observe.views.live import JobView
-    from rlmesh.rendezvous.server import Head
+    from rlmesh.rendezvous.server import RendezvousServer
     from rlmesh.runtime.handle import MemberHandle
 
 logger = logging.getLogger(__name__)
@@ -46,21 +46,19 @@ START_POLL_S = 0.02
 STOP_GRACE_S = 2.5
 """Grace of the members after Ctrl-C; all must be gone within 5 s."""
 STOP_WITHIN_S = 600.0
-"""How long the ranks have to come to the step at which they stop together."""
+"""Seconds in which the ranks must reach the step at which they stop together."""
 STOP_MARGIN_S = 0.7
-"""After the grace and this the agents are killed and the guardians end what is left."""
+"""Seconds after the grace until the agents are killed and the guardians end the remaining processes."""
 NODE_END_S = 10.0
 END_LOOK_S = 0.5
 SILENCE_S = 30.0
-"""How long a master that lives may leave the driver without an answer."""
+"""Seconds for which a living master may leave the driver without an answer."""
 MASTER_RETURN_S = 30.0
-"""How long the master may be away before the job is given up; its agent starts it again when it died."""
-
-ENDED = ("succeeded", "failed", "stopped")
+"""Seconds that a master may be away before the job is given up; its agent restarts it if it died."""
 
 
 class _Broken(Exception):
-    """The job can no longer end by itself; empty if its processes' ends must tell why."""
+    """The job can no longer end by itself; an empty message means that the exit reports have the cause."""
 
 
 class Session:
@@ -69,20 +67,20 @@ class Session:
     Args:
         space: folders and key, made for this job; the socket folder is removed at the end.
         configs: one agent's configuration per node.
-        make_view: makes what shows the job; called once the nodes are starting, since it takes its time.
-        interrupt: asks to stop.
-        first_answer_s: how long the master may take to come up.
-        report: draws the picture of a run that succeeded.
-        head: where the nodes of other machines are, all but the first.
-        relaunch: asks for another machine when one is lost that is needed.
-        grace_s: between SIGTERM and SIGKILL when it is stopped.
-        stop_within_s: how long its ranks have to stop together.
+        make_view: makes the view of the job; called while the nodes are starting, because it is slow.
+        interrupt: source of stop requests.
+        first_answer_s: maximum time of the master's start.
+        report: draws the report of a run that succeeded.
+        head: the rendezvous server, if nodes other than the first are on other machines.
+        relaunch: asks for another machine when a needed one is lost.
+        grace_s: between SIGTERM and SIGKILL when the job is stopped.
+        stop_within_s: time in which the ranks must stop together.
     """
 
     def __init__(
         self, job_name: str, space: Workspace, configs: Sequence[AgentConfig], interrupt: Interrupt, *,
         make_view: Callable[[], JobView], first_answer_s: float, report: Callable[[Path], Path | None],
-        head: Head | None = None, relaunch: Relaunch | None = None, grace_s: float = STOP_GRACE_S,
+        head: RendezvousServer | None = None, relaunch: Relaunch | None = None, grace_s: float = STOP_GRACE_S,
         stop_within_s: float = STOP_WITHIN_S,
     ) -> None:  # fmt: skip
         self.status = JobStatus(job_name, space.job_id, "starting", configs[0].submitted_at, str(space.run_dir))
@@ -102,7 +100,7 @@ class Session:
         self._notice_sent = False
 
     @property
-    def way_in(self) -> tuple[str, bytes]:
+    def address_and_key(self) -> tuple[str, bytes]:
         """Address of the job's master and the job's key."""
         return self._space.master_endpoint, self._space.key
 
@@ -110,14 +108,14 @@ class Session:
         """Run the job to its end.
 
         Raises:
-            JobFailed: it failed, or one of its own processes died.
-            JobStopped: it had notice, and stopped where it can be resumed.
-            KeyboardInterrupt: it was stopped by ``interrupt``.
+            JobFailed: the job failed, or one of its own processes died.
+            JobStopped: the job stopped after a notice and can be resumed.
+            KeyboardInterrupt: the job was stopped by ``interrupt``.
         """
         try:
             before = written_before(self._space.run_dir)
             broken = self._start_nodes()
-            # While the nodes start on other cores: what the driver itself needs is slow to import.
+            # Slow imports of the driver itself happen while the nodes start on other cores.
             self._view = self._make_view()
             self._logs = MergedLogs(self._view.output, self._view.ready, bars=self._view.bars)
             self._logs.skip(before)
@@ -134,7 +132,7 @@ class Session:
             self._space.remove_sockets()
 
     def _start_nodes(self) -> str | None:
-        """Start all nodes; why that failed, else None."""
+        """Start all nodes; return why that failed, else None."""
         try:
             for config in self._configs:
                 remote = self._head is not None and config.node_rank != 0
@@ -155,16 +153,16 @@ class Session:
             return str(error)
         return None
 
-    # Following
+    # Following the job
 
     def _follow(self, master: MemberHandle) -> None:
-        """Until the job has ended, or can no longer end by itself."""
+        """Follow the job until it has ended, or can no longer end by itself."""
         self._await_master()
         began = time.monotonic()
         while self.status.stage not in ENDED and self._update(master):
             self._logs.poll()
-            self._pass_on(master)  # What was asked while a snapshot came, which took its wake-up.
-            # Often at first, so that the view shows the start as it happens.
+            self._forward_requests(master)  # a request during the snapshot, whose wake-up was consumed
+            # Frequent at first, so that the view shows the start as it happens.
             self._wait(POLL_S if time.monotonic() - began > 2.0 else POLL_S / 4)
         if self.status.stage in ENDED:
             try:
@@ -173,7 +171,7 @@ class Session:
                 logger.debug("goodbye was not answered: %s", error)
 
     def _await_master(self) -> None:
-        """Until the master listens."""
+        """Wait until the master listens."""
         path = self._space.master_endpoint.partition("://")[2]
         deadline, looks, look_at = clock.now() + self._first_answer_s, StoppedLooks(), 0.0
         while not os.path.exists(path) and not self._interrupt.count:
@@ -186,7 +184,8 @@ class Session:
             self._wait(START_POLL_S)
 
     def _end_stopped(self, looks: StoppedLooks) -> None:
-        """A guardian that was stopped before it started its node would keep the job from starting for ever."""
+        """Kill guardians that were stopped before they started their node, which would block the job's start for
+        ever."""
         here = {node.pid: node for node in self._nodes if isinstance(node, GuardianProcess)}
         for pid in looks.look(here):
             logger.error("the guardian of node %d (pid %d) was stopped; it is killed", here[pid].node_rank, pid)
@@ -197,7 +196,7 @@ class Session:
         answer = master.options(timeout_s=SILENCE_S, idempotent=True).call("status", self._records)
         answer.add_done_callback(lambda _: self._interrupt.wake())
         while not answer.done():
-            self._pass_on(master)
+            self._forward_requests(master)
             if self._is_cut_short():
                 answer.cancel()
                 self._watch.kill_agents()
@@ -206,7 +205,7 @@ class Session:
         try:
             status: JobStatus = answer.result()
         except CallError as error:
-            self._master_is_away(error)
+            self._await_return(error)
             return True
         self._away_since = None
         self._records = status.records_from + len(status.records)
@@ -219,18 +218,18 @@ class Session:
         self._view.update(status)
         if self._head is None:
             self._logs.follow(status.members)
-        else:  # The other nodes print what their own members do.
+        else:  # The other nodes print the logs of their own members.
             self._logs.follow(member for member in status.members if member.node_rank == 0)
             self._head.on_status(status)
-            self._tell_of_lost_nodes(master)
+            self._report_lost_nodes(master)
             self._replace_lost_nodes(status)
 
     def _replace_lost_nodes(self, status: JobStatus) -> None:
-        """Ask for machines in the place of lost ones, and take in those that came."""
+        """Ask for replacements of lost machines, and take in the ones that joined."""
         assert self._head is not None
         if self._relaunch is not None:
             wanted = {int(rank) for rank in status.extra.get(WANTED_NODES, "").split(",") if rank}
-            # The head takes nobody in a node's place before it knows that the node is gone.
+            # The server accepts no replacement before it knows that the node is gone.
             wanted -= {node.node_rank for node in self._nodes if node.running()}
             self._relaunch.look(wanted, {config.node_rank: config.node_name for config in self._configs})
         for new in self._head.replacements(status.job_id):
@@ -240,11 +239,11 @@ class Session:
             self._replaced.append(old)
             self._lost.discard(new.node_rank)
 
-    def _master_is_away(self, error: CallError) -> None:
-        """It is started again by its agent; the members go on meanwhile.
+    def _await_return(self, error: CallError) -> None:
+        """Wait while the master is away: its agent restarts it, and the members go on.
 
         Raises:
-            _Broken: it has been away for too long.
+            _Broken: the master has been away for too long.
         """
         now = clock.now()
         self._away_since = self._away_since or now
@@ -252,25 +251,25 @@ class Session:
             raise _Broken(f"the master has not answered for {now - self._away_since:.0f} s: {error}") from None
         self._wait(POLL_S)
 
-    def _tell_of_lost_nodes(self, master: MemberHandle) -> None:
+    def _report_lost_nodes(self, master: MemberHandle) -> None:
         for node in self._nodes:
             if isinstance(node, RemoteNode) and not node.running() and node.node_rank not in self._lost:
                 self._lost.add(node.node_rank)
                 report = node.wait(0.0)
                 how = f"has ended: {report.why or 'it gave no reason'}"
-                self._tell(master, "agent_ended", node.node_rank, how, report.agent_code is not None)
+                self._notify(master, "agent_ended", node.node_rank, how, report.agent_code is not None)
 
-    def _pass_on(self, master: MemberHandle) -> None:
-        """Tell the master what was asked, once."""
+    def _forward_requests(self, master: MemberHandle) -> None:
+        """Pass stop requests on to the master, once."""
         if self._interrupt.noticed and not self._notice_sent:
             self._notice_sent = True
-            self._tell(master, "notice", self._interrupt.noticed, self._stop_within_s, self._grace_s)
+            self._notify(master, "notice", self._interrupt.noticed, self._stop_within_s, self._grace_s)
         if self._interrupt.count and self._stop_sent_at is None:
             self._stop_sent_at = clock.now()
-            self._tell(master, "stop", self._interrupt.reason, self._grace_s)
+            self._notify(master, "stop", self._interrupt.reason, self._grace_s)
 
-    def _tell(self, master: MemberHandle, what: str, *args: object) -> None:
-        """Said again to the next master if this one dies before it has taken it in."""
+    def _notify(self, master: MemberHandle, what: str, *args: object) -> None:
+        """Call the master; the call is repeated to the next master if this one dies before it has saved it."""
         master.options(timeout_s=SILENCE_S, idempotent=True).call(what, *args)
 
     def _is_cut_short(self) -> bool:
@@ -279,10 +278,10 @@ class Session:
         return late or self._interrupt.count > 1
 
     def _wait(self, seconds: float) -> None:
-        """Wait, but only until something happens.
+        """Wait until something happens, for ``seconds`` at most.
 
         Raises:
-            _Broken: the guardian or the agent of the first node died; which one is found out when all is over.
+            _Broken: the guardian or the agent of the first node died; the exit reports will say which.
         """
         here = [node for node in self._nodes if isinstance(node, GuardianProcess)]
         running = [node for node in here if node.node_rank not in self._ended_nodes]
@@ -298,15 +297,15 @@ class Session:
                 replace(self.status, records=(), records_from=self._records, note=f"the {name} died: {what}")
             )
 
-    # End
+    # The end
 
     def _end_nodes(self) -> tuple[ExitReport, ...]:
-        """Let every node end, and make sure of it. Calling it again changes nothing."""
+        """End all nodes and wait for their exit reports. Idempotent."""
         for node in self._nodes:
             node.let_go()
         reports = [node.wait(0.0) for node in self._replaced]
         running = clock.RunningTime(time.monotonic)
-        deadline = running() + NODE_END_S  # for all of them together: many may be cut off
+        deadline = running() + NODE_END_S  # for all nodes together: many may be cut off
         for node in self._nodes:
             while (report := _ended(node, min(END_LOOK_S, max(0.0, deadline - running())))) is None:
                 if running() >= deadline:
@@ -329,8 +328,8 @@ class Session:
             cause = broken or self._watch.cause_of_death(self._configs, reports, self._nodes, run_dir)
             failure = FailureInfo(cause, at=clock.epoch())
             status = replace(status, stage="failed", failures=(failure, *status.failures))
-            if told := write_post_mortem(status, run_dir, failure):
-                status = replace(status, incidents=(*status.incidents, str(told)))
+            if incident := write_post_mortem(status, run_dir, failure):
+                status = replace(status, incidents=(*status.incidents, str(incident)))
         elif status.stage not in ENDED:
             status = cut_short(status)
         self.status = replace(status, records=())
@@ -352,7 +351,7 @@ class Session:
 
 
 def _ended(node: GuardianProcess | RemoteNode, within_s: float) -> ExitReport | None:
-    """How a node ended; None if it did not within the time."""
+    """Return a node's exit report; None if it has not ended within the time."""
     try:
         return node.wait(within_s)
     except TimeoutError:

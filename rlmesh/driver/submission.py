@@ -1,4 +1,4 @@
-"""From a ``DLConfig`` to what the master and the agents are told. Pure but for reading this machine's size."""
+"""Conversion of a job description to the specifications for master and agents. Reads only this machine's size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlmesh.agent.protocol import AgentConfig
 from rlmesh.driver.options import Cluster
 from rlmesh.errors import JobSpecError
 from rlmesh.job.context import Resume
-from rlmesh.job.description.config import DLConfig
+from rlmesh.job.description.config import JobDescription
 from rlmesh.job.entry_points.program import this_program
 from rlmesh.master.jobspec import JobSpec, RestartRule, RoleSpec, TimeLimits
 from rlmesh.placement.demand import JobDemand
@@ -22,11 +22,12 @@ from rlmesh.run_directory.workspace import Workspace
 from rlmesh.wire.main_module import by_value
 
 
-def cluster_for(config: DLConfig, demand: JobDemand, given: Cluster | None) -> Cluster:
-    """The nodes that the job starts on: those given, else this machine.
+def cluster_for(config: JobDescription, demand: JobDemand, given: Cluster | None) -> Cluster:
+    """Return the nodes that the job starts on: the given ones, else this machine.
 
-    On real machines a job of device type CPU gets ``device_per_node`` virtual slots each, or its share of what it
-    asks for if it does not say.
+    On real machines a job of device type CPU gets ``device_per_node`` virtual slots per node, or an equal part of the
+    slots
+    that it needs.
     """
     if given is not None and (given.devices_per_node is not None or not given.hosts):
         return given
@@ -38,9 +39,9 @@ def cluster_for(config: DLConfig, demand: JobDemand, given: Cluster | None) -> C
 
 
 def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
-    """What the agents of nodes on this machine will report, so that a plan can be tried before anything starts."""
+    """Return the nodes on this machine as their agents will report them, to try a plan before anything starts."""
     if cluster.hosts:
-        return None  # Only they know what they have.
+        return None  # Only the nodes themselves know their devices.
     machine = Machine(nvml=cluster.nvml)
     notes: tuple[str, ...] = ()
     if cluster.devices_per_node is None:
@@ -56,12 +57,16 @@ def expected_nodes(cluster: Cluster) -> tuple[NodeInfo, ...] | None:
 
 
 def job_spec(
-    config: DLConfig, job_name: str, demand: JobDemand, cluster: Cluster, space: Workspace, *,
+    config: JobDescription, job_name: str, demand: JobDemand, cluster: Cluster, space: Workspace, *,
     limits: TimeLimits, restart: str | None, submitted_at: float, grace_s: float, resume: Resume | None = None,
     max_restarts: int | None = None, serves: bool = False,
 ) -> JobSpec:  # fmt: skip
-    """The job as the master needs it. ``restart`` and ``max_restarts`` are what was said at the launch; ``serves``: the
-    caller drives it.
+    """Return the job's specification for the master.
+
+    Args:
+        restart: scope of restarts from the launch, which wins over the description.
+        max_restarts: number of restarts from the launch.
+        serves: the caller drives the job.
 
     Raises:
         JobSpecError: the user's configuration cannot be pickled.
@@ -99,7 +104,7 @@ def job_spec(
     )
 
 
-def _restart_rule(config: DLConfig, role: str, scope: str | None, max_restarts: int | None) -> RestartRule:
+def _restart_rule(config: JobDescription, role: str, scope: str | None, max_restarts: int | None) -> RestartRule:
     rule = RestartRule(**config.restart_of(role, scope).model_dump())
     if max_restarts is None or config.names_a_budget(role):
         return rule
@@ -120,7 +125,7 @@ def _pickled(user_config: object) -> bytes:
 def agent_configs(
     spec: JobSpec, cluster: Cluster, space: Workspace, preload: Sequence[str], env: Mapping[str, str]
 ) -> list[AgentConfig]:
-    """One configuration per node; the first one's agent starts the master."""
+    """Return one configuration per node; the first one's agent starts the master."""
     alone = [""] * len(cluster.names)
     return [
         AgentConfig(

@@ -1,1 +1,1 @@
-"""What a job is: builders, descriptors, configuration, the base classes of roles. No I/O."""
+"""The description of a job and the interface of its roles: builders, configuration, base classes, status. No I/O."""

@@ -1,7 +1,7 @@
-"""What code that runs inside a worker can ask about itself: ``current_worker()``.
+"""The interface of a worker's code to its own process and job: ``current_worker()``.
 
 The worker's bootstrap makes one ``WorkerContext`` and sets it before any code of the role runs. The context
-reaches the rest of the job through a ``ControlLink`` alone, so that this module stays free of I/O.
+reaches the rest of the job only through a ``ControlLink``, so this module does no I/O.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlmesh.runtime.process.clock import epoch
 from rlmesh.runtime.process.forked import refusal
 
 if TYPE_CHECKING:
-    from rlmesh.job.device_lease import DeviceLease, Hook, LeaseDesk, LeaseLink
+    from rlmesh.job.device_lease import DeviceLease, Hook, LeaseLink, SharedLease
 
 __all__ = [
     "COLLOCATION_ENV",
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 COLLOCATION_ENV = "RLMESH_COLLOCATION"
-"""Variable that names the roles which share this member's device, separated by commas; unset if none do."""
+"""Environment variable with the roles that share this member's device, separated by commas; unset without sharing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """Asks the member to stop at a step boundary: save what must survive, then return from ``run()``.
+    """A request to stop at a step boundary: save what must survive, then return from ``run()``.
 
     Attributes:
         reason: who or what asked, for the log.
         step: the step after which all ranks stop; ``None``: at the next boundary.
-        grace_s: how long the job has, from the notice on, before it is stopped wherever it is.
+        grace_s: time between the notice and the forced stop of the job.
     """
 
     reason: str
@@ -59,14 +59,14 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The job was started before in this run directory, and did not get to its end.
+    """An earlier start of the job in this run directory that did not get to its end.
 
     Attributes:
-        count: how often it was started before.
+        count: number of earlier starts.
         step: the step after which all ranks stopped the last time; None if they did not stop together (a crash, a lost
-            node): then the last checkpoint is what there is.
-        samples_trained: the last count that was reported, see ``report``. Who resumes from an older checkpoint counts
-            on from what that says.
+            node): then resume from the last checkpoint.
+        samples_trained: the last reported count, see ``report``. After resuming from an older checkpoint, continue with
+            the checkpoint's own count.
     """
 
     count: int
@@ -75,39 +75,47 @@ class Resume:
 
 
 class ControlLink(Protocol):
-    """How a worker context reaches its job; the worker's bootstrap supplies it. Every method may be called
-    from any thread and, but for ``boundary``, ``take_events`` and ``tell_listeners``, returns at once."""
+    """A worker context's connection to its job; the worker's bootstrap supplies it.
+
+    Every method may be called from any thread and, except ``boundary``, ``take_events`` and ``tell_listeners``, returns
+    at
+    once.
+    """
 
     def report(self, record: MetricRecord) -> None:
         """Send a record to the master, without waiting for it."""
 
     def alarm(self, alarm: Alarm) -> None:
-        """Send it to the master, without waiting for it."""
+        """Send an alarm to the master, without waiting for it."""
 
     def boundary(self, step: int) -> StopRequest | None:
-        """Say that a step ended; gives the stop that was asked for, if any. Waits a moment while the job finds out at
-        which step all ranks stop."""
+        """Report the end of a step and return the requested stop, if any.
+
+        Waits a moment while the job determines at which step all ranks stop.
+        """
 
     def stopping(self, step: int) -> None:
-        """Say that this member stops at a step, as it was asked to."""
+        """Report that this member stops at a step as requested."""
 
     def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
-        """Restarts since the last take; if there is none, what comes within ``wait_s`` seconds."""
+        """Return the restarts since the last call; if there are none, wait up to ``wait_s`` seconds for one."""
 
     def listen(self, listener: Callable[[RestartEvent], object]) -> None:
         """Call ``listener`` for each restart from now on."""
 
     def tell_listeners(self) -> None:
-        """Call the listeners for what they were not told yet, on the calling thread; run the methods that wait for the
-        main thread, if it is that one."""
+        """Call the listeners for new restarts, on the calling thread.
+
+        On the main thread, also run the methods that wait for it.
+        """
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
-        """Statistics of the remote calls that ended since the last take."""
+        """Return statistics of the remote calls that ended since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """The job that this worker belongs to. ``user_config`` is what ``.config(...)`` was given."""
+    """The job that this worker belongs to. ``user_config`` is the argument of ``.config(...)``."""
 
     name: str
     job_id: str
@@ -118,13 +126,16 @@ class JobInfo:
 
 @dataclass(slots=True)
 class WorkerContext:
-    """Who this worker is, and its way to report.
+    """The identity of this worker, and its methods to report.
 
-    ``rank``, ``world_size``, ``local_rank`` and ``local_world_size`` count the members of this worker's role,
-    as torchrun does; ``node_rank`` is the node's number in the job;
-    ``group`` the name of the member's group, in roles that have groups; ``devices`` the UUIDs of its devices;
-    ``restored`` the version that ``send_weights(restored=…)`` was told last; ``objects`` what was built in this
-    process, by role: see ``fused``.
+    Attributes:
+        rank, world_size, local_rank, local_world_size: position among the members of this worker's role, as in
+            torchrun.
+        node_rank: number of the node in the job.
+        group: name of the member's group, in roles that have groups.
+        devices: UUIDs of the member's devices.
+        restored: the version last passed to ``send_weights(restored=…)``.
+        objects: the role objects of this process, by role: see ``fused``.
     """
 
     job_info: JobInfo
@@ -141,23 +152,23 @@ class WorkerContext:
     run_dir: Path = field(default_factory=Path)
     group: str = ""
     devices: tuple[str, ...] = ()
-    lessor: LeaseLink | None = None
+    lease_link: LeaseLink | None = None
     lease_timeout_s: float = 1800.0
     restored: int | None = None
     objects: dict[str, object] = field(default_factory=dict, repr=False)
     clock: Callable[[], float] = epoch
     _step: int | None = field(default=None, init=False, repr=False)
     _boundary: int | None = field(default=None, init=False, repr=False)
-    _desk: LeaseDesk | None = field(default=None, init=False, repr=False)
+    _lease: SharedLease | None = field(default=None, init=False, repr=False)
 
     @property
     def name(self) -> str:
-        """``ROLE:rank``, as this member is called in logs and errors."""
+        """``ROLE:rank``, the member's name in logs and errors."""
         return f"{self.role}:{self.rank}"
 
     @property
     def actor_info(self) -> WorkerContext:
-        """The same object, by the name that DLRover gives to what a worker knows about itself."""
+        """The same object, under DLRover's name."""
         return self
 
     @property
@@ -167,21 +178,21 @@ class WorkerContext:
 
     @property
     def resume(self) -> Resume | None:
-        """What to resume if this is not the first start of the job in its run directory, else None."""
+        """The earlier start to resume; None at the first start of the job in its run directory."""
         return self.job_info.resume
 
     @property
     def collocated_roles(self) -> frozenset[str]:
-        """The roles that share this member's device, its own among them; empty if it shares with none."""
+        """The roles that share this member's device, including its own; empty without sharing."""
         return frozenset(filter(None, os.environ.get(COLLOCATION_ENV, "").split(",")))
 
     @property
     def fused_roles(self) -> frozenset[str]:
-        """The roles that share this process, its own among them; empty if it is alone."""
+        """The roles that share this process, including its own; empty if there are no others."""
         return frozenset(self.objects) if len(self.objects) > 1 else frozenset()
 
     def fused(self, role: str | Enum) -> Any:
-        """The object of another role in this same process, for what calls cannot do: to share its parameters.
+        """Return the object of another role in this process, for uses beyond calls, such as shared parameters.
 
         The objects are built in the order in which the roles were declared, all before the first ``setup()``.
 
@@ -200,44 +211,47 @@ class WorkerContext:
     def device_lease(
         self, timeout_s: float | None = None, *, wake: Hook | None = None, sleep: Hook | None = None
     ) -> DeviceLease:
-        """A block in which no member of another role is awake on this member's devices::
+        """Return a block in which no member of another role is awake on this member's devices::
 
             with current_worker().device_lease(wake=self.engine.wake_up, sleep=self.engine.sleep):
                 return self.engine.generate(prompts)
 
-        Use ``async with`` in ``async def`` methods. Roles that share a device take turns, in the order in which they
-        ask; the local members of an elastic role have their turn together. The lease of a member that dies is free.
+        Use ``async with`` in ``async def`` methods. Roles that share a device take turns, in the order of their
+        requests; the local members of an elastic role have their turn together. The lease of a member that dies is
+        free.
 
         Args:
-            timeout_s: how long to wait for the devices; without it, as long as a call may take.
-            wake: called when the devices are there: load weights, put state back onto the device.
-            sleep: called before they are given back: free the device's memory. If it raises, they are not.
+            timeout_s: maximum wait for the devices; by default as long as a call may take.
+            wake: called when the devices are available: load weights, put state back onto the device.
+            sleep: called before they are returned: free the device's memory. If it raises, the lease stays.
 
         Raises:
-            LeaseTimeout: another role kept them; says which member, and since when.
+            LeaseTimeout: another role held the devices; says which member, and since when.
         """
         self._refuse_child("device_lease()")
-        from rlmesh.job.device_lease import DeviceLease, LeaseDesk
+        from rlmesh.job.device_lease import DeviceLease, SharedLease
 
-        if self._desk is None:
-            if self.lessor is None:
+        if self._lease is None:
+            if self.lease_link is None:
                 raise UsageError(f"{self.name}: device_lease() needs an agent that grants it, and there is none here")
-            self._desk = LeaseDesk(self.name, self.lessor)
-        return DeviceLease(self._desk, self.lease_timeout_s if timeout_s is None else timeout_s, wake, sleep)
+            self._lease = SharedLease(self.name, self.lease_link)
+        return DeviceLease(self._lease, self.lease_timeout_s if timeout_s is None else timeout_s, wake, sleep)
 
     def report(self, step: int | None = None, **metrics: Any) -> None:
         """Report metrics of a step: numbers, or what ``float()`` accepts, such as tensors with one item.
 
-        Every digit is kept: floats are written in full, ints of any size as ints, True as 1. They go to
+        Every digit is kept: floats are written in full, ints of any size as ints, True as 1. The metrics go to
         ``metrics.jsonl``, TensorBoard (whose scalars have 32 bits) and the live view, and count as a sign of life.
-        Without ``step`` they belong to the last step that was named here (0 before any). Never waits and never fails
-        because of the job's state.
+        Without ``step`` they belong to the last named step (0 before any). Never waits and never fails because of the
+        job's
+        state.
 
-        ``samples_trained=n``, the number of samples that the job was trained with so far, is part of the job's state as
-        well: it is saved, shown by ``rlmesh status``, and found in ``current_worker().resume``.
+        ``samples_trained=n``, the number of samples trained on so far, is also part of the job's state: it is saved,
+        shown by
+        ``rlmesh status``, and available in ``current_worker().resume``.
 
         Raises:
-            UsageError: a value is no number, or the step no whole one; the message names it.
+            UsageError: a value is not a number, or the step is not a whole number; the message names it.
         """
         self._refuse_child("report()")
         self._step = as_step(self.name, step) if step is not None else (self._step or 0)
@@ -254,19 +268,20 @@ class WorkerContext:
         )
 
     def alarm(self, text: str) -> None:
-        """Say that something is wrong which people should look at, though the job goes on.
+        """Report that something is wrong which people should look at, though the job goes on.
 
-        It goes to ``events.jsonl``, and ``rlmesh status`` shows it. Never waits. Whoever raises it says it once, not
-        at every step: only the last ones are shown.
+        The alarm goes to ``events.jsonl``, and ``rlmesh status`` shows it. Never waits. Raise an alarm once, not at
+        every step:
+        only the last alarms are shown.
         """
         self._refuse_child("alarm()")
         self.link.alarm(Alarm(self.clock(), self.role, self.rank, self._step, text))
 
     def events(self, wait_s: float = 0.0) -> tuple[RestartEvent, ...]:
-        """Restarts of other members since this was asked before, oldest first.
+        """Return the restarts of other members since the last call, oldest first.
 
-        A call that failed because of a restart may fail a few milliseconds before the news of the restart: then
-        ``wait_s`` is how long to wait, in seconds, for news if there are none.
+        A call that failed because of a restart may fail a few milliseconds before the report of the restart arrives:
+        ``wait_s`` is the maximum wait in seconds for a report if there is none.
         """
         self._refuse_child("events()")
         return self.link.take_events(wait_s)
@@ -274,7 +289,7 @@ class WorkerContext:
     def on_event(self, listener: Callable[[RestartEvent], object]) -> Callable[[RestartEvent], object]:
         """Call ``listener`` with each restart of other members from now on; usable as a decorator.
 
-        It is called on this member's main thread: between two methods, or, while ``run()`` runs, at
+        The listener runs on this member's main thread: between two methods, or, during ``run()``, at
         ``step_boundary()``.
         """
         self._refuse_child("on_event()")
@@ -282,14 +297,15 @@ class WorkerContext:
         return listener
 
     def step_boundary(self, step: int | None = None) -> StopRequest | None:
-        """Say that a step ended; returns the request to stop if this is where to stop, else ``None``.
+        """Report the end of a step; returns the request to stop if this is the step to stop at, else ``None``.
 
         Without ``step`` the steps are counted from 0. All ranks of the roles that drive the job get the request at
-        the same step; while the job finds out at which, a boundary waits for some milliseconds. Listeners of
-        ``on_event`` are called here, if ``run()`` runs, and methods with ``@rpc(main_thread=True)`` run here.
+        the same step; while the job determines that step, a boundary waits for some milliseconds. During ``run()``,
+        listeners
+        of ``on_event`` and methods with ``@rpc(main_thread=True)`` run here.
 
         Raises:
-            UsageError: the member was to stop at an earlier step and went on, or the step is no whole number.
+            UsageError: the member went on after the step at which it was to stop, or the step is not a whole number.
         """
         self._refuse_child("step_boundary()")
         self.link.tell_listeners()
@@ -319,14 +335,14 @@ _acting: ContextVar[WorkerContext | None] = ContextVar("rlmesh_acting_worker", d
 
 
 def set_current_worker(context: WorkerContext | None) -> None:
-    """Set what ``current_worker()`` returns in this process; for the worker's bootstrap and for tests."""
+    """Set the result of ``current_worker()`` in this process; for the worker's bootstrap and for tests."""
     global _current
     _current = context
 
 
 @contextmanager
 def acting_as(context: WorkerContext) -> Iterator[None]:
-    """What ``current_worker()`` returns within the block, in a process that serves several roles."""
+    """Set the result of ``current_worker()`` within the block, in a process that serves several roles."""
     token = _acting.set(context)
     try:
         yield
@@ -335,11 +351,14 @@ def acting_as(context: WorkerContext) -> Iterator[None]:
 
 
 def current_worker() -> WorkerContext:
-    """The worker that this process is. Where roles are fused, it is the one whose method, hook or ``run()`` calls;
-    in threads that user code started, the one of the role that was declared first.
+    """Return the worker that this process is.
+
+    In a process with fused roles it is the worker whose method, hook or ``run()`` calls; in threads that user code
+    started,
+    the worker of the role that was declared first.
 
     Raises:
-        UsageError: this process is no worker.
+        UsageError: this process is not a worker.
     """
     if (acting := _acting.get()) is not None:
         return acting

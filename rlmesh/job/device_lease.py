@@ -1,4 +1,4 @@
-"""A member's lease of its devices: while it holds it, no member of another role is awake on them."""
+"""A member's lease of its devices: while a member holds it, no member of another role is awake on them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any, Protocol, TypeAlias
 
 from rlmesh.errors import LeaseTimeout, UsageError
 
-__all__ = ["DeviceLease", "Hook", "LeaseDesk", "LeaseLink"]
+__all__ = ["DeviceLease", "Hook", "LeaseLink", "SharedLease"]
 
 Hook: TypeAlias = Callable[[], Awaitable[object] | object]
 
 
 class LeaseLink(Protocol):
-    """How a lease reaches whoever grants it. Usable from any thread; returns at once."""
+    """Connection of a lease to the agent that grants it. Usable from any thread; returns at once."""
 
     def lease_devices(self, timeout_s: float) -> Future[Any]:
-        """Ask for this member's devices; gives an answer with ``granted``, ``devices``, ``waited_s``, ``why``."""
+        """Ask for this member's devices; the answer has ``granted``, ``devices``, ``waited_s``, ``why``."""
 
     def return_devices(self) -> Future[Any]:
-        """Give them back."""
+        """Return the devices."""
 
 
-class LeaseDesk:
-    """What a process knows of its own lease: how many blocks use it. One per member; for any thread."""
+class SharedLease:
+    """The state of one member's lease: the number of blocks that use it. Thread-safe."""
 
     def __init__(self, name: str, link: LeaseLink) -> None:
         self._name, self._link = name, link
@@ -40,7 +40,7 @@ class LeaseDesk:
         self._waker: object = None
 
     def enter(self, timeout_s: float) -> Future[Any]:
-        """The answer to wait for; asks if no other block has."""
+        """Enter a block: return the answer to wait for; the first block asks for the devices."""
         with self._lock:
             self._users += 1
             if self._answer is None:
@@ -48,8 +48,10 @@ class LeaseDesk:
             return self._answer
 
     def claim_wake(self, me: object) -> tuple[Future[None], bool]:
-        """What is done once the member is awake, and whether it is this block that is to wake it. A block inside the
-        waking itself has nothing to wait for."""
+        """Return a future that is done once the member is awake, and whether the calling block is to wake it.
+
+        A block inside the wake hook itself gets a done future.
+        """
         with self._lock:
             if self._woken is None:
                 self._woken, self._waker = Future(), me
@@ -61,10 +63,10 @@ class LeaseDesk:
             return self._woken, False
 
     def check(self, answer: Any, timeout_s: float) -> Any:
-        """The answer if it grants the devices.
+        """Return the answer if it grants the devices.
 
         Raises:
-            LeaseTimeout: others had them; says who.
+            LeaseTimeout: others had them; says which member.
         """
         if not answer.granted:
             self.forget()
@@ -75,7 +77,7 @@ class LeaseDesk:
         return answer
 
     def forget(self) -> None:
-        """A block has not got it, or does not wait any more. What may be granted all the same is given back."""
+        """Leave a block that did not get the lease or stopped waiting. A grant that still arrives is returned."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -86,7 +88,7 @@ class LeaseDesk:
                 self._link.return_devices()
 
     def leave(self) -> bool:
-        """Whether this was the last block, which is to put to sleep and give back."""
+        """True if this was the last block, which puts the member to sleep and returns the devices."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -101,33 +103,34 @@ class LeaseDesk:
 class DeviceLease:
     """One block in which the member has its devices for itself; made by ``current_worker().device_lease()``.
 
-    ``with`` is for ``def`` methods, ``async with`` for ``async def`` ones. Blocks inside blocks, and blocks of
-    methods that run at the same time, share one lease: the first wakes, the last puts to sleep.
+    ``with`` is for ``def`` methods, ``async with`` for ``async def`` methods. Nested blocks, and blocks of methods that
+    run
+    at the same time, share one lease: the first wakes, the last puts to sleep.
 
     Attributes:
-        devices: UUIDs of the devices; empty if the member has none, and then there is nothing to wait for.
-        waited_s: how long it waited for them.
+        devices: UUIDs of the devices; empty if the member has none, and then the block does not wait.
+        waited_s: seconds that the block waited for the devices.
     """
 
-    def __init__(self, desk: LeaseDesk, timeout_s: float, wake: Hook | None, sleep: Hook | None) -> None:
-        self._desk, self._timeout_s = desk, timeout_s
+    def __init__(self, lease: SharedLease, timeout_s: float, wake: Hook | None, sleep: Hook | None) -> None:
+        self._lease, self._timeout_s = lease, timeout_s
         self._wake, self._sleep = wake, sleep
         self.devices: tuple[str, ...] = ()
         self.waited_s = 0.0
 
     def _take(self, answer: Any) -> None:
-        found = self._desk.check(answer, self._timeout_s)
+        found = self._lease.check(answer, self._timeout_s)
         self.devices, self.waited_s = tuple(found.devices), float(found.waited_s)
 
     def __enter__(self) -> DeviceLease:
-        answer = self._desk.enter(self._timeout_s)
+        answer = self._lease.enter(self._timeout_s)
         try:
             found = answer.result()
         except BaseException:
-            self._desk.forget()
+            self._lease.forget()
             raise
         self._take(found)
-        woken, mine = self._desk.claim_wake(threading.get_ident())
+        woken, mine = self._lease.claim_wake(threading.get_ident())
         try:
             if mine:
                 with _finishing(woken):
@@ -144,20 +147,20 @@ class DeviceLease:
         self._end()
 
     def _end(self) -> None:
-        if self._desk.leave():
-            # If it cannot be put to sleep, its memory is not free: then the devices stay with it.
+        if self._lease.leave():
+            # If the sleep hook raises, the memory is not free: then the member keeps the devices.
             _run(self._sleep)
-            self._desk.give_back().result()
+            self._lease.give_back().result()
 
     async def __aenter__(self) -> DeviceLease:
-        answer = self._desk.enter(self._timeout_s)
+        answer = self._lease.enter(self._timeout_s)
         try:
             found = await asyncio.shield(asyncio.wrap_future(answer))
         except BaseException:
-            self._desk.forget()
+            self._lease.forget()
             raise
         self._take(found)
-        woken, mine = self._desk.claim_wake(asyncio.current_task())
+        woken, mine = self._lease.claim_wake(asyncio.current_task())
         try:
             if mine:
                 with _finishing(woken):
@@ -174,14 +177,14 @@ class DeviceLease:
         await self._aend()
 
     async def _aend(self) -> None:
-        if self._desk.leave():
+        if self._lease.leave():
             await _await(self._sleep)
-            await asyncio.wrap_future(self._desk.give_back())
+            await asyncio.wrap_future(self._lease.give_back())
 
 
 @contextmanager
 def _finishing(woken: Future[None]) -> Iterator[None]:
-    """Tell other blocks that the member is awake, or why it is not."""
+    """Complete ``woken``, the future that other blocks wait for."""
     try:
         yield
     except BaseException as error:

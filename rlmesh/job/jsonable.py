@@ -1,4 +1,4 @@
-"""Any user's configuration as plain JSON values, for printing a job. Never fails, loses only types."""
+"""Conversion of any user configuration to plain JSON values, for printing a job. Never fails; types are lost."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAX_DEPTH = 32
 
 
 def jsonable(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """``value`` as dicts, lists, text, numbers and None.
+    """Return ``value`` as dicts, lists, text, numbers and None.
 
-    Mappings, namespaces, dataclasses, pydantic models and OmegaConf objects become dicts. What has no such
-    form becomes its ``repr``; so does what is nested deeper than 32 levels, which also ends cycles.
+    Mappings, namespaces, dataclasses, pydantic models and OmegaConf objects become dicts. Other objects become their
+    ``repr``; so do objects nested deeper than 32 levels, which also ends cycles.
     """
     if isinstance(value, Enum):
         return value.value if isinstance(value.value, str | int) else value.name
@@ -49,7 +49,7 @@ def _key(key: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """One level of ``value`` as a mapping, a sequence or text, where it has such a form."""
+    """Return one level of ``value`` as a mapping, a sequence or text, if it has such a form."""
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, argparse.Namespace):
@@ -58,7 +58,7 @@ def _plain(value: Any) -> Any:
         return {name: getattr(value, name) for name in type(value).model_fields}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-    omegaconf = sys.modules.get("omegaconf")  # a value of that kind exists only if its module is loaded
+    omegaconf = sys.modules.get("omegaconf")  # without the loaded module there are no such values
     if omegaconf is not None and isinstance(value, omegaconf.DictConfig | omegaconf.ListConfig):
         try:
             return omegaconf.OmegaConf.to_container(value, resolve=True)

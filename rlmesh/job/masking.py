@@ -1,10 +1,10 @@
-"""Secrets in what is meant for reading are masked: ``job.json``, incidents, ``status``, what the job says of itself.
+"""Masking of secrets in output for people: ``job.json``, incidents, ``status``, error texts.
 
-A value is masked where its name says that it is a secret (``WANDB_API_KEY``, ``db_password``, ``Authorization``), and
-the secret part of a text where its form does: ``https://user:password@host``, ``?token=…``, ``--api-key …``,
-``Bearer …``, and the tokens of well-known services. The job itself gets the real values, by private ways.
+A value is masked if its name says that it is a secret (``WANDB_API_KEY``, ``db_password``, ``Authorization``), and
+a part of a text if its form does: ``https://user:password@host``, ``?token=…``, ``--api-key …``, ``Bearer …``, and the
+tokens of well-known services. The job itself gets the real values on private channels.
 
-This errs on the side of masking; numbers called ``max_tokens`` or ``pad_token_id`` stay readable.
+In doubt, values are masked; numbers called ``max_tokens`` or ``pad_token_id`` stay readable.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-__all__ = ["MASK", "is_secret", "know", "mask_text", "mask_texts", "masked", "secrets_in"]
+__all__ = ["MASK", "is_secret", "mask_text", "mask_texts", "masked", "register_secrets", "secrets_in"]
 
 MASK = "***"
 SHORTEST_KNOWN = 6
-"""A shorter value is not looked for in other texts: it would be found everywhere."""
+"""Minimum length of a value that is searched for in other texts; shorter ones would match everywhere."""
 
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 _ANYWHERE = re.compile(r"secret|passw|passphrase|credential|authoriz|bearer|cookie|token(?!iz|is)", re.I)
@@ -29,7 +29,7 @@ _ENDS_IN_KEY = re.compile(
 _ABOUT_TOKENS = re.compile(r"token|key", re.I)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
-# Repetitions are bounded: the time that a text takes grows with its length, and no faster.
+# Repetitions are bounded, so that matching takes linear time.
 _NAMED = (
     r"[\w.-]{0,40}(?:token(?!iz|is)|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key)"
     r"[\w.-]{0,40}"
@@ -60,7 +60,7 @@ def _texts() -> tuple[tuple[re.Pattern[str], str], ...]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable, a key or a field of this name holds a secret."""
+    """True if a variable, a key or a field of this name holds a secret."""
     if _ANYWHERE.search(name):
         return True
     if name == "PWD":  # the working directory
@@ -70,7 +70,7 @@ def is_secret(name: str) -> bool:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Plain data (as from JSON) in which secrets are masked; ``name``: what it is called."""
+    """Return plain data (as from JSON) with secrets masked; ``name``: the name of the value."""
     if isinstance(value, Mapping):
         secret = bool(name) and is_secret(name)
         return {key: masked(item, name if secret and not is_secret(str(key)) else str(key))
@@ -84,7 +84,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def mask_text(text: str) -> str:
-    """A text in which what has the form of a secret is masked, and each secret that this process knows of."""
+    """Return a text in which everything with the form of a secret, and each registered secret, is masked."""
     for secret in _known:
         text = text.replace(secret, MASK)
     if _HINT.search(text):
@@ -94,7 +94,7 @@ def mask_text(text: str) -> str:
 
 
 def mask_texts(value: Any) -> Any:
-    """Plain data in which each text is masked, whatever it is called."""
+    """Return plain data in which each text is masked, independently of its name."""
     if isinstance(value, str):
         return mask_text(value)
     if isinstance(value, Mapping):
@@ -102,11 +102,11 @@ def mask_texts(value: Any) -> Any:
     return [mask_texts(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def know(secrets: Iterable[str]) -> None:
-    """Have these masked wherever this process tells something, also where nothing else shows that they are secrets."""
+def register_secrets(secrets: Iterable[str]) -> None:
+    """Register secrets that are masked in all output of this process, even if their form does not show them."""
     _known.update(secrets)
 
 
 def secrets_in(env: Mapping[str, str]) -> set[str]:
-    """The values of variables that are secrets, where they are long enough to be found in other texts."""
+    """Return the values of secret variables that are long enough to be found in other texts."""
     return {value for name, value in env.items() if len(value) >= SHORTEST_KNOWN and masked(value, name) == MASK}

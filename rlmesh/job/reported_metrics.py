@@ -1,4 +1,4 @@
-"""Numbers that members report, as the job keeps them: no digit is lost and nothing is guessed. Pure."""
+"""Conversion of reported numbers without loss of digits. No I/O."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MOST_STEP = 2**63 - 1
 
 
 def as_number(member: str, key: str, value: Any) -> float:
-    """``value`` as an exact int where it is a whole number by type, else as a float.
+    """Return ``value`` as an exact int if its type is a whole number, else as a float.
 
-    Ints of Python, NumPy and torch stay ints, since a float holds them up to 2**53 only; True is 1.
+    Ints of Python, NumPy and torch stay ints, because a float is exact up to 2**53 only; True is 1.
 
     Raises:
-        UsageError: it is no number, or one that no float can come near.
+        UsageError: the value is not a number, or no float can approximate it.
     """
     try:
-        plain = value.detach() if getattr(value, "requires_grad", False) else value  # torch warns of the others
+        plain = value.detach() if getattr(value, "requires_grad", False) else value  # avoids a warning of torch
         try:
             number: float = operator.index(plain)
             float(number)
@@ -30,17 +30,17 @@ def as_number(member: str, key: str, value: Any) -> float:
             number = float(plain)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(
-            f"{member}: report() got {key}={_shown(value)} ({type(value).__name__}), which is no number "
+            f"{member}: report() got {key}={_shown(value)} ({type(value).__name__}), which is not a number "
             f"({error}). Report one number per metric, for example loss=loss.mean()."
         ) from None
     return number
 
 
 def as_step(member: str, step: Any) -> int:
-    """``step`` as an int.
+    """Return ``step`` as an int.
 
     Raises:
-        UsageError: it is no whole number, or does not fit into 64 bits.
+        UsageError: the step is not a whole number, or does not fit into 64 bits.
     """
     number = as_number(member, "step", step)
     if number % 1 != 0:  # NaN and infinity too

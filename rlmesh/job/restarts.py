@@ -1,4 +1,4 @@
-"""What roles and drivers learn of restarts: plain, frozen, picklable values."""
+"""Restart events for roles and drivers: plain, frozen, picklable values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 __all__ = ["SCOPES", "Phase", "RestartEvent", "Scope"]
 
 Scope: TypeAlias = Literal["member", "role", "job", "never"]
-"""What is restarted when a member fails: it alone, all members of its role, the whole job, or nothing."""
+"""Scope of a restart after a member's failure: the member alone, all members of its role, the whole job, or none."""
 
 SCOPES: tuple[Scope, ...] = ("member", "role", "job", "never")
 
@@ -20,17 +20,17 @@ class RestartEvent:
     """Members of a role are being replaced by new processes, or have been.
 
     Attributes:
-        role, ranks: whose processes are new. Whatever these held in memory is gone.
+        role, ranks: the members with new processes. Their state in memory is lost.
         phase: ``restarting``: calls to them wait from now on; ``ready``: they serve again, after ``setup()`` and
             ``on_restart()``.
-        scope: what was restarted: the member, its role, or the job.
-        incarnations: of the new processes, one for each of ``ranks``.
-        cause: what happened to the old ones, in one line.
-        number: how many restarts of this kind there were within the policy's window, this one included.
+        scope: the restarted unit: the member, its role, or the job.
+        incarnations: incarnations of the new processes, one for each of ``ranks``.
+        cause: what happened to the old processes, in one line.
+        number: number of restarts of the unit within the rule's window, including this one.
         at: when the failure was seen, in seconds since the epoch.
-        restored: with ``ready``, for each of ``ranks`` the version of the weights that it has restored by then, as it
-            told ``send_weights(source, restored=…)``; None: it told nothing. In ``on_restart()``, what this process has
-            told in ``setup()``. Before that, and for roles that send no weights, nothing is known: all are None.
+        restored: with ``ready``, for each of ``ranks`` the version of the weights that it has restored, as reported by
+            ``send_weights(source, restored=…)``; None: not reported. In ``on_restart()``, the version that this process
+            has reported in ``setup()``. Earlier, and for roles that send no weights, all are None.
     """
 
     role: str
@@ -48,6 +48,6 @@ class RestartEvent:
             object.__setattr__(self, "restored", (None,) * len(self.ranks))
 
     def with_restored(self, rank: int, version: int | None) -> RestartEvent:
-        """The same, when ``rank`` has told what it restored."""
-        told = (version if one == rank else old for one, old in zip(self.ranks, self.restored, strict=True))
-        return replace(self, restored=tuple(told))
+        """Return the event with the version that ``rank`` has restored."""
+        versions = (version if one == rank else old for one, old in zip(self.ranks, self.restored, strict=True))
+        return replace(self, restored=tuple(versions))

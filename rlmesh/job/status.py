@@ -1,4 +1,4 @@
-"""What a running job looks like from outside: plain, frozen, picklable values."""
+"""The status of a running job: plain, frozen, picklable values."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from rlmesh.runtime.calling.peer_status import Waiting as Waiting
 
 SHOWN_FRAMES = 5
 MAIN_THREAD = ("Main thread", "Current thread")
-"""How the part of a process's stacks that is about its main thread begins: as it tells them itself, and as
-``faulthandler`` does, whose signals come to that thread."""
+"""First words of the main thread's part of a process's stacks: in its own answer, and from ``faulthandler``, whose
+signal handlers run on that thread."""
 NODE_LOST = "NodeLost"
-"""The ``kind`` of a failure whose first cause is a node that was lost."""
+"""The ``kind`` of a failure whose first cause is a lost node."""
 
 MemberState = Literal["starting", "bound", "ready", "running", "finished", "restarting", "stopping", "exited", "failed"]
 """starting: spawned; bound: its endpoint is known; ready: ``setup()`` returned and its methods can be called;
-running: inside ``run()``; finished: ``run()`` returned; restarting: its process is gone and the next one not started
-yet; stopping: ``teardown()``; exited: code 0; failed: the rest."""
+running: inside ``run()``; finished: ``run()`` returned; restarting: its process is gone and the next one is not
+started yet; stopping: ``teardown()``; exited: code 0; failed: all other ends."""
+
+SERVING: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
+"""States in which a member serves calls."""
 
 Stage = Literal["starting", "running", "stopping", "succeeded", "failed", "stopped"]
+ENDED: frozenset[Stage] = frozenset({"succeeded", "failed", "stopped"})
 
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
     """One ``current_worker().report(step=…, **metrics)``.
 
-    ``sender`` and ``number`` tell reports apart, also those of different incarnations of a member; the master fills
-    them in.
+    ``sender`` and ``number`` identify a report, also across incarnations of a member; the master fills them in.
     """
 
     at: float
@@ -47,7 +50,7 @@ class MetricRecord:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One ``current_worker().alarm(text)``; ``step`` is the member's last one, if it said one."""
+    """One ``current_worker().alarm(text)``; ``step`` is the member's last reported step, if any."""
 
     at: float
     role: str
@@ -62,9 +65,14 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class ExitInfo:
-    """How a worker process ended, as its agent saw it. ``served``: calls may have begun there. ``oom``: the kernel
-    ended it for want of memory, and how much it had. ``why``: rlmesh ended it, and for what reason. ``noted`` and
-    ``noted_traceback``: the exception that it noted before its end, by ``@record`` of ``torch.distributed.elastic``."""
+    """The end of a worker process, as its agent saw it.
+
+    Attributes:
+        served: calls may have begun in the process.
+        oom: the kernel ended it for lack of memory; the text has its memory use.
+        why: rlmesh ended it, for this reason.
+        noted, noted_traceback: the exception that ``@record`` of ``torch.distributed.elastic`` wrote before the end.
+    """
 
     role: str
     rank: int
@@ -89,7 +97,7 @@ class ExitInfo:
         return self.exit_code == 0
 
     def describe(self) -> str:
-        """For example ``killed by SIGKILL`` or ``exited with code 3``."""
+        """Return for example ``killed by SIGKILL`` or ``exited with code 3``."""
         if self.signal is not None:
             import signal as signals
 
@@ -107,8 +115,12 @@ class ExitInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One member. ``fused_with``: the member of another role in whose process it lives. ``doing``: what it does that
-    its state does not say, such as ``busy in A:0.hold() for 7 s, does not answer``."""
+    """One member.
+
+    Attributes:
+        fused_with: the member of another role whose process it shares.
+        doing: an activity that the state does not show, such as ``busy in A:0.hold() for 7 s, does not answer``.
+    """
 
     role: str
     rank: int
@@ -126,8 +138,13 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemberWaits:
-    """Whom one member waits for, and what it was asked and has not answered. ``error`` says why it could not be
-    asked; ``process`` is what its process does, ``doing`` what keeps it from answering."""
+    """The calls that one member waits for, and those that it has not answered.
+
+    Attributes:
+        process: state of its process.
+        error: why it could not be asked.
+        doing: the activity that keeps it from answering.
+    """
 
     role: str
     rank: int
@@ -143,13 +160,14 @@ class MemberWaits:
 
 @dataclass(frozen=True, slots=True)
 class MemberProgress:
-    """What one member does, in its own words.
+    """The progress of one member, as reported by itself.
 
     Attributes:
-        run_s: how long ``run()`` has been running; None: it is not.
-        calls: the calls that run there.
-        quiet_s: since it reported, passed a step's boundary, sent a call, got an answer or sent an item of a stream.
-        waits: whose answers it waits for, by name.
+        run_s: seconds since ``run()`` began; None: it is not running.
+        calls: the calls that run in the member.
+        quiet_s: seconds since it reported, passed a step boundary, sent a call, got an answer or sent an item of a
+            stream.
+        waits: names of the members whose answers it waits for.
     """
 
     run_s: float | None = None
@@ -160,12 +178,12 @@ class MemberProgress:
 
 @dataclass(frozen=True, slots=True)
 class MemberStack:
-    """What the threads of one member do.
+    """The stacks of one member's threads.
 
     Attributes:
-        state: of its process, as the kernel sees it: ``runs``, ``sleeps``, ``is stopped``, …
+        state: state of its process, as the kernel sees it: ``runs``, ``sleeps``, ``is stopped``, …
         wchan: where in the kernel it waits, if the kernel says so.
-        cpu_s: processor time that it has used in all.
+        cpu_s: total processor time in seconds.
         text: the Python stacks of all threads, innermost call first; empty if it did not answer.
     """
 
@@ -203,8 +221,7 @@ class MemberStack:
 
 @dataclass(frozen=True, slots=True)
 class FailureInfo:
-    """The first cause of a job's failure, and what followed, oldest first. ``kind`` names the error that it is raised
-    as, where message and exit do not tell."""
+    """One failure of a job. ``kind`` names the class of its error, if message and exit do not determine it."""
 
     message: str
     role: str | None = None
@@ -214,7 +231,7 @@ class FailureInfo:
     remote_traceback: str = ""
     kind: str = ""
     touched: str = ""
-    """Who calls the member, and whom it calls: upstream and downstream of the failure."""
+    """Callers and callees of the member: upstream and downstream of the failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +239,10 @@ class RestartRecord:
     """One restart in the history of a job.
 
     Attributes:
-        unit: what the budget is counted for: ``ROLE:rank``, a role, or ``job``.
+        unit: the unit of the budget: ``ROLE:rank``, a role, or ``job``.
         failure: the reason.
         at: when, in seconds since the epoch.
-        delay_s: how long the new processes were held back.
+        delay_s: delay of the new processes.
         ready_at: when all of them served again; None: not yet.
     """
 
@@ -244,12 +261,19 @@ class RestartRecord:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A snapshot of a job. ``records`` are the metric records from number ``records_from`` on; ``restarts`` are all so
-    far, oldest first, and ``incidents`` the files that tell of failures. ``resumable``: it had notice that it must
-    end; ``stopped_at`` is then the step after which all ranks stopped, if they did. ``killed`` names the members whose
-    grace was not enough, or was cut short. ``samples_trained`` is the count that was reported last, 0 if none was.
-    ``alarms``: the last ones that members raised, of ``alarm_count``. ``at``: when it was made, by the clock of all
-    times in it."""
+    """A snapshot of a job.
+
+    Attributes:
+        records: metric records from number ``records_from`` on.
+        restarts: all restarts so far, oldest first.
+        incidents: paths of the incident files.
+        resumable: the job had a notice that it must end.
+        stopped_at: the step after which all ranks stopped after the notice, if they did.
+        killed: the members whose grace was too short, or was cut short.
+        samples_trained: the last reported count, 0 without one.
+        alarms: the last alarms, of ``alarm_count`` in total.
+        at: when the snapshot was made, by the clock of all times in it.
+    """
 
     job_name: str
     job_id: str
@@ -277,7 +301,7 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True)
 class GraphEdge:
-    """What one member called of another, up to ``at`` (seconds since the epoch)."""
+    """The calls of one member to another, up to ``at`` (seconds since the epoch)."""
 
     caller: str
     stats: EdgeStats
@@ -292,18 +316,18 @@ class GraphEdge:
         return self.stats.method
 
     def plain(self) -> dict[str, Any]:
-        """As texts and numbers."""
+        """Return the edge as texts and numbers."""
         return {"caller": self.caller, "at": self.at, **asdict(self.stats)}
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> GraphEdge:
-        """The edge that ``plain`` was made of."""
+        """Return the edge of the values that ``plain`` made."""
         values = dict(plain)
         caller, at = values.pop("caller"), values.pop("at")
         return cls(caller, EdgeStats(**values), at)
 
 
 def first_cause(job_name: str, failures: Sequence[FailureInfo]) -> str:
-    """That a job failed, and by what, in one line."""
+    """Return a line that names the job and its first cause."""
     first = failures[0].message.splitlines()[:1] if failures else []
     return f"job {job_name} failed: {first[0] if first else 'no cause was recorded'}"

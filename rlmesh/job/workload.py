@@ -1,7 +1,7 @@
 """Optional base classes for roles.
 
-A role is any class; these only save a few lines. They are built without arguments and know about
-themselves through ``current_worker()``.
+A role is any class; these save a few lines. They are built without arguments, and ``current_worker()`` gives access to
+the worker.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = [
 
 
 class BaseWorkload:
-    """A role that knows its name, its ranks and the job's configuration."""
+    """A role with access to its name, its ranks and the job's configuration."""
 
     @property
     def config(self) -> Any:
-        """What the job's ``.config(...)`` was given."""
+        """The argument of the job's ``.config(...)``."""
         return current_worker().job_info.user_config
 
     @property
@@ -86,31 +86,38 @@ class BaseWorkload:
         return int(os.environ.get("MASTER_PORT", "-1"))
 
     def has_device_collocation(self) -> bool:
-        """Whether this role shares its device with another one."""
+        """True if this role shares its device with another one."""
         return bool(current_worker().collocated_roles)
 
     def get_device_collocation(self) -> frozenset[str]:
-        """The roles that share this member's device, its own among them; empty if it shares with none."""
+        """Return the roles that share this member's device, including its own; empty without sharing."""
         return current_worker().collocated_roles
 
     def setup(self) -> None:
         """Called once before the member is ready: load models and data here."""
 
     def on_restart(self, event: RestartEvent) -> None:
-        """Called after ``setup()`` in a process that takes the place of one that failed, before it serves calls:
-        restore here what can be restored without the trainer. ``event`` says why, and who was replaced with it."""
+        """Called after ``setup()`` in a process that replaces a failed one, before it serves calls.
+
+        Restore here what can be restored without the trainer. ``event`` has the reason, and the members replaced with
+        this one.
+        """
 
     def on_stop(self, request: StopRequest) -> None:
         """Called before ``teardown()`` if the job is stopped before its end and is to be resumed: save what must
-        survive. ``request.step`` is the step after which all ranks stopped, ``request.reason`` says why. The roles
-        that drive the job are asked first, after their ``run()``; the others still serve calls then."""
+        survive.
+
+        ``request.step`` is the step after which all ranks stopped, ``request.reason`` the reason. Roles that drive the
+        job are
+        asked first, after their ``run()``; the other roles still serve calls at that time.
+        """
 
     def teardown(self) -> None:
-        """Called once at the end of the job. A member that is replaced is not asked."""
+        """Called once at the end of the job; not called in a member that is replaced."""
 
 
 class BaseRLWorkload(BaseWorkload):
-    """A role of a reinforcement-learning job that can ask which one it is."""
+    """A role of a reinforcement-learning job, with methods that tell which one it is."""
 
     def is_actor_role(self) -> bool:
         return self.role == RLRoleType.ACTOR
@@ -128,7 +135,7 @@ class BaseRLWorkload(BaseWorkload):
         return self.role == RLRoleType.CRITIC
 
     def is_actor_or_rollout_device_collocation(self) -> bool:
-        """Whether this member is actor or rollout, and the two share a device."""
+        """True if this member is actor or rollout, and the two share a device."""
         both = {RLRoleType.ACTOR.name, RLRoleType.ROLLOUT.name}
         return self.role in both and both <= self.get_device_collocation()
 
@@ -137,7 +144,7 @@ class BaseTrainer(BaseWorkload):
     """A role that drives the job: ``run()`` is ``init()``, then ``fit()``."""
 
     def init(self) -> None:
-        """Prepare: data, and the other roles' models."""
+        """Prepare data, and the other roles' models."""
 
     def fit(self) -> None:
         """Train. Subclasses define this or ``run()``."""
@@ -151,7 +158,7 @@ class BaseTrainer(BaseWorkload):
         self.fit()
 
     def get_actor_handles(self, role_type: str | Enum) -> list[MemberHandle]:
-        """Handles of all members of a role, by rank; empty if the job has no such role."""
+        """Return handles of all members of a role, by rank; empty if the job has no such role."""
         from rlmesh.runtime.group import RoleGroup
 
         try:
@@ -161,7 +168,7 @@ class BaseTrainer(BaseWorkload):
 
 
 class BaseRLTrainer(BaseTrainer):
-    """A trainer with the handles of the usual roles at hand."""
+    """A trainer with properties for the handles of the usual roles."""
 
     @property
     def actors(self) -> list[MemberHandle]:

@@ -1,1 +1,1 @@
-"""The brain of a job: one process that places members, watches them and ends them together."""
+"""The master of a job: one process that places members, watches them and ends them together."""

@@ -1,7 +1,7 @@
-"""Carries out rehearsed kills: watches what happens in the job, and sends the signals when their moments come.
+"""Chaos kills of a job: waits for the planned moments and sends the signals.
 
 Each kill happens once, also across restarts of the master: ``chaos.jsonl`` in the run directory is written before the
-signal goes out. A kill at a call is armed in the member: its method is wrapped, so that calls of others cost nothing.
+signal is sent. A kill at a call is armed in the member by wrapping its method, so that other calls cost nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ASK_S = 5.0
 
 
 class Chaos:
-    """For one job. ``saw`` is called after every event.
+    """Carries out the planned kills of one job. ``handled`` is called after every event.
 
     Args:
-        context: of the job.
-        runtime: to reach agents and members.
-        kills: with their ranks.
+        context: the job's context.
+        runtime: connects to agents and members.
+        kills: kills with ranks.
         clock: seconds since the epoch.
     """
 
@@ -53,43 +53,43 @@ class Chaos:
         """Texts of the kills that happened."""
         asked = [*map(str, kills), *(entry["asked"] for entry in entries if "asked" in entry)]
         over = Counter([*self.done, *(entry["cannot"] for entry in entries if "cannot" in entry)])
-        self.left = [parse_kill(text) for text in (Counter(asked) - over).elements()]
+        self.planned = [parse_kill(text) for text in (Counter(asked) - over).elements()]
         self.cannot: dict[str, str] = {}
-        """Texts of the kills that never will happen, with why."""
+        """Texts of the kills that cannot happen, with the reason."""
         self._armed: set[tuple[Kill, str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._running_since: float | None = None
 
     def add(self, kills: Sequence[Kill]) -> None:
-        """Rehearse these too, from now on; what happened before may happen again."""
+        """Plan more kills from now on; a kill that happened before may happen again."""
         for kill in kills:
             self._note({"asked": str(kill)})
-        self.left += kills
-        self.saw(ev.Tick(), (), self._clock())
+        self.planned += kills
+        self.handled(ev.Tick(), (), self._clock())
 
-    def saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
-        """Look whether the moment of a kill has come."""
+    def handled(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
+        """Carry out the kills that are due after an event."""
         if self._running_since is None and self._context.stage == "running":
             self._running_since = now
-        for kill in list(self.left):
+        for kill in list(self.planned):
             if kill.point == "call":
                 self._arm(kill)
             elif self._is_time(kill, event, actions, now):
                 self._begin(kill)
 
     async def reached(self, text: str) -> None:
-        """A member has come to the call at which somebody is to be killed; returns when the signal was sent."""
-        for kill in self.left:
+        """Carry out a kill at a call that a member has reached; returns when the signal was sent."""
+        for kill in self.planned:
             if str(kill) == text:
                 self._mark(kill)
                 await self._kill(kill)
                 return
 
     def drop(self, text: str, why: str) -> bool:
-        """A kill cannot happen; False if it is not waited for."""
-        for kill in self.left:
+        """Drop a kill that cannot happen; False if it is not planned."""
+        for kill in self.planned:
             if str(kill) == text:
-                self.left.remove(kill)
+                self.planned.remove(kill)
                 self.cannot[text] = why
                 self._note({"cannot": text, "why": why})
                 logger.warning("rehearsal %s cannot happen: %s", text, why)
@@ -123,15 +123,15 @@ class Chaos:
                 return False
 
     def _arm(self, kill: Kill) -> None:
-        """Tell every member at which it may happen, once per process of it."""
+        """Arm a kill at a call in every member where it may happen, once per process."""
         for member in self._context.members.values():
             own = member.id == (kill.target, kill.rank) if kill.target == kill.role else member.id[0] == kill.role
             key = (kill, member.name, member.incarnation)
             if own and member.endpoint and not member.gone and key not in self._armed:
                 self._armed.add(key)
-                self._do(self._tell(kill, member))
+                self._do(self._arm_member(kill, member))
 
-    async def _tell(self, kill: Kill, member: Member) -> None:
+    async def _arm_member(self, kill: Kill, member: Member) -> None:
         control = self._runtime.peer(CONTROL, member.endpoint, incarnation=member.incarnation).options(timeout_s=ASK_S)
         await control.call("arm", kill.method, str(kill), member.name)
 
@@ -140,7 +140,7 @@ class Chaos:
         self._do(self._kill(kill))
 
     def _mark(self, kill: Kill) -> None:
-        self.left.remove(kill)
+        self.planned.remove(kill)
         self.done.append(str(kill))
         self._note({"kill": str(kill)})
         logger.warning("rehearsal: %s", kill)
@@ -173,7 +173,7 @@ class Chaos:
             try:
                 await work
             except CallError as error:
-                logger.info("rehearsal: %s", error)  # Whoever was killed does not answer.
+                logger.info("rehearsal: %s", error)  # The killed process does not answer.
 
         task = asyncio.get_running_loop().create_task(quietly())
         self._tasks.add(task)

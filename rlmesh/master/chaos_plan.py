@@ -1,17 +1,17 @@
-"""Kills for rehearsals: whom, when and how, as text and as values. Pure.
+"""The syntax of planned kills: target, point and signal, as text and as values. No I/O.
 
-``TARGET@POINT``, with a target of ``ROLE:rank``, ``ROLE`` (a rank is drawn), ``master``, ``agent`` (of node 0) or
-``agent:N``, and a point of::
+``TARGET@POINT``, where the target is ``ROLE:rank``, ``ROLE`` (the rank is drawn), ``master``, ``agent`` (of node 0) or
+``agent:N``, and the point is one of::
 
-    start               as soon as its process is there
+    start               as soon as the target's process runs
     step=N              when a step of N or more was reported
     call=[ROLE.]METHOD  when METHOD begins at the target, or at the first member of ROLE
     shutdown            when the job begins to end
-    after=SECONDS       so long after the job began to run
+    after=SECONDS       SECONDS after the job began to run
     now                 at once
 
-``+SIGNAL`` at the end sends that signal instead of SIGKILL: ``REWARD:0@step=5+STOP``. A seeded random rehearsal is
-``random:seed=7,kills=3,within=20``: so many kills of drawn members within so many seconds.
+A suffix ``+SIGNAL`` sends that signal instead of SIGKILL: ``REWARD:0@step=5+STOP``. A seeded random plan is
+``random:seed=7,kills=3,within=20``: 3 kills of drawn members within 20 seconds.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _TEXT = re.compile(r"(?P<target>[^@+]+)@(?P<point>[a-z]+)(=(?P<value>[^+]+))?(\+
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill.
+    """One planned kill.
 
     Attributes:
         target: a role, ``master`` or ``agent``.
-        rank: of the member, or of the agent's node; None: to be drawn (agent: 0).
-        point: when.
+        rank: rank of the member, or of the agent's node; None: to be drawn (agent: 0).
+        point: kind of the moment.
         number: the step, or the seconds.
-        role, method: whose call, for the point ``call``.
-        signal: what is sent.
+        role, method: the method whose call is awaited, for the point ``call``.
+        signal: number of the signal to send.
     """
 
     target: str
@@ -72,14 +72,14 @@ class Kill:
         return f"{self.target}{rank}@{self.point}{value}{how}"
 
     def drawn(self, sizes: Mapping[str, int], source: random.Random) -> Kill:
-        """The same with a rank.
+        """Return the kill with a rank.
 
         Args:
-            sizes: of the job's roles.
-            source: draws the rank of a role that was named without one.
+            sizes: number of members of each of the job's roles.
+            source: draws the rank if none is given.
 
         Raises:
-            UsageError: there is no such role or rank.
+            UsageError: the job has no such role or rank.
         """
         for role in (self.target, self.role):
             if role and role not in (MASTER, AGENT) and role not in sizes:
@@ -95,14 +95,14 @@ class Kill:
 
 
 def parse_kill(text: str) -> Kill:
-    """One kill from its text.
+    """Parse one kill.
 
     Raises:
-        UsageError: it is none; says what is wrong and how it looks.
+        UsageError: the text is not a kill; says what is wrong, with an example.
     """
     found = _TEXT.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"{text!r} is no kill: write TARGET@POINT, for example REWARD:0@step=5 or master@shutdown")
+        raise UsageError(f"{text!r} is not a kill: write TARGET@POINT, for example REWARD:0@step=5 or master@shutdown")
     target, rank = _target(found["target"], text)
     point, value = found["point"], found["value"]
     if point not in POINTS:
@@ -114,7 +114,7 @@ def parse_kill(text: str) -> Kill:
         try:
             number = float(value)
         except ValueError:
-            raise UsageError(f"{text!r}: {value!r} is no number") from None
+            raise UsageError(f"{text!r}: {value!r} is not a number") from None
         if not 0 <= number < math.inf:
             raise UsageError(f"{text!r}: {value!r} is never reached; write a number from 0 on")
     elif point == "call":
@@ -126,10 +126,10 @@ def parse_kill(text: str) -> Kill:
 
 
 def check_method(kill: Kill, methods: Sequence[str]) -> None:
-    """Whether the member at whose call a kill is to happen has that method.
+    """Check that a role exports the method at whose call a kill is planned.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it does not.
     """
     if kill.point == "call" and kill.method not in methods:
         near = did_you_mean(kill.method, methods)
@@ -137,10 +137,10 @@ def check_method(kill: Kill, methods: Sequence[str]) -> None:
 
 
 def parse_kills(texts: Sequence[str], sizes: Mapping[str, int]) -> list[Kill]:
-    """All kills of a rehearsal, drawn.
+    """Parse all kills of a job, and draw missing ranks.
 
     Raises:
-        UsageError: one of them cannot be.
+        UsageError: a kill is not possible.
     """
     kills: list[Kill] = []
     for number, text in enumerate(texts):
@@ -160,11 +160,11 @@ def _random_kills(text: str, sizes: Mapping[str, int]) -> list[Kill]:
                 raise UsageError(f"{text!r}: there is no {name!r}.{did_you_mean(name, values)}")
             values[name] = float(value)
         except ValueError:
-            raise UsageError(f"{text!r}: {value!r} is no number") from None
+            raise UsageError(f"{text!r}: {value!r} is not a number") from None
     if values["kills"] < 1 or values["kills"] != int(values["kills"]):
         raise UsageError(f"{text!r}: {values['kills']:g} kills are none; write a whole number of at least 1")
     if not 0 <= values["within"] < math.inf:
-        raise UsageError(f"{text!r}: within {values['within']:g} s is no time; write seconds from 0 on")
+        raise UsageError(f"{text!r}: within {values['within']:g} s is not a time; write seconds from 0 on")
     source = random.Random(int(values["seed"]))
     members = [(role, rank) for role, size in sorted(sizes.items()) for rank in range(size)]
     chosen = [source.choice(members) for _ in range(int(values["kills"]))]
@@ -179,7 +179,7 @@ def _with_rank(kill: Kill, rank: int) -> Kill:
 def _target(text: str, whole: str) -> tuple[str, int | None]:
     name, colon, rank = text.partition(":")
     if colon and not rank.isdigit():
-        raise UsageError(f"{whole!r}: {rank!r} is no rank")
+        raise UsageError(f"{whole!r}: {rank!r} is not a rank")
     return name, int(rank) if colon else None
 
 

@@ -1,6 +1,6 @@
-"""What the master knows about its job: members, incarnations, stage, failures, records.
+"""The job as the master knows it: members, incarnations, stage, failures, records.
 
-Each change is saved (``rlmesh.master.state.snapshot``). Fields of ``Member`` are values that are replaced, not changed
+Each change is saved (``rlmesh.master.state.snapshot``). Fields of ``Member`` hold values that are replaced, not changed
 in place, so that a change can be detected.
 """
 
@@ -32,10 +32,10 @@ from rlmesh.runtime.process.clock import epoch
 
 SAMPLES_TRAINED = "samples_trained"
 """The metric that is part of the job's state."""
-KEPT_RECORDS = 100_000
-"""Metric records that are kept for status(); ``metrics.jsonl`` has all of them."""
+MOST_RECORDS = 100_000
+"""Maximum number of metric records held for status(); ``metrics.jsonl`` has all of them."""
 
-KEPT_ALARMS = 20
+MOST_ALARMS = 20
 
 MemberId = tuple[str, int]
 """Role and rank."""
@@ -43,11 +43,11 @@ MemberId = tuple[str, int]
 
 @dataclass(slots=True)
 class Member:
-    """One member of a role, in its present incarnation. Times are those of the job (``JobContext.shown``).
+    """One member of a role, in its current incarnation. Times are those of the job (``JobContext.shown``).
 
     Attributes:
-        has_finished: ``run()`` returned; a new incarnation of the member alone does not run again.
-        hidden: the address book does not have its address before it serves.
+        has_finished: ``run()`` returned; a new incarnation of this member alone does not run it again.
+        hidden: the address book does not have the member's address before the member serves.
         restart: why this incarnation exists; None for the first one.
     """
 
@@ -77,7 +77,7 @@ class Member:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Role, rank and incarnation: this process and no other."""
+        """Role, rank and incarnation: identifies the process."""
         return (*self.id, self.incarnation)
 
     @property
@@ -86,19 +86,19 @@ class Member:
 
     @property
     def host(self) -> MemberId:
-        """The member whose process it lives in: itself, unless roles are fused."""
+        """The member whose process this member runs in: itself, unless roles are fused."""
         return self.placement.process or self.id
 
     @property
     def gone(self) -> bool:
-        """Whether no process of it can be left."""
+        """True if no process of the member can be left."""
         return self.exit is not None or not self.spawned
 
     def enter(self, state: MemberState, now: float) -> None:
         self.state, self.since, self.last_beat_at = state, now, now
 
     def next_incarnation(self, *, hidden: bool, now: float) -> None:
-        """From here on the member is the process that will take the present one's place."""
+        """Switch to the incarnation that will replace the current process."""
         self.incarnation += 1
         self.pid, self.endpoint, self.public, self.exit = 0, "", "", None
         self.spawned = self.asked_to_end = self.ended_by_us = self.in_run = False
@@ -108,18 +108,18 @@ class Member:
 
 @dataclass(slots=True)
 class JobContext:
-    """The state of a job; only ``JobManager`` changes it."""
+    """The state of a job; changed by ``JobManager`` only."""
 
     spec: JobSpec
     started_at: float
     stage: Stage = "starting"
     nodes: dict[int, NodeInfo] = field(default_factory=dict)
     lost_nodes: dict[int, str] = field(default_factory=dict)
-    """Nodes that were given up and have not come back, and how they were lost."""
+    """Nodes that were given up and have not returned, with how they were lost."""
     set_aside: dict[int, int] = field(default_factory=dict)
-    """Nodes that are not used because another one of their group is lost, and which one."""
+    """Nodes that are not used because another node of their group is lost, with that node."""
     terms: dict[int, int] = field(default_factory=dict)
-    """How often each node was given up. An agent starts nothing that was ordered in an earlier term."""
+    """Number of times that each node was given up. An agent starts nothing that was ordered in an earlier term."""
     plan: Plan | None = None
     members: dict[MemberId, Member] = field(default_factory=dict)
     failures: list[FailureInfo] = field(default_factory=list)
@@ -127,9 +127,9 @@ class JobContext:
     records: list[MetricRecord] = field(default_factory=list)
     records_dropped: int = 0
     master_public: str = ""
-    """Where other nodes reach the master; the next one must listen there too."""
+    """Address of the master for other nodes; the next master must listen there too."""
     records_before: int = 0
-    """Lines of ``metrics.jsonl`` that an earlier job in the same run directory has left."""
+    """Lines of ``metrics.jsonl`` left by an earlier job in the same run directory."""
     book_version: int = 0
     first_serving_s: float | None = None
     all_serving_s: float | None = None
@@ -139,27 +139,32 @@ class JobContext:
     resumable: bool = False
     stopped_at: int | None = None
     samples_trained: int = 0
-    """As it was reported last, in this start of the job or in one before."""
+    """Last reported number of trained samples, in this start of the job or an earlier one."""
     killed: list[str] = field(default_factory=list)
     stop_grace_s: float = 0.0
     incidents: list[str] = field(default_factory=list)
-    """Paths of their readable files."""
+    """Paths of the readable incident files."""
     alarms: tuple[Alarm, ...] = ()
-    """The last ones."""
+    """The last alarms."""
     alarm_count: int = 0
     standstills: tuple[tuple[float, float], ...] = ()
-    """When the master stood still, in the job's time, and for how many seconds."""
+    """Suspensions of the master: when, in the job's time, and for how many seconds."""
+
+    @classmethod
+    def initial(cls, spec: JobSpec, now: float) -> JobContext:
+        """Return the context of a job that starts now."""
+        return cls(spec, now, samples_trained=spec.resume.samples_trained if spec.resume else 0)
 
     def shown(self, at: float) -> float:
-        """A moment of the job's time, which leaves out the standstills of the master, as seconds since the epoch."""
+        """Convert the job's time, which leaves out suspensions of the master, to seconds since the epoch."""
         return at + sum(seconds for began, seconds in self.standstills if began < at)
 
     def shown_failure(self, failure: FailureInfo) -> FailureInfo:
-        """A failure with its time as seconds since the epoch."""
+        """Return a failure with its time as seconds since the epoch."""
         return replace(failure, at=self.shown(failure.at)) if self.standstills else failure
 
     def shown_restart(self, record: RestartRecord) -> RestartRecord:
-        """A restart with its times as seconds since the epoch."""
+        """Return a restart with its times as seconds since the epoch."""
         if not self.standstills:
             return record
         ready_at = None if record.ready_at is None else self.shown(record.ready_at)
@@ -168,7 +173,7 @@ class JobContext:
         )  # fmt: skip
 
     def sharing_process(self, member: Member) -> list[Member]:
-        """The members that live and die in one process with a member, itself among them."""
+        """Return the members that share a process with a member, including itself."""
         if member.placement.process is None:
             return [member]
         return [other for other in self.members.values() if other.host == member.host]
@@ -177,17 +182,17 @@ class JobContext:
         if isfinite(count := record.metrics.get(SAMPLES_TRAINED, nan)):
             self.samples_trained = int(count)
         self.records.append(record)
-        if len(self.records) > KEPT_RECORDS:
-            dropped = KEPT_RECORDS // 10
+        if len(self.records) > MOST_RECORDS:
+            dropped = MOST_RECORDS // 10
             del self.records[:dropped]
             self.records_dropped += dropped
 
     def add_alarm(self, alarm: Alarm) -> None:
-        self.alarms = (*self.alarms, alarm)[-KEPT_ALARMS:]
+        self.alarms = (*self.alarms, alarm)[-MOST_ALARMS:]
         self.alarm_count += 1
 
     def new_book(self) -> AddressBook:
-        """The addresses of all members under a new version."""
+        """Return the addresses of all members under a new version."""
         self.book_version += 1
         return AddressBook(
             self.book_version,
@@ -210,7 +215,7 @@ class JobContext:
         )
 
     def status(self, records_from: int = 0) -> JobStatus:
-        """A snapshot, with the records from number ``records_from`` on as far as they are kept."""
+        """Return a snapshot, with the records from number ``records_from`` on as far as they are held."""
         start = max(records_from, self.records_dropped)
         return JobStatus(
             job_name=self.spec.job_name,

@@ -1,8 +1,8 @@
-"""The order in which a master does things: events are decided on, what was decided is saved, and only then carried out.
+"""The master's event loop: decide on events, save the decisions, and only then carry them out.
 
-So a master that dies leaves nothing behind that the next one does not know of: an order that went out is in the store,
-together with the state in which it was given, until it was carried out. News that came from an outbox is confirmed
-when it is saved. A store that hangs delays orders by ``SAVE_WAIT_S`` at most; one that fails does not delay them.
+So a master that dies leaves nothing behind that the next one does not know: an order that went out is in the store,
+with the state in which it was given, until it was carried out. Messages from an outbox are confirmed when they are
+saved. A store that hangs delays orders by ``SAVE_WAIT_S`` at most; a store that fails does not delay them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from rlmesh.master import events as ev
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.state.persistence import Persistence
-from rlmesh.master.state.snapshot import restore, rows_of
-from rlmesh.master.state.store import Stored
+from rlmesh.master.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from rlmesh.job.status import MetricRecord
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 BATCH = 1000
 SAVE_WAIT_S = 1.0
 TAIL_RECORDS = 5000
-"""Reports that a restarted master reads back; a sender that says one of them again was not confirmed just before."""
+"""Reports that a restarted master reads back, to recognise a report that was not confirmed before the restart."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,19 +41,19 @@ class _Posted:
     saved: asyncio.Future[None] | None = None
 
 
-class Pump:
-    """Takes events in, one batch at a time. Belongs to one loop.
+class EventLoop:
+    """Processes events in batches, on one asyncio loop.
 
     Args:
-        manager: decides; new.
+        manager: decides; works on the snapshot's context and decisions.
         persistence: the job's store.
-        stored: what a master before this one has left in it.
-        perform: carries out orders, each with its number; says ``carried_out`` of each.
+        snapshot: the job's state, as the previous master left it.
+        perform: carries out numbered orders, and calls ``carried_out`` for each.
         clock: seconds since the epoch.
     """
 
     def __init__(
-        self, manager: JobManager, persistence: Persistence, stored: Stored,
+        self, manager: JobManager, persistence: Persistence, snapshot: Snapshot,
         perform: Callable[[Iterable[tuple[int, ev.Action]]], None], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._manager, self._perform, self._clock = manager, perform, clock
@@ -63,41 +62,41 @@ class Pump:
         self._persistence = persistence
         self._writer: MetricsWriter | None = None
         self._unsaved = False
-        self._heard, self._orders, self._masters = restore(manager, stored)
-        self._number = max(self._orders, default=0)
-        self._masters.append((len(self._masters) + 1, os.getpid(), clock()))
+        self._snapshot = snapshot
+        self._number = max(snapshot.orders, default=0)
+        snapshot.masters.append((len(snapshot.masters) + 1, os.getpid(), clock()))
         self._recall_records()
 
     @property
     def store_trouble(self) -> str:
-        """Why the job's state is not being saved; empty if it is."""
+        """Reason why the job's state is not being saved; empty if it is."""
         return self._persistence.trouble
 
     @property
     def masters(self) -> int:
-        """How many masters the job has had, this one included."""
-        return len(self._masters)
+        """Number of masters that the job has had, including this one."""
+        return len(self._snapshot.masters)
 
-    # What comes in
+    # Incoming events
 
     def post(self, event: ev.Event) -> None:
-        """Put an event behind those that came before."""
+        """Queue an event."""
         self._queue.put_nowait(_Posted(event))
 
-    async def take(self, event: ev.Event) -> None:
-        """Put an event behind the others; returns when what came of it is saved."""
+    async def post_and_save(self, event: ev.Event) -> None:
+        """Queue an event and wait until its consequences are saved."""
         saved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Posted(event, saved=saved))
         await saved
 
-    async def deliver(self, sender: str, first: int, news: Sequence[ev.Event]) -> int:
-        """Take an outbox's news in, each once; the number of the last when all are saved."""
-        for number, event in enumerate(news, first):
+    async def deliver(self, sender: str, first: int, messages: Sequence[ev.Event]) -> int:
+        """Queue the messages of an outbox, each once; return the number of the last one when all are saved."""
+        for number, event in enumerate(messages, first):
             self._queue.put_nowait(_Posted(event, sender, number))
-        await self.take(ev.Tick())
-        return first + len(news) - 1
+        await self.post_and_save(ev.Tick())
+        return first + len(messages) - 1
 
-    # Going round
+    # Processing
 
     def _recall_records(self) -> None:
         from rlmesh.observe.files.metric_files import METRICS_FILE, read_tail
@@ -112,14 +111,14 @@ class Pump:
         context.records = records[-own:] if own else []
         context.records_dropped = own - len(context.records)
         for record in context.records:
-            self._heard[record.sender] = max(self._heard.get(record.sender, 0), record.number)
+            self._snapshot.heard[record.sender] = max(self._snapshot.heard.get(record.sender, 0), record.number)
 
     def reissue(self) -> None:
-        """Carry out once more what a master before this one may not have come to."""
-        self._perform(list(self._orders.items()))
+        """Carry out again the orders that a previous master may not have carried out."""
+        self._perform(list(self._snapshot.orders.items()))
 
     async def turn(self, wait_s: float) -> None:
-        """Handle what has come, or a tick if nothing came within ``wait_s``."""
+        """Handle the queued events, or a tick if none comes within ``wait_s``."""
         try:
             batch = [await asyncio.wait_for(self._queue.get(), wait_s)]
         except TimeoutError:
@@ -134,7 +133,7 @@ class Pump:
                 for action in self._manager.handle(event, now):
                     self._number += 1
                     orders.append((self._number, action))
-        self._orders.update(orders)
+        self._snapshot.orders.update(orders)
         await self._save()
         self._perform(orders)
         for posted in batch:
@@ -144,9 +143,9 @@ class Pump:
     def _is_new(self, posted: _Posted) -> bool:
         if not posted.number:
             return True
-        if posted.number <= self._heard.get(posted.sender, 0):
+        if posted.number <= self._snapshot.heard.get(posted.sender, 0):
             return False
-        self._heard[posted.sender] = posted.number
+        self._snapshot.heard[posted.sender] = posted.number
         return True
 
     def _numbered(self, posted: _Posted) -> ev.Event:
@@ -166,8 +165,8 @@ class Pump:
 
     async def _save(self) -> None:
         try:
-            rows = rows_of(self._manager, self._heard, self._orders, self._masters)
-        except Exception:  # whatever its values' own __reduce__ may raise: the job does not end of it
+            rows = self._snapshot.rows()
+        except Exception:  # a value's own __reduce__ may raise anything; the job goes on
             if not self._unsaved:
                 logger.exception("the job's state cannot be saved; the job goes on, but does not outlive its master")
             self._unsaved = True
@@ -182,11 +181,11 @@ class Pump:
             logger.warning("the job's state was not saved within %.1f s; the job goes on", time.monotonic() - began)
 
     def carried_out(self, number: int) -> None:
-        """An order needs no other master any more. Saved with the next batch."""
-        self._orders.pop(number, None)
+        """Mark an order as carried out; this is saved with the next batch."""
+        self._snapshot.orders.pop(number, None)
 
     async def close(self) -> None:
-        """Save what is left, and close the files."""
+        """Save the remaining changes and close the files."""
         await self._save()
         await self._persistence.close()
         if self._writer is not None:

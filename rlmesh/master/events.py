@@ -1,4 +1,4 @@
-"""What happens to a job, and what the master does about it: the vocabulary of ``JobManager``."""
+"""Events of a job and actions of the master: the input and output of ``JobManager``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ProcessKey: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class AgentRegistered:
-    """``running``: the members that run there already, of an agent that had another master before."""
+    """An agent registered. ``running``: members that run on its node already, started under a previous master."""
 
     node: NodeInfo
     running: tuple[MemberProcess, ...] = ()
@@ -27,7 +27,7 @@ class AgentRegistered:
 
 @dataclass(frozen=True, slots=True)
 class MasterReturned:
-    """This master goes on where another one, which died, was; ``number``: how many there have been, with this one."""
+    """This master continues the job of one that died. ``number``: masters of the job so far, including this one."""
 
     number: int
 
@@ -40,7 +40,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class PortReserved:
-    """A port for the process group of an elastic role, held on the node of its rank 0."""
+    """A port for the process group of an elastic role is reserved on the node of its rank 0."""
 
     role: str
     port: int
@@ -51,12 +51,12 @@ class PortReserved:
 class Spawned:
     node_rank: int
     pids: tuple[tuple[str, int, int], ...]
-    """Role, rank and pid of each."""
+    """Role, rank and pid of each process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionFailed:
-    """An agent did not do what it was asked; ``what`` says what, ``error`` why."""
+    """An agent failed to carry out an action. ``what``: the action, ``error``: the reason."""
 
     node_rank: int
     what: str
@@ -75,7 +75,7 @@ class MemberBound:
 
 @dataclass(frozen=True, slots=True)
 class MemberReady:
-    """It serves. ``restored``: the version of the weights that it has restored, if it said so."""
+    """A member serves. ``restored``: version of the weights that it has restored, if it reported one."""
 
     role: str
     rank: int
@@ -85,7 +85,7 @@ class MemberReady:
 
 @dataclass(frozen=True, slots=True)
 class RunBegan:
-    """The member was told to run; ``has_run`` is False if it only serves."""
+    """A member was told to run; ``has_run`` is False if it only serves."""
 
     role: str
     rank: int
@@ -102,10 +102,10 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True)
 class MemberFailed:
-    """The member's own code raised.
+    """A member's own code raised.
 
     Attributes:
-        from_call: what it raised came out of a call to another member.
+        from_call: the exception came out of a call to another member.
         blames: names of the members whose calls it came from.
         lost: one of those members was lost.
     """
@@ -133,14 +133,14 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class AlarmRaised:
-    """A member says that something is wrong; the job goes on."""
+    """A member reports that something is wrong; the job goes on."""
 
     alarm: Alarm
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressSeen:
-    """A member was asked what it does; ``progress`` None: it did not answer."""
+    """A member answered what it is doing; ``progress`` is None if it did not answer."""
 
     member: ProcessKey
     progress: MemberProgress | None
@@ -149,7 +149,7 @@ class ProgressSeen:
 
 @dataclass(frozen=True, slots=True)
 class CircleFound:
-    """Members wait for each other; the calls that make up the circle are ended."""
+    """Members wait for each other in a circle; the calls of the circle are ended."""
 
     members: tuple[str, ...]
     text: str
@@ -157,7 +157,7 @@ class CircleFound:
 
 @dataclass(frozen=True, slots=True)
 class StacksTaken:
-    """What the members do, also written to ``path``."""
+    """Stacks of members were taken and written to ``path``."""
 
     stacks: tuple[MemberStack, ...]
     path: str
@@ -165,8 +165,8 @@ class StacksTaken:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFailed:
-    """An agent found that a device is bad: an Xid, an ECC error, a device that is gone. ``uuid`` as in the inventory,
-    ``what`` for people."""
+    """An agent found a bad device: an Xid, an ECC error, or a missing device. ``uuid`` as in the inventory; ``what``
+    is a description."""
 
     node_rank: int
     uuid: str
@@ -190,7 +190,7 @@ class NoticeGiven:
 
 @dataclass(frozen=True, slots=True)
 class StepHeld:
-    """A member's step, and it goes on only when it is told where to stop. ``answered`` is False if it did not say."""
+    """A member holds at its step until it is told where to stop. ``answered`` is False if it did not answer."""
 
     role: str
     rank: int
@@ -201,7 +201,7 @@ class StepHeld:
 
 @dataclass(frozen=True, slots=True)
 class StoppedAt:
-    """A member stopped at a step, as it was told to."""
+    """A member stopped at a step as requested."""
 
     role: str
     rank: int
@@ -211,7 +211,7 @@ class StoppedAt:
 
 @dataclass(frozen=True, slots=True)
 class TeardownUnheard:
-    """A member cannot take the order to end: it gave no answer, or failed over it."""
+    """A member could not take the order to tear down: it did not answer, or raised."""
 
     role: str
     rank: int
@@ -221,7 +221,7 @@ class TeardownUnheard:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; deadlines are looked at."""
+    """Time passed; deadlines are checked."""
 
 
 Event: TypeAlias = (
@@ -233,7 +233,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class ReservePort:
-    """Hold a port for the process group of an elastic role; ``instead_of`` is no longer needed."""
+    """Reserve a port for the process group of an elastic role; the port ``instead_of`` is released."""
 
     role: str
     node_rank: int
@@ -242,7 +242,7 @@ class ReservePort:
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Start the given members on a node; ``ports`` maps elastic roles to the port of their process group."""
+    """Start members on a node."""
 
     node_rank: int
     members: tuple[MemberId, ...]
@@ -250,7 +250,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class PublishBook:
-    """Send the address book to every member that is bound. A newer book replaces one not yet sent."""
+    """Send the address book to every bound member. A newer book replaces one that is not sent yet."""
 
     book: AddressBook
 
@@ -262,7 +262,8 @@ class BeginRun:
 
 @dataclass(frozen=True, slots=True)
 class Teardown:
-    """``stop``: the job was stopped before its end, so that the member saves what must survive."""
+    """Tell a member to tear down. ``stop``: the job was stopped before its end, so the member saves what must
+    survive."""
 
     member: MemberId
     stop: StopRequest | None = None
@@ -286,7 +287,7 @@ class SetStop:
 
 @dataclass(frozen=True, slots=True)
 class AskToStop:
-    """Tell members why they end; ``ends``: before ``StopMembers`` ends them."""
+    """Tell members why they end. ``ends``: ``StopMembers`` follows and ends them."""
 
     members: tuple[MemberId, ...]
     reason: str
@@ -295,7 +296,7 @@ class AskToStop:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceLoss:
-    """Tell all living members that one is dead, so that calls to it fail at once."""
+    """Tell all living members that a member is dead, so that calls to it fail at once."""
 
     exit: ExitInfo
 
@@ -309,7 +310,7 @@ class StopMembers:
 
 @dataclass(frozen=True, slots=True)
 class EndProcesses:
-    """End the processes of older incarnations; without grace by SIGKILL."""
+    """End processes of older incarnations; without grace, by SIGKILL."""
 
     node_rank: int
     processes: tuple[ProcessKey, ...]
@@ -318,14 +319,14 @@ class EndProcesses:
 
 @dataclass(frozen=True, slots=True)
 class TellRestart:
-    """Tell all living members that others are replaced, or have been."""
+    """Tell all living members that others are being replaced, or have been."""
 
     event: RestartEvent
 
 
 @dataclass(frozen=True, slots=True)
 class AskProgress:
-    """Ask members what they do; who does not answer within ``wait_s`` seconds does not answer."""
+    """Ask members what they are doing; a member has ``wait_s`` seconds to answer."""
 
     members: tuple[ProcessKey, ...]
     wait_s: float
@@ -333,21 +334,21 @@ class AskProgress:
 
 @dataclass(frozen=True, slots=True)
 class TakeStacks:
-    """Write down what all threads of these members do."""
+    """Write down the stacks of all threads of these members."""
 
     members: tuple[ProcessKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetNode:
-    """Nothing runs on a node any more: what was to be done there is dropped."""
+    """Drop the orders for a node on which nothing runs any more."""
 
     node_rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckMembers:
-    """Ask an agent whether members run that it did not name: those that do not are gone."""
+    """Ask an agent whether members run that it did not list; those that do not are gone."""
 
     node_rank: int
     members: tuple[MemberProcess, ...]

@@ -1,6 +1,6 @@
-"""Carries out what ``JobManager`` decided: calls agents and workers, and posts what came of it as events.
+"""Carries out the actions of ``JobManager``: calls agents and workers, and posts the results as events.
 
-Actions for one node run one after the other; nothing here ever waits without a limit.
+Starts and stops on one node run one after the other; every wait has a limit.
 """
 
 from __future__ import annotations
@@ -38,22 +38,26 @@ logger = logging.getLogger(__name__)
 
 AGENT_TIMEOUT_S = 20.0
 AGENT_RETRY_S = 0.2
-"""An agent whose connection was lost is asked again after so long; it is back, or its node is given up soon."""
+"""Seconds before an agent is asked again whose connection was lost; it returns, or its node is given up soon."""
 BEGIN_TIMEOUT_S = 30.0
 END_NEWS_S, END_POLL_S = 5.0, 0.02
-"""How long the news of a death may take that a lost connection tells of, and how often to look."""
+"""Seconds that the report of a death may take after a connection was lost, and seconds between checks."""
 PENDING_TIMEOUT_S = 2.0
 HOLD_TIMEOUT_S = 5.0
+"""Less than a held member waits for the answer."""
 TEARDOWN_HEARD_S = 10.0
-"""A member that has not taken the order to end by then cannot run ``teardown()``."""
-"""Less than what a member that is held waits for the answer."""
+"""Seconds after which a member that has not confirmed the order to tear down cannot run ``teardown()``."""
 BOOK_DELAY_S = 0.01
-"""Books that follow each other this closely are sent once, so that n members cause about n messages, not n²."""
+"""Delay within which address books are merged, so that n members cause about n messages, not n²."""
 
 
 class Executor:
-    """Acts for one job. ``post`` takes the events that follow from actions, ``carried_out`` the numbers of those that
-    need nothing more."""
+    """Carries out the actions of one job.
+
+    Args:
+        post: takes the events that follow from actions.
+        carried_out: takes the numbers of actions that are done.
+    """
 
     def __init__(
         self, runtime: Runtime, manager: JobManager, scheduler: Scheduler, post: Callable[[ev.Event], None],
@@ -69,13 +73,13 @@ class Executor:
         self._of_node: dict[int, set[asyncio.Task[None]]] = {}
         self._closing = False
         self.doing: Callable[[Member], str] = lambda member: ""
-        """What a member does that does not answer, as far as it can be seen from outside."""
+        """Returns what a member without an answer is doing, as seen from outside."""
         self._book: AddressBook | None = None
         self._book_timer: asyncio.TimerHandle | None = None
         self._has_book: dict[ev.ProcessKey, int] = {}
 
     def perform(self, orders: Iterable[tuple[int, ev.Action]]) -> None:
-        """Start all numbered actions, in their order. Call it on the runtime's loop."""
+        """Start numbered actions in order. Call it on the runtime's loop."""
         for number, action in orders:
             task = self._begin(action)
             if task is None:
@@ -123,10 +127,10 @@ class Executor:
                     self._add(self._ask_progress(key, wait_s))
                 return None
             case _:
-                self._tell(action)
+                self._notify_members(action)
                 return None
 
-    def _tell(self, action: ev.Action) -> None:
+    def _notify_members(self, action: ev.Action) -> None:
         match action:
             case ev.PublishBook(book):
                 self._publish(book)
@@ -147,7 +151,7 @@ class Executor:
                     self._notify(living.id, "member_lost", exit)
 
     async def close(self) -> None:
-        """Drop what is under way."""
+        """Cancel the actions in progress."""
         self._closing = True
         if self._book_timer is not None:
             self._book_timer.cancel()
@@ -156,18 +160,19 @@ class Executor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def agent(self, node_rank: int) -> MemberHandle:
-        """The agent of a node; calls to it have a deadline."""
+        """Return the agent of a node; calls to it have a deadline."""
         node = self._manager.context.nodes[node_rank]
         return self._runtime.peer(AGENT, node.agent_endpoint).options(timeout_s=AGENT_TIMEOUT_S, idempotent=True)
 
     # Agents
 
     async def ask_pending(self) -> tuple[MemberWaits, ...]:
-        """What each member waits for; one that does not answer within ``PENDING_TIMEOUT_S`` is told as such."""
+        """Return what each member waits for; a member that does not answer within ``PENDING_TIMEOUT_S`` has an
+        error."""
         return tuple(await asyncio.gather(*(self._ask_pending(member) for member in self._bound())))
 
     async def ask_stacks(self) -> dict[str, str]:
-        """The stacks of all members by name; else why there are none."""
+        """Return the stacks of all members by name, or why there are none."""
         members = [member for member in self._manager.context.members.values() if not member.gone]
         from rlmesh.master.monitoring.member_stacks import examine, stack_text
 
@@ -245,9 +250,10 @@ class Executor:
         self._post(ev.PortReserved(role, port, node_rank))
 
     async def _ask_agent(self, node_rank: int, timeout_s: float, method: str, *args: object) -> Any:
-        """Ask until the agent has answered or its node is given up. With one node there is nothing to wait for.
+        """Call an agent until it has answered or its node is given up; with one node, only once.
 
-        An agent that has just registered may be asked before it has heard that it has a lease: it refuses, once."""
+        An agent that has just registered may refuse the first call, because it does not know yet that it has a lease.
+        """
         while True:
             try:
                 return await self.agent(node_rank).options(timeout_s=timeout_s).call(method, *args)
@@ -258,7 +264,7 @@ class Executor:
 
     async def _start_members(self, node_rank: int, keys: tuple[ev.ProcessKey, ...]) -> None:
         context = self._manager.context
-        # The order may have waited for its turn until another incarnation took the place of the one it was for.
+        # While the order waited for its turn, another incarnation may have replaced the one it was for.
         for role, rank, incarnation in keys:
             if context.members[role, rank].incarnation != incarnation:
                 never = ExitInfo(role, rank, incarnation, 0, None, None, epoch(), node_rank)
@@ -290,14 +296,8 @@ class Executor:
         self._post(ev.Spawned(node_rank, started))
 
     async def _stop_members(self, node_rank: int, members: tuple[MemberId, ...], grace_s: float) -> None:
-        found = [self._manager.context.members[member] for member in members]
-        idents = tuple((*member.id, member.incarnation) for member in found)
-        agent = self.agent(node_rank).options(timeout_s=AGENT_TIMEOUT_S + grace_s)
-        try:
-            await agent.call("stop_members", idents, grace_s)
-        except Exception as error:
-            names = ", ".join(member.name for member in found)
-            logger.warning("the agent of node %s did not stop %s: %s", node_rank, names, _text(error))
+        keys = tuple(self._manager.context.members[member].key for member in members)
+        await self._end_processes(node_rank, keys, grace_s)
 
     async def _end_processes(self, node_rank: int, processes: tuple[ev.ProcessKey, ...], grace_s: float) -> None:
         agent = self.agent(node_rank).options(timeout_s=AGENT_TIMEOUT_S + grace_s)
@@ -308,7 +308,7 @@ class Executor:
             logger.warning("the agent of node %s did not end %s: %s", node_rank, names, _text(error))
 
     async def _check_members(self, node_rank: int, processes: tuple[MemberProcess, ...]) -> None:
-        """Those that do not run are gone: news of their ends would have come before."""
+        """Report members that do not run as exited: reports of their exits would have come before."""
         try:
             running = set(await self.agent(node_rank).call("running"))
         except Exception as error:
@@ -326,7 +326,7 @@ class Executor:
     # Workers
 
     def break_circle(self, circle: Circle) -> None:
-        """Have the calls that will never begin refused where they are queued."""
+        """Refuse the queued calls of a circle, which can never begin, at the processes where they are queued."""
         of_process: dict[str, list[CallKey]] = {}
         for process, call in circle.calls:
             of_process.setdefault(process, []).append(call)
@@ -363,14 +363,17 @@ class Executor:
             if isinstance(error, PeerLost):
                 await self._await_end_news(member, incarnation)
             if _is_there(member, incarnation):
-                failed = f"it was told to run and did not answer: {_text(error)}"
+                failed = f"it got the order to run and did not answer: {_text(error)}"
                 self._post(ev.MemberFailed(role, rank, incarnation, failed))
             return
         self._post(ev.RunBegan(role, rank, incarnation, bool(has_run)))
 
     async def _teardown(self, member: Member, stop: StopRequest | None) -> None:
-        """A member takes the order in at once, whatever its methods do; one that does not has no memory for it, or
-        holds the interpreter."""
+        """Tell a member to tear down and report if it cannot.
+
+        A member confirms the order at once, whatever its methods do; a member that does not is out of memory or holds
+        the interpreter lock.
+        """
         incarnation = member.incarnation
         try:
             await self._control(member).options(timeout_s=TEARDOWN_HEARD_S, idempotent=True).call("teardown", stop)
@@ -381,7 +384,7 @@ class Executor:
                 self._post(ev.TeardownUnheard(*member.id, incarnation, _text(error).partition("\n")[0]))
 
     async def _await_end_news(self, member: Member, incarnation: int) -> None:
-        """It seems to have died; its agent will tell how."""
+        """Wait until the agent reports the exit of a member that seems to have died, for ``END_NEWS_S`` at most."""
         for _ in range(round(END_NEWS_S / END_POLL_S)):
             if not _is_there(member, incarnation):
                 return
@@ -405,7 +408,7 @@ class Executor:
         return [member for member in members if member.endpoint and not member.gone]
 
     def _processes(self) -> list[Member]:
-        """One member of each process: what concerns all that live in it is told once."""
+        """Return one member of each process, for messages that concern the whole process."""
         return list({member.endpoint: member for member in self._bound()}.values())
 
     def _control(self, member: Member) -> MemberHandle:
@@ -418,7 +421,7 @@ class Executor:
 
 
 def _is_there(member: Member, incarnation: int) -> bool:
-    """Whether nothing is known of its end."""
+    """True if the member's end has not been reported."""
     return not member.gone and member.incarnation == incarnation
 
 

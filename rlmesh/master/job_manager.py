@@ -1,103 +1,94 @@
 """The life of a job as a state machine: events in, actions out. No I/O, no clock of its own, no processes.
 
 Members go starting → bound → ready → running → finished → stopping → exited; ``failed`` is reached from any
-of them, and from there ``restarting`` → starting, where the role's policy says so. The job goes starting →
+of them, and from there ``restarting`` → starting, where the role's rule allows it. The job goes starting →
 running → stopping → succeeded, failed or stopped::
 
-    all agents there  → plan, reserve ports, spawn
-    all members ready → running: every member is told to run
-    a member dies     → restarted, alone or with others (failing.py), or:
-    any other failure → (a moment to find the first cause) → everybody is stopped → failed
-    all drivers done  → stopping: teardown of the drivers, then of the others (ending.py)
-    all members gone  → succeeded
+    all agents registered → plan, reserve ports, spawn
+    all members ready     → running: every member is told to run
+    a member dies         → restarted, alone or with others (decisions.failure_handling), or:
+    any other failure     → (a moment to find the first cause) → everybody is stopped → failed
+    all drivers done      → stopping: teardown of the drivers, then of the others (decisions.ending)
+    all members gone      → succeeded
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
 
 from rlmesh.agent.protocol import MemberProcess
 from rlmesh.errors import PlacementError
-from rlmesh.job.status import FailureInfo, JobStatus, MetricRecord
+from rlmesh.job.status import ENDED, SERVING, FailureInfo, JobStatus, MetricRecord
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext, Member
-from rlmesh.master.decisions.adoption import say_again, strays, unseen
-from rlmesh.master.decisions.deadlines import WaitDeadlines
+from rlmesh.master.decisions.adoption import repeated_orders, strays, unreported
 from rlmesh.master.decisions.ending import Ending
 from rlmesh.master.decisions.failover import FailoverCoordinator
-from rlmesh.master.decisions.failure_handling import Failing
-from rlmesh.master.decisions.job_state import SERVING, JobState, LastLines
+from rlmesh.master.decisions.failure_handling import FailureHandler
+from rlmesh.master.decisions.job_state import DecisionState, JobState, LastLines
 from rlmesh.master.decisions.node_loss import NodeLosses
 from rlmesh.master.decisions.recovery import Recoveries
-from rlmesh.master.decisions.replacement import Moves
+from rlmesh.master.decisions.replacement import ReplacementPlanner
 from rlmesh.master.decisions.root_cause import Weight
 from rlmesh.master.decisions.scheduler import Scheduler, by_node
-from rlmesh.master.decisions.stop_together import StopTogether
 from rlmesh.master.jobspec import JobSpec
-from rlmesh.master.monitoring.health_watch import Watch
+from rlmesh.master.monitoring.health_watch import HealthWatch
 from rlmesh.placement.machine.inventory import NodeInfo
 
 
 class JobManager:
-    """Decides what happens to a job. ``handle`` is all there is; ``context`` is read by others.
+    """Decides what happens to a job. Events go to ``handle``; other modules read ``context``.
 
     Args:
         spec: the job.
         scheduler: makes the plan.
         now: time of the start, seconds since the epoch.
         last_lines: reads the end of a member's log, for messages about members that cannot be asked.
+        context, decisions: state of an earlier master of this job; by default those of a new job.
     """
 
-    KEPT: ClassVar[Mapping[str, object]] = {
-        "_state": JobState, "_together": StopTogether, "_recoveries": Recoveries, "_moves": Moves,
-        "_losses": NodeLosses, "_failing": Failing, "_watch": Watch,
-    }  # fmt: skip
-    """State beside ``context`` that decisions depend on and a restarted master needs (`rlmesh.master.state.schema`)."""
-
     def __init__(
-        self, spec: JobSpec, scheduler: Scheduler, now: float, last_lines: LastLines = lambda path: ()
-    ) -> None:
-        self.context = JobContext(spec, now, samples_trained=spec.resume.samples_trained if spec.resume else 0)
-        self._state = JobState(self.context, WaitDeadlines(spec.limits, now), last_lines)
+        self, spec: JobSpec, scheduler: Scheduler, now: float, last_lines: LastLines = lambda path: (), *,
+        context: JobContext | None = None, decisions: DecisionState | None = None,
+    ) -> None:  # fmt: skip
+        self.context = context or JobContext.initial(spec, now)
+        self.decisions = decisions or DecisionState.initial(spec, now)
+        self._state = JobState(self.context, self.decisions, last_lines)
         self._scheduler = scheduler
-        self._together = StopTogether(spec.grace_s)
-        self._ending = Ending(self._state, self._together)
+        self._ending = Ending(self._state)
         self._recoveries = Recoveries(self._state)
-        self._moves = Moves(self._state, scheduler)
+        placements = ReplacementPlanner(self._state, scheduler)
         rules = {role.name: role.restart for role in spec.roles}
         sizes = {role.name: role.members for role in spec.roles}
-        self._failover = FailoverCoordinator(rules, sizes, spec.demand.fusions)
-        self._losses = NodeLosses(self._state, self._failover, self._moves, self._recoveries)
-        self._failing = Failing(
-            self._state, self._failover, self._moves, self._recoveries, self._ending, self._together
-        )
+        failover = FailoverCoordinator(rules, sizes, spec.demand.fusions)
+        self._losses = NodeLosses(self._state, failover, placements, self._recoveries)
+        self._failures = FailureHandler(self._state, failover, placements, self._recoveries, self._ending)
+        self._health = HealthWatch(self._state, self._failures.died)
         self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
-        """Is told of each event that was handled, and of what came of it."""
-        self._watch = Watch(self._state, self._failing.died)
+        """Called with each handled event, the actions that followed, and the time."""
 
     @property
     def ended(self) -> bool:
-        return self.context.stage in ("succeeded", "failed", "stopped")
+        return self.context.stage in ENDED
 
     @property
     def ports(self) -> dict[str, int]:
-        """The port of each elastic role's process group."""
-        return self._state.ports
+        """Port of each elastic role's process group."""
+        return self.decisions.ports
 
     def wanted_nodes(self) -> set[int]:
-        """Lost nodes in whose place another machine is waited for."""
-        return set(self.context.lost_nodes) if self._recoveries.homeless() else set()
+        """Return the lost nodes for which a replacement machine is needed."""
+        return set(self.context.lost_nodes) if self._recoveries.unplaced() else set()
 
     def status(self, records_from: int = 0) -> JobStatus:
         return self.context.status(records_from)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
-        """Take one event in and say what to do about it. Never raises for anything that may arrive."""
+        """Handle one event and return the actions to carry out. Never raises for any event."""
         self._state.actions = []
         if not self.ended:
             self._dispatch(event, now)
-            self._look_at_deadlines(now)
+            self._check_deadlines(now)
             self._advance(now)
             if self.watcher is not None:
                 self.watcher(event, self._state.actions, now)
@@ -109,12 +100,12 @@ class JobManager:
                 self._agent_registered(node, running, now)
             case ev.MasterReturned(number):
                 self.context.note = f"the master died and was started again (master {number} of this job)"
-                self._state.do(*say_again(self.context, self._together))
+                self._state.do(*repeated_orders(self.context, self.decisions.stop))
             case ev.AgentLost(node_rank, how):
                 if (failure := self._losses.lost(node_rank, how, now)) is not None:
-                    self._failing.fail(Weight.DEATH, failure, now)
+                    self._failures.fail(Weight.DEATH, failure, now)
             case ev.PortReserved(role, port, node_rank):
-                self._state.ports[role] = port
+                self.decisions.ports[role] = port
                 self._recoveries.port_reserved(role, node_rank)
                 self._spawn_if_ready(now)
             case ev.Spawned(node_rank, pids):
@@ -123,10 +114,10 @@ class JobManager:
                     if member.state == "starting" and member.placement.node_rank == node_rank:
                         member.pid = pid
             case ev.ActionFailed(node_rank) if node_rank in self.context.lost_nodes:
-                pass  # what was to be done there is done elsewhere
+                pass  # the action is carried out on another node
             case ev.ActionFailed(node_rank, what, error):
                 name = self._state.node_name(node_rank)
-                self._failing.fail(Weight.OWN, FailureInfo(f"node {name}: {what} failed: {error}", at=now), now)
+                self._failures.fail(Weight.OWN, FailureInfo(f"node {name}: {what} failed: {error}", at=now), now)
             case ev.Reported(record):
                 self._reported(record, now)
             case ev.AlarmRaised(alarm):
@@ -136,13 +127,13 @@ class JobManager:
             case ev.NoticeGiven(reason, within_s, grace_s):
                 self._notice(reason, within_s, grace_s, now)
             case ev.MemberExited(_, exit):
-                self._failing.process_exited(exit, now)
+                self._failures.process_exited(exit, now)
             case ev.CircleFound(_, text):
                 self.context.note = text
             case ev.ProgressSeen() | ev.StacksTaken() | ev.DeviceFailed():
                 if isinstance(event, ev.DeviceFailed):
-                    self._moves.bad_devices.add(event.uuid)
-                self._watch.take(event, now)
+                    self.decisions.bad_devices.add(event.uuid)
+                self._health.take(event, now)
             case ev.Tick():
                 pass
             case _:
@@ -173,21 +164,21 @@ class JobManager:
                     member.in_run = True
                     member.enter("running", now)
                     if member in self._ending.drivers():
-                        self._state.do(*self._together.joined(member.id))
+                        self._state.do(*self.decisions.stop.run_began(member.id))
             case ev.RunFinished():
                 member.has_run, member.in_run, member.has_finished = True, False, True
                 if member.state in ("ready", "running"):
                     member.enter("finished", now)
-                self._state.do(*self._together.gone(member.id))
+                self._state.do(*self.decisions.stop.run_ended(member.id))
             case ev.StepHeld(step=step):
-                self._state.do(*self._together.held(member.id, step))
+                self._state.do(*self.decisions.stop.step_held(member.id, step))
             case ev.StoppedAt(step=step):
-                if wrong := self._together.stopped(member.id, step):
-                    self._failing.fail(Weight.OWN, FailureInfo(wrong, *member.id, at=now), now)
+                if wrong := self.decisions.stop.stopped(member.id, step):
+                    self._failures.fail(Weight.OWN, FailureInfo(wrong, *member.id, at=now), now)
             case ev.TeardownUnheard(why=why):
-                self._ending.unheard(member, why, now)
+                self._ending.teardown_failed(member, why, now)
             case ev.MemberFailed():
-                self._failing.member_failed(member, event, now)
+                self._failures.member_failed(member, event, now)
 
     def _member_ready(self, member: Member, now: float) -> None:
         if member.state in ("starting", "bound"):
@@ -206,16 +197,16 @@ class JobManager:
         if extra := strays(self.context, node.node_rank, running):
             self._state.do(ev.EndProcesses(node.node_rank, extra, 0.0))
         if self.context.plan is not None:
-            if doubtful := unseen(self.context, node.node_rank, running):
+            if doubtful := unreported(self.context, node.node_rank, running):
                 self._state.do(ev.CheckMembers(node.node_rank, doubtful))
             return
         if len(self.context.nodes) < self._state.spec.nnodes:
             return
-        self._state.deadlines.agents_at = None
+        self.decisions.deadlines.agents_at = None
         try:
             plan = self._scheduler.plan(self.context.nodes.values())
         except PlacementError as error:
-            self._failing.fail(Weight.DEATH, FailureInfo(str(error), at=now), now)
+            self._failures.fail(Weight.DEATH, FailureInfo(str(error), at=now), now)
             return
         self.context.plan = plan
         self.context.note = "; ".join(plan.notes)
@@ -228,11 +219,11 @@ class JobManager:
         self._spawn_if_ready(now)
 
     def _spawn_if_ready(self, now: float) -> None:
-        """The first spawn of all members."""
+        """Start all members for the first time, when ports and plan are there."""
         plan = self.context.plan
-        if plan is None or self._failing or any(member.spawned for member in self.context.members.values()):
+        if plan is None or self._failures or any(member.spawned for member in self.context.members.values()):
             return
-        if set(self._scheduler.group_leaders(plan)) - set(self._state.ports) or self.context.restarts:
+        if set(self._scheduler.group_leaders(plan)) - set(self.decisions.ports) or self.context.restarts:
             return
         for node_rank, members in by_node(plan).items():
             self._state.do(ev.Spawn(node_rank, members))
@@ -243,44 +234,46 @@ class JobManager:
     # End
 
     def _stop(self, reason: str, grace_s: float, now: float) -> None:
-        if self._state.undecided and not self._failing:
+        if self._state.undecided and not self._failures:
             self.context.ends_as = "stopped"
             self.context.note = f"stopped: {reason}"
             self._recoveries.abandon()
             self._ending.end_all(reason, grace_s, now)
 
     def _notice(self, reason: str, within_s: float, grace_s: float, now: float) -> None:
-        """The job must end soon. Before the drivers run there is nothing to save."""
+        """Begin a common stop because the job must end soon. Before the drivers run there is nothing to save."""
         if not self._state.undecided or self.context.stage not in ("starting", "running"):
             return
         self.context.resumable = True
         if self.context.stage == "starting":
             self._stop(reason, grace_s, now)
-        elif self._together.notice(reason, within_s, grace_s, now):
+        elif self.decisions.stop.notice(reason, within_s, grace_s, now):
             self.context.note = f"{reason}: all ranks stop at the same step"
 
     def _advance(self, now: float) -> None:
-        """Go to the next stage if it is time."""
+        """Move the job to the next stage if it is time."""
         context = self.context
-        self._failing.look(now)
-        if self._state.undecided and not self._failing:
-            self._watch.look(now)
-        if self._state.undecided and (stuck := self._losses.look(now) or self._recoveries.advance(now)) is not None:
-            self._failing.fail(Weight.DEATH, stuck, now)
-            self._failing.settle(now)
+        self._failures.check(now)
+        if self._state.undecided and not self._failures:
+            self._health.check(now)
+        if self._state.undecided and (stuck := self._losses.overdue(now) or self._recoveries.advance(now)) is not None:
+            self._failures.fail(Weight.DEATH, stuck, now)
+            self._failures.settle(now)
         members = context.members.values()
         if context.stage == "starting" and members and all(m.state in SERVING for m in members):
             context.stage = "running"
             context.all_serving_s = self._since_submit(now)
             self._state.do(*(ev.BeginRun(member.id) for member in members))
-        if context.stage == "running" and self._together.wanted and all(m.has_run is not None for m in members):
-            self._state.do(*self._together.begin(m.id for m in self._ending.drivers() if m.in_run))
+        if context.stage == "running" and self.decisions.stop.wanted and all(m.has_run is not None for m in members):
+            self._state.do(*self.decisions.stop.begin(m.id for m in self._ending.drivers() if m.in_run))
             if context.spec.serves and not self._ending.drivers():
-                self._stop(self._together.reason, self._together.grace_s, now)  # Nobody has a step to stop at.
-        if context.stage == "running" and not self._failing:
+                self._stop(
+                    self.decisions.stop.reason, self.decisions.stop.grace_s, now
+                )  # No driver has a step to stop at.
+        if context.stage == "running" and not self._failures:
             self._end_if_driven(now)
         if context.stage == "stopping":
-            self._ending.end_if_gone(bool(self._failing), now)
+            self._ending.end_if_gone(bool(self._failures), now)
 
     def _end_if_driven(self, now: float) -> None:
         members = self.context.members.values()
@@ -289,7 +282,7 @@ class JobManager:
         drivers = self._ending.drivers()
         if idle := [m.name for m in drivers if not m.has_run]:
             message = f"{', '.join(idle)} should drive the job but has no run() method: define run(self)"
-            self._failing.fail(Weight.OWN, FailureInfo(message, at=now), now)
+            self._failures.fail(Weight.OWN, FailureInfo(message, at=now), now)
         elif not drivers:
             if self.context.spec.serves:
                 return
@@ -297,7 +290,7 @@ class JobManager:
                 "no role drives the job: none has a run() method; define run(self) in one of them, or start a job that "
                 "only serves calls by start(), which lets the caller drive it"
             )
-            self._failing.fail(Weight.OWN, FailureInfo(message, at=now), now)
+            self._failures.fail(Weight.OWN, FailureInfo(message, at=now), now)
         elif all(member.state == "finished" for member in drivers):
             self.context.stage = "stopping"
             if unfinished := self._recoveries.abandon():
@@ -306,17 +299,17 @@ class JobManager:
 
     # Time
 
-    def _look_at_deadlines(self, now: float) -> None:
-        if self._state.undecided and not self._failing:
-            for weight, info in self._state.deadlines.passed(self.context, now, self._state.last_lines):
-                self._failing.fail(weight, info, now)
+    def _check_deadlines(self, now: float) -> None:
+        if self._state.undecided and not self._failures:
+            for weight, info in self.decisions.deadlines.passed(self.context, now, self._state.last_lines):
+                self._failures.fail(weight, info, now)
             if self.context.stage == "starting":
-                self.context.note = self._state.deadlines.waiting_for(self.context, now) or self.context.note
+                self.context.note = self.decisions.deadlines.waiting_for(self.context, now) or self.context.note
         if self.context.stage == "running":
             running = [member.name for member in self._ending.drivers() if member.in_run]
-            if why := self._together.expired(now, running):
-                self._stop(why, self._together.grace_s, now)
-        self._ending.look_at_deadlines(now)
+            if why := self.decisions.stop.expired(now, running):
+                self._stop(why, self.decisions.stop.grace_s, now)
+        self._ending.check_deadlines(now)
 
     def _reported(self, record: MetricRecord, now: float) -> None:
         self.context.add_record(record)

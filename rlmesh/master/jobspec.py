@@ -1,7 +1,7 @@
-"""A job as the master needs it: plain values, without pydantic and without the user's own classes.
+"""A job's specification for the master: plain values, without pydantic and without the user's own classes.
 
-The driver makes it from a ``DLConfig`` and writes it to the job file; the master reads it. ``user_config``
-stays pickled all the way to the workers, since only they can import what it is made of.
+The driver makes it from a ``JobDescription`` and writes it to the job file; the master reads it. ``user_config``
+stays pickled up to the workers, since only they can import the classes in it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from rlmesh.job.restarts import Scope
 from rlmesh.placement.demand import JobDemand
 
 TRAINER = "TRAINER"
-"""The role that drives a job unless the job says otherwise."""
+"""The role that drives a job unless the job names another."""
 
 MASTER_PID = "master_pid"
 AGENT_PIDS = "agent_pids"
 MASTER_PUBLIC = "master_public"
-"""Keys of ``JobStatus.extra`` under which the driver finds the processes on its machine, and the address at which
-other nodes reach the master (empty in a job of one machine)."""
+"""Keys of ``JobStatus.extra`` for processes on the driver's machine, and for the master's address for other nodes
+(empty in a job of one machine)."""
 MASTERS = "masters"
-"""Key of ``JobStatus.extra``: how many masters the job has had."""
+"""Key of ``JobStatus.extra``: number of masters that the job has had."""
 WANTED_NODES = "wanted_nodes"
-"""Key of ``JobStatus.extra``: ranks of lost nodes in whose place another machine is waited for; absent if none is."""
+"""Key of ``JobStatus.extra``: ranks of lost nodes that need a replacement machine; absent if there are none."""
 STORE_TROUBLE = "store_trouble"
 """Key of ``JobStatus.extra``: why the job's state is not being saved; absent if it is."""
 REJECTED = "rejected"
-"""Key of ``JobStatus.extra``: how many strangers were turned away at the job's sockets; absent if none was."""
+"""Key of ``JobStatus.extra``: number of rejected connections at the job's sockets; absent if there were none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """What happens when a member of a role fails; see :class:`rlmesh.job.description.restart_policy.RestartPolicy`.
+    """The restart rule of a role; see :class:`rlmesh.job.description.restart_policy.RestartPolicy`.
 
-    ``of_job``: how many restarts of all roles that have this there may be in the job's whole life, besides.
+    ``of_job``: maximum number of restarts in the job's whole life, counted over all roles that have this value.
     """
 
     scope: Scope = "never"
@@ -52,12 +52,12 @@ class RestartRule:
 
 @dataclass(frozen=True, slots=True)
 class ObserveOptions:
-    """What is watched and rehearsed.
+    """Options of observation and of planned kills.
 
     Attributes:
         chaos: kills, as texts (``rlmesh.master.chaos_plan``).
-        metrics: where Prometheus may ask: ``HOST:PORT`` or ``unix:PATH``; empty: nowhere.
-        timeline: note single calls, for ``rlmesh timeline``.
+        metrics: address for Prometheus: ``HOST:PORT`` or ``unix:PATH``; empty: none.
+        timeline: record single calls, for ``rlmesh timeline``.
     """
 
     chaos: tuple[str, ...] = ()
@@ -67,8 +67,13 @@ class ObserveOptions:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """One role. ``driver``: the job lasts as long as its ``run()``; None: it does if the role has one. ``mesh``: the
-    sizes of its axes, slowest first. ``calls``: roles that it is declared to call."""
+    """One role.
+
+    Attributes:
+        driver: the job lasts as long as this role's ``run()``; None: it does if the role has one.
+        mesh: sizes of the role's axes, slowest first.
+        calls: roles that this role is declared to call.
+    """
 
     name: str
     entry: EntryPoint
@@ -83,7 +88,7 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """All that the master needs to know about a job. Times are seconds since the epoch."""
+    """The specification of a job. Times are seconds since the epoch."""
 
     job_id: str
     job_name: str
@@ -102,13 +107,13 @@ class JobSpec:
     resume: Resume | None = None
     observe: ObserveOptions = ObserveOptions()
     serves: bool = False
-    """Whoever started it drives it: without a role that has ``run()`` it lives until it is stopped."""
+    """The caller drives the job: without a role that has ``run()`` the job lives until it is stopped."""
 
     def role(self, name: str) -> RoleSpec:
         return next(role for role in self.roles if role.name == name)
 
     def drivers(self) -> tuple[str, ...] | None:
-        """Roles that were named as drivers, else TRAINER if the job has it; None: all that have ``run()``."""
+        """Return the roles named as drivers, else TRAINER if the job has it; None: all roles that have ``run()``."""
         named = tuple(role.name for role in self.roles if role.driver)
         if named:
             return named

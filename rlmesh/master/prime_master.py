@@ -1,7 +1,7 @@
 """The master's process: ``python -m rlmesh.master.prime_master`` with an agent's configuration on stdin.
 
-``PrimeMaster`` is the shell around ``JobManager``: it turns calls of agents, workers and the driver into
-events, and lets ``Executor`` carry out what follows. It never touches what members say to each other.
+``PrimeMaster`` is the I/O shell around ``JobManager``: it turns calls of agents, workers and the driver into
+events, and lets ``Executor`` carry out the actions. Calls between members never pass through it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from rlmesh.agent.protocol import (
     public_address,
 )
 from rlmesh.errors import CallError
-from rlmesh.job.masking import know, secrets_in
+from rlmesh.job.masking import register_secrets, secrets_in
 from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord, Serving
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member
 from rlmesh.master.decisions.scheduler import Scheduler, Site
-from rlmesh.master.event_loop import Pump
+from rlmesh.master.event_loop import EventLoop
 from rlmesh.master.executor import Executor
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.jobspec import (
@@ -51,13 +51,13 @@ from rlmesh.master.jobspec import (
     WANTED_NODES,
     JobSpec,
 )
-from rlmesh.master.monitoring.activity import Doings, LookAround
+from rlmesh.master.monitoring.activity import Activities, ActivityPoller
 from rlmesh.master.monitoring.agent_watch import AgentWatch
 from rlmesh.master.monitoring.observer import Observer
-from rlmesh.master.monitoring.subscribers import Followers, why_ends
+from rlmesh.master.monitoring.subscribers import Subscribers, why_ends
 from rlmesh.master.state.persistence import Persistence
 from rlmesh.master.state.schema import SchemaError
-from rlmesh.master.state.snapshot import stored_fact
+from rlmesh.master.state.snapshot import Snapshot, stored_fact
 from rlmesh.master.state.store import STORE_FILE, Stored, StoreRefused
 from rlmesh.placement.machine.inventory import NodeInfo
 from rlmesh.runtime.handle import MemberHandle
@@ -73,19 +73,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-STILL_S = 2.0
-"""A master that took so long for one round stood still; a slow disk may hold one up for half of it."""
-MANY = 1 << 14
-"""Calls of all agents and workers may be under way at once; each waits until its news is saved."""
+SUSPENDED_S = 2.0
+"""Duration of one round from which the master counts as suspended; a slow disk may hold it up for half of this."""
+MOST_CALLS = 1 << 14
+"""Maximum number of concurrent calls of agents and workers; each waits until its message is saved."""
 GOODBYE_WAIT_S = 30.0
-"""How long the master answers the driver after the end of the job."""
+"""Seconds for which the master answers the driver after the end of the job."""
 
 
-News = MetricRecord | Alarm | ExitInfo
-"""What agents and workers send through their outboxes."""
+OutboxItem = MetricRecord | Alarm | ExitInfo
+"""Messages that agents and workers send through their outboxes."""
 
 
-def _event_of(item: News) -> ev.Event:
+def _event_of(item: OutboxItem) -> ev.Event:
     match item:
         case MetricRecord():
             return ev.Reported(item)
@@ -95,15 +95,15 @@ def _event_of(item: News) -> ev.Event:
 
 
 class PrimeMaster:
-    """The brain of one job, served as ``@master``.
+    """The RPC service of one job's master, served as ``@master``.
 
     Args:
-        config: of the agent that started this process.
+        config: configuration of the agent that started this process.
         spec: the job.
         runtime: an embedded runtime, bound to the master's endpoint.
-        persistence: where the job's state is saved.
-        stored: the state that a master before this one has left there.
-        clock: seconds since the epoch that never jump (`rlmesh.runtime.process.clock.epoch`).
+        persistence: store of the job's state.
+        stored: state that a previous master left there.
+        clock: seconds since the epoch, without jumps (`rlmesh.runtime.process.clock.epoch`).
     """
 
     def __init__(
@@ -111,63 +111,66 @@ class PrimeMaster:
         clock: Callable[[], float] = epoch,
     ) -> None:  # fmt: skip
         scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
-        # The job's time, by which all limits count: without the time in which this process stood still.
-        self._clock = RunningTime(clock, STILL_S, told=self._stood_still)
-        self.manager = JobManager(spec, scheduler, self._clock(), last_lines)
+        # The job's time, which all limits count in: without the time in which this process was suspended.
+        self._clock = RunningTime(clock, SUSPENDED_S, told=self._was_suspended)
+        now = self._clock()
+        snapshot = Snapshot.of_rows(stored, spec, now)
+        self.manager = JobManager(
+            spec, scheduler, now, last_lines, context=snapshot.context, decisions=snapshot.decisions
+        )  # fmt: skip
         self._public = runtime.public_endpoint or ""
         self._lease_s = config.lease_s
-        self._pump = Pump(self.manager, persistence, stored, self._perform, self._clock)
+        self._events = EventLoop(self.manager, persistence, snapshot, self._perform, self._clock)
         self._clock.lost_s += sum(seconds for _, seconds in self.manager.context.standstills)
-        self._executor = Executor(runtime, self.manager, scheduler, self.post, self._pump.carried_out)
-        self._followers = Followers(spec)
-        self._watch = AgentWatch(spec.job_id, self._agent_lost, self._pids_on, lease_s=config.lease_s)
+        self._executor = Executor(runtime, self.manager, scheduler, self._events.post, self._events.carried_out)
+        self._subscribers = Subscribers(spec)
+        self._watch = AgentWatch(
+            spec.job_id, lambda node_rank, how: self._events.post(ev.AgentLost(node_rank, how)), self._pids_on,
+            lease_s=config.lease_s,
+        )  # fmt: skip
         self._goodbye = asyncio.Event()
-        self._over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._job_over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._stage = self.manager.context.stage
         self.manager.context.master_public = self._public
         self._circles: CircleWatch | None = None
-        self._doings = Doings()
-        self._look_around = LookAround(self._doings, self._agents_with_members)
-        self._executor.doing = self._doing
-        self._observer = Observer(self.manager, runtime, self._clock, self._did)
-
-    def post(self, event: ev.Event) -> None:
-        """Put an event behind those that came before."""
-        self._pump.post(event)
+        self._activities = Activities()
+        self._activity_poller = ActivityPoller(self._activities, self._agents_with_members)
+        self._executor.doing = self._activity_of
+        self._observer = Observer(self.manager, runtime, self._clock, self._last_activity_of)
 
     async def serve(self) -> None:
-        """Run the job until the driver has said goodbye, or did not within ``GOODBYE_WAIT_S`` of its end."""
+        """Run the job until the driver said goodbye, or for ``GOODBYE_WAIT_S`` after its end."""
         ended_at: float | None = None
         await self._observer.open()
-        self._look_around.start()
+        self._activity_poller.start()
         try:
-            if self._pump.masters > 1:
-                logger.info("this is master %d of the job; it goes on where the last one was", self._pump.masters)
+            if self._events.masters > 1:
+                logger.info("this is master %d of the job; it goes on where the last one was", self._events.masters)
                 self._watch.expect(self.manager.context.nodes.values())
-                self._pump.reissue()
-                self.post(ev.MasterReturned(self._pump.masters))
+                self._events.reissue()
+                self._events.post(ev.MasterReturned(self._events.masters))
             while not self._goodbye.is_set():
-                await self._pump.turn(TICK_S)
-                self._watch.look()
+                await self._events.turn(TICK_S)
+                self._watch.check()
                 self._log_stage()
                 if self.manager.ended and ended_at is None:
                     ended_at = self._clock()
                 if ended_at is not None and self._clock() - ended_at > GOODBYE_WAIT_S:
                     logger.warning("the driver did not say goodbye within %g s", GOODBYE_WAIT_S)
                     break
-            self._over.set_result(True)
+            self._job_over.set_result(True)
             await asyncio.sleep(0)
         finally:
             await self._close()
 
-    def _stood_still(self, at: float, seconds: float) -> None:
+    def _was_suspended(self, at: float, seconds: float) -> None:
         logger.warning("this process stood still for %.1f s, which count for no limit of the job", seconds)
         self.manager.context.standstills += ((at, seconds),)
 
     def _perform(self, orders: Iterable[tuple[int, ev.Action]]) -> None:
         orders = list(orders)
         self._executor.perform(orders)
-        self._followers.note((action for _, action in orders), why_ends(self.manager.context))
+        self._subscribers.note((action for _, action in orders), why_ends(self.manager.context))
 
     def _log_stage(self) -> None:
         before, self._stage = self._stage, self.manager.context.stage
@@ -176,15 +179,12 @@ class PrimeMaster:
             for failure in self.manager.context.failures:
                 logger.info("failure: %s", failure.message)
 
-    def _agent_lost(self, node_rank: int, how: str) -> None:
-        self.post(ev.AgentLost(node_rank, how))
-
     def _pids_on(self, node_rank: int) -> list[int]:
         members = self.manager.context.members.values()
         return [member.pid for member in members if member.placement.node_rank == node_rank and not member.gone]
 
     def _agents_with_members(self) -> list[tuple[MemberHandle, list[tuple[str, int, int]]]]:
-        """The agents, with the members whose processes may run there."""
+        """Return the agents, each with the members whose processes may run on its node."""
         of_node: dict[int, list[tuple[str, int, int]]] = {}
         for member in self.manager.context.members.values():
             if member.pid and not member.gone:
@@ -192,99 +192,99 @@ class PrimeMaster:
         nodes = self.manager.context.nodes
         return [(self._executor.agent(node), keys) for node, keys in of_node.items() if node in nodes]
 
-    def _doing(self, member: Member) -> str:
-        return self._doings.of(member.key, time.monotonic())
+    def _activity_of(self, member: Member) -> str:
+        return self._activities.of(member.key, time.monotonic())
 
-    def _did(self, member: Member) -> str:
-        """What a member does, or did in the process that it had before."""
+    def _last_activity_of(self, member: Member) -> str:
+        """Return what a member is doing, or was doing in its previous process."""
         role, rank, incarnation = member.key
         now = time.monotonic()
-        return self._doings.of(member.key, now) or self._doings.of((role, rank, incarnation - 1), now)
+        return self._activities.of(member.key, now) or self._activities.of((role, rank, incarnation - 1), now)
 
     async def _close(self) -> None:
-        await self._look_around.close()
+        await self._activity_poller.close()
         await self._watch.close()
         await self._observer.close()
         await self._executor.close()
-        await self._pump.close()
+        await self._events.close()
 
     # Called by agents
 
-    @rpc(concurrent=MANY)
+    @rpc(concurrent=MOST_CALLS)
     async def register_agent(self, node: NodeInfo, sender: str, running: tuple[MemberProcess, ...]) -> Grant:
-        """A node is there. A node that was given up is taken again when none of its members runs any more."""
+        """Register an agent. A node that was given up is accepted again when none of its members runs any more."""
         if running and self._is_given_up(node.node_rank):
             return Grant(0.0)
-        self._watch.found(node)
-        await self._pump.take(ev.AgentRegistered(node, running))
+        self._watch.registered(node)
+        await self._events.post_and_save(ev.AgentRegistered(node, running))
         return self._grant(node.node_rank)
 
-    @rpc(concurrent=MANY)
+    @rpc(concurrent=MOST_CALLS)
     async def renew(self, node_rank: int, sender: str) -> Grant:
-        """An agent is there, and its members may run on."""
+        """Renew an agent's lease."""
         if self._is_given_up(node_rank):
             return Grant(0.0)
         self._watch.renew(node_rank)
         return self._grant(node_rank)
 
     def _is_given_up(self, node_rank: int) -> bool:
-        return node_rank in self.manager.context.lost_nodes or self._watch.gave_up(node_rank)
+        return node_rank in self.manager.context.lost_nodes or self._watch.is_given_up(node_rank)
 
     def _grant(self, node_rank: int) -> Grant:
         return Grant(self._lease_s, self.manager.context.terms.get(node_rank, 0))
 
-    @rpc(concurrent=MANY)
+    @rpc(concurrent=MOST_CALLS)
     async def attend(self, sender: str, wait_s: float) -> bool:
-        """Answers when the job is over (True) or the time is up; whose call is lost has lost its master."""
-        await asyncio.wait([self._over], timeout=wait_s)
-        return self._over.done()
+        """Answer True when the job is over, False after ``wait_s``; a caller whose call fails has lost its master."""
+        await asyncio.wait([self._job_over], timeout=wait_s)
+        return self._job_over.done()
 
-    @rpc(concurrent=MANY)
-    async def deliver(self, sender: str, first: int, items: tuple[News, ...]) -> int:
-        """News of an agent or a worker: each item is taken in once, and confirmed when it is saved."""
-        return await self._pump.deliver(sender, first, [_event_of(item) for item in items])
+    @rpc(concurrent=MOST_CALLS)
+    async def deliver(self, sender: str, first: int, items: tuple[OutboxItem, ...]) -> int:
+        """Take messages of an agent or a worker, each once; returns when they are saved."""
+        return await self._events.deliver(sender, first, [_event_of(item) for item in items])
 
     @rpc
     async def device_failed(self, node_rank: int, uuid: str, what: str) -> None:
-        self.post(ev.DeviceFailed(node_rank, uuid, what))
+        self._events.post(ev.DeviceFailed(node_rank, uuid, what))
 
     # Called by workers
 
-    @rpc(concurrent=MANY)
+    @rpc(concurrent=MOST_CALLS)
     async def register_member(self, hello: MemberHello) -> None:
-        await self._pump.take(
+        await self._events.post_and_save(
             ev.MemberBound(hello.role, hello.rank, hello.incarnation, hello.pid, hello.endpoint, hello.public)
         )
 
-    @rpc(concurrent=MANY)
+    @rpc(concurrent=MOST_CALLS)
     async def member_ready(self, role: str, rank: int, incarnation: int, restored: int | None = None) -> None:
-        await self._pump.take(ev.MemberReady(role, rank, incarnation, restored))
+        await self._events.post_and_save(ev.MemberReady(role, rank, incarnation, restored))
 
-    @rpc(concurrent=MANY)
+    @rpc(concurrent=MOST_CALLS)
     async def member_failed(
         self, role: str, rank: int, incarnation: int, exc: Exception, tb: str, origin: CallOrigin | None = None
     ) -> None:
-        """A member's own code raised. ``origin``: it came out of calls to others."""
+        """Report that a member's own code raised. ``origin``: the exception came out of calls to others."""
         text = f"{type(exc).__name__}: {exc}"
         from_call, blames, lost = origin or CallOrigin(isinstance(exc, CallError))
-        await self._pump.take(ev.MemberFailed(role, rank, incarnation, text, tb, from_call, blames, lost))
+        await self._events.post_and_save(ev.MemberFailed(role, rank, incarnation, text, tb, from_call, blames, lost))
 
-    @rpc(concurrent=MANY)
+    @rpc(concurrent=MOST_CALLS)
     async def run_finished(self, role: str, rank: int, incarnation: int) -> None:
-        await self._pump.take(ev.RunFinished(role, rank, incarnation))
+        await self._events.post_and_save(ev.RunFinished(role, rank, incarnation))
 
-    @rpc(concurrent=MANY)
+    @rpc(concurrent=MOST_CALLS)
     async def stopping_at(self, role: str, rank: int, incarnation: int, step: int) -> None:
-        await self._pump.take(ev.StoppedAt(role, rank, incarnation, step))
+        await self._events.post_and_save(ev.StoppedAt(role, rank, incarnation, step))
 
     @rpc
     async def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
-        """Whom a member called since it said so before."""
+        """Report the calls that a member made since its last report."""
         self._observer.observed(caller, edges)
 
     @rpc
     async def blocked(self, process: str, incarnation: int, waits: BlockedCalls) -> None:
-        """What waits in a process of members, and what is queued behind it."""
+        """Report what waits in a process of members, and what is queued behind it."""
         from rlmesh.master.monitoring.wait_circles import CircleWatch
 
         self._circles = self._circles or CircleWatch()
@@ -292,47 +292,49 @@ class PrimeMaster:
         self._circles.keep({member.name: member.incarnation for member in members if not member.gone})
         for circle in self._circles.take(process, incarnation, waits, time.monotonic()):
             logger.warning("%s", circle.text)
-            self.post(ev.CircleFound(circle.members, circle.text))
+            self._events.post(ev.CircleFound(circle.members, circle.text))
             self._executor.break_circle(circle)
 
     @rpc
     async def runs_on(self, name: str, incarnation: int, calls: tuple[Serving, ...]) -> None:
-        """What runs in a member although its call was cancelled or timed out."""
-        self._doings.told(name, incarnation, calls, time.monotonic())
+        """Report calls that run in a member although they were cancelled or timed out."""
+        self._activities.reported(name, incarnation, calls, time.monotonic())
 
     @rpc
     async def rejected(self, name: str, pid: int, counts: Mapping[str, int]) -> None:
-        """How many strangers a process of the job has turned away, by reason."""
+        """Report how many connections a process of the job has rejected, by reason."""
         self._observer.rejections.take(name, pid, counts)
 
     @rpc(concurrent=64)
     async def reached(self, kill: str) -> None:
-        """The member has come to a call at which somebody is to be killed; answered when the signal was sent."""
-        await self._observer.reached(kill)
+        """Report that a member reached a call at which a kill is planned; answers when the signal was sent."""
+        await self._observer.chaos.reached(kill)
 
     @rpc
     async def cannot_reach(self, kill: str, why: str) -> None:
-        """The member has no such method as the kill waits for."""
+        """Report that a member does not have the method that a kill waits for."""
         self._observer.cannot_reach(kill, why)
 
     # Called by services that joined
 
     @rpc(concurrent=256)
     async def follow(self, version: int, exits_seen: int, wait_s: float) -> MembershipUpdate:
-        """The members' addresses and ends, as soon as there is something newer than what the caller knows."""
-        return await self._followers.changes(version, exits_seen, wait_s)
+        """Return the members' addresses and exits as soon as they are newer than the caller's."""
+        return await self._subscribers.changes(version, exits_seen, wait_s)
 
     # Called by the driver
 
     @rpc
     async def agent_ended(self, node_rank: int, how: str, proven: bool) -> None:
-        """The guardian of a node on another machine has ended, and all of the node with it; not ``proven``: it has not
-        said so itself."""
+        """Report that a node on another machine has ended, with its guardian.
+
+        ``proven`` is False if the guardian did not say so itself.
+        """
         self._watch.ended(node_rank, how, proven=proven)
 
     @rpc
     async def status(self, records_from: int = 0) -> JobStatus:
-        """A snapshot; ``extra`` has the numbers of the processes that the driver on this machine watches."""
+        """Return a snapshot; ``extra`` has the pids of the processes that the driver on this machine watches."""
         here = machine_id()
         nodes = sorted(self.manager.context.nodes.items())
         agents = [node.agent_pid for _, node in nodes if node.machine == here]
@@ -340,63 +342,63 @@ class PrimeMaster:
             MASTER_PID: str(os.getpid()),
             AGENT_PIDS: ",".join(map(str, agents)),
             MASTER_PUBLIC: self._public,
-            MASTERS: str(self._pump.masters),
+            MASTERS: str(self._events.masters),
         }
         if wanted := self.manager.wanted_nodes():
             extra[WANTED_NODES] = ",".join(map(str, sorted(wanted)))
-        if trouble := self._pump.store_trouble:
+        if trouble := self._events.store_trouble:
             extra[STORE_TROUBLE] = trouble
         if rejected := str(self._observer.rejections):
             extra[REJECTED] = rejected
-        status = self._doings.shown_in(self.manager.status(records_from), time.monotonic())
+        status = self._activities.added_to(self.manager.status(records_from), time.monotonic())
         return replace(status, extra=extra)
 
     @rpc(concurrent=4)
     async def pending(self) -> tuple[MemberWaits, ...]:
-        """Whom each member waits for; asked of the members themselves."""
+        """Return what each member waits for, as the members answer."""
         return await self._executor.ask_pending()
 
     @rpc
     async def rehearse(self, kills: tuple[str, ...]) -> tuple[str, ...]:
-        """Kill somebody when the moment comes; the kills, with what was drawn."""
+        """Plan kills; return them with drawn ranks."""
         return await self._observer.rehearse(kills)
 
     @rpc
     async def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
-        """The kills that happened, those that are still to come, and those that cannot, with why."""
+        """Return the kills that happened, those still to come, and those that cannot happen, with the reason."""
         return self._observer.rehearsed()
 
     @rpc
     async def graph(self) -> dict[str, Any]:
-        """The graph of calls, as plain values."""
+        """Return the call graph, as plain values."""
         return self.manager.context.graph.plain()
 
     @rpc(concurrent=4)
     async def stacks(self) -> dict[str, str]:
-        """The Python stacks of all members, by name."""
+        """Return the Python stacks of all members, by name."""
         return await self._executor.ask_stacks()
 
     @rpc
     async def stop(self, reason: str, grace_s: float) -> None:
-        await self._pump.take(ev.StopRequested(reason, grace_s))
+        await self._events.post_and_save(ev.StopRequested(reason, grace_s))
 
     @rpc
     async def notice(self, reason: str, within_s: float, grace_s: float) -> None:
-        """The job must end soon: its ranks stop together, save what must survive, and end."""
-        self.post(ev.NoticeGiven(reason, within_s, grace_s))
+        """Give notice that the job must end soon: its ranks stop together, save what must survive, and end."""
+        self._events.post(ev.NoticeGiven(reason, within_s, grace_s))
 
     @rpc
     async def goodbye(self) -> None:
-        """The driver has seen the end; agents end when their drivers let go of their guardians."""
+        """Tell the master that the driver has seen the job's end."""
         self._goodbye.set()
-        self.post(ev.Tick())
+        self._events.post(ev.Tick())
 
 
 async def run_master(config: AgentConfig, spec: JobSpec) -> None:
     """Serve one job on the running loop."""
     key = bytes.fromhex(config.key_hex)
     persistence = Persistence(Path(spec.run_dir) / STORE_FILE, spec.job_id)
-    # Nobody is answered before the state is known.
+    # No call is answered before the state is loaded.
     stored = await persistence.load()
     public = public_address(config.host)
     async with Runtime.open(
@@ -409,14 +411,14 @@ async def run_master(config: AgentConfig, spec: JobSpec) -> None:
 
 
 def main() -> int:
-    """Read the configuration, serve the job, exit 0. Ends at once when its agent, its parent, is gone."""
+    """Read the configuration, serve the job, exit 0. Ends at once when its parent, the agent, is gone."""
     import uvloop
 
     log_to_standard_error()
     config = decode_config(sys.stdin.buffer.readline())
-    # A pickle, which the driver wrote into the private folder of the job's sockets.
+    # The driver wrote this pickle into the private folder of the job's sockets.
     spec: JobSpec = pickle.loads(private_files.read(config.job_path))
-    know(secret for role in spec.roles for secret in secrets_in(role.env))
+    register_secrets(secret for role in spec.roles for secret in secrets_in(role.env))
     try:
         uvloop.run(run_master(config, spec))
     except (StoreRefused, SchemaError) as error:

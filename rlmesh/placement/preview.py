@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rlmesh.errors import UsageError
-from rlmesh.job.description.config import DLConfig
+from rlmesh.job.description.config import JobDescription
 from rlmesh.job.description.descriptors import BaseWorkloadDesc
 from rlmesh.placement.bundles import layout_of
 from rlmesh.placement.demand import WHOLE, JobDemand, Pool, RoleDemand, Separation, milli
@@ -25,7 +25,7 @@ ClusterLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Sequence[N
 """A TOML file, its content, or nodes."""
 
 
-def plan_job(config: DLConfig, cluster: ClusterLike | None = None) -> Plan:
+def plan_job(config: JobDescription, cluster: ClusterLike | None = None) -> Plan:
     """The plan of a job on ``cluster``, or on this machine.
 
     Raises:
@@ -49,7 +49,7 @@ def plan_job(config: DLConfig, cluster: ClusterLike | None = None) -> Plan:
     return replace(plan, notes=(*plan.notes, *ipc_notes(nodes, plan)))
 
 
-def this_machine(config: DLConfig, demand: JobDemand, machine: Machine | None = None) -> NodeInfo:
+def this_machine(config: JobDescription, demand: JobDemand, machine: Machine | None = None) -> NodeInfo:
     """This machine as a node. For a job of device type CPU it has ``device_per_node`` virtual slots, by default as
     many as the job asks for."""
     machine = machine or Machine()
@@ -63,7 +63,7 @@ def this_machine(config: DLConfig, demand: JobDemand, machine: Machine | None = 
     return NodeInfo(0, name, name, "", 0, cpus, memory, devices, machine.numa(), notes)
 
 
-def demand_of(config: DLConfig) -> JobDemand:
+def demand_of(config: JobDescription) -> JobDemand:
     """The demand of a job on its nodes."""
     roles = tuple(role for name, workload in config.workloads.items() for role in _role_demands(name, workload))
     order = [role.key for role in roles]

@@ -1,1 +1,1 @@
-"""The rendezvous of the nodes of a job: a server on the first node and a client on each other node."""
+"""The rendezvous of a job's nodes: a server on the first node and a client on each other node."""

@@ -1,7 +1,7 @@
-"""A node that joins a job: reaches the head, starts an agent when it is told to, ends it when the job has ended.
+"""The rendezvous client: joins a job, starts an agent when ordered to, and ends it when the job has ended.
 
-``join_and_serve`` is all that a launcher needs to bring one node into a job, whatever started it: a person, ssh or
-Slurm. It blocks until the job is over and returns its exit code.
+``join_and_serve`` brings one node into a job, whether a person, ssh or Slurm started it. It blocks until the job is
+over and returns its exit code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlmesh.agent.monitoring.logs import written_before
 from rlmesh.agent.node_start import GuardianProcess
 from rlmesh.agent.protocol import ExitReport
 from rlmesh.errors import CallError, CallTimeout, LaunchError, PeerLost, RemoteError, UsageError, WireError
-from rlmesh.rendezvous.liveness import Silence
+from rlmesh.rendezvous.liveness import ServerLiveness
 from rlmesh.rendezvous.preflight import Pong, ask_all
 from rlmesh.rendezvous.server import ORDERS_WAIT_S, host_name
 from rlmesh.rendezvous.state import (
@@ -54,36 +54,35 @@ __all__ = ["NodeOptions", "join_and_serve"]
 
 logger = logging.getLogger(__name__)
 
-TRY_S = 1.0
-"""So long one address of the head gets before the next one is tried."""
+ADDRESS_TRY_S = 1.0
+"""Seconds to try one address of the server before the next one."""
 ORDERS_TIMEOUT_S = 10.0
-QUIET_S = ORDERS_WAIT_S + 1.0
-LOOK_S = 0.5
-LOOKING_S = 0.5
+LATE_ANSWER_S = ORDERS_WAIT_S + 1.0
+CHECK_S = 0.5
+CHECK_TIMEOUT_S = 0.5
 LOST_S = 20.0
-"""Without a word from the head for so long, its job is given up: longer than an agent's lease lasts."""
+"""Seconds of silence after which the server's job is given up: longer than an agent's lease."""
 POLL_S = 0.2
 GUARDIAN_END_S = 15.0
-LAST_TRIES_S = 1.0
+LAST_TRY_S = 1.0
 _NOT_YET = ("RoleNotFound", "MethodNotFound")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """How one node joins.
+    """Options of one node.
 
     Attributes:
-        host, port: the head's endpoint; the host may be a name and has no brackets.
-        key: the job's.
-        node_rank: the rank of this node, 1 or more; ``ANY_RANK`` for the lowest that is free.
-        nnodes: how many nodes there are, for a check against the head's number; 0 for none.
-        timeout_s: how long the head may take to be there.
-        version: of rlmesh.
-        name: of this node, for messages; the host's name by default.
-        host_here: the numeric address to advertise for this node; by default the one from which packets to the head
-            leave.
+        host, port: the server's endpoint; the host may be a name and has no brackets.
+        key: the job's key.
+        node_rank: rank of this node, 1 or more; ``ANY_RANK`` for the lowest free one.
+        nnodes: number of nodes, for a check against the server's; 0 for no check.
+        timeout_s: maximum wait for the server.
+        version: version of rlmesh.
+        name: name of this node in messages; by default the host's name.
+        host_here: numeric address to advertise for this node; by default the source address of packets to the server.
         output: takes the lines that this node's members print.
-        lifeline: a descriptor; when it ends (end of file), so does the node.
+        lifeline: a file descriptor; the node ends when it reaches end of file.
         group: nodes of the same group are one machine.
     """
 
@@ -102,13 +101,13 @@ class NodeOptions:
 
 
 def join_and_serve(options: NodeOptions) -> int:
-    """Join the job, run this node's agent for as long as the job lasts, and give the job's exit code.
+    """Join the job, run this node's agent for as long as the job lasts, and return the job's exit code.
 
-    On the main thread SIGINT and SIGTERM ask the head to stop the job, a second one ends this node at once.
+    On the main thread, the first SIGINT or SIGTERM asks the server to stop the job, the second ends this node at once.
 
     Raises:
-        LaunchError: the head was not reached within the time, or did not take this node, or was lost.
-        AuthenticationFailed: the head has another key.
+        LaunchError: the server was not reached in time, rejected this node, or was lost.
+        AuthenticationFailed: the server has another key.
     """
     with Runtime.start(name=f"node:{options.node_rank}", key=options.key, bind=False) as runtime:
         return _NodeClient(options, runtime).live()
@@ -121,28 +120,28 @@ class _NodeClient:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._signals: list[int] = []
         self._notices: list[int] = []
-        self._told: set[int] = set()
+        self._reported_signals: set[int] = set()
         self._job = ""
         self._guardian: GuardianProcess | None = None
         self._folder: NodeFolder | None = None
         self._logs = MergedLogs(options.output or _write_line)
         self._over: Over | None = None
         self._probe: Runtime | None = None
-        self._silence = Silence(clock.now(), quiet_s=QUIET_S, look_s=LOOK_S, lost_s=LOST_S)
+        self._liveness = ServerLiveness(clock.now(), quiet_s=LATE_ANSWER_S, check_s=CHECK_S, lost_s=LOST_S)
         self._head_ended = self._eof = False
 
     def live(self) -> int:
         with self._catching_signals():
             try:
                 self._head, self.rank = self._join()
-                return self._obey()
+                return self._follow_orders()
             finally:
                 self._end_guardian()
                 self._close_probe()
                 for fd in (self._wake_read, self._wake_write):
                     os.close(fd)
 
-    # Joining.
+    # Joining
 
     def _join(self) -> tuple[MemberHandle, int]:
         options = self._options
@@ -159,16 +158,16 @@ class _NodeClient:
                 try:
                     host = options.host_here or local_route_to(address, options.port)
                 except OSError:
-                    continue  # No route: said at the end, with its errno.
+                    continue  # No route: reported at the end, with its errno.
                 asked = True
                 try:
-                    return self._ask_to_join(address, host, min(TRY_S, max(left, 0.05)))
+                    return self._ask_to_join(address, host, min(ADDRESS_TRY_S, max(left, 0.05)))
                 except (CallTimeout, PeerLost) as error:
                     refused = error
                 except RemoteError as error:
                     if error.remote_type.rpartition(".")[2] not in _NOT_YET:
                         raise _as_launch_error(error) from None
-                    refused = error  # It listens, and is about to serve.
+                    refused = error  # The server listens, but does not serve yet.
             if clock.now() >= deadline:
                 raise self._unreached(refused)
             if not asked:
@@ -187,11 +186,12 @@ class _NodeClient:
         return head.options(timeout_s=ORDERS_TIMEOUT_S), joined.node_rank
 
     def _listen(self, host: str) -> str:
-        """Where other nodes try to reach this one before the job starts: at the address and by the transport that
-        members will use.
+        """Return the endpoint at which other nodes test their connection to this one before the job starts.
+
+        It uses the address and the transport that members will use.
 
         Raises:
-            LaunchError: this node has no such address.
+            LaunchError: this node does not have the address.
         """
         if self._probe is None:
             try:
@@ -204,7 +204,7 @@ class _NodeClient:
             self._probe.serve(PROBE, Pong(), inline=True)
         return self._probe.endpoint or ""
 
-    def _try_to_reach(self, order: ProbeNodes) -> None:
+    def _probe_nodes(self, order: ProbeNodes) -> None:
         peers = {0: self._head, **{rank: self._runtime.peer(PROBE, address) for rank, address in order.targets}}
         self._head.notify("probed", self._token, ask_all(self.rank, peers))
 
@@ -215,7 +215,7 @@ class _NodeClient:
 
     def _unreached(self, refused: Exception | None) -> LaunchError:
         options = self._options
-        tried = probe(options.host, options.port, LAST_TRIES_S)
+        tried = probe(options.host, options.port, LAST_TRY_S)
         where = join_host_port(options.host, options.port)
         listening = any(each.code == 0 for each in tried)
         hint = (
@@ -228,12 +228,12 @@ class _NodeClient:
             f"{hint}"
         )
 
-    # Obeying.
+    # Following orders
 
-    def _obey(self) -> int:
+    def _follow_orders(self) -> int:
         seen = 0
         asked: Future[tuple[Order, ...]] | None = None
-        self._silence.heard(clock.now())
+        self._liveness.answered(clock.now())
         try:
             while self._over is None:
                 if asked is None:
@@ -241,9 +241,9 @@ class _NodeClient:
                     asked.add_done_callback(lambda _: self._wake())
                 self._wait()
                 self._logs.poll()
-                self._look_at_signals()
-                self._look_at_guardian()
-                self._look_at_head()
+                self._check_signals()
+                self._check_guardian()
+                self._check_head()
                 if asked.done():
                     orders = self._answer(asked)
                     asked = None
@@ -254,7 +254,7 @@ class _NodeClient:
             if asked is not None:
                 asked.cancel()
             self._end_guardian()
-            self._say_goodbye()
+            self._leave()
         if self._over.code and self._over.why:
             logger.error("the job is over: %s", self._over.why)
         return self._over.code
@@ -265,35 +265,36 @@ class _NodeClient:
         except RemoteError as error:
             raise _as_launch_error(error) from None
         except (CallError, WireError) as error:
-            self._silence.failed()
-            if self._silence.too_long(clock.now()) or self._eof:
+            self._liveness.failed()
+            if self._liveness.is_lost(clock.now()) or self._eof:
                 raise LaunchError(
                     f"node {self.rank} has heard nothing from the head "
                     f"{join_host_port(self._options.host, self._options.port)} for "
-                    f"{self._silence.lasts_s(clock.now()):.0f} s ({error}); the job is given up here"
+                    f"{self._liveness.silent_s(clock.now()):.0f} s ({error}); the job is given up here"
                 ) from None
             self._pause()
             return ()
-        self._silence.heard(clock.now())
+        self._liveness.answered(clock.now())
         return orders
 
-    def _look_at_head(self) -> None:
-        """Not by the end of a call alone: one that was made to a head that was just ending waits for its deadline.
+    def _check_head(self) -> None:
+        """Check whether the server has ended, independently of calls: a call to a server that is ending may time out
+        only.
 
         Raises:
-            LaunchError: the head has ended.
+            LaunchError: the server has ended.
         """
-        if self._silence.look(clock.now()) and self._nobody_listens():
+        if self._liveness.check_due(clock.now()) and self._port_is_closed():
             self._head_ended = True
             raise LaunchError(
                 f"the head {join_host_port(self._options.host, self._options.port)} has ended, and the job with "
                 f"it; node {self.rank} ends too"
             )
 
-    def _nobody_listens(self) -> bool:
-        """Whether the head's machine says that its port is closed: the head itself has ended. A cut network says
-        nothing, or something else."""
-        tried = probe(self._options.host, self._options.port, LOOKING_S)
+    def _port_is_closed(self) -> bool:
+        """True if the server's machine refuses connections to its port: the server has ended. A cut network gives
+        other errors."""
+        tried = probe(self._options.host, self._options.port, CHECK_TIMEOUT_S)
         return bool(tried) and all(each.code == errno.ECONNREFUSED for each in tried)
 
     def _pause(self) -> None:
@@ -303,7 +304,7 @@ class _NodeClient:
         if isinstance(order, Over):
             self._over = order
         elif isinstance(order, ProbeNodes):
-            self._try_to_reach(order)
+            self._probe_nodes(order)
         elif isinstance(order, Start):
             self._close_probe()
             self._end_guardian()
@@ -325,12 +326,12 @@ class _NodeClient:
             logger.error("the agent of node %d cannot be started: %s", self.rank, error)
             self._report(ExitReport(self.rank, 0, (), 1, str(error)))
 
-    def _look_at_guardian(self) -> None:
+    def _check_guardian(self) -> None:
         if self._guardian is not None and not self._guardian.running():
             self._end_guardian()
 
     def _end_guardian(self) -> None:
-        """Let it end all that is below it, and report what it found."""
+        """Let the guardian end its processes, and report what it found."""
         guardian, self._guardian = self._guardian, None
         if guardian is None:
             return
@@ -354,15 +355,15 @@ class _NodeClient:
         except (CallError, WireError) as error:
             logger.debug("the head was not told that node %d has ended: %s", self.rank, error)
 
-    def _say_goodbye(self) -> None:
+    def _leave(self) -> None:
         if self._head_ended:
             return
         try:
             self._head.options(timeout_s=1.0).call("leave", self._token).result()
         except (CallError, WireError):
-            pass  # It is gone first.
+            pass  # The server ended first.
 
-    # Waiting.
+    # Waiting
 
     def _wake(self) -> None:
         try:
@@ -383,10 +384,10 @@ class _NodeClient:
             self._eof = True
             self._signals += [signal.SIGHUP, signal.SIGHUP]
 
-    def _look_at_signals(self) -> None:
+    def _check_signals(self) -> None:
         for number in [*self._notices, *self._signals[:1]]:
-            if number not in self._told:
-                self._told.add(number)
+            if number not in self._reported_signals:
+                self._reported_signals.add(number)
                 self._head.notify("signalled", self._token, number)
         if len(self._signals) > 1:
             name = signal.Signals(self._signals[-1]).name

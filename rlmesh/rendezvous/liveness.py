@@ -1,46 +1,46 @@
-"""What a node makes of a head that does not answer: when to look whether it is still there, and when to give it up.
+"""Liveness of the rendezvous server: when to check whether it still runs, and when to give it up. No I/O.
 
-A call to a process that has ended may fail at once, because its connection was closed, or by its deadline only, because
-the next connection never came about. So the end of a call says little; what tells is the head's machine, which refuses
-connections to the port of a process that is gone. Pure.
+A call to an ended process may fail at once, because its connection was closed, or only by its deadline, because the
+next connection was never established. So a failed call proves little; the proof is that the server's machine refuses
+connections to the port.
 """
 
 from __future__ import annotations
 
-__all__ = ["Silence"]
+__all__ = ["ServerLiveness"]
 
 
-class Silence:
-    """Since when nothing was heard. All times are seconds of one clock that only grows.
+class ServerLiveness:
+    """Time since the last answer. All times are seconds of one monotonic clock.
 
     Args:
         quiet_s: an answer that takes longer than this is late.
-        look_s: between two looks at the head's port, while it is late or its connection was lost.
-        lost_s: without a word for so long, the head is given up, whatever its machine says.
+        check_s: between two checks of the server's port, while an answer is late or a connection was lost.
+        lost_s: silence after which the server is given up, whatever its machine answers.
     """
 
-    def __init__(self, now: float, *, quiet_s: float, look_s: float, lost_s: float) -> None:
-        self._quiet_s, self._look_s, self._lost_s = quiet_s, look_s, lost_s
-        self._heard_at, self._looked_at = now, float("-inf")
+    def __init__(self, now: float, *, quiet_s: float, check_s: float, lost_s: float) -> None:
+        self._quiet_s, self._check_s, self._lost_s = quiet_s, check_s, lost_s
+        self._answered_at, self._checked_at = now, float("-inf")
         self._failed = False
 
-    def heard(self, now: float) -> None:
-        """It answered."""
-        self._heard_at, self._failed = now, False
+    def answered(self, now: float) -> None:
+        """Record an answer of the server."""
+        self._answered_at, self._failed = now, False
 
     def failed(self) -> None:
-        """A call to it failed, so that there is reason to look before the answer is late."""
+        """Record a failed call, so that a check is due before the answer is late."""
         self._failed = True
 
-    def lasts_s(self, now: float) -> float:
-        return now - self._heard_at
+    def silent_s(self, now: float) -> float:
+        return now - self._answered_at
 
-    def look(self, now: float) -> bool:
-        """Whether to look now if somebody listens at its port; counts as done."""
-        is_due = (self._failed or self.lasts_s(now) > self._quiet_s) and now - self._looked_at >= self._look_s
+    def check_due(self, now: float) -> bool:
+        """True if the server's port is to be checked now; this counts as the check."""
+        is_due = (self._failed or self.silent_s(now) > self._quiet_s) and now - self._checked_at >= self._check_s
         if is_due:
-            self._looked_at = now
+            self._checked_at = now
         return is_due
 
-    def too_long(self, now: float) -> bool:
-        return self.lasts_s(now) > self._lost_s
+    def is_lost(self, now: float) -> bool:
+        return self.silent_s(now) > self._lost_s

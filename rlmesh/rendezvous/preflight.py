@@ -1,6 +1,6 @@
-"""What is checked between nodes before a job starts: who reaches whom, clocks, and each node's own fitness.
+"""Checks between nodes before a job starts: connections, clocks, and each node's own fitness.
 
-Each node tries to reach every other one at the address and by the transport that members will use: encrypted, with the
+Each node connects to every other one at the address and by the transport that members will use: encrypted, with the
 job's key, at a port that the system chose.
 """
 
@@ -18,15 +18,20 @@ from rlmesh.runtime.rpc import rpc
 __all__ = ["PairResult", "Pong", "ask_all", "clock_notes", "matrix", "problems", "targets_of"]
 
 PING_S = 5.0
-"""So long one node waits for another one's answer."""
+"""Seconds that a node waits for another one's answer."""
 FULL, FOLLOWING = 32, 8
-"""With more nodes than ``FULL`` each tries only as many as ``FOLLOWING`` of the others."""
+"""With more than ``FULL`` nodes, each node tests only ``FOLLOWING`` of the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """One node's try to reach another. ``rtt_s`` is the time of one call; ``clock_s`` how far the other's clock is
-    ahead; ``error`` is why there was no answer."""
+    """The result of one node's connection to another.
+
+    Attributes:
+        rtt_s: duration of one call.
+        clock_s: seconds that the other node's clock is ahead.
+        error: why there was no answer; empty if there was.
+    """
 
     source: int
     target: int
@@ -36,23 +41,24 @@ class PairResult:
 
 
 class Pong:
-    """Served by each node while it is checked."""
+    """Answers connection tests; served by each node during the checks."""
 
     @rpc
     async def ping(self) -> float:
-        """This node's clock."""
+        """Return this node's clock."""
         return time.time()
 
 
 def targets_of(rank: int, ranks: Sequence[int], full: int = FULL) -> list[int]:
-    """Whom a node tries to reach: all others; of very many, those that follow it. The first one comes besides."""
+    """Return the nodes that a node connects to: all others, or the next few of very many. Node 0 is tested in
+    addition."""
     at = ranks.index(rank)
     after = [*ranks[at + 1 :], *ranks[:at]]
     return [each for each in (after if len(ranks) <= full else after[:FOLLOWING]) if each != 0]
 
 
 def ask_all(source: int, peers: Mapping[int, MemberHandle], timeout_s: float = PING_S) -> tuple[PairResult, ...]:
-    """Try to reach all peers at once, twice: the first call opens the connection, the second is timed."""
+    """Connect to all peers at once, twice: the first call opens the connection, the second is timed."""
     opened = {rank: peer.options(timeout_s=timeout_s).call("ping") for rank, peer in peers.items()}
     results = []
     for rank, future in opened.items():
@@ -68,7 +74,7 @@ def ask_all(source: int, peers: Mapping[int, MemberHandle], timeout_s: float = P
 
 
 def matrix(names: Mapping[int, str], results: Iterable[PairResult]) -> str:
-    """Round trips in milliseconds, from the node of a row to that of a column."""
+    """Return a table of round trips in milliseconds, from the node of the row to that of the column."""
     found = {(each.source, each.target): each for each in results}
     width = max(9, *(len(name) + 1 for name in names.values()))
     label = max(len(f"{rank} {name}") for rank, name in names.items())
@@ -90,7 +96,7 @@ def _cell(result: PairResult | None, own: bool) -> str:
 def problems(
     names: Mapping[int, str], results: Sequence[PairResult], facts: Mapping[int, Facts], silent: Iterable[int] = ()
 ) -> list[str]:
-    """Why the job cannot start on these nodes, one sentence each; empty if it can."""
+    """Return why the job cannot start on these nodes, one sentence per reason; empty if it can."""
     found = [f"node {names[rank]} did not say what it can reach" for rank in silent]
     found += [
         f"node {names[each.source]} does not reach node {names[each.target]}: {each.error}. Does a firewall let all "
@@ -108,7 +114,7 @@ def problems(
 
 
 def clock_notes(names: Mapping[int, str], results: Iterable[PairResult]) -> list[str]:
-    """Nodes whose clocks are so far from the first one's that their logs cannot be put in order."""
+    """Return the nodes whose clocks differ so much from the first one's that their logs cannot be ordered."""
     return [
         f"the clock of node {names[each.target]} is {each.clock_s:+.1f} s from that of node {names[each.source]}"
         for each in results

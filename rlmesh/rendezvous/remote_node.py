@@ -1,4 +1,4 @@
-"""A node of a job on another machine, as the driver sees it."""
+"""The driver's view of a node on another machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["RemoteNode", "unproven"]
 
 
 class RemoteNode:
-    """A node of one job on another machine: what the driver sees in place of its guardian.
+    """A node of one job on another machine, with the interface of a local guardian process.
 
-    Ends when its ``launch`` has reported that its guardian has, or is gone itself.
+    It ends when its ``launch`` has reported the end of its guardian, or is gone itself.
     """
 
     def __init__(self, order: Callable[[int, Order], None], entry: NodeEntry, config: AgentConfig) -> None:
@@ -43,11 +43,11 @@ class RemoteNode:
         return self._report
 
     def kill(self) -> None:
-        """Give it up: what is left there is not known."""
+        """Give the node up, without knowing what is left there."""
         self.end(unproven(self.node_rank, f"node {self.label} did not say that it has ended"))
 
     def end(self, report: ExitReport) -> None:
-        """From the head: it has ended. Any thread."""
+        """Record the node's end; called by the rendezvous server, from any thread."""
         if not self._ended.is_set():
             self._report = report
             self._ended.set()
@@ -62,5 +62,5 @@ class RemoteNode:
 
 
 def unproven(node_rank: int, what: str) -> ExitReport:
-    """The report of a node that did not give one."""
+    """Return the exit report of a node that did not send one."""
     return ExitReport(node_rank, -1, (Leftover("unproven", what, False),), None, what)

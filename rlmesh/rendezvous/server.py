@@ -1,8 +1,8 @@
-"""The head: the first node's end of the rendezvous. The other nodes' ``launch`` processes join it and obey it.
+"""The rendezvous server, on the first node. The ``launch`` processes of the other nodes join it and follow its orders.
 
-It listens from before the user's script runs until ``launch`` ends, so that nodes may come in any order, and serves
-all jobs that the script submits. It is no part of a job: when a job runs, its agents and members talk to the job's
-master and to each other.
+It listens from before the user's script runs until ``launch`` ends, so that nodes may join in any order, and serves
+all jobs that the script submits. It is not part of a job: a running job's agents and members talk to the job's master
+and to each other.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ from rlmesh.runtime.transport.inet import (
     split_host_port,
 )
 
-__all__ = ["Head", "HeadOptions", "NodeAddress"]
+__all__ = ["NodeAddress", "RendezvousOptions", "RendezvousServer"]
 
 logger = logging.getLogger(__name__)
 
 ORDERS_WAIT_S = 3.0
-"""So long a node's question after orders waits; half a minute without one, and the node counts as gone."""
+"""Seconds that a node's request for orders waits for one."""
 GONE_S = 30.0
 PROBED_S = 3.0
-"""For the nodes' answers to come, after their tries to reach each other."""
+"""Additional seconds for the nodes' test results to arrive."""
 RETURN_S = 3.0
-"""A node whose connection was closed (not one whose packets do not come) is gone if it is not back in this time."""
+"""Seconds after which a node whose connection was closed counts as gone. A cut network does not close a connection."""
 OVER_WAIT_S = 5.0
-"""How long the head waits at its end until all nodes have heard that it is over."""
+"""Maximum seconds that the closing server waits until all nodes have received the end."""
 LATE_S = 3.0
-"""So long it stays for nodes that had not come yet: those that are about to are told, and do not wait in vain."""
+"""Seconds that a closing server waits for nodes that have not joined yet, so that they learn of the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeadOptions:
-    """How nodes come together.
+class RendezvousOptions:
+    """Options of the rendezvous.
 
     Attributes:
-        least, most: number of nodes, the head included.
+        least, most: number of nodes, the first one included.
         host, port: the endpoint as it was given, host without brackets; port 0 lets the system choose.
-        key: the job's.
-        timeout_s: how long nodes may take to join, from the start of the head.
-        last_call_s: with ``least`` nodes there, how long to wait for more.
-        name: of this node, for messages.
-        host_here: the address to advertise for this node, where the one by which others reach it is not right.
+        key: the job's key.
+        timeout_s: time in which nodes must join, from the start of the server.
+        last_call_s: with ``least`` nodes joined, time to wait for more.
+        name: name of this node in messages.
+        host_here: address to advertise for this node, if the one by which others reach it is wrong.
         group: nodes of the same group are one machine; empty for a machine of its own.
     """
 
@@ -105,61 +105,19 @@ class NodeAddress:
     group: str = ""
 
 
-class _Service:
-    """Served as ``@rendezvous``; its methods run on the head's loop."""
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-
-    @rpc
-    async def join(self, hello: NodeHello) -> Joined:
-        """Be one of the nodes; may be repeated."""
-        return self._head.join(hello)
-
-    @rpc(concurrent=4096)
-    async def orders(self, token: str, seen: int) -> tuple[Order, ...]:
-        """The orders after the first ``seen``, as soon as there are some; none if none came for a while."""
-        return await self._head.orders_for(token, seen)
-
-    @rpc
-    async def ping(self) -> float:
-        """The head's clock; answers nodes that try to reach it."""
-        return time.time()
-
-    @rpc
-    async def probed(self, token: str, results: tuple[PairResult, ...]) -> None:
-        """Whom the node reached."""
-        self._head.node_probed(token, results)
-
-    @rpc
-    async def ended(self, token: str, job: str, report: ExitReport) -> None:
-        """The guardian of the node has ended."""
-        self._head.node_ended(token, job, report)
-
-    @rpc
-    async def signalled(self, token: str, number: int) -> None:
-        """The node's ``launch`` got a signal that asks for the job's end."""
-        self._head.node_signalled(token, number)
-
-    @rpc
-    async def leave(self, token: str) -> None:
-        """The node's ``launch`` ends."""
-        self._head.node_left(token)
-
-
-class Head:
-    """Listens for the other nodes. Use it in a ``with`` block, from the thread that runs the script.
+class RendezvousServer:
+    """The rendezvous server. Use it in a ``with`` block, from the thread that runs the script.
 
     Raises:
         LaunchError: it cannot listen at its endpoint.
     """
 
-    def __init__(self, options: HeadOptions, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, options: RendezvousOptions, clock: Callable[[], float] | None = None) -> None:
         self.options, self._clock = options, clock or (lambda: clocks.now())
         self.on_signal: Callable[[int, str], None] | None = None
-        """Called when a node's ``launch`` got a signal, with its number and a text that says so."""
+        """Called when a node's ``launch`` got a signal, with its number and a text that names the node."""
         self.on_full: Callable[[str], None] | None = None
-        """Called once when the nodes are together, with a text that names them."""
+        """Called once when the nodes have joined, with a text that names them."""
         self._began = self._clock()
         self._lock = threading.RLock()
         self._roster = Roster(
@@ -167,13 +125,13 @@ class Head:
             last_call_s=options.last_call_s,
         )  # fmt: skip
         self._remote: dict[int, RemoteNode] = {}
-        self._held: dict[str, list[RemoteNode]] = {}
+        self._waiting_start: dict[str, list[RemoteNode]] = {}
         self._followed: dict[int, tuple[tuple[str, str], ...]] = {}
         self._checked = False
         self._probed: dict[int, tuple[PairResult, ...]] = {}
         self._over: Over | None = None
-        self._heard: set[str] = set()
-        self._turned_away: set[str] = set()
+        self._know_end: set[str] = set()
+        self._rejected_late: set[str] = set()
         bound = listening_address(options.host)
         address = f"tcp://{join_host_port(bound, options.port or '*')}"
         try:
@@ -183,23 +141,23 @@ class Head:
                 f"the head cannot listen at {join_host_port(options.host, options.port)}: {error}. Another job may "
                 "be using the port: name another one in --rdzv-endpoint (port 0 lets the system choose one)"
             ) from None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         assert self._runtime.endpoint is not None
         self.bound_host, self.port = split_host_port(self._runtime.endpoint.removeprefix("tcp://"))
-        self._runtime.serve(RENDEZVOUS, _Service(self), inline=True)
+        self._runtime.serve(RENDEZVOUS, self, inline=True)
 
     @property
     def is_full(self) -> bool:
-        """Whether all nodes have joined."""
+        """True if all nodes have joined."""
         with self._lock:
             return len(self._roster) >= self.options.most
 
     @property
     def endpoint(self) -> str:
-        """What the other nodes pass as ``--rdzv-endpoint``."""
+        """The value of ``--rdzv-endpoint`` for the other nodes."""
         return join_host_port(self.options.host, self.port)
 
-    def __enter__(self) -> Head:
+    def __enter__(self) -> RendezvousServer:
         return self
 
     def __exit__(
@@ -208,7 +166,7 @@ class Head:
         self.close(1, "the head ended")
 
     def close(self, code: int, why: str = "") -> None:
-        """Tell all nodes that it is over, with the exit code that they are to end with, and stop listening."""
+        """Tell all nodes that the job is over, with their exit code, and stop listening."""
         with self._lock:
             if self._over is not None:
                 return
@@ -217,22 +175,22 @@ class Head:
             late = 0 if self._roster.closed else self.options.most - len(self._roster)
         self._wake()
         began = self._clock()
-        while self._clock() < began + OVER_WAIT_S and not waiting <= self._heard:
+        while self._clock() < began + OVER_WAIT_S and not waiting <= self._know_end:
             time.sleep(0.01)
-        while self._clock() < began + LATE_S and len(self._turned_away) < late:
+        while self._clock() < began + LATE_S and len(self._rejected_late) < late:
             time.sleep(0.01)
         self._runtime.close()
 
-    # The driver's side.
+    # Called by the driver
 
     def wait_full(self, stopped: Callable[[], bool]) -> tuple[NodeAddress, ...]:
-        """Wait until all nodes have joined; from the second job on they are there already.
+        """Wait until all nodes have joined; from the second job on they have joined already.
 
         Raises:
-            LaunchError: they did not within the time; says who is there and who is missing.
-            KeyboardInterrupt: ``stopped`` said so.
+            LaunchError: they did not in time; says which nodes have joined and which are missing.
+            KeyboardInterrupt: ``stopped`` returned True.
         """
-        deadline, told = self._began + self.options.timeout_s, self._clock()
+        deadline, warned_at = self._began + self.options.timeout_s, self._clock()
         while True:
             now = self._clock()
             with self._lock:
@@ -252,13 +210,13 @@ class Head:
                     f"`rlmesh launch --nnodes {self.options.most} --node-rank R --rdzv-endpoint {self.endpoint} …` on "
                     "each of them with this job's key"
                 )
-            if now - told > 10.0:
-                told = now
+            if now - warned_at > 10.0:
+                warned_at = now
                 logger.warning("waiting for nodes: %s", text)
             time.sleep(0.02)
 
     def check(self, addresses: Sequence[NodeAddress]) -> None:
-        """Have each node try to reach each other, and look at what each has; tell the matrix to `on_full`. Once.
+        """Let each node connect to each other one, and check each node's facts, once; the matrix goes to `on_full`.
 
         Raises:
             PreflightError: the job cannot run on these nodes; says which, and has the matrix.
@@ -303,7 +261,7 @@ class Head:
         return tuple(NodeAddress(*each) for each in zip(ranks, names, hosts, groups, strict=True))
 
     def start_node(self, config: AgentConfig) -> RemoteNode:
-        """Have a node start its agent, as soon as the master's address is known (see `on_status`).
+        """Let a node start its agent, as soon as the master's address is known (see `on_status`).
 
         Raises:
             LaunchError: the node has gone.
@@ -315,15 +273,16 @@ class Head:
                 raise LaunchError(f"node {name} joined, but is gone now: start it again")
             node = RemoteNode(self.order, entry, config)
             self._remote[config.node_rank] = node
-            self._held.setdefault(config.job_id, []).append(node)
+            self._waiting_start.setdefault(config.job_id, []).append(node)
         return node
 
     def on_status(self, status: JobStatus) -> None:
-        """A snapshot of the job that runs: starts nodes once the master listens, tells them whose logs to print."""
-        self._look_for_gone()
+        """Handle a snapshot of the running job: start nodes once the master listens, and order the logs that they
+        print."""
+        self._end_gone_nodes()
         public = status.extra.get(MASTER_PUBLIC, "")
         with self._lock:
-            for node in self._held.pop(status.job_id, []) if public else []:
+            for node in self._waiting_start.pop(status.job_id, []) if public else []:
                 self.order(node.node_rank, Start(status.job_id, replace(node.config, master_endpoint=public)))
             for rank, node in self._remote.items():
                 own = [m for m in status.members if m.node_rank == rank and not m.fused_with]
@@ -333,7 +292,7 @@ class Head:
                     self.order(rank, Follow(status.job_id, logs))
 
     def replacements(self, job_id: str) -> list[RemoteNode]:
-        """Machines that came in the place of lost ones since the last time: their agents are started."""
+        """Return machines that joined in place of lost ones since the last call; their agents are started."""
         found = []
         with self._lock:
             for entry in self._roster.nodes():
@@ -343,19 +302,19 @@ class Head:
                 config = replace(node.config, host=entry.hello.host, group=entry.hello.group)
                 new = self._remote[entry.node_rank] = RemoteNode(self.order, entry, config)
                 self._followed.pop(entry.node_rank, None)
-                self._held.setdefault(job_id, []).append(new)
+                self._waiting_start.setdefault(job_id, []).append(new)
                 found.append(new)
         return found
 
     def order(self, node_rank: int, order: Order) -> None:
-        """Give a node something to do. Any thread."""
+        """Give a node an order. May be called from any thread."""
         with self._lock:
             for entry in self._roster.nodes():
                 if entry.node_rank == node_rank:
                     entry.orders.append(order)
         self._wake()
 
-    def _look_for_gone(self) -> None:
+    def _end_gone_nodes(self) -> None:
         now = self._clock()
         with self._lock:
             for entry in self._roster.nodes():
@@ -364,35 +323,39 @@ class Head:
                     entry.gone = True
                     node.end(unproven(entry.node_rank, f"nothing was heard of node {entry.label} for {GONE_S:g} s"))
 
-    # On the runtime's loop.
+    # Called by nodes, on the runtime's loop
 
-    def join(self, hello: NodeHello) -> Joined:
+    @rpc
+    async def join(self, hello: NodeHello) -> Joined:
+        """Join as a node; idempotent."""
         with self._lock:
             if self._over is not None:
-                self._turned_away.add(hello.token)
+                self._rejected_late.add(hello.token)
                 raise LaunchError(f"the job is over: {self._over.why or f'exit code {self._over.code}'}")
             entry = self._roster.join(hello, self._clock())
             return Joined(entry.node_rank, self._roster.most)
 
-    async def orders_for(self, token: str, seen: int) -> tuple[Order, ...]:
+    @rpc(concurrent=4096)
+    async def orders(self, token: str, seen: int) -> tuple[Order, ...]:
+        """Return the orders after the first ``seen`` as soon as there are any; empty if none came for a while."""
         try:
             async with asyncio.timeout(ORDERS_WAIT_S):
                 while not (found := self._orders(token, seen)):
-                    await self._news.wait()
+                    await self._changed.wait()
         except TimeoutError:
             return ()
         except asyncio.CancelledError:
-            # Its connection was closed: it comes back at once, or its process has ended.
-            asyncio.get_running_loop().call_later(RETURN_S, self._not_back, token, self._clock())
+            # The connection was closed: the node returns at once, or its process has ended.
+            asyncio.get_running_loop().call_later(RETURN_S, self._check_returned, token, self._clock())
             raise
         return found
 
-    def _not_back(self, token: str, lost_at: float) -> None:
+    def _check_returned(self, token: str, lost_at: float) -> None:
         with self._lock:
             entry = self._roster.find(token)
             if entry is None or entry.seen_at > lost_at:
                 return
-            self._heard.add(token)  # nobody is there any more who could hear that it is over
+            self._know_end.add(token)  # the node is gone and cannot receive the end
             if self._over is not None:
                 return
             node = self._remote.get(entry.node_rank)
@@ -408,32 +371,45 @@ class Head:
             entry.seen_at = self._clock()
             orders = tuple(entry.orders[seen:])
             if not orders and self._over is not None:
-                self._heard.add(token)
+                self._know_end.add(token)
                 return (self._over,)
             return orders
 
-    def node_probed(self, token: str, results: tuple[PairResult, ...]) -> None:
+    @rpc
+    async def ping(self) -> float:
+        """Return the server's clock; answers connection tests."""
+        return time.time()
+
+    @rpc
+    async def probed(self, token: str, results: tuple[PairResult, ...]) -> None:
+        """Report the results of the node's connection tests."""
         with self._lock:
             entry = self._roster.find(token)
             if entry is not None:
                 self._probed[entry.node_rank] = results
 
-    def node_ended(self, token: str, job: str, report: ExitReport) -> None:
+    @rpc
+    async def ended(self, token: str, job: str, report: ExitReport) -> None:
+        """Report that the node's guardian has ended."""
         with self._lock:
             entry = self._roster.find(token)
             node = self._remote.get(entry.node_rank) if entry is not None else None
         if node is not None and node.config.job_id == job:
             node.end(report)
 
-    def node_signalled(self, token: str, number: int) -> None:
+    @rpc
+    async def signalled(self, token: str, number: int) -> None:
+        """Report that the node's ``launch`` got a signal that asks for the job's end."""
         with self._lock:
             entry = self._roster.find(token)
         if entry is not None and self.on_signal is not None:
             self.on_signal(number, f"{_signal_name(number)} at node {entry.label}")
 
-    def node_left(self, token: str) -> None:
+    @rpc
+    async def leave(self, token: str) -> None:
+        """Report that the node's ``launch`` ends."""
         with self._lock:
-            self._heard.add(token)
+            self._know_end.add(token)
             entry = self._roster.find(token)
             node = self._remote.get(entry.node_rank) if entry is not None else None
             self._roster.leave(token, self._clock())
@@ -442,8 +418,8 @@ class Head:
 
     def _wake(self) -> None:
         def wake() -> None:
-            self._news.set()
-            self._news = asyncio.Event()
+            self._changed.set()
+            self._changed = asyncio.Event()
 
         self._runtime.call_soon(wake)
 
@@ -456,10 +432,10 @@ def _signal_name(number: int) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Names of nodes, with their rank where two hosts have the same one."""
+    """Return unique names of nodes, with the rank added where two hosts have the same name."""
     return [name if names.count(name) == 1 else f"{name}.{rank}" for rank, name in enumerate(names)]
 
 
 def host_name() -> str:
-    """The name of this machine, as it calls itself; it need not resolve."""
+    """Return this machine's own name, which need not resolve."""
     return socket.gethostname() or "node"

@@ -1,7 +1,7 @@
-"""How the nodes of a job find each other: who has joined, who is missing, what each is told to do. No I/O.
+"""The state of the rendezvous: joined nodes, missing nodes, and orders to each. No I/O.
 
-The first node's ``launch`` (the *head*, :mod:`rlmesh.rendezvous.server`) keeps the roster; the others
-(:mod:`rlmesh.rendezvous.client`) join it, and then ask for their orders until the head says that it is over.
+The first node's ``launch`` (:mod:`rlmesh.rendezvous.server`) has the roster; the others
+(:mod:`rlmesh.rendezvous.client`) join it, and then ask for orders until the server says that the job is over.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
 
 PROBE = "@probe"
-"""Name under which a node answers the others' tries to reach it."""
+"""Name under which a node answers connection tests of other nodes."""
 RENDEZVOUS = "@rendezvous"
-"""Name under which the head serves its control object."""
+"""Name of the server's RPC service."""
 DEFAULT_PORT = 29400
-"""Port of the head where the endpoint names none; torchrun's."""
+"""Port of the server where the endpoint names none; the same as torchrun's."""
 SILENT_S = 10.0
-"""A node that has not asked for orders for so long may be replaced by another one with its rank, before the start."""
+"""Seconds without a request for orders after which another node may take the node's rank, before the start."""
 ANY_RANK = -1
 
 
 @dataclass(frozen=True, slots=True)
 class NodeHello:
-    """What a node says when it joins.
+    """A node's request to join.
 
     Attributes:
-        token: random, made once per ``launch``; a node that joins again is known by it.
-        node_rank: the rank that it wants, ``ANY_RANK`` for the lowest that is free.
-        name: of the host, for messages.
-        host: its numeric address, at which the processes of other nodes are to reach its own.
-        head_host: the numeric address by which it reached the head.
-        pid: of its ``launch``.
-        version: of rlmesh.
-        nnodes: how many nodes it was told that there are; 0 if it was not told.
+        token: random, made once per ``launch``; identifies a node that joins again.
+        node_rank: the requested rank, ``ANY_RANK`` for the lowest free one.
+        name: the host's name, for messages.
+        host: numeric address at which processes of other nodes reach this node's.
+        head_host: numeric address by which the node reached the server.
+        pid: pid of the node's ``launch``.
+        version: version of rlmesh.
+        nnodes: number of nodes given to the node; 0 if none was given.
         group: equal for nodes that are one machine; empty for a machine of its own.
-        probe: where it listens for other nodes' tries to reach it, before the job starts.
-        facts: what it has, for checks before the start.
+        probe: endpoint for connection tests of other nodes, before the job starts.
+        facts: facts about the machine, for checks before the start.
     """
 
     token: str
@@ -64,14 +64,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class ProbeNodes:
-    """Try to reach these nodes: rank and address of each; and the head."""
+    """Connect to these nodes, by rank and address, and to the server."""
 
     targets: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start an agent. What only the node knows (its folder of sockets) is not filled in."""
+    """Start an agent. Values that only the node knows (its folder of sockets) are not filled in."""
 
     job: str
     config: AgentConfig
@@ -87,14 +87,14 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseAgent:
-    """Let go of the agent of a job: the job has ended."""
+    """Release the agent of a job that has ended."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nothing more will come: exit with ``code``."""
+    """The job is over: exit with ``code``."""
 
     code: int
     why: str = ""
@@ -105,8 +105,12 @@ Order: TypeAlias = ProbeNodes | Start | Follow | ReleaseAgent | Over
 
 @dataclass(slots=True)
 class NodeEntry:
-    """A node that has joined. ``orders`` only grow; the node asks for those after the ones that it has seen. ``gone``:
-    it ended after the start, and another machine may take its rank."""
+    """A node that has joined.
+
+    Attributes:
+        orders: all orders so far; the node asks for those that it has not seen.
+        gone: the node ended after the start, and another machine may take its rank.
+    """
 
     hello: NodeHello
     node_rank: int
@@ -121,12 +125,12 @@ class NodeEntry:
 
 
 class Roster:
-    """The nodes that have joined. The head itself is node 0.
+    """The nodes that have joined. The server itself is node 0.
 
     Args:
-        least, most: how many nodes the job starts with; with ``least`` of them it waits ``last_call_s`` for more.
-        head: how the head is called in messages.
-        now: seconds of a clock that only grows.
+        least, most: number of nodes that the job starts with; with ``least`` nodes it waits ``last_call_s`` for more.
+        head: name of the server's node in messages.
+        now: seconds of a monotonic clock.
     """
 
     def __init__(self, least: int, most: int, head: str, version: str, *, last_call_s: float = 30.0) -> None:
@@ -135,23 +139,23 @@ class Roster:
         self._nodes: dict[int, NodeEntry] = {}
         self._changed_at = 0.0
         self.closed = False
-        """Whether the job has started with those that are there."""
+        """True once the job has started with the joined nodes."""
 
     def __len__(self) -> int:
         return len(self._nodes) + 1
 
     def nodes(self) -> list[NodeEntry]:
-        """All but the head, by rank."""
+        """Return all nodes but the server's, by rank."""
         return sorted(self._nodes.values(), key=lambda node: node.node_rank)
 
     def find(self, token: str) -> NodeEntry | None:
         return next((node for node in self._nodes.values() if node.hello.token == token), None)
 
     def join(self, hello: NodeHello, now: float) -> NodeEntry:
-        """Take a node in; one that is known stays as it is.
+        """Add a node; a known node stays as it is.
 
         Raises:
-            LaunchError: it cannot be part of this job; says why and what to do.
+            LaunchError: the node cannot be part of this job; says why and what to do.
         """
         known = self.find(hello.token)
         if known is not None:
@@ -198,7 +202,7 @@ class Roster:
         return free[0]
 
     def leave(self, token: str, now: float) -> None:
-        """A node has gone by itself; its rank is free again."""
+        """Remove a node that ended by itself; its rank is free again."""
         entry = self.find(token)
         if entry is not None and self.closed:
             entry.gone = True
@@ -207,7 +211,7 @@ class Roster:
             self._changed_at = now
 
     def drop_silent(self, now: float) -> list[NodeEntry]:
-        """Forget nodes that do not ask any more, before the start; gives them."""
+        """Remove nodes that do not ask for orders any more, before the start, and return them."""
         silent = [] if self.closed else [node for node in self.nodes() if now - node.seen_at >= SILENT_S]
         for node in silent:
             del self._nodes[node.node_rank]
@@ -215,7 +219,7 @@ class Roster:
         return silent
 
     def complete(self, now: float) -> bool:
-        """Whether the job may start with those that are there: all, or enough and no more came for a while."""
+        """True if the job may start: all nodes have joined, or enough nodes and no more came for a while."""
         if len(self) >= self.most:
             return True
         return len(self) >= self.least and now - self._changed_at >= self._last_call_s
@@ -224,7 +228,7 @@ class Roster:
         return [rank for rank in range(1, self.most) if rank not in self._nodes]
 
     def describe(self) -> str:
-        """Who is there and who is missing."""
+        """Return a text with the joined and the missing nodes."""
         there = ", ".join([f"0 ({self._head})", *(node.label for node in self.nodes())])
         missing = ", ".join(map(str, self.missing())) or "none"
         return f"{len(self)} of {self._size()} nodes are there: {there}; missing: node rank {missing}"
@@ -234,11 +238,14 @@ class Roster:
 
 
 def node_hosts(roster: Roster, head_host: str, is_loopback: Callable[[str], bool]) -> list[str]:
-    """The address of each node, the head first. The head's is the one by which the others reached it, so that it is
-    right however the endpoint's name resolves on the head itself.
+    """Return the address of each node, the server's first.
+
+    The server's address is the one by which the others reached it, because the endpoint's name may resolve differently
+    on
+    the server itself.
 
     Args:
-        head_host: used where no other node is there.
+        head_host: the server's address if there is no other node.
     """
     reached = [node.hello.head_host for node in roster.nodes()]
     outside = [host for host in reached if not is_loopback(host)]

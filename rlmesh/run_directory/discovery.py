@@ -1,4 +1,4 @@
-"""The jobs that run on this machine and belong to this user: found by the folders of their sockets."""
+"""Discovery of this user's running jobs on this machine, by the folders of their sockets."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _KINDS: dict[str, Any] = {
     "driver_pid": int,
 }  # fmt: skip
 BEGINS_S = 10.0
-"""A job that is younger may be about to start its guardian."""
+"""Age in seconds below which a job may not have started its guardian yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """A job whose master is on this machine. Times are seconds since the epoch; ``epoch`` tells by which clock."""
+    """A job whose master is on this machine. Times are seconds since the epoch; ``epoch`` names their clock."""
 
     job_id: str
     job_name: str
@@ -38,14 +38,14 @@ class RunningJob:
     epoch: str = ""
 
     def age_s(self) -> float:
-        """For how long it has been running, whatever was done to the wall clock meanwhile."""
+        """Return the job's age in seconds, independent of changes of the wall clock."""
         return max(0.0, clock.epoch_of(self.epoch) - self.started_at)
 
     def key(self) -> bytes:
-        """The job's secret.
+        """Return the job's secret.
 
         Raises:
-            UsageError: its file is gone, since the job has ended, or others can read it.
+            UsageError: the key file is gone, because the job has ended, or others can read it.
         """
         path = self.folder / KEY_FILE
         if not path.exists():
@@ -54,7 +54,7 @@ class RunningJob:
 
 
 def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
-    """This user's jobs, oldest first. What those left that were killed at one stroke is removed."""
+    """Return this user's running jobs, oldest first. Remains of jobs whose processes were all killed are removed."""
     found: dict[str, RunningJob] = {}
     for base in socket_bases() if bases is None else bases:
         for folder in _own_folders(base, "rlm-"):
@@ -66,8 +66,10 @@ def running_jobs(bases: tuple[str, ...] | None = None) -> list[RunningJob]:
 
 
 def _own_folders(base: str, prefix: str) -> list[str]:
-    """The folders in another one that are this user's, and closed to everybody else; links are none. What others have
-    put beside them, in a folder that all may write to, is not looked at."""
+    """Return the real folders in ``base`` that belong to this user and are closed to others.
+
+    ``base`` may be writable by everybody, so other entries are ignored.
+    """
     found = []
     try:
         with os.scandir(base) as entries:
@@ -77,7 +79,7 @@ def _own_folders(base: str, prefix: str) -> list[str]:
                     if about.st_uid == os.geteuid() and not about.st_mode & 0o077:
                         found.append(entry.path)
     except OSError:
-        pass  # there is none, or a job ended just now, and its folder with it
+        pass  # there is no such folder, or the job has just ended
     return found
 
 
@@ -86,13 +88,15 @@ def _read(path: Path) -> RunningJob | None:
         about: dict[str, Any] = json.loads(private_files.read(path))
         job = RunningJob(folder=path.parent, **about)
     except (OSError, ValueError, TypeError):
-        return None  # It ended just now, or is of another version.
+        return None  # The job has just ended, or is of another version.
     return job if all(isinstance(about[name], kind) for name, kind in _KINDS.items()) else None
 
 
 def _swept(job: RunningJob) -> bool:
-    """Whether nobody is left of a job, since all of its processes were killed at one stroke; what they left here is
-    removed then. Usually one of them outlives the others, and cleans up."""
+    """Remove the remains of a job whose processes were all killed at once; True if they are removed.
+
+    Usually one process outlives the others and cleans up.
+    """
     if os.path.exists(f"/proc/{job.driver_pid}") or job.age_s() < BEGINS_S:
         return False
     rank = job.folder.name[1:]
@@ -108,7 +112,7 @@ def _swept(job: RunningJob) -> bool:
 
 
 def _alone(held: int) -> bool:
-    """Whether no guardian holds the folder."""
+    """True if no guardian holds the folder."""
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -117,10 +121,10 @@ def _alone(held: int) -> bool:
 
 
 def find_job(what: str | None, jobs: list[RunningJob] | None = None) -> RunningJob:
-    """A job by its id, its name or its run directory; without any of them the only one.
+    """Return a job by its id, its name or its run directory; without any of them the only running one.
 
     Raises:
-        UsageError: there is none, or more than one; names those that run.
+        UsageError: there is none, or more than one; names the running jobs.
     """
     running = running_jobs() if jobs is None else jobs
     if not running:

@@ -1,7 +1,7 @@
-"""What all members print, as one stream of ``ROLE:rank | text``, made by following their log files.
+"""The output of all members as one stream of ``ROLE:rank | text``, made by following their log files.
 
-The files are the buffer: while whoever shows the lines has no room for more, the rest stays there, and neither the
-members nor whoever follows them waits.
+The files are the buffer: while the reader has no room for more lines, they stay in the files, and neither the members
+nor the follower waits.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rlmesh.observe.views.safe_text import shorten
 FAILURE_LINES = 12
 _FAILED = re.compile(r" failed$")
 STALL_S = 2.0
-"""How long the end waits for a reader that takes nothing."""
+"""Seconds that ``finish`` waits for a reader that takes nothing."""
 _PAUSE_S = 0.02
 
 
 class MergedLogs:
-    """Follows the logs of the members that it has seen, and hands each complete line to ``output``; what several
-    members print alike is folded.
+    """Follows the logs of members and passes each complete line to ``output``; equal lines of several members are
+    folded.
 
     Args:
         output: shows one line.
-        bars: shows the progress bars that members draw at the moment, all of them at each change.
-        ready: whether it can take more now.
-        clock: seconds, only going forward.
-        pause: waits a number of seconds for it to be ready again.
+        bars: shows the members' current progress bars, all of them at each change.
+        ready: returns whether ``output`` can take more now.
+        clock: seconds, monotonic.
+        pause: waits a number of seconds for ``output`` to be ready again.
     """
 
     def __init__(
@@ -49,29 +49,30 @@ class MergedLogs:
         self._bars: list[str] = []
 
     def skip(self, written: Mapping[Path, Written]) -> None:
-        """Leave out what earlier starts of the job have written."""
+        """Skip the lines of earlier starts of the job."""
         self._tail.skip(written)
 
     def follow(self, members: Iterable[MemberStatus]) -> None:
-        """Follow these members too; those that are known stay as they are."""
+        """Follow these members in addition to the known ones."""
         for member in members:
-            if not member.fused_with:  # else what it prints is in that member's log
+            if not member.fused_with:  # a fused member's output is in its host's log
                 self._paths[f"{member.role}:{member.rank}"] = member.log_path
                 self._tail.add(f"{member.role}:{member.rank}", member.log_path)
 
     def follow_files(self, files: Iterable[tuple[str, str]]) -> None:
-        """The same for names and paths."""
+        """Follow these log files, given as names and paths."""
         for name, path in files:
             self._tail.add(name, path)
 
     def poll(self) -> None:
-        """Show what is new, if there is room for it."""
+        """Show new lines, if there is room for them."""
         if self._ready():
             self._show(self._tail.poll())
             self._update_bars()
 
     def finish(self) -> None:
-        """All that is left, half lines included. A reader that takes nothing for ``STALL_S`` is not waited for."""
+        """Show all remaining lines, incomplete ones included; give up on a reader that takes nothing for
+        ``STALL_S``."""
         deadline = self._clock() + STALL_S
         while self._tail.behind():
             if self._ready():
@@ -99,8 +100,7 @@ class MergedLogs:
             self._output(line)
 
     def _shortened(self, lines: Iterable[LogLine]) -> Iterable[tuple[str, str]]:
-        """The lines as name and text. What a member says of its failure is cut in the middle: all of it is in its
-        log."""
+        """Yield the lines as name and text. A member's failure message is cut in the middle; its log has all of it."""
         for name, group in groupby(lines, lambda line: line.name):
             texts = [line.text for line in group]
             at = next(

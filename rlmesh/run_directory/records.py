@@ -1,7 +1,7 @@
-"""What is known of jobs after they have ended: a file in each run directory, and this user's list of run directories.
+"""Records of ended jobs: a file in each run directory, and this user's list of run directories.
 
-``<run_dir>/end.json`` is written by the driver. The list is ``$XDG_STATE_HOME/rlmesh/jobs`` (``~/.local/state``), one
-run directory per line, newest last. Nobody needs either to run a job, so whatever goes wrong here is not an error.
+The driver writes ``<run_dir>/end.json``. The list is ``$XDG_STATE_HOME/rlmesh/jobs`` (``~/.local/state``), one
+run directory per line, newest last. No job depends on either, so problems with them are not errors.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ __all__ = ["EndedJob", "ended_jobs", "forget_end", "read_end", "remember", "writ
 
 END_FILE = "end.json"
 UNREADABLE = "unreadable"
-"""Stage of a job whose record is somebody else's, torn or malformed."""
+"""Stage of a job whose record belongs to another user, or is incomplete or malformed."""
 LATEST_S = 1e12
 T = TypeVar("T")
 KEPT = 200
-"""Run directories in the list; older ones are forgotten."""
+"""Number of run directories in the list; older ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that has ended. Times are seconds since the epoch; ``ended_at`` is 0 and ``stage`` ``lost`` where the
-    driver died before it could say how the job ended."""
+    """A job that has ended. Times are seconds since the epoch.
+
+    If the driver died before it could record the end, ``ended_at`` is 0 and ``stage`` is ``lost``.
+    """
 
     job_id: str
     job_name: str
@@ -45,19 +47,19 @@ class EndedJob:
     ended_at: float = 0.0
     failures: tuple[str, ...] = ()
     members: tuple[tuple[str, str], ...] = ()
-    """Name and last state of each."""
+    """Name and last state of each member."""
     alarms: tuple[str, ...] = ()
-    """Lines that tell of them."""
+    """Alarms, as text lines."""
     restarts: tuple[tuple[str, float, str], ...] = ()
-    """What was restarted, when and why, oldest first."""
+    """Restarts, oldest first: unit, time and reason."""
     stopped_at: int | None = None
-    """The step after which all ranks stopped, after notice."""
+    """The step after which all ranks stopped, after a notice."""
     trouble: str = ""
-    """Why the record of an ``unreadable`` job cannot be read."""
+    """Reason why the record of an ``unreadable`` job cannot be read."""
 
 
 def write_end(status: JobStatus, now: float | None = None) -> None:
-    """Leave the end of a job in its run directory."""
+    """Record the end of a job in its run directory."""
     from rlmesh.observe.views.summary import alarm_lines
 
     end = {
@@ -79,26 +81,26 @@ def write_end(status: JobStatus, now: float | None = None) -> None:
 
 
 def forget_end(run_dir: Path) -> None:
-    """A job starts in a run directory: how the one before ended says nothing about it."""
+    """Remove the record of an earlier job from a run directory in which a job starts."""
     for path in (run_dir / END_FILE, *run_dir.glob("exit-node*.json")):
         path.unlink(missing_ok=True)
 
 
 def list_file() -> Path:
-    """This user's list of run directories."""
+    """Return the path of this user's list of run directories."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     return Path(state) / "rlmesh" / "jobs"
 
 
 def remember(run_dir: str | Path) -> None:
-    """Add a run directory to the list. Several jobs may do so at the same moment."""
+    """Add a run directory to the list. Safe for concurrent jobs."""
     path = list_file()
     line = os.fsencode(f"{os.path.abspath(run_dir)}\n")
     try:
         private_files.make_private(path.parent)
         fd = private_files.append_to(path)
         try:
-            os.write(fd, line)  # One write of a short line: appended as a whole.
+            os.write(fd, line)  # A single short write is appended atomically.
         finally:
             os.close(fd)
         if path.stat().st_size > 2 * KEPT * 200:
@@ -113,11 +115,11 @@ def _shorten(path: Path) -> None:
 
 
 def ended_jobs(running: Iterable[str] = (), path: Path | None = None) -> list[EndedJob]:
-    """This user's jobs that have ended, oldest first; one whose record makes no sense is ``unreadable``.
+    """Return this user's ended jobs, oldest first; a job with an invalid record is ``unreadable``.
 
     Args:
-        running: run directories of those that run.
-        path: of the list, if it is not the usual one.
+        running: run directories of running jobs.
+        path: path of the list; by default the user's.
     """
     try:
         path = path or list_file()
@@ -131,14 +133,14 @@ def ended_jobs(running: Iterable[str] = (), path: Path | None = None) -> list[En
 
 
 def read_end(run_dir: Path) -> EndedJob | None:
-    """How the job of a run directory ended; None if there was none."""
+    """Return the record of a run directory's job; None if there was no job."""
     if not os.path.isdir(run_dir):
         return None
     try:
         return _ended(run_dir, private_files.read(run_dir / END_FILE))
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, RecursionError) as error:  # somebody else's, torn, or not what write_end writes
+    except (OSError, ValueError, RecursionError) as error:  # foreign, incomplete, or not written by write_end
         return EndedJob("", run_dir.name, str(run_dir), UNREADABLE, _changed_at(run_dir), trouble=str(error))
     described = run_dir / "job.json"
     try:
@@ -159,12 +161,14 @@ def _changed_at(run_dir: Path) -> float:
 
 
 def _ended(run_dir: Path, data: bytes) -> EndedJob:
-    """Raises:
-    ValueError: the record is not what `write_end` writes; says where.
+    """Parse a record.
+
+    Raises:
+        ValueError: the record is not in the format of `write_end`; says where.
     """
     end = json.loads(data)
     if not isinstance(end, dict):
-        raise ValueError(f"{END_FILE} is no object")
+        raise ValueError(f"{END_FILE} is not an object")
     return EndedJob(
         job_id=_of(end, "job_id", str),
         job_name=_of(end, "job_name", str),

@@ -1,7 +1,7 @@
-"""What a run directory remembers of the starts of its job: ``starts.json``.
+"""The history of a run directory's starts: ``starts.json``.
 
 A job that was stopped, or that died, and is started again in the same directory is resumed: its roles see it in
-``current_worker().resume``. One that succeeded is not.
+``current_worker().resume``. A job that succeeded is not resumed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ logger = logging.getLogger(__name__)
 STARTS_FILE = "starts.json"
 HOLD_FILE = "held-by.json"
 ENDING_S = 15.0
-"""Guardians whose driver is gone have ended by then."""
+"""Seconds after which the guardians of a dead driver have ended."""
 POLL_S = 0.05
 
 
 def hold(run_dir: Path) -> int | None:
-    """Keep the run directory for this process until the descriptor is closed; a process that dies lets it go.
+    """Lock the run directory for this process until the descriptor is closed or the process ends.
 
-    Only on local file systems: a server on the network keeps the locks of a machine that was lost, and with them the
-    next start of its job. There the answer is None.
+    Only on local file systems: a network file server may hold the lock of a lost machine, and block the next start of
+    its
+    job. There the result is None.
 
     Raises:
-        LaunchError: another job runs there; says whose.
+        LaunchError: another job runs there; says which.
     """
     if network_file_system(run_dir):
         return None
@@ -59,8 +60,9 @@ def hold(run_dir: Path) -> int | None:
 
 
 def await_guardians(run_dir: Path, within_s: float = ENDING_S) -> None:
-    """Wait for what an earlier job in the run directory left: its driver is gone, and its guardians, each of which
-    shares the directory, end what was below them.
+    """Wait for the guardians of an earlier job, whose driver is gone, to end their processes.
+
+    Each guardian holds a shared lock on the run directory.
 
     Raises:
         LaunchError: they have not ended in time.
@@ -95,10 +97,10 @@ def _holder(text: str) -> str:
 
 
 def note_start(run_dir: Path, restarts: int = 0, now: float | None = None) -> Resume | None:
-    """Note a start, and say of what it is the resumption; None if it is the first one, or the last one succeeded.
+    """Record a start and return what it resumes; None for a first start, or if the last one succeeded.
 
     Args:
-        restarts: how often a scheduler says that it started the job before.
+        restarts: number of earlier starts by a scheduler.
     """
     before = _read(run_dir)
     starts = int(before.get("starts", 0))
@@ -111,8 +113,10 @@ def note_start(run_dir: Path, restarts: int = 0, now: float | None = None) -> Re
 
 
 def note_end(run_dir: Path, *, succeeded: bool, stopped_at: int | None, samples_trained: int = 0) -> None:
-    """Note how the last start ended: ``stopped_at`` is the step after which all ranks stopped, if they did. Where that
-    cannot be written (the disk is full) it is told, and the job has ended as it has."""
+    """Record how the last start ended; a write error is logged only.
+
+    ``stopped_at`` is the step after which all ranks stopped, if they did.
+    """
     end = {"succeeded": succeeded, "stopped_at": stopped_at, "samples_trained": samples_trained}
     try:
         _write(run_dir, {**_read(run_dir), **end})
@@ -121,7 +125,7 @@ def note_end(run_dir: Path, *, succeeded: bool, stopped_at: int | None, samples_
 
 
 def _samples_trained(run_dir: Path, before: dict[str, Any]) -> int:
-    """As noted at the end of the last start; of one that died, as its master has saved it."""
+    """Return the count recorded at the last end, or, if the last start died, the one that its master saved."""
     try:
         return int(before.get("samples_trained") or read_fact(run_dir / STORE_FILE, "samples_trained") or 0)
     except ValueError:

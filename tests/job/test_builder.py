@@ -8,10 +8,10 @@ from typing import Any, assert_type
 import pytest
 
 from rlmesh import DLJobBuilder, ElasticWorkloadDesc, RLJobBuilder, RLRoleType
+from rlmesh.builders.config import DLJob
+from rlmesh.builders.rl_builder import RLElasticRoleBuilder, RLSimpleRoleBuilder
+from rlmesh.builders.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.description.config import DLJob
-from rlmesh.job.description.rl_builder import RLElasticRoleBuilder, RLSimpleRoleBuilder
-from rlmesh.job.description.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from tests.job import roles
 from tests.job.test_descriptors import fails
 
@@ -174,7 +174,7 @@ def test_all_faults_are_reported_at_once() -> None:
         "role ACTOR: total=5 contradicts nnodes=2 and nproc_per_node=2",
         "role ROLLOUT: resource.gpus: there is no such key.",
         "role ROLLOUT: entry_point: '{P}.ppo_rollout.VLLMActor' holds a brace",
-        "role CRITIC: entry_point: 3 (int) is no entry point",
+        "role CRITIC: entry_point: 3 (int) is not an entry point",
         "collocation of ACTOR, rolout: the job has no role 'rolout'. Did you mean 'ROLLOUT'?",
     )
 

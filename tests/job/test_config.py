@@ -18,8 +18,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlmesh import DLConfig, DLJobBuilder, ElasticWorkloadDesc, ResourceDesc, RLJobBuilder, SimpleWorkloadDesc
+from rlmesh.builders.config import DLJob
 from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.description.config import DLJob
 from rlmesh.job.description.restart_policy import RestartPolicy
 from rlmesh.job.description.time_limits import TimeLimits
 from rlmesh.job.jsonable import jsonable

@@ -123,7 +123,7 @@ def test_environment_values_must_be_text_and_numbers_become_text() -> None:
         lambda: SimpleWorkloadDesc(entry_point="a.B", envs={"FLAG": True}),  # type: ignore[dict-item]
         "envs: FLAG=True (bool) must be text, such as 'True'",
     )
-    fails(lambda: SimpleWorkloadDesc(entry_point="a.B", envs={"A=B": "x"}), "'A=B' is no name")
+    fails(lambda: SimpleWorkloadDesc(entry_point="a.B", envs={"A=B": "x"}), "'A=B' is not a name")
 
 
 def test_variables_of_torch_distributed_are_rlmesh_s_own() -> None:

@@ -37,7 +37,7 @@ def test_forms(form: tuple[Any, ...], text: str) -> None:
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ((3,), r"3 \(int\) is no entry point: give a class, a function, 'module.Class' or a script"),
+        ((3,), r"3 \(int\) is not an entry point: give a class, a function, 'module.Class' or a script"),
         ((lambda: None,), "is a lambda, where workers cannot import it"),
         ((roles.Outer.Inner,), "'Outer.Inner' of module tests.job.roles is defined inside 'Outer'"),
         ((("a", "b", "c"),), r"must be \(module, class\), two strings"),

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from rlmesh.driver.driver import Driver, JobResult
+from rlmesh.driver.handle import JobHandle
 from rlmesh.errors import JobFailed, LaunchError
-from rlmesh.job.handle import JobHandle
 from rlmesh.job.status import JobStatus
 from tests.stalls import HANG_S
 

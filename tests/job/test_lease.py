@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import LeaseTimeout, UsageError
-from rlmesh.job.device_lease import DeviceLease, LeaseDesk
+from rlmesh.job.device_lease import DeviceLease, SharedLease
 from rlmesh.placement.device_leases import LeaseAnswer
 
 
@@ -40,11 +40,11 @@ class Agent:
 class Member:
     def __init__(self, *, at_once: bool = True) -> None:
         self.agent = Agent(at_once=at_once)
-        self.desk = LeaseDesk("A:0", self.agent)
+        self.shared = SharedLease("A:0", self.agent)
         self.did: list[str] = []
 
     def lease(self, wake: Any = None, sleep: Any = None) -> DeviceLease:
-        return DeviceLease(self.desk, 3.0, wake or (lambda: self.did.append("wake")),
+        return DeviceLease(self.shared, 3.0, wake or (lambda: self.did.append("wake")),
                            sleep or (lambda: self.did.append("sleep")))  # fmt: skip
 
     @property

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rlmesh.job import masking
-from rlmesh.job.masking import is_secret, know, mask_text, mask_texts, masked, secrets_in
+from rlmesh.job.masking import is_secret, mask_text, mask_texts, masked, register_secrets, secrets_in
 
 SECRET = (
     "HF_TOKEN", "api_key", "APIKEY", "apiKey", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "password", "DB_PASSWD",
@@ -84,7 +84,9 @@ def test_other_texts_stay(text: str) -> None:
 
 def test_known_secrets_are_found_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking, "_known", set())
-    know(secrets_in({"MY_PASSWORD": "correct horse", "SHORT_TOKEN": "ab", "NAME": "correct", "MAX_TOKENS": "123456"}))
+    register_secrets(
+        secrets_in({"MY_PASSWORD": "correct horse", "SHORT_TOKEN": "ab", "NAME": "correct", "MAX_TOKENS": "123456"})
+    )
     assert mask_text("said correct horse, ab, correct, 123456") == "said ***, ab, correct, 123456"
 
 

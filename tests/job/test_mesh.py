@@ -34,7 +34,7 @@ def test_axes_that_do_not_fit_are_named() -> None:
     with pytest.raises(JobSpecError, match=r"role A: mesh: dp=2 x tp=4 is 8 members, but the role has 4"):
         builder().role("A").run(roles.Actor).total(4).mesh(dp=2, tp=4).build()
     wrong: Any = {"d p": 2}
-    with pytest.raises(JobSpecError, match=r"'d p' is no name of an axis"):
+    with pytest.raises(JobSpecError, match=r"'d p' is not a name of an axis"):
         builder().role("A").run(roles.Actor).mesh(**wrong).build()
     with pytest.raises(JobSpecError, match=r"dp=0: the size of an axis is a whole number above 0"):
         builder().role("A").run(roles.Actor).mesh(dp=0).build()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlmesh import DLJob, DLJobBuilder, RoleGroup, Runtime
+from rlmesh.driver.handle import JobHandle
 from rlmesh.errors import JobFailed, JobSpecError, JobStopped, PeerLost, UsageError
-from rlmesh.job.handle import JobHandle
 from rlmesh.testing import LocalCluster
 from tests.job import serving
 from tests.job.test_handle import FakeDriver, handle_of
@@ -92,7 +92,7 @@ def test_plain_threads_start_a_job_and_call_its_roles(tmp_path: Path) -> None:
             with ThreadPoolExecutor(4) as pool:
                 said = list(pool.map(lambda i: group[i % 2].call("echo", str(i)).result(HANG_S), range(40)))
             assert said == [f"ECHO:{i % 2} {i}" for i in range(40)]
-            address, key = handle.way_in() or ("", b"")
+            address, key = handle.address_and_key() or ("", b"")
             with Runtime.join(address, key=key, name="other") as other:
                 assert echo(other)[1].call("echo", "x").result(HANG_S) == "ECHO:1 x"
         assert handle.done()
@@ -154,7 +154,7 @@ def test_leaving_a_plain_block_ends_the_job() -> None:
     assert handle.done() and driver.reasons == ["the block of start() was left"]
     with pytest.raises(TimeoutError, match="had no members after"):
         driver = FakeDriver()
-        driver.way_in = None  # type: ignore[attr-defined]
+        driver.address_and_key = None  # type: ignore[attr-defined]
         with handle_of(driver) as handle, handle.join(timeout_s=0.1):
             pass
 

@@ -49,7 +49,7 @@ def test_commands(command: str, expected: TorchrunCommand) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("mpirun -n 2 train.py", "is no torchrun command"),
+        ("mpirun -n 2 train.py", "is not a torchrun command"),
         ("torchrun --nproc_per_nod=2 train.py", "no option '--nproc_per_nod=2'. Did you mean 'nproc_per_node'?"),
         ("torchrun --nnodes=1:4 train.py", "a range of nodes is not supported"),
         ("torchrun --nnodes=2:20:30 train.py", "--nnodes=2:20:30: must be a whole number of at least 1"),

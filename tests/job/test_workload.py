@@ -115,7 +115,7 @@ def test_reports(worker: Make, link: Link) -> None:
 
 @pytest.mark.parametrize("value", ["many", None, [1.0], torch.zeros(2)])
 def test_a_metric_is_a_number(worker: Make, value: Any) -> None:
-    with pytest.raises(UsageError, match=r"TRAINER:1: report\(\) got loss=.*which is no number"):
+    with pytest.raises(UsageError, match=r"TRAINER:1: report\(\) got loss=.*which is not a number"):
         worker("TRAINER").report(loss=value)
 
 

@@ -20,8 +20,8 @@ from rlmesh import (
     RestartPolicy,
     SimpleWorkloadDesc,
 )
+from rlmesh.builders.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from rlmesh.errors import JobSpecError, PlacementError, UsageError
-from rlmesh.job.description.role_builder import ElasticRoleBuilder, SimpleRoleBuilder
 from tests.job import roles
 
 

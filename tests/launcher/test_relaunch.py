@@ -46,5 +46,5 @@ exec {words} --nnodes $RLMESH_NNODES --node-rank $RLMESH_NODE_RANK --rdzv-endpoi
 
 
 def test_what_is_no_command_is_told_before_anything_starts() -> None:
-    with pytest.raises(JobSpecError, match="is no command: No closing quotation"):
+    with pytest.raises(JobSpecError, match="is not a command: No closing quotation"):
         DLJobBuilder().relaunch("ssh 'standby").role("A").run(len).build()

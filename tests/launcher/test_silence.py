@@ -12,43 +12,43 @@ import pytest
 
 from rlmesh.errors import LaunchError
 from rlmesh.rendezvous.client import NodeOptions, join_and_serve
-from rlmesh.rendezvous.liveness import Silence
-from rlmesh.rendezvous.server import Head, HeadOptions
+from rlmesh.rendezvous.liveness import ServerLiveness
+from rlmesh.rendezvous.server import RendezvousOptions, RendezvousServer
 from rlmesh.runtime.connections.security import make_key
 from tests.stalls import HANG_S, Stalls
 
 
-def silence() -> Silence:
-    return Silence(100.0, quiet_s=4.0, look_s=1.0, lost_s=20.0)
+def silence() -> ServerLiveness:
+    return ServerLiveness(100.0, quiet_s=4.0, check_s=1.0, lost_s=20.0)
 
 
 def test_no_look_as_long_as_answers_come_in_time() -> None:
     quiet = silence()
-    assert not quiet.look(103.9)
-    quiet.heard(103.9)
-    assert not quiet.look(107.0)
-    assert not quiet.too_long(107.0)
+    assert not quiet.check_due(103.9)
+    quiet.answered(103.9)
+    assert not quiet.check_due(107.0)
+    assert not quiet.is_lost(107.0)
 
 
 def test_a_late_answer_is_a_reason_to_look_now_and_then() -> None:
     quiet = silence()
-    assert [at for at in (103.0, 104.5, 105.0, 105.6, 106.0) if quiet.look(at)] == [104.5, 105.6]
+    assert [at for at in (103.0, 104.5, 105.0, 105.6, 106.0) if quiet.check_due(at)] == [104.5, 105.6]
 
 
 def test_a_failed_call_is_a_reason_to_look_at_once_and_until_it_answers() -> None:
     quiet = silence()
     quiet.failed()
-    assert [at for at in (100.1, 100.5, 101.2) if quiet.look(at)] == [100.1, 101.2]
-    quiet.heard(101.5)
-    assert not quiet.look(103.0)
+    assert [at for at in (100.1, 100.5, 101.2) if quiet.check_due(at)] == [100.1, 101.2]
+    quiet.answered(101.5)
+    assert not quiet.check_due(103.0)
 
 
 def test_it_is_given_up_in_the_end() -> None:
     quiet = silence()
     quiet.failed()
-    assert not quiet.too_long(120.0)
-    assert quiet.too_long(120.1)
-    assert quiet.lasts_s(120.1) == pytest.approx(20.1)
+    assert not quiet.is_lost(120.0)
+    assert quiet.is_lost(120.1)
+    assert quiet.silent_s(120.1) == pytest.approx(20.1)
 
 
 class Way:
@@ -97,7 +97,7 @@ class Way:
 
 def test_a_head_whose_port_closes_after_its_connections_is_noticed(stalls: Stalls) -> None:
     key, told = make_key(), list[BaseException]()
-    with Head(HeadOptions(2, 2, "127.0.0.1", 0, key, "1")) as head:
+    with RendezvousServer(RendezvousOptions(2, 2, "127.0.0.1", 0, key, "1")) as head:
         way = Way(head.port)
 
         def live() -> None:

@@ -117,18 +117,14 @@ def test_causes_are_connected_by_calls_and_by_time(pair: Pair, turned: bool) -> 
     assert [f"{cause.role}:{cause.rank}" for cause in causes] == pair.causes.split()
 
 
-class Job:
-    graph = TWO
-
-
 def test_a_death_ends_the_wait_only_for_those_that_it_explains() -> None:
-    failures = Failures(0.3, Job())
-    failures.add(Weight.FOLLOWS, info("T:0", 10.0), 10.0, ("V:0",), lost=True)
-    failures.add(Weight.DEATH, info("Z:0", 10.05), 10.05)
-    assert not failures.settled(10.1), "the death of V:0 may be on its way"
-    failures.add(Weight.DEATH, info("V:0", 10.0), 10.1)
-    assert failures.settled(10.1)
-    assert failures.causes()[0].role == "V"
+    failures = Failures()
+    failures.add(follows("T:0", 10.0, "V:0"), 10.3)
+    failures.add(death("Z:0", 10.05), 10.35)
+    assert not failures.settled(10.1, TWO), "the death of V:0 may be on its way"
+    failures.add(death("V:0", 10.0), 10.4)
+    assert failures.settled(10.1, TWO)
+    assert first_causes(failures.found, TWO)[0].role == "V"
 
 
 @pytest.mark.case("n03")

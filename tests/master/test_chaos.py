@@ -37,8 +37,8 @@ def test_a_kill_is_its_text(text: str) -> None:
     ("REWARD@stop", "no point 'stop'"),
     ("REWARD@step", "step needs a value"),
     ("REWARD@start=3", "start needs no value"),
-    ("REWARD@step=x", "'x' is no number"),
-    ("REWARD:x@now", "'x' is no rank"),
+    ("REWARD@step=x", "'x' is not a number"),
+    ("REWARD:x@now", "'x' is not a rank"),
     ("master@call=save", "say at whose call"),
     ("REWARD@now+NOSE", "no signal 'NOSE'"),
 ])  # fmt: skip

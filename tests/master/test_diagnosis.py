@@ -114,17 +114,19 @@ def test_who_is_in_a_collective_waits_for_who_is_not() -> None:
 
 def test_a_member_that_does_not_answer_is_as_old_as_its_last_answer() -> None:
     manager = DiagnosisManager(LIMIT_S)
-    manager.saw(KEY, running(1, 1), 100.0)
+    manager.answered(KEY, running(1, 1), 100.0)
     for at in range(110, 700, 10):
         manager.missed(KEY, float(at))
-        assert manager.look({KEY}, (), float(at)) is None
-    found = manager.look({KEY}, (), 700.0)
+        assert manager.find_hang({KEY}, (), float(at)) is None
+    found = manager.find_hang({KEY}, (), 700.0)
     assert found is not None and found.causes[0].silent
-    manager.saw(KEY, MemberProgress(), 701.0)
-    assert manager.look({KEY}, (), 10_000.0) is None, "it was slow, and is idle now"
+    manager.answered(KEY, MemberProgress(), 701.0)
+    assert manager.find_hang({KEY}, (), 10_000.0) is None, "it was slow, and is idle now"
     manager.missed(KEY, 10_000.0)
-    assert manager.look({KEY}, (), 10_000.0 + LIMIT_S - 1) is None
-    assert manager.look({KEY}, (), 10_000.0 + LIMIT_S) is not None, "it was idle, and something keeps it from answering"
+    assert manager.find_hang({KEY}, (), 10_000.0 + LIMIT_S - 1) is None
+    assert manager.find_hang({KEY}, (), 10_000.0 + LIMIT_S) is not None, (
+        "it was idle, and something keeps it from answering"
+    )
 
 
 def test_questions_are_asked_in_intervals() -> None:

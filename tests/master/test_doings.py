@@ -13,7 +13,7 @@ import pytest
 
 from rlmesh.driver.outcome import JobResult
 from rlmesh.job.status import Serving
-from rlmesh.master.monitoring.activity import Doings
+from rlmesh.master.monitoring.activity import Activities
 from rlmesh.observe.files.incidents import incident_files, read_incident
 from rlmesh.runtime.serving.activity_board import ASYNC, DEF, INLINE, Activity, Board, does_not_answer, look_at
 from rlmesh.testing import LocalCluster
@@ -77,17 +77,17 @@ def test_why_a_process_does_not_answer(state: str, seen: Activity | None, text: 
 
 
 def test_what_was_seen_is_shown_as_long_as_it_is_news() -> None:
-    doings = Doings()
-    doings.looked([A], {A: "busy in A:0.f() for 7 s, does not answer"}, 10.0)
-    assert doings.of(A, 12.0) == "busy in A:0.f() for 9 s, does not answer"
-    assert doings.of(("A", 0, 1), 12.0) == "", "the next incarnation does something else"
-    assert doings.of(A, 30.0) == ""
-    doings.looked([A], {}, 31.0)
-    assert doings.of(A, 31.0) == ""
-    doings.told("A:0", 0, (Serving("A:0.f", 4.0, "T:0", True, "its call was cancelled or timed out"),), 31.0)
-    assert doings.of(A, 32.0) == "A:0.f() for T:0 runs for 5.0 s, although its call was cancelled or timed out"
-    doings.told("A:0", 0, (), 33.0)
-    assert doings.of(A, 33.0) == ""
+    activities = Activities()
+    activities.inspected([A], {A: "busy in A:0.f() for 7 s, does not answer"}, 10.0)
+    assert activities.of(A, 12.0) == "busy in A:0.f() for 9 s, does not answer"
+    assert activities.of(("A", 0, 1), 12.0) == "", "the next incarnation does something else"
+    assert activities.of(A, 30.0) == ""
+    activities.inspected([A], {}, 31.0)
+    assert activities.of(A, 31.0) == ""
+    activities.reported("A:0", 0, (Serving("A:0.f", 4.0, "T:0", True, "its call was cancelled or timed out"),), 31.0)
+    assert activities.of(A, 32.0) == "A:0.f() for T:0 runs for 5.0 s, although its call was cancelled or timed out"
+    activities.reported("A:0", 0, (), 33.0)
+    assert activities.of(A, 33.0) == ""
 
 
 def run(how: str, tmp_path: Path, hang_s: float) -> tuple[dict[str, Any], JobResult]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rlmesh import DLJobBuilder
+from rlmesh.builders.config import DLJob
 from rlmesh.cli.commands.logs import files
 from rlmesh.cli.commands.ps import member_lines
 from rlmesh.cli.commands.status import status_lines
 from rlmesh.driver.outcome import JobResult
 from rlmesh.errors import JobFailed, JobSpecError
-from rlmesh.job.description.config import DLJob
 from rlmesh.job.status import FailureInfo
 from rlmesh.master.decisions.failover import FailoverCoordinator, Restart
 from rlmesh.master.jobspec import RestartRule

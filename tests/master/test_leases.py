@@ -285,6 +285,6 @@ def test_a_node_that_was_given_up_gets_no_renewal_before_everybody_knows() -> No
     while not lost:
         now[0] += 0.5
         watch.renew(2)
-        watch.look()
+        watch.check()
     assert lost == [1] and now[0] == 3.0 + MARGIN_S
-    assert watch.gave_up(1) and not watch.gave_up(2)
+    assert watch.is_given_up(1) and not watch.is_given_up(2)

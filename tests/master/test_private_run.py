@@ -26,7 +26,7 @@ from rlmesh import DLJobBuilder
 from rlmesh.driver.driver import described
 from rlmesh.errors import UsageError
 from rlmesh.master.state.last_state import last_graph
-from rlmesh.master.state.store import SCHEMA
+from rlmesh.master.state.store import OF_PICKLES
 from rlmesh.private_files import SHARE_WITH_GROUP
 from tests.master.launched import ROOT, TOY, Launched, launch
 from tests.master.private_job import SECRETS
@@ -231,7 +231,7 @@ def test_a_forged_journal_is_not_believed(whose: str, ended_run: Path, tmp_path:
     forged_journal(run, tmp_path / "owned", tmp_path)
     if whose == "mine":
         os.chmod(run / "state.db-wal", 0o600)
-        says = r"the graph of calls of .* cannot be read from state\.db: a record of CallGraph is no text but bytes"
+        says = r"the graph of calls of .* cannot be read from state\.db: a record of CallGraph is not a text but bytes"
     else:
         os.chown(run / "state.db-wal", STRANGER, STRANGER)
         says = rf"state in .* is not used.*state\.db-wal belongs to uid {STRANGER}, not to you"
@@ -268,7 +268,7 @@ def test_a_replaced_state_of_a_running_job_ends_it_and_runs_nothing(whose: str, 
         assert job.ended() == 1, job.output
         assert time.monotonic() - began < 20.0
     assert "the master refused the job's state" in job.output
-    why = "is no text but bytes" if whose == "mine" else f"belongs to uid {STRANGER}, not to you"
+    why = "is not a text but bytes" if whose == "mine" else f"belongs to uid {STRANGER}, not to you"
     assert why in job.output
     assert not mark.exists()
 
@@ -278,7 +278,7 @@ def test_a_job_is_not_resumed_over_a_state_of_pickles(ended_run: Path, tmp_path:
     run = tmp_path / "run"
     shutil.copytree(ended_run, run)
     with closing(sqlite3.connect(run / "state.db")) as db:
-        db.execute(f"PRAGMA user_version = {SCHEMA - 1}")
+        db.execute(f"PRAGMA user_version = {OF_PICKLES}")
     with Launched(["-m", "rlmesh.cli.main", "launch", "--run-dir", str(run), str(TOY)], tmp_path) as job:
         assert job.ended() == 1
     assert "was written by rlmesh 0.1 as pickles, which can run code" in job.output

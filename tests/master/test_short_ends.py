@@ -88,7 +88,7 @@ def test_lines_are_cut_in_the_middle() -> None:
     [
         ("random:kills=0", "at least 1"),
         ("random:kills=1.5", "whole number"),
-        ("random:within=-1", "no time"),
+        ("random:within=-1", "not a time"),
         ("W:0@step=-1", "never reached"),
         ("W:0@after=nan", "never reached"),
         ("W:0@now+999", "no signal"),

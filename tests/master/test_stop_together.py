@@ -108,7 +108,7 @@ def test_all_ranks_stop_at_the_same_step_in_any_order(data: st.DataObject) -> No
             asked = True
             perform(together.begin(ranks))
         elif what == "news":
-            perform(together.held(*news.pop(0)))
+            perform(together.step_held(*news.pop(0)))
         elif what == "advance":
             ranks["TRAINER", int(number)].advance()
         else:
@@ -306,13 +306,13 @@ def test_patience_ends() -> None:
 
 def test_a_rank_that_is_started_again_is_told_the_step() -> None:
     together = StopTogether(2.5)
-    assert together.joined(("TRAINER", 0)) == []
+    assert together.run_began(("TRAINER", 0)) == []
     together.notice("SIGUSR1", 60, 5, 0.0)
     together.begin([("TRAINER", 0), ("TRAINER", 1)])
-    assert together.gone(("TRAINER", 1)) == []
-    assert together.joined(("TRAINER", 1)) == [ev.HoldSteps((("TRAINER", 1),), "SIGUSR1")]
-    assert together.held(("TRAINER", 1), None) == []
-    (told,) = together.held(("TRAINER", 0), 9)
+    assert together.run_ended(("TRAINER", 1)) == []
+    assert together.run_began(("TRAINER", 1)) == [ev.HoldSteps((("TRAINER", 1),), "SIGUSR1")]
+    assert together.step_held(("TRAINER", 1), None) == []
+    (told,) = together.step_held(("TRAINER", 0), 9)
     assert isinstance(told, ev.SetStop)
-    together.gone(("TRAINER", 0))
-    assert together.joined(("TRAINER", 0)) == [ev.SetStop((("TRAINER", 0),), told.request)]
+    together.run_ended(("TRAINER", 0))
+    assert together.run_began(("TRAINER", 0)) == [ev.SetStop((("TRAINER", 0),), told.request)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlmesh.builders.config import DLConfig
 from rlmesh.driver.options import Cluster, LaunchOptions, ambient, effective
 from rlmesh.driver.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec, slots_asked
 from rlmesh.errors import JobSpecError, LaunchError
-from rlmesh.job.description.config import DLConfig
 from rlmesh.job.description.restart_policy import RestartPolicy
 from rlmesh.master.jobspec import JobSpec, TimeLimits
 from rlmesh.placement.planner import make_plan

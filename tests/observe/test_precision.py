@@ -118,7 +118,7 @@ def test_any_number_survives_the_file(tmp_path_factory: pytest.TempPathFactory, 
 @pytest.mark.case("b14")
 @pytest.mark.parametrize("value", [10**400, -(10**5000), 1j, "many"], ids=["big", "huge", "complex", "text"])
 def test_what_is_no_number_is_refused_by_name(worker: WorkerContext, value: Any) -> None:
-    with pytest.raises(UsageError, match=r"TRAINER:0: report\(\) got loss=.*which is no number"):
+    with pytest.raises(UsageError, match=r"TRAINER:0: report\(\) got loss=.*which is not a number"):
         worker.report(step=1, loss=value)
 
 
@@ -128,7 +128,7 @@ def test_a_step_is_a_whole_number(worker: WorkerContext, link: Link) -> None:
         worker.report(step=step)  # type: ignore[arg-type]
         assert (link.records[-1].step, type(link.records[-1].step)) == (7, int)
     for wrong in (2.7, math.nan, math.inf, 2**63, "seven"):
-        with pytest.raises(UsageError, match=r"TRAINER:0: .*step=.*(whole number|64 bits|no number)"):
+        with pytest.raises(UsageError, match=r"TRAINER:0: .*step=.*(whole number|64 bits|not a number)"):
             worker.report(step=wrong)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"step="):
             worker.step_boundary(wrong)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlmesh import DLJobBuilder, current_worker
+from rlmesh.driver.handle import JobHandle
 from rlmesh.errors import JobFailed, UsageError
-from rlmesh.job.handle import JobHandle
 from rlmesh.testing import LocalCluster
 from tests.stalls import HANG_S
 

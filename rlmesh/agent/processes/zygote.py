@@ -45,7 +45,7 @@ __all__ = ["ForkRefused", "Ready", "main", "pack"]
 logger = logging.getLogger(__name__)
 
 BASE = (
-    "rlmesh.agent.worker.worker", "rlmesh.job.description.rl_builder", "rlmesh.job.workload",
+    "rlmesh.agent.worker.worker", "rlmesh.builders.rl_builder", "rlmesh.job.workload",
     "rlmesh.runtime.serving.wait_report", "rlmesh.runtime.group", "rlmesh.runtime.transport.unix_transport",
     "cloudpickle",
 )  # fmt: skip

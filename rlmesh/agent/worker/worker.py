@@ -382,7 +382,7 @@ class WorkerMember:
             rank=spec.rank,
             world_size=spec.world_size,
             link=MasterLink(self._runtime, self._master, self._outbox, self._orders, spec.key),
-            lessor=DeviceLeaseClient(self._agents(spec), spec.node_rank, spec.key, spec.world_size),
+            lease_link=DeviceLeaseClient(self._agents(spec), spec.node_rank, spec.key, spec.world_size),
             local_rank=spec.local_rank,
             local_world_size=spec.local_world_size,
             node_rank=spec.node_rank,

@@ -35,7 +35,7 @@ from rlmesh.runtime.connections.security import KEY_TEXT_VARIABLE, KEY_VARIABLE,
 from rlmesh.runtime.process.forked import end_child
 
 if TYPE_CHECKING:
-    from rlmesh.rendezvous.server import Head
+    from rlmesh.rendezvous.server import RendezvousServer
     from rlmesh_launcher.slurm import Task
 
 DESCRIPTION = (
@@ -151,7 +151,7 @@ def _run_task(task: Task, options: argparse.Namespace, flags: NodeFlags, argumen
     place = StepPlace(task, folder, key, flags.local_addr, flags.join_s)
     launch = place.options(_options_of(options, flags, key), options.job)
 
-    def script(head: Head | None) -> int:
+    def script(head: RendezvousServer | None) -> int:
         with ambient(replace(launch, head=head)) as block, heeding_signals(block):
             return run_script(options.job, arguments, module=flags.module, node_lost=RESUMABLE)
 
@@ -214,7 +214,7 @@ def _run_node(
         host_here=flags.local_addr, lifeline=lifeline,
     )  # fmt: skip
 
-    def run_head(head: Head) -> int:
+    def run_head(head: RendezvousServer) -> int:
         head.on_full = lambda text: print(f"rlmesh: {text}", file=sys.stderr, flush=True)
         with ambient(replace(launch, head=head)) as block, heeding_signals(block):
             return script()

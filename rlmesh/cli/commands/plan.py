@@ -13,7 +13,7 @@ from rlmesh.driver.options import LaunchOptions, ambient
 from rlmesh.errors import JobSpecError, PlacementError, UsageError
 
 if TYPE_CHECKING:
-    from rlmesh.job.description.config import DLConfig
+    from rlmesh.job.description.config import JobDescription
 
 DESCRIPTION = """Print where the members of a job would run, without starting anything. The script runs until it
 submits a job. Exit code 0: the job fits; 1: it does not, and the missing resources are printed; 2: wrong usage."""
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         return 2
     asked: list[int] = []
 
-    def preview(config: DLConfig, job_name: str) -> NoReturn:
+    def preview(config: JobDescription, job_name: str) -> NoReturn:
         asked.append(show(config, job_name, options.cluster, as_json=options.json))
         raise SystemExit(asked[-1])
 
@@ -56,12 +56,14 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     return asked[-1] if asked else code
 
 
-def show(config: DLConfig, job_name: str, cluster: Path | None, *, as_json: bool) -> int:
+def show(config: JobDescription, job_name: str, cluster: Path | None, *, as_json: bool) -> int:
     """Print the plan of a job, or why there is none; return the exit code."""
     from rlmesh.placement.describe import describe_plan, plan_values
+    from rlmesh.placement.preview import plan_job
 
     try:
-        plan = config.plan(cluster)
+        config.check()
+        plan = plan_job(config, cluster)
     except UsageError as error:
         print(f"rlmesh plan: {error}", file=sys.stderr)
         return 1 if isinstance(error, JobSpecError) else 2

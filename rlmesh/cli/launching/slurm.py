@@ -19,7 +19,7 @@ from rlmesh.job.masking import mask_text
 from rlmesh.runtime.transport.inet import local_route_to
 
 if TYPE_CHECKING:
-    from rlmesh.rendezvous.server import Head
+    from rlmesh.rendezvous.server import RendezvousServer
     from rlmesh_launcher.local import NodePlace
     from rlmesh_launcher.slurm import Task
 
@@ -195,7 +195,7 @@ class StepPlace:
         root = launch.run_root or Path("runs")
         return replace(launch, run_dir=launch.run_dir or root / name, restarts=task.restarts)
 
-    def run(self, run_script: Callable[[Head | None], int]) -> int:
+    def run(self, run_script: Callable[[RendezvousServer | None], int]) -> int:
         """Run the task until the job is over; return the exit code.
 
         Raises:
@@ -214,14 +214,14 @@ class StepPlace:
         munge = Munge(os.environ.get(MUNGE_SOCKET_VARIABLE, ""))
         return SlurmRendezvous(self.folder, f"slurm-{task.job}.{task.step}-{task.restarts}", self.key, munge)
 
-    def _be_head(self, run_script: Callable[[Head | None], int]) -> int:
+    def _be_head(self, run_script: Callable[[RendezvousServer | None], int]) -> int:
         from rlmesh_launcher.local import run_node
         from rlmesh_launcher.slurm import SlurmAllocation
 
         rendezvous = self._rendezvous()
-        heads: list[Head] = []
+        heads: list[RendezvousServer] = []
 
-        def script(head: Head) -> int:
+        def script(head: RendezvousServer) -> int:
             heads.append(head)
             return run_script(head)
 
@@ -259,7 +259,7 @@ class StepPlace:
                 print(f"rlmesh: {self.task.label}: {gone}", file=sys.stderr, flush=True)
             return gone.exit_code
 
-        def no_script(head: Head) -> int:
+        def no_script(head: RendezvousServer) -> int:
             raise LaunchError(f"{self.task.label} is not the head")
 
         try:

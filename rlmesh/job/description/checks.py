@@ -1,4 +1,5 @@
-"""Checks between the parts of a job description. Pure: they return sentences, each starting with its key."""
+"""Checks between the parts of a job description. No I/O: each returns the faults, one sentence each, beginning with
+its key."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ __all__ = [
     "fusion_problems",
     "mask_problems",
     "member_problems",
+    "placing_problems",
     "role_name_problems",
     "size_problems",
 ]
@@ -29,7 +31,7 @@ _ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 
 def role_name_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
-    """Whether there are roles, and whether their names can be told apart in addresses, logs and files."""
+    """Check that there are roles, and that their names are distinct in addresses, logs and files."""
     if not workloads:
         return ["workloads: the job has no roles: add one, such as .role('WORKER').run('module.Class')"]
     found: list[str] = []
@@ -46,7 +48,7 @@ def role_name_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
 
 
 def member_problems(workload: BaseWorkloadDesc, node_number: int | None, device_per_node: int | None) -> list[str]:
-    """Whether one role alone exceeds the nodes and devices that the job says it has."""
+    """Check that one role alone fits into the nodes and devices that the job declares."""
     found: list[str] = []
     asked = workload.resource.accelerator
     if device_per_node is not None and asked > device_per_node:
@@ -66,7 +68,7 @@ def member_problems(workload: BaseWorkloadDesc, node_number: int | None, device_
 
 
 def size_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
-    """Whether the whole job is of a size that can be planned."""
+    """Check that the size of the whole job can be planned."""
     members = sum(workload.total for workload in workloads.values())
     devices = sum(workload.total * workload.resource.accelerator for workload in workloads.values())
     asked = {"members": members, "accelerators": int(devices)}
@@ -78,7 +80,7 @@ def size_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
 
 
 def mask_problems(workloads: Mapping[str, BaseWorkloadDesc], global_env: Mapping[str, str]) -> list[str]:
-    """Whether somebody else than the plan would say which devices a member sees."""
+    """Check that no environment variable overrides the planned devices of a member."""
     hint = "rlmesh sets it for members with accelerators: leave it out, or choose devices with on_devices(...)"
     users = [role for role, workload in workloads.items() if workload.resource.accelerator > 0]
     found = [f"global_env: {name}={global_env[name]}: {hint}" for name in MASKS if users and name in global_env]
@@ -91,7 +93,7 @@ def mask_problems(workloads: Mapping[str, BaseWorkloadDesc], global_env: Mapping
 
 
 def driver_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
-    """Whether there is a ``run()`` at whose return the job ends, as far as the sources tell."""
+    """Check that there is a ``run()`` at whose return the job ends, as far as the sources show."""
     drivers = {role: workload for role, workload in workloads.items() if workload.is_driver}
     trainer = workloads.get(RLRoleType.TRAINER)
     if not drivers and trainer is not None and trainer.is_driver is None:
@@ -113,7 +115,7 @@ def driver_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
 
 
 def call_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
-    """Whether the roles that others say they call exist."""
+    """Check that declared callees exist."""
     return [
         f"role {role}: calls: the job has no role {callee!r}.{did_you_mean(callee, workloads)}"
         for role, workload in workloads.items()
@@ -127,7 +129,7 @@ def collocation_problems(
     workloads: Mapping[str, BaseWorkloadDesc],
     others: AbstractSet[str] = frozenset(),
 ) -> list[str]:
-    """Whether the sets of roles that share devices name existing roles, once each, whose shares fit.
+    """Check that the sets of roles that share devices name existing roles, once each, whose shares fit.
 
     ``others`` are roles that exist but have no descriptor because of faults of their own.
     """
@@ -166,7 +168,7 @@ def fusion_problems(
     separations: Sequence[SeparationDesc] = (),
     others: AbstractSet[str] = frozenset(),
 ) -> list[str]:
-    """Whether the sets of roles that share processes can be one process each.
+    """Check that the sets of roles that share processes can be one process each.
 
     ``others`` are roles that exist but have no descriptor because of faults of their own.
     """
@@ -192,7 +194,7 @@ def fusion_problems(
 
 
 def _one_process_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str]:
-    """What keeps roles from being one process, member by member."""
+    """Return the faults that keep roles from sharing processes, member by member."""
     found = [
         f"role {role} has groups, and a process is of one place: give the fused roles no groups"
         for role, workload in workloads.items()
@@ -211,4 +213,39 @@ def _one_process_problems(workloads: Mapping[str, BaseWorkloadDesc]) -> list[str
         if len(set(values.values())) > 1:
             said = ", ".join(f"{role} {value!r}" for role, value in values.items())
             found.append(f"envs: {name} cannot have several values in one process: {said}")
+    return found
+
+
+def placing_problems(
+    workloads: Mapping[str, BaseWorkloadDesc],
+    separations: Sequence[SeparationDesc],
+    pools: Mapping[str, Sequence[int]],
+    collocations: Sequence[AbstractSet[str]],
+) -> list[str]:
+    """Check that separations and pools name existing roles, and do not contradict collocations."""
+    keys = {f"{role}/{group}" for role, workload in workloads.items() for group in workload.groups}
+    found: list[str] = []
+    for separation in separations:
+        where = f"separation of {', '.join(sorted(separation.roles)) or 'nothing'}"
+        if not separation.roles:
+            found.append(f"{where}: name at least one role")
+        found += [
+            f"{where}: the job has no role {role!r}.{did_you_mean(role, {*workloads, *keys})}"
+            for role in sorted(separation.roles - set(workloads) - keys)
+        ]
+        found += [
+            f"{where}: {' and '.join(both)} are to share devices as well: drop one of the two"
+            for together in collocations
+            if separation.by != "spread" and len(both := sorted(separation.roles & together)) > 1
+        ]
+    found += [
+        f"pools.{name}: {list(sizes)} must be numbers of devices above 0, one for each of its nodes"
+        for name, sizes in pools.items()
+        if not sizes or any(not 1 <= size <= MOST for size in sizes)
+    ]
+    for role, workload in workloads.items():
+        if workload.pool and workload.pool not in pools:
+            found.append(f"role {role}: pool: there is no pool {workload.pool!r}.{did_you_mean(workload.pool, pools)}")
+        if workload.pool and workload.groups:
+            found.append(f"role {role}: pool: a role with groups cannot use a pool: give its groups devices or nodes")
     return found

@@ -1,18 +1,16 @@
-"""A job's description: ``DLConfig``, which builders make and ``submit`` runs.
+"""A job's description, with its checks.
 
-It may be changed until it is submitted (``job.workloads["ACTOR"].total = 4``); ``check`` and ``submit``
-look at everything again and report all faults at once.
+It may be changed until it is submitted (``job.workloads["ACTOR"].total = 4``); ``check`` checks all of it again and
+reports all faults at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
+from typing import Any, Literal
 
 from pydantic import (
     AliasChoices,
@@ -27,15 +25,15 @@ from rlmesh.errors import JobSpecError, UsageError
 from rlmesh.job.description.checks import (
     call_problems,
     collocation_problems,
-    driver_problems,
     fusion_problems,
     mask_problems,
     member_problems,
+    placing_problems,
     role_name_problems,
     size_problems,
 )
 from rlmesh.job.description.descriptors import BaseWorkloadDesc, WorkloadDesc, env_texts
-from rlmesh.job.description.placement_rules import SeparationDesc, placing_problems
+from rlmesh.job.description.placement_rules import SeparationDesc
 from rlmesh.job.description.resources import MOST
 from rlmesh.job.description.restart_policy import RestartPolicy, effective_policy, names_a_budget
 from rlmesh.job.description.spec import Spec
@@ -44,24 +42,14 @@ from rlmesh.job.entry_points.program import main_path
 from rlmesh.job.jsonable import jsonable
 from rlmesh.job.nearest_name import did_you_mean
 from rlmesh.runtime.argument_types import MOST_S
-from rlmesh.runtime.process import clock
 
-if TYPE_CHECKING:
-    from pathlib import Path
+__all__ = ["JobDescription", "job_name_problems"]
 
-    from rlmesh.driver.driver import JobResult, LaunchOptions
-    from rlmesh.job.handle import JobHandle
-    from rlmesh.placement.planner import Plan
-    from rlmesh.placement.preview import ClusterLike
-
-__all__ = ["DLConfig", "DLJob"]
-
-View: TypeAlias = Literal["auto", "live", "plain", "none"]
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class DLConfig(Spec):
-    """A job: its roles, and what holds for all of them.
+class JobDescription(Spec):
+    """A job: its roles, and job-level settings.
 
     Attributes:
         job_name: names the run's folder and its processes; ``submit`` may give another.
@@ -71,19 +59,19 @@ class DLConfig(Spec):
         global_env: environment variables of all members; a role's own win.
         node_number: nodes that the job may use; ``None``: all that the cluster has.
         device_per_node: accelerators of each node that it may use; ``None``: all that the node has.
-        device_type: ``GPU``, or ``CPU`` where accelerators are virtual slots that only limit placement.
+        device_type: ``GPU``, or ``CPU``: accelerators are then virtual slots that only limit placement.
         separations: sets of roles that are kept apart.
-        pools: divisions of the devices: so many on each of its nodes; roles name theirs with ``pool``.
-        spare_nodes: nodes that stay empty, to take the place of others.
-        relaunch: a command that brings another machine in the place of a lost node, when the others have no room for
+        pools: pools of devices: number of devices on each node; a role names its pool with ``pool``.
+        spare_nodes: nodes that stay empty, to replace others.
+        relaunch: a command that brings another machine in place of a lost node, when the others have no room for
             its members (``docs/placement.md``).
         collocations: sets of roles whose members share devices, rank by rank.
         fusions: sets of roles whose members share processes, rank by rank.
-        restart: what happens when a member fails, for roles without a policy of their own; a text is a scope
+        restart: restart policy of roles without a policy of their own; a text is a scope
             (``never``, ``member``, ``role``, ``job``).
-        limits: how long each phase may take, in seconds; a mapping names those that differ from the defaults.
+        limits: time limits of the phases, in seconds; a mapping names those that differ from the defaults.
         call_timeout_s: deadline of remote calls that set none, in seconds.
-        preload: modules that processes have imported before they become workers; ``None``: found by reading
+        preload: modules that processes import before they become workers; ``None``: found by reading
             the entry points' sources.
     """
 
@@ -123,7 +111,7 @@ class DLConfig(Spec):
         try:
             shlex.split(value)
         except ValueError as error:
-            raise ValueError(f"{value!r} is no command: {error}") from None
+            raise ValueError(f"{value!r} is not a command: {error}") from None
         return value
 
     @field_validator("limits", mode="before")
@@ -156,19 +144,19 @@ class DLConfig(Spec):
         return [sorted(roles) for roles in value]
 
     def problems(self) -> list[str]:
-        """Everything that cannot work about this job, one line each; empty if it may be submitted."""
+        """Return all faults of the description, one line each; empty if the job may be submitted."""
         found = self._faults()
         try:
             return found + self._contradictions()
         except Exception:
             if not found:
                 raise
-            return found  # values of a wrong type, in whose presence the other checks need not work
+            return found  # the other checks need not work with values of a wrong type
 
     def _contradictions(self) -> list[str]:
-        """What cannot work about values that are right each by itself."""
+        """Return contradictions between values that are valid by themselves."""
         found = role_name_problems(self.workloads)
-        found += _job_name_problems(self.job_name)
+        found += job_name_problems(self.job_name)
         for role, workload in self.workloads.items():
             found += [f"role {role}: {problem}" for problem in workload.problems()]
             limits = (self.node_number, self.device_per_node)
@@ -181,7 +169,7 @@ class DLConfig(Spec):
         return found + collocation_problems(self.collocations, self.workloads)
 
     def _faults(self) -> list[str]:
-        """Faults of values that were changed in place, which assignment does not see."""
+        """Return faults of values that were changed in place, without validation by assignment."""
         found = self.faults(exclude={"workloads"})
         workloads: dict[Any, Any] = self.workloads
         for role, workload in workloads.items():
@@ -196,39 +184,23 @@ class DLConfig(Spec):
         if problems := self.problems():
             raise JobSpecError(problems)
 
-    def plan(self, cluster: ClusterLike | None = None) -> Plan:
-        """Where its members would run, without starting anything.
-
-        Args:
-            cluster: a TOML file that describes one, the same as a mapping, or what nodes are; without it, this
-                machine.
-
-        Raises:
-            JobSpecError: the description cannot work; lists all its faults.
-            PlacementError: the cluster cannot hold it; has the table of what is short.
-        """
-        self.check()
-        from rlmesh.placement.preview import plan_job
-
-        return plan_job(self, cluster)
-
     @property
     def node_num(self) -> int | None:
-        """``node_number``, by DLRover's name."""
+        """``node_number``, under DLRover's name."""
         return self.node_number
 
     @property
     def config(self) -> Any:
-        """``user_config``, by DLRover's name."""
+        """``user_config``, under DLRover's name."""
         return self.user_config
 
     @property
     def env(self) -> dict[str, str]:
-        """``global_env``, by DLRover's name."""
+        """``global_env``, under DLRover's name."""
         return self.global_env
 
     def get_workload(self, role: str) -> WorkloadDesc:
-        """The description of a role; the same object as in ``workloads``.
+        """Return the description of a role; the same object as in ``workloads``.
 
         Raises:
             UsageError: the job has no such role.
@@ -239,17 +211,17 @@ class DLConfig(Spec):
             raise UsageError(f"the job has no role {role!r}.{did_you_mean(str(role), self.workloads)}") from None
 
     def envs_of(self, role: str) -> dict[str, str]:
-        """The variables that the job sets for the members of a role: ``global_env``, then the role's own."""
+        """Return the environment variables of a role's members: ``global_env``, then the role's own."""
         return {**self.global_env, **self.workloads[role].envs}
 
     def restart_of(self, role: str, scope: str | None = None) -> RestartPolicy:
-        """The policy that holds for a role, all filled in. ``scope`` wins over what was described."""
+        """Return the effective restart policy of a role, with all fields set. ``scope`` wins over the description."""
         workload = self.workloads[role]
         elastic = workload.backend == "elastic"
         return effective_policy(elastic, workload.restart, self.restart, workload.max_restarts, scope)
 
     def names_a_budget(self, role: str) -> bool:
-        """Whether the job says itself how often the role may be restarted."""
+        """True if the job itself sets the number of restarts of a role."""
         workload = self.workloads[role]
         return names_a_budget(workload.restart, self.restart, workload.max_restarts)
 
@@ -259,128 +231,23 @@ class DLConfig(Spec):
         return main_path()
 
     def import_roots(self) -> tuple[str, ...]:
-        """Folders that must be importable in the workers: those that hold the entry points' packages."""
+        """Return the folders that must be importable in the workers: the parents of the entry points' packages."""
         roots = [workload.resolved.root for workload in self.workloads.values()]
         return tuple(dict.fromkeys(str(root) for root in roots if root is not None))
 
     def preload_items(self) -> tuple[str, ...]:
-        """What to import before processes become workers: ``"torch"``, ``"transformers:Qwen2ForCausalLM"``."""
+        """Return the modules that processes import before they become workers: ``"torch"``,
+        ``"transformers:Qwen2ForCausalLM"``."""
         from rlmesh.job.entry_points.preload import find_preload
 
         if self.preload is not None:
             return self.preload
         return find_preload([workload.resolved for workload in self.workloads.values()])
 
-    @overload
-    def submit(
-        self,
-        job_name: str | None = None,
-        blocking: Literal[True] = True,
-        *,
-        view: View | None = None,
-        run_dir: str | Path | None = None,
-    ) -> JobResult: ...
 
-    @overload
-    def submit(
-        self,
-        job_name: str | None = None,
-        *,
-        blocking: Literal[False],
-        view: View | None = None,
-        run_dir: str | Path | None = None,
-    ) -> JobHandle: ...
-
-    def submit(
-        self,
-        job_name: str | None = None,
-        blocking: bool = True,
-        *,
-        view: View | None = None,
-        run_dir: str | Path | None = None,
-    ) -> JobResult | JobHandle:
-        """Run the job and wait for its end.
-
-        Args:
-            job_name: names the run; else the description's own name counts.
-            blocking: ``False`` returns a ``JobHandle`` at once.
-            view: how progress is shown; ``auto`` unless the launcher says otherwise.
-            run_dir: folder of logs and metrics; else a new one under ``runs``.
-
-        Raises:
-            JobSpecError: the description cannot work; lists all its faults.
-            PlacementError: the cluster cannot hold it.
-            UsageError: called inside a running event loop, which it would block.
-            JobFailed: the job failed; holds the first causes.
-        """
-        called_at = clock.epoch()
-        if _inside_loop():
-            raise UsageError(
-                "submit() was called inside a running event loop, which it would block: use "
-                "'async with job.start(...) as handle: await handle' there"
-            )
-        if not blocking:
-            return self.start(job_name, view=view, run_dir=run_dir)
-        problems = [*self.problems(), *_job_name_problems(job_name)]
-        if problems := problems or driver_problems(self.workloads):
-            raise JobSpecError(problems)
-        from rlmesh.driver.driver import run_job
-
-        return run_job(self, job_name, self._launch_options(view, run_dir, called_at))
-
-    def start(
-        self, job_name: str | None = None, *, view: View | None = None, run_dir: str | Path | None = None
-    ) -> JobHandle:
-        """Start the job and return at once; for event loops, which are never blocked by it, and for programs that call
-        its roles themselves::
-
-            async with job.start("demo") as handle:
-                result = await handle
-
-            with job.start("serving") as handle, handle.join() as runtime:
-                RoleGroup("ECHO", runtime=runtime).call("say", "hello").result()
-
-        A job in which no role has a ``run()`` is driven by the caller: it lives until ``handle.stop()``, or until the
-        block is left.
-
-        Raises as ``submit`` does, except that ``JobFailed`` comes from the handle.
-        """
-        called_at = clock.epoch()
-        from rlmesh.driver.driver import Driver
-        from rlmesh.job.handle import JobHandle
-
-        if problems := [*self.problems(), *_job_name_problems(job_name)]:
-            raise JobSpecError(problems)
-        return JobHandle(Driver(self, job_name, self._launch_options(view, run_dir, called_at), serves=True))
-
-    def _launch_options(self, view: View | None, run_dir: str | Path | None, called_at: float) -> LaunchOptions:
-        from pathlib import Path
-
-        from rlmesh.driver.driver import LaunchOptions
-
-        if view is not None and view not in get_args(View):
-            raise UsageError(f"view: there is no view {view!r}.{did_you_mean(str(view), get_args(View))}")
-        if not isinstance(run_dir, str | os.PathLike | None):
-            raise UsageError(f"run_dir: {run_dir!r} ({type(run_dir).__name__}) is no path: give text or a Path")
-        folder = Path(run_dir) if run_dir is not None else None
-        return LaunchOptions(view=view, run_dir=folder, submitted_at=called_at)
-
-
-def _job_name_problems(name: object) -> list[str]:
+def job_name_problems(name: object) -> list[str]:
     if name is None or (isinstance(name, str) and _JOB_NAME.fullmatch(name)):
         return []
     return [
         f"job_name: {name!r:.80} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or a digit"
     ]
-
-
-def _inside_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-DLJob = DLConfig
-"""What builders return."""

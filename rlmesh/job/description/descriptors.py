@@ -1,11 +1,11 @@
-"""What a role needs: its entry point, how many members, on which resources.
+"""Descriptors of roles: the entry point, the number of members, and their resources.
 
-Each kind of role has a descriptor, told apart by ``backend``:
+Each kind of role has a descriptor, distinguished by ``backend``:
 
-* ``ElasticWorkloadDesc`` (``elastic``): one SPMD group. Its members find ``RANK``, ``WORLD_SIZE``,
-  ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``, … in their environment, as under torchrun.
-* ``SimpleWorkloadDesc`` (``simple``): independent members.
-* ``CustomWorkloadDesc`` (``custom``): independent members whose class is given as module and class name.
+- ``ElasticWorkloadDesc`` (``elastic``): one SPMD group. Its members find ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+  ``MASTER_ADDR``, ``MASTER_PORT``, … in their environment, as under torchrun.
+- ``SimpleWorkloadDesc`` (``simple``): independent members.
+- ``CustomWorkloadDesc`` (``custom``): independent members whose class is given as module and class name.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ TORCH_ENV = frozenset(
 
 
 class BaseWorkloadDesc(Spec):
-    """What all kinds of roles have.
+    """The base of all kinds of roles.
 
     Attributes:
         entry_point: ``module.Class``, ``module.function`` or ``script.py args``; a class, a function and
             ``(module, class)`` are accepted and turned into text.
         total: number of members.
-        per_node: most members on one node; of an elastic role, exactly as many on each of its nodes;
+        per_node: maximum number of members on one node; of an elastic role, the exact number on each of its nodes;
             ``None`` leaves it to the planner.
-        resource: what each member needs.
+        resource: resources of each member.
         envs: environment variables of the members; they win over the job's ``global_env``.
-        restart: what happens when a member fails; ``None``: the job's policy, in which elastic roles restart as a
+        restart: restart policy; ``None``: the job's policy, in which elastic roles restart as a
             group and other members alone. A text is a scope: ``never``, ``member``, ``role``, ``job``.
-        max_restarts: in place of the policy's own number; 0 is ``never``.
-        groups: groups within the role, such as prefill and decode, each with resources and a place of its own.
-        together: so many consecutive members are always on one node, on devices close to each other.
+        max_restarts: replaces the policy's own number; 0 is ``never``.
+        groups: groups within the role, such as prefill and decode, each with resources and a placement of its own.
+        together: number of consecutive members that are always on one node, on devices close to each other.
         nodes: names of the only nodes that the role may run on; empty: any.
         devices: the only devices that it may use, by UUID or its beginning, kind (``gpu``, ``mig``) or model;
             empty: any.
         pool: the pool whose devices it uses.
-        mesh: names and sizes of the axes along which the members are numbered, slowest first; empty if there are
-            none. Without ``total`` the role has as many members as they describe.
-        calls: roles that its members call, as far as the job declares it.
-        is_driver: whether the job waits for this role's ``run()``; ``None``: by default, which is TRAINER,
+        mesh: names and sizes of the axes along which the members are numbered, slowest first; empty without
+            axes. Without ``total`` the role has as many members as the axes describe.
+        calls: declared callees: roles that its members call.
+        is_driver: the job waits for this role's ``run()``; ``None``: the default, which is TRAINER,
             or all roles that have ``run()`` if there is no such role.
     """
 
@@ -127,7 +127,7 @@ class BaseWorkloadDesc(Spec):
     def _possible_groups(cls, value: dict[str, GroupDesc]) -> dict[str, GroupDesc]:
         for name in value:
             if not name.isidentifier():
-                raise ValueError(f"{name!r} is no name of a group: letters, digits and _, such as prefill")
+                raise ValueError(f"{name!r} is not a name of a group: letters, digits and _, such as prefill")
         return value
 
     @field_validator("mesh")
@@ -135,7 +135,7 @@ class BaseWorkloadDesc(Spec):
     def _possible_axes(cls, value: dict[str, int]) -> dict[str, int]:
         for name, size in value.items():
             if not name.isidentifier():
-                raise ValueError(f"{name!r} is no name of an axis: letters, digits and _, such as dp")
+                raise ValueError(f"{name!r} is not a name of an axis: letters, digits and _, such as dp")
             if size < 1:
                 raise ValueError(f"{name}={size}: the size of an axis is a whole number above 0")
         return value
@@ -146,15 +146,15 @@ class BaseWorkloadDesc(Spec):
         return env_texts(value)
 
     def __eq__(self, other: object) -> bool:
-        # What was looked up is no part of the description.
+        # The cached entry point is not part of the description.
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @property
     def resolved(self) -> Resolved:
         """The entry point, looked up without importing it.
 
-        It is looked up once per text and travels with the description, since ``__main__`` means another
-        module in another process.
+        It is looked up once per text and stored in the description, because ``__main__`` is another module in another
+        process.
         """
         if self._resolved is None or self._resolved[0] != self.entry_point:
             self._resolved = (self.entry_point, resolve_entry(self.entry_point))
@@ -162,11 +162,11 @@ class BaseWorkloadDesc(Spec):
 
     @property
     def entry(self) -> EntryPoint:
-        """What the members run."""
+        """The entry point that the members run."""
         return self.resolved.entry
 
     def problems(self) -> list[str]:
-        """What cannot work about this role by itself, one sentence each, each starting with the key."""
+        """Return the faults of this role by itself, one sentence each, each starting with the key."""
         found = [f"entry_point: {problem}" for problem in self.resolved.problems]
         if self.mesh and prod(self.mesh.values()) != self.total:
             axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
@@ -269,21 +269,21 @@ class CustomWorkloadDesc(BaseWorkloadDesc):
 
 AnyWorkloadDesc: TypeAlias = ElasticWorkloadDesc | SimpleWorkloadDesc | CustomWorkloadDesc
 WorkloadDesc: TypeAlias = Annotated[AnyWorkloadDesc, Field(discriminator="backend")]
-"""Any of the three kinds; a mapping is told apart by its ``backend``."""
+"""A descriptor of any of the three kinds; in a mapping, ``backend`` names the kind."""
 
 
 def env_texts(value: object) -> object:
-    """Environment variables with numbers turned into text.
+    """Return environment variables with numbers turned into text.
 
     Raises:
-        ValueError: a name or a value that the environment cannot hold.
+        ValueError: the environment cannot hold a name or a value.
     """
     if not isinstance(value, Mapping):
         return value
     texts: dict[str, str] = {}
     for key, item in value.items():
         if not isinstance(key, str) or not key or "=" in key or "\0" in key:
-            raise ValueError(f"{key!r} is no name of an environment variable")
+            raise ValueError(f"{key!r} is not a name of an environment variable")
         if isinstance(item, bool) or not isinstance(item, str | int | float) or isinstance(item, Enum):
             raise ValueError(f"{key}={item!r} ({type(item).__name__}) must be text, such as {str(item)!r}")
         if "\0" in str(item):

@@ -1,11 +1,10 @@
-"""The parts of a job description about where members run: groups within a role, separations, pools."""
+"""Placement rules of a job description: groups within a role, separations, pools."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, Field, field_serializer
 
@@ -15,10 +14,7 @@ from rlmesh.job.description.roles import role_name
 from rlmesh.job.description.spec import Spec
 from rlmesh.job.nearest_name import did_you_mean
 
-if TYPE_CHECKING:
-    from rlmesh.job.description.descriptors import BaseWorkloadDesc
-
-__all__ = ["Apart", "GroupDesc", "ResourcePoolManager", "SeparationDesc", "placing_problems", "pools_of"]
+__all__ = ["Apart", "GroupDesc", "ResourcePoolManager", "SeparationDesc", "pools_of"]
 
 
 Apart: TypeAlias = Literal["device", "node", "spread"]
@@ -27,14 +23,15 @@ Apart: TypeAlias = Literal["device", "node", "spread"]
 class GroupDesc(Spec):
     """One group within a role, such as the prefill engines of a rollout role.
 
-    The groups of a role number its members through: the first group has the lowest ranks. What a group does not
-    say is as for the role.
+    The members of a role are numbered through its groups: the first group has the lowest ranks. Values that a group
+    does not
+    set are the role's.
 
     Attributes:
         total: number of members.
-        per_node: most members on one node (of an elastic role: exactly so many).
-        resource: what each member needs.
-        together: so many consecutive members are always on one node, on devices close to each other.
+        per_node: maximum number of members on one node (of an elastic role: the exact number).
+        resource: resources of each member.
+        together: number of consecutive members that are always on one node, on devices close to each other.
         nodes: the only nodes that it may run on.
         devices: the only devices that it may use, by UUID or its beginning, kind (``gpu``, ``mig``) or model.
     """
@@ -65,10 +62,11 @@ class SeparationDesc(Spec):
 
 
 class ResourcePoolManager:
-    """Pools of devices, and which roles use which.
+    """Pools of devices, and the roles that use them.
 
-    A pool is a division of the job's devices: so many on each of so many nodes. The roles of a pool share its
-    devices with each other, and with nobody else::
+    A pool is a part of the job's devices: a number of devices on each of a number of nodes. The roles of a pool share
+    its
+    devices with each other, and with no other role::
 
         ResourcePoolManager(
             resource_pool_spec={"global_pool": [8, 8]},
@@ -87,21 +85,21 @@ class ResourcePoolManager:
                 )
 
     def get_n_gpus(self) -> int:
-        """Devices of all pools."""
+        """Return the number of devices of all pools."""
         return sum(sum(sizes) for sizes in self.resource_pool_spec.values())
 
     def get_resource_pool(self, role: str | Enum) -> tuple[int, ...]:
-        """The devices per node of a role's pool."""
+        """Return the devices per node of a role's pool."""
         return tuple(self.resource_pool_spec[self.mapping[role]])
 
 
 def pools_of(
     spec: ResourcePoolManager | Mapping[str, Sequence[int]], mapping: Mapping[Any, str] | None
 ) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Pools by name, and pools by role, of either spelling.
+    """Return pools by name, and pools by role, from either form of arguments.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the arguments have neither form.
     """
     if isinstance(spec, ResourcePoolManager):
         mapping = {**spec.mapping, **(mapping or {})}
@@ -113,8 +111,10 @@ def pools_of(
 
 
 def _pool_sizes(spec: Any) -> dict[str, list[int]]:
-    """Raises:
-    UsageError: these are no pools.
+    """Check the sizes of pools and return them as lists.
+
+    Raises:
+        UsageError: they are not sizes of pools.
     """
     if not isinstance(spec, Mapping):
         raise UsageError(f"pools are given as {{'pool': [8, 8]}}, devices on each of its nodes, not as {spec!r:.80}")
@@ -122,38 +122,3 @@ def _pool_sizes(spec: Any) -> dict[str, list[int]]:
         if not isinstance(sizes, Sequence) or not all(type(size) is int for size in sizes):
             raise UsageError(f"pool {name!r} is a list of numbers of devices, such as [8, 8], not {sizes!r:.80}")
     return {name: list(sizes) for name, sizes in spec.items()}
-
-
-def placing_problems(
-    workloads: Mapping[str, BaseWorkloadDesc],
-    separations: Sequence[SeparationDesc],
-    pools: Mapping[str, Sequence[int]],
-    collocations: Sequence[AbstractSet[str]],
-) -> list[str]:
-    """Whether separations and pools name what exists, and do not contradict collocations."""
-    keys = {f"{role}/{group}" for role, workload in workloads.items() for group in workload.groups}
-    found: list[str] = []
-    for separation in separations:
-        where = f"separation of {', '.join(sorted(separation.roles)) or 'nothing'}"
-        if not separation.roles:
-            found.append(f"{where}: name at least one role")
-        found += [
-            f"{where}: the job has no role {role!r}.{did_you_mean(role, {*workloads, *keys})}"
-            for role in sorted(separation.roles - set(workloads) - keys)
-        ]
-        found += [
-            f"{where}: {' and '.join(both)} are to share devices as well: drop one of the two"
-            for together in collocations
-            if separation.by != "spread" and len(both := sorted(separation.roles & together)) > 1
-        ]
-    found += [
-        f"pools.{name}: {list(sizes)} must be numbers of devices above 0, one for each of its nodes"
-        for name, sizes in pools.items()
-        if not sizes or any(not 1 <= size <= MOST for size in sizes)
-    ]
-    for role, workload in workloads.items():
-        if workload.pool and workload.pool not in pools:
-            found.append(f"role {role}: pool: there is no pool {workload.pool!r}.{did_you_mean(workload.pool, pools)}")
-        if workload.pool and workload.groups:
-            found.append(f"role {role}: pool: a role with groups cannot use a pool: give its groups devices or nodes")
-    return found

@@ -1,4 +1,4 @@
-"""What one member needs."""
+"""Resources of one member."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rlmesh.job.description.spec import Spec
 __all__ = ["MOST", "ResourceDesc"]
 
 MOST = 100_000
-"""Members of a role, accelerators of a member, nodes of a job: more is a mistake, and takes long to plan for."""
+"""Maximum members of a role, accelerators of a member, and nodes of a job: more is a mistake, and planning would be
+slow."""
 
 
 class ResourceDesc(Spec):
-    """What one member needs.
+    """Resources of one member.
 
     Attributes:
         cpu: cores; 0 reserves none.
@@ -49,5 +50,5 @@ class ResourceDesc(Spec):
 
 
 def _milli(amount: float) -> int:
-    """``amount`` in thousandths, rounded by its decimal spelling: 0.1 is 100, 1/3 is 333."""
+    """Return ``amount`` in thousandths, rounded by its decimal spelling: 0.1 is 100, 1/3 is 333."""
     return int((Decimal(str(amount)) * 1000).to_integral_value(ROUND_HALF_EVEN))

@@ -1,4 +1,4 @@
-"""What happens when a member fails, as a job describes it."""
+"""Restart policies of a job description."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ __all__ = ["RestartPolicy", "effective_policy", "names_a_budget", "restart_probl
 
 
 class RestartPolicy(Spec):
-    """When members of a role are started again, and how often.
+    """The restart policy of a role's members.
 
     A policy may be given as its scope alone: ``restart="never"``.
 
     Attributes:
-        scope: what is started again when a member's process dies: ``member``, it alone; ``role``, all members of its
-            role, with a new rendezvous; ``job``, everybody; ``never``: the job fails. ``None``: ``role`` for elastic
-            roles, whose members cannot come back alone, ``member`` for others.
-        max_restarts: how many restarts there may be within ``window_s``; the next failure ends the job, with the
+        scope: what is restarted when a member's process dies: ``member``: the member alone; ``role``: all members of
+            its
+            role, with a new rendezvous; ``job``: all members of the job; ``never``: nothing, the job fails. ``None``:
+            ``role`` for elastic roles, whose members cannot return alone, ``member`` for others.
+        max_restarts: maximum number of restarts within ``window_s``; the next failure ends the job, with the
             first cause.
-        window_s: restarts that are longer ago do not count.
-        delay_s: the first restart within the window is immediate, the second comes after so long, and each further
-            one after twice as long as the one before,
-        max_delay_s: but at most after so long.
+        window_s: age in seconds from which restarts do not count any more.
+        delay_s: the first restart within the window is immediate, the second is delayed by this time, and each further
+            one by twice the previous delay.
+        max_delay_s: maximum delay.
         on_error: also restart a member whose own code raised. By default such an error ends the job: the same code
             would most likely raise again.
     """
@@ -52,13 +53,13 @@ class RestartPolicy(Spec):
 def effective_policy(
     elastic: bool, role: RestartPolicy | None, job: RestartPolicy | None, max_restarts: int | None, scope: str | None
 ) -> RestartPolicy:
-    """The policy that holds for a role, with its scope filled in.
+    """Return the effective policy of a role, with its scope set.
 
     Args:
-        elastic: its members form a group, which restarts as a whole: ``member`` means ``role`` for it.
-        role, job: what was described; the role's wins.
+        elastic: the members form a group, which restarts as a whole: ``member`` means ``role`` for it.
+        role, job: the described policies; the role's wins.
         max_restarts: the role's own number, if it has one.
-        scope: what was said at the launch, which wins over any description.
+        scope: the scope given at the launch, which wins over any description.
     """
     policy = (role or job or RestartPolicy()).model_copy()
     if max_restarts is not None:
@@ -71,13 +72,13 @@ def effective_policy(
 
 
 def names_a_budget(role: RestartPolicy | None, job: RestartPolicy | None, max_restarts: int | None) -> bool:
-    """Whether a job says itself how often a role may be restarted; arguments as for `effective_policy`."""
+    """True if a job itself sets the number of restarts of a role; arguments as for `effective_policy`."""
     policy = role or job
     return max_restarts is not None or (policy is not None and "max_restarts" in policy.model_fields_set)
 
 
 def restart_problems(elastic: bool, policy: RestartPolicy | None) -> list[str]:
-    """What cannot work about a role's own policy."""
+    """Return the faults of a role's own policy."""
     if elastic and policy is not None and policy.scope == "member":
         return [
             "restart: scope 'member' cannot work for an elastic role, whose members form one group: use 'role', which "

@@ -19,8 +19,10 @@ class RLRoleType(StrEnum):
 
 
 def role_name(role: object) -> str:
-    """The plain text of a role that was given as text or as a member of an enum. Anything else gives text that is no
-    role's name, which the checks of names report."""
+    """Return the name of a role that is given as text or as a member of an enum.
+
+    Any other value gives a text that is not a valid name, which the checks of names report.
+    """
     if isinstance(role, Enum):
         return str(role.name)
     return role if isinstance(role, str) else f"<{role!r:.80}>"

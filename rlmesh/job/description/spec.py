@@ -18,7 +18,7 @@ class SpecError(JobSpecError, ValueError):
 
 
 def describe_faults(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """The faults of a pydantic error, one line each: key, value, what is wrong, the nearest valid key."""
+    """Return the faults of a pydantic error, one line each: key, value, what is wrong, the nearest valid key."""
     found: list[str] = []
     for item in error.errors(include_url=False):
         path = ".".join(map(str, item["loc"]))
@@ -39,18 +39,21 @@ def describe_faults(error: ValidationError, model: type[BaseModel]) -> list[str]
 
 
 def _nested_key_fault(error: TypeError) -> Exception:
-    """pydantic passes a mapping that stands for a part on as that part's arguments, unseen."""
-    return SpecError(["a mapping has a key that is no text"]) if "keywords must be strings" in str(error) else error
+    """Return the error for a mapping with keys that are not text, which pydantic passes on as a part's keyword
+    arguments."""
+    return SpecError(["a mapping has a key that is not a text"]) if "keywords must be strings" in str(error) else error
 
 
 class Spec(BaseModel):
-    """A part of a job description. Unknown keys are errors; assignments are checked as arguments are."""
+    """A part of a job description. Unknown keys are errors; assignments are checked like arguments."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     def faults(self, exclude: Collection[str] = ()) -> list[str]:
-        """Faults of the values that it holds now: of those that were changed in place, unseen by assignment. What is
-        right but written otherwise (a mapping for a part) becomes what assignment would have made of it."""
+        """Return the faults of the current values, including values that were changed in place, without validation.
+
+        Valid values in another form (a mapping for a part) are converted as assignment would convert them.
+        """
         values = {name: getattr(self, name) for name in type(self).model_fields if name not in exclude}
         try:
             made = type(self)(**values)

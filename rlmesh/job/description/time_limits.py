@@ -1,4 +1,4 @@
-"""How long each phase of a job may take."""
+"""Time limits of a job's phases."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, fields, replace
 __all__ = ["MAY_BE_0", "TimeLimits"]
 
 MAY_BE_0 = frozenset({"node_wait_s"})
-"""All other limits must leave some time."""
+"""Limits that may be 0; all others must be positive."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """How long each phase may take, in seconds. There is no wait without a limit.
+    """Time limits of a job's phases, in seconds. There is no wait without a limit.
 
     Attributes:
         agents_s: from the master's start until every agent has registered.
-        start_s: from a member's spawn until its endpoint is bound; what the zygote imports ahead is in it.
-        setup_s: from then until its ``setup()`` returned: its imports and its construction are in it.
+        start_s: from a member's spawn until its endpoint is bound, including the zygote's preloaded imports.
+        setup_s: from then until its ``setup()`` returned, including its imports and its construction.
         teardown_s: for ``teardown()`` at the end of the job, for the drivers and then for the others.
-        settle_s: how long a failure that may only follow from another one waits for that other one.
+        settle_s: how long a failure that may be the consequence of another one waits for that other one.
         fail_grace_s: between the request to end and SIGKILL when a job failed.
         exit_s: from SIGKILL until the agent must have reported the exit.
-        hang_s: how long a member that has something to do may be without a sign of life: a report, a step's boundary,
+        hang_s: how long a member with work may be without a sign of life: a report, a step boundary,
             a call or an answer.
-        lease_s: with several nodes: a node that hears nothing of the master for so long ends its members itself; some
-            seconds later they are started on other nodes.
-        node_wait_s: how long members of a lost node, for which there is no room, wait for a node to come.
+        lease_s: with several nodes: time without a message from the master after which a node ends its members itself;
+            some seconds later they are started on other nodes.
+        node_wait_s: how long members of a lost node wait for another node if there is no room for them.
     """
 
     agents_s: float = 30.0
@@ -41,7 +41,7 @@ class TimeLimits:
     node_wait_s: float = 0.0
 
     def under(self, others: TimeLimits) -> TimeLimits:
-        """These limits, except where ``others`` differ from the defaults."""
+        """Return these limits, except where ``others`` differ from the defaults."""
         default = TimeLimits()
         given = {f.name: value for f in fields(self) if (value := getattr(others, f.name)) != getattr(default, f.name)}
         return replace(self, **given)

@@ -26,15 +26,15 @@ __all__ = ["EntryKind", "EntryLike", "EntryPoint", "entry_text"]
 EntryKind = Literal["class", "function", "script"]
 
 EntryLike: TypeAlias = "str | tuple[str, str] | type[Any] | Callable[..., Any]"
-"""What builders and descriptors accept as an entry point."""
+"""Forms of an entry point that builders and descriptors accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """What a worker runs. ``module`` may be ``__main__``: then the worker imports the submitter's script.
+    """The code that a worker runs. For ``module`` ``__main__`` the worker imports the submitter's script.
 
     ``class`` and ``function`` have ``module`` and ``name``. ``script`` has ``script`` (an absolute path) and
-    ``args``; with an empty ``script`` it is ``module`` that is run as ``__main__``, as ``python -m`` does.
+    ``args``; with an empty ``script``, ``module`` is run as ``__main__``, as ``python -m`` does.
     """
 
     kind: EntryKind
@@ -45,14 +45,14 @@ class EntryPoint:
 
 
 def entry_text(entry: object, class_name: str | None = None) -> str:
-    """An entry point in any form as text: ``module.Class``, ``script.py args`` or ``-m module args``.
+    """Return an entry point in any form as text: ``module.Class``, ``script.py args`` or ``-m module args``.
 
     Raises:
-        ValueError: it has a form that cannot work; the message names the right one.
+        ValueError: its form cannot work; the message names the right one.
     """
     if isinstance(entry, tuple | list):
         if class_name is not None or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
-            raise ValueError(f"{entry!r} is no entry point: a tuple must be (module, class), two strings")
+            raise ValueError(f"{entry!r} is not an entry point: a tuple must be (module, class), two strings")
         entry, class_name = entry
     if isinstance(entry, str) and (class_name is None or isinstance(class_name, str)):
         text = entry.strip()
@@ -68,7 +68,7 @@ def _object_text(entry: object) -> str:
     module, name = getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)
     if not callable(entry) or not isinstance(module, str) or not isinstance(name, str):
         raise ValueError(
-            f"{entry!r} ({type(entry).__name__}) is no entry point: give a class, a function, 'module.Class' "
+            f"{entry!r} ({type(entry).__name__}) is not an entry point: give a class, a function, 'module.Class' "
             "or a script with its arguments"
         )
     if name == "<lambda>" or "." in name:
@@ -83,7 +83,7 @@ def _object_text(entry: object) -> str:
 
 
 def is_dotted(text: str) -> bool:
-    """Whether it may be the full name of something in a module."""
+    """True if a text may be the full name of an object in a module."""
     parts = text.replace("::", ".").replace(":", ".").split(".")
     return not text.endswith(".py") and len(parts) > 1 and all(_is_name(part) for part in parts)
 

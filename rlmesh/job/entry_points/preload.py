@@ -19,8 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import rlmesh
-from rlmesh.job.entry_points.source_scan import absolute_name, top_level
+from rlmesh.job.entry_points.source_scan import absolute_name, import_root, top_level
 
 if TYPE_CHECKING:
     from rlmesh.job.entry_points.entry import EntryPoint
@@ -160,7 +159,7 @@ def _scan(starts: Iterable[_Module], follow: _Follow, *, nested: bool) -> bool:
 
 
 def _own_root() -> Path:
-    return Path(rlmesh.__path__[0]).resolve().parent
+    return import_root(__name__, Path(__file__).resolve())
 
 
 def _entry_file(entry: EntryPoint, main_path: str) -> Path | None:

@@ -1,7 +1,7 @@
-"""The program that submits a job: what its workers import, and as what.
+"""The program that submits a job, as its workers must reproduce it.
 
-A worker imports the submitter's script with the same arguments, from the same folders, in the same working directory,
-with the same flags of the interpreter, so that what the script does at its top level comes out the same there.
+A worker imports the submitter's script with the same arguments, import folders, working directory and interpreter
+flags, so that the script's top level has the same result there.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def _working_directory() -> str:
 
 
 STARTED_IN = _working_directory()
-"""Where this process was when rlmesh was imported: a script may go elsewhere before it submits."""
+"""Working directory when rlmesh was imported: a script may change it before it submits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What of the submitter its workers take over.
+    """Properties of the submitter that its workers adopt.
 
     Attributes:
-        args: its ``sys.argv`` as it was started, whatever it made of that since.
-        module: the name of its ``__main__`` if that was run by ``python -m``.
-        started_in: the working directory in which it was started, and in which its modules are imported.
+        args: the original ``sys.argv``, even if the program has changed it.
+        module: name of the ``__main__`` module if it was run by ``python -m``.
+        started_in: the working directory at the start, in which the modules are imported.
         works_in: the working directory when it submitted.
-        first, last: folders of its ``sys.path`` before and behind those of the interpreter.
-        flags: the interpreter's, such as ``-O``, ``-X`` and ``-W`` with their values.
+        first, last: folders of its ``sys.path`` before and after the interpreter's own.
+        flags: flags of the interpreter, such as ``-O``, ``-X`` and ``-W`` with their values.
     """
 
     args: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ _started: list[tuple[str, ...]] = []
 
 @contextmanager
 def started_as(args: Sequence[str]) -> Iterator[None]:
-    """Within the block this process runs another script, with this ``sys.argv``."""
+    """Declare that within the block this process runs another script, with this ``sys.argv``."""
     _started.append(tuple(args))
     try:
         yield
@@ -65,7 +65,7 @@ def started_as(args: Sequence[str]) -> Iterator[None]:
 
 
 def this_program() -> Program:
-    """The program that this process runs."""
+    """Return the program that this process runs."""
     flags, args = split_command(sys.orig_argv[1:])
     first, last = split_path(sys.path, _folders_of_the_interpreter())
     own = tuple(sys.argv) if args is None else (*sys.argv[:1], *args)
@@ -73,20 +73,20 @@ def this_program() -> Program:
 
 
 def main_path() -> str:
-    """The absolute path of the script that this process runs, empty in an interactive session."""
+    """Return the absolute path of the script that this process runs; empty in an interactive session."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return str(Path(STARTED_IN, file).resolve()) if file else ""
 
 
 def main_name() -> str:
-    """The module that this process runs as ``__main__`` by ``python -m``; empty if it runs a script."""
+    """Return the module that this process runs as ``__main__`` by ``python -m``; empty if it runs a script."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     return spec.name if spec is not None and spec.origin == getattr(main, "__file__", None) else ""
 
 
 def split_command(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """The interpreter's flags that workers take over, and the arguments of the program; None if there is no program.
+    """Return the interpreter's flags for the workers, and the arguments of the program; None if there is no program.
 
     Args:
         words: a command line, without the interpreter.
@@ -111,7 +111,7 @@ def split_command(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
 
 
 def split_path(path: Sequence[object], interpreter: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The folders before the interpreter's own and those behind them, all absolute."""
+    """Return the folders before the interpreter's own and those after them, all absolute."""
     first: list[str] = []
     last: list[str] = []
     found = first
@@ -139,8 +139,10 @@ def _folders_of_the_interpreter() -> tuple[str, ...]:
 
 
 def with_submitters(path: Sequence[str], program: Program, roots: Sequence[str]) -> list[str]:
-    """A worker's ``sys.path`` with the submitter's folders: first what was first there, last what was last. ``roots``
-    are first of all, unless they are among them."""
+    """Return a worker's ``sys.path`` with the submitter's folders before and after the interpreter's own.
+
+    ``roots`` come first, unless they are in the path already.
+    """
     own = [entry for entry in path if entry not in program.first]
     whole = [*program.first, *own]
     whole += [entry for entry in program.last if entry not in whole]

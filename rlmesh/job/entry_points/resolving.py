@@ -29,10 +29,10 @@ class Resolved:
     """An entry point that was looked up without importing it.
 
     Attributes:
-        entry: what to run, as far as it is known; only right if there are no problems.
-        problems: why it cannot work, one sentence each.
-        runs: whether it has something to run: true for functions and scripts, for a class whether it has
-            ``run()``; ``None`` if its source does not tell.
+        entry: the entry point as far as it is known; correct only if there are no problems.
+        problems: reasons why it cannot work, one sentence each.
+        runs: True for functions and scripts, and for classes that have ``run()``; ``None`` if the source does not show
+            it.
         file: the source file, ``None`` if there is none.
         root: the folder that must be importable in the worker, ``None`` if the source is installed.
     """
@@ -45,7 +45,7 @@ class Resolved:
 
 
 def resolve_entry(text: str) -> Resolved:
-    """Find out what an entry point's text names, without importing it. Never raises."""
+    """Look up an entry point's text, without importing it. Never raises."""
     nothing = EntryPoint("class")
     if not text:
         return Resolved(nothing, ("is empty: give 'module.Class', a class, a function or a script",))
@@ -143,9 +143,9 @@ def _argument_problem(callee: Callee, path: Path) -> tuple[str, ...]:
 
 
 def _find(facts: ModuleFacts, module: str, name: str, depth: int = 8) -> tuple[Callee | None, ModuleFacts, str]:
-    """The definition of a name, followed through imports, and the module that holds it.
+    """Return the definition of a name, followed through imports, its module's facts, and the module's name.
 
-    The definition is ``None`` if reading does not find it.
+    The definition is ``None`` if the sources do not show it.
     """
     callee = facts.callees.get(name)
     if callee is not None or name not in facts.imported or depth == 0:
@@ -159,7 +159,7 @@ def _find(facts: ModuleFacts, module: str, name: str, depth: int = 8) -> tuple[C
 
 
 _KNOWN_RUN = {"BaseTrainer": True, "BaseRLTrainer": True, "BaseWorkload": False, "BaseRLWorkload": False}
-"""rlmesh's own bases, which user code imports from the package whose names are loaded on demand."""
+"""rlmesh's own base classes; user code imports them from the package, whose names are loaded on demand."""
 
 
 def _has_run(callee: Callee, owner: ModuleFacts, module: str, depth: int = 8) -> bool | None:

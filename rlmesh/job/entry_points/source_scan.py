@@ -1,8 +1,8 @@
-"""What Python source defines, read without importing it.
+"""Definitions in Python source, read without importing it.
 
-``build()`` runs on login nodes, where a role's imports may be missing or slow; so entry points are looked up
-with the import system's own finders and read with ``ast``. No module is executed, not even a package's
-``__init__``.
+``build()`` runs on login nodes, where a role's imports may be missing or slow. So entry points are found with the
+import
+system's own finders and read with ``ast``. No module is executed, not even a package's ``__init__``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class Callee:
 
 @dataclass(slots=True)
 class ModuleFacts:
-    """What a module defines at its top level.
+    """The definitions at a module's top level.
 
-    ``imported`` maps a local name to the module and the name in it (empty: the module itself) that it stands
-    for. ``opaque`` says that names may exist that reading cannot see: star imports, ``__getattr__``.
+    ``imported`` maps a local name to its module and its name there (empty: the module itself). ``opaque``: the module
+    may
+    have names that its source does not show: star imports, ``__getattr__``.
     """
 
     path: Path
@@ -66,7 +67,7 @@ class ModuleFacts:
 
 
 def find_spec(module: str) -> ModuleSpec | None:
-    """The spec of a module, found without importing its parent packages."""
+    """Return the spec of a module, without importing its parent packages."""
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
     parts = module.split(".")
@@ -87,7 +88,7 @@ def _finders(name: str, path: Sequence[str] | None) -> Iterator[ModuleSpec | Non
 
 
 def module_file(module: str) -> Path | None:
-    """The source file of a module, or ``None`` if there is no such module or it has no Python source."""
+    """Return the source file of a module, or ``None`` if there is no such module or it has no Python source."""
     loaded = sys.modules.get(module)
     file = getattr(loaded, "__file__", None)
     if file is None and module != "__main__":
@@ -97,13 +98,13 @@ def module_file(module: str) -> Path | None:
 
 
 def import_root(module: str, path: Path) -> Path:
-    """The folder that must be on ``sys.path`` for ``module`` to be imported from ``path``."""
+    """Return the folder that must be on ``sys.path`` for ``module`` to be imported from ``path``."""
     depth = 0 if module == "__main__" else module.count(".") + (path.name == "__init__.py")
     return path.parents[depth]
 
 
 def absolute_name(source: str, module: str, path: Path) -> str:
-    """The module that ``from source import …`` means inside ``module``; ``source`` may start with dots."""
+    """Return the absolute module of ``from source import …`` inside ``module``; ``source`` may start with dots."""
     level = len(source) - len(source.lstrip("."))
     if level == 0:
         return source
@@ -114,7 +115,7 @@ def absolute_name(source: str, module: str, path: Path) -> str:
 
 
 def siblings(module: str) -> list[str]:
-    """Names of modules near the missing ``module``: in its package, or next to the submitting script."""
+    """Return names of modules near the missing ``module``: in its package, or next to the submitting script."""
     parent, _, _ = module.rpartition(".")
     if parent:
         spec = find_spec(parent)
@@ -131,7 +132,11 @@ def siblings(module: str) -> list[str]:
 
 
 def read_module(path: Path) -> ModuleFacts:
-    """What the file defines. Raises ``SyntaxError`` or ``OSError`` as reading it would."""
+    """Return the definitions in a file.
+
+    Raises:
+        SyntaxError, OSError: the file cannot be read.
+    """
     status = path.stat()
     return _read(path, status.st_mtime_ns, status.st_size)
 
@@ -164,7 +169,7 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> ModuleFacts:
 
 
 def top_level(tree: ast.Module, *, type_checking: bool = True) -> Iterator[ast.stmt]:
-    """The statements that run when the module is imported, those inside ``if``, ``try`` and ``with`` too.
+    """Yield the statements that run when the module is imported, including those inside ``if``, ``try`` and ``with``.
 
     With ``type_checking=False`` the body of ``if TYPE_CHECKING:`` is left out.
     """

@@ -109,13 +109,13 @@ class TorchrunCommand:
 
 
 def parse_torchrun(command: str) -> TorchrunCommand:
-    """Read ``torchrun --nnodes=2 --nproc_per_node=4 train.py --lr 1`` (or ``python -m torch.distributed.run …``).
+    """Parse ``torchrun --nnodes=2 --nproc_per_node=4 train.py --lr 1`` (or ``python -m torch.distributed.run …``).
 
     Raises:
         ValueError: it is not such a command, or requests something impossible; the message says what.
     """
     if not isinstance(command, str):  # shlex would read standard input for None
-        raise ValueError(f"{command!r} is no torchrun command: give text")
+        raise ValueError(f"{command!r} is not a torchrun command: give text")
     words = _after_launcher(shlex.split(command), command)
     dlrover = "dlrover-run" in shlex.split(command)[0]
     options, rest = _options(words, dlrover=dlrover)
@@ -139,12 +139,12 @@ def _after_launcher(words: list[str], command: str) -> list[str]:
     if len(words) > 2 and "python" in words[0] and words[1] == "-m" and words[2] in _LAUNCHERS:
         return words[3:]
     raise ValueError(
-        f"{command!r} is no torchrun command: it must start with torchrun or python -m torch.distributed.run"
+        f"{command!r} is not a torchrun command: it must start with torchrun or python -m torch.distributed.run"
     )
 
 
 def _options(words: list[str], *, dlrover: bool) -> tuple[dict[str, str], list[str]]:
-    """The options before the script, by name with underscores, and the script with its arguments."""
+    """Return the options before the script, by name with underscores, and the script with its arguments."""
     flags = _FLAGS | _DLROVERS_FLAGS if dlrover else _FLAGS
     valued = _VALUED | _DLROVERS_VALUED if dlrover else _VALUED
     options: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""Pure decisions of the master: facts in, actions out. No I/O and no clock."""
+"""Decisions of the master: facts in, actions out. No I/O and no clock."""

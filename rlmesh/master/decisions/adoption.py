@@ -1,8 +1,8 @@
-"""What a master that was started again makes of what it finds: decided from the state that it read. Pure.
+"""Reconciliation after a restart of the master: which orders to repeat, and which processes to end or to check. No I/O.
 
-The members never stopped. Some of what the master before it ordered may not have been carried out, and some news may
-be on its way: outboxes hold it. So everything is said once more that may have been lost and does no harm twice, and
-each agent's list of what runs on its node is compared with what should.
+The members kept running. Some orders of the previous master may not have been carried out, and reports from outboxes
+may still arrive. So every order that may be lost and is idempotent is repeated, and each agent's list of running
+processes is compared with the members that should run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rlmesh.master.context import JobContext, Member
 from rlmesh.master.decisions.stop_together import StopTogether
 
 
-def say_again(context: JobContext, together: StopTogether) -> Iterator[ev.Action]:
-    """For the members that are there: the addresses, who has ended, and what they were told to do."""
+def repeated_orders(context: JobContext, stop: StopTogether) -> Iterator[ev.Action]:
+    """Yield the orders that members may have missed: addresses, deaths, stops, teardowns and starts of ``run()``."""
     if not context.members:
         return
     yield ev.PublishBook(context.new_book())
@@ -24,23 +24,23 @@ def say_again(context: JobContext, together: StopTogether) -> Iterator[ev.Action
         if member.exit is not None and context.stage in ("starting", "running"):
             yield ev.AnnounceLoss(member.exit)
         elif not member.gone and member.endpoint:
-            yield from _told(context, member, together)
-    yield from together.say_again()
+            yield from _member_orders(context, member, stop)
+    yield from stop.repeated_orders()
 
 
-def _told(context: JobContext, member: Member, together: StopTogether) -> Iterator[ev.Action]:
+def _member_orders(context: JobContext, member: Member, stop: StopTogether) -> Iterator[ev.Action]:
     if member.state == "stopping" and (member.ended_by_us or member.in_run):
         yield ev.AskToStop((member.id,), context.note or "the job ends", ends=member.ended_by_us)
     if member.state == "stopping" and not member.ended_by_us:
-        yield ev.Teardown(member.id, together.last_word())
+        yield ev.Teardown(member.id, stop.final_request())
     elif context.stage == "running" and member.state == "ready" and member.has_run is None:
         yield ev.BeginRun(member.id)
 
 
-def unseen(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[MemberProcess, ...]:
-    """Members that should run on a node, that its agent did not name, and of whose end no news is on its way.
+def unreported(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[MemberProcess, ...]:
+    """Return members that should run on a node, that its agent did not list, and whose exit has not been reported.
 
-    One whose start was ordered and that was never seen is none of them: the order is carried out once more.
+    A member whose start was ordered but never confirmed is left out: the order is repeated instead.
     """
     there = {(process.role, process.rank, process.incarnation) for process in running}
     return tuple(
@@ -54,7 +54,7 @@ def unseen(context: JobContext, node_rank: int, running: Sequence[MemberProcess]
 
 
 def strays(context: JobContext, node_rank: int, running: Sequence[MemberProcess]) -> tuple[ev.ProcessKey, ...]:
-    """Processes on a node that are no member of the job as it is now: they must end."""
+    """Return the processes on a node that are not current members of the job and must end."""
 
     def belongs(process: MemberProcess) -> bool:
         member = context.members.get((process.role, process.rank))

@@ -1,8 +1,8 @@
-"""Whether a failed member is started again, with whom and when. Pure: facts in, a decision out.
+"""The restart decision: whether a failed member is restarted, with which other members, and when. No I/O.
 
-A failure has a *unit*, by the scope of its role's rule: the member, its role, or the job. The unit's restarts within
-the rule's window are its budget. The first of them is immediate, later ones are held back for longer and longer. A
-failure beyond the budget ends the job, and the error that is told is the first one of the window, not the last.
+A failure belongs to a *unit*, by the scope of its role's restart rule: the member, its role, or the job. The number of
+restarts of a unit within the rule's window is limited. The first restart is immediate, later ones are delayed
+exponentially. A failure beyond the limit ends the job, and the reported error is the first one of the window.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ __all__ = ["Exhausted", "FailoverCoordinator", "Restart"]
 
 JOB_UNIT = "job"
 STRICTNESS: tuple[Scope, ...] = ("never", "job", "role", "member")
-"""Of the scopes of roles that share a process, the first one holds."""
+"""Scopes, strictest first. Roles that share a process get the strictest scope among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start these members again. ``number`` counts the unit's restarts within the window, this one included;
-    ``budget`` is how many there may be."""
+    """A decision to restart members.
+
+    Attributes:
+        record: the entry for the job's restart history.
+        members: role and rank of each member to restart.
+        number: restarts of the unit within the window, including this one.
+        budget: maximum number of restarts of the unit within the window.
+    """
 
     record: RestartRecord
     members: tuple[tuple[str, int], ...]
@@ -34,18 +40,18 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """The unit has failed too often: the job ends with this failure."""
+    """A decision to end the job with this failure, because the unit has used up its restarts."""
 
     failure: FailureInfo
 
 
 class FailoverCoordinator:
-    """Decides for one job.
+    """Decides about restarts for one job.
 
     Args:
-        rules: of each role.
+        rules: restart rule of each role.
         sizes: number of members of each role.
-        fusions: sets of roles that share processes, rank by rank, and so fail and come back together.
+        fusions: sets of roles that share processes, rank by rank, and therefore fail and restart together.
     """
 
     def __init__(
@@ -58,17 +64,17 @@ class FailoverCoordinator:
             self._rules |= dict.fromkeys(roles, strictest([rules[role] for role in roles]))
 
     def restarts_errors(self, role: str) -> bool:
-        """Whether a member of the role is started again after its own code raised."""
+        """True if a member of the role is restarted after its own code raised."""
         rule = self._rules[role]
         return rule.scope != "never" and rule.on_error
 
     def decide(self, failure: FailureInfo, history: Sequence[RestartRecord], now: float) -> Restart | Exhausted | None:
-        """What to do about the failure of a member; None if its role is never restarted.
+        """Decide what to do about the failure of a member; None if its role is never restarted.
 
         Args:
-            failure: of a member: role and rank are given.
+            failure: the failure, with role and rank.
             history: all restarts of the job so far, oldest first.
-            now: in seconds since the epoch.
+            now: seconds since the epoch.
         """
         assert failure.role is not None and failure.rank is not None
         rule = self._rules[failure.role]
@@ -100,7 +106,7 @@ class FailoverCoordinator:
         return ("+".join(own) if rule.scope == "role" else JOB_UNIT), members
 
     def _counted(self, history: Sequence[RestartRecord]) -> list[RestartRecord]:
-        """Restarts that count against the job's own budget."""
+        """Return the restarts that count against the job's own budget."""
         rules = ((record, self._rules.get(record.failure.role or "")) for record in history)
         return [record for record, rule in rules if rule is not None and rule.of_job is not None]
 
@@ -108,7 +114,7 @@ class FailoverCoordinator:
 def _exhausted(what: str, more: str, counted: Sequence[RestartRecord], failure: FailureInfo, now: float) -> FailureInfo:
     first = counted[0] if counted else None
     cause = first.cause if first is not None else failure.message
-    origin = first.failure if first is not None else failure  # later ones may only follow from it
+    origin = first.failure if first is not None else failure  # later failures may be consequences of it
     since = f", {now - first.at:.0f} s ago" if first is not None else ""
     message = (
         f"{what} first failure{since}: {cause}\n"
@@ -130,8 +136,8 @@ def _times(records: Sequence[RestartRecord]) -> str:
 
 
 def strictest(rules: Sequence[RestartRule]) -> RestartRule:
-    """The rule of a process with several roles: what the strictest of them allows. Errors of their code are only
-    restarted after if all of them say so."""
+    """Return the rule of a process with several roles: the strictest limits, and restarts after errors only if all
+    roles allow them."""
     first = min(rules, key=lambda rule: STRICTNESS.index(rule.scope))
     return replace(
         first,
@@ -142,8 +148,9 @@ def strictest(rules: Sequence[RestartRule]) -> RestartRule:
 
 
 def delay_before(earlier: int, rule: RestartRule) -> float:
-    """Seconds before a restart that ``earlier`` others precede within the window: 0, then doubling to the maximum."""
+    """Return the seconds to wait before a restart: 0 for the first one in the window, then doubling up to the
+    maximum."""
     if earlier == 0:
         return 0.0
-    exponent = min(earlier - 1, 60)  # beyond that any delay is at its maximum
+    exponent = min(earlier - 1, 60)  # any larger exponent reaches the maximum as well
     return float(min(rule.max_delay_s, rule.delay_s * 2.0**exponent))

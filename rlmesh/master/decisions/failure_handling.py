@@ -1,29 +1,27 @@
-"""What a failure of a member leads to: it is started again, alone or with others, or the job ends. Pure.
+"""Failure handling: a failed member is restarted, alone or with others, or the job ends. No I/O.
 
-Which it is, the restart policy says (failover.py), where to, the plan (moves.py), and how, recovery.py. A failure that
-may have a better explanation waits for it (causes.py).
+``failover`` decides whether to restart, ``replacement`` where, and ``recovery`` carries the restart out. A failure that
+may be the consequence of another one waits a moment for a better explanation (``root_cause``).
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
-from rlmesh.job.status import ExitInfo, FailureInfo, MemberState
+from rlmesh.job.status import SERVING, ExitInfo, FailureInfo, MemberState, RestartRecord
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member
 from rlmesh.master.decisions.ending import Ending
 from rlmesh.master.decisions.failover import Exhausted, FailoverCoordinator, Restart
-from rlmesh.master.decisions.job_state import SERVING, JobState
+from rlmesh.master.decisions.job_state import JobState
 from rlmesh.master.decisions.recovery import Recoveries
-from rlmesh.master.decisions.replacement import Moves
-from rlmesh.master.decisions.root_cause import Failures, Weight, death_message
-from rlmesh.master.decisions.stop_together import StopTogether
+from rlmesh.master.decisions.replacement import ReplacementPlanner
+from rlmesh.master.decisions.root_cause import RankedFailure, Weight, death_message, first_causes
 from rlmesh.master.monitoring.graph import describe_touched
 
-__all__ = ["Failing"]
+__all__ = ["FailureHandler"]
 
 _DOING: dict[MemberState, str] = {
     "starting": "while it started",
@@ -33,7 +31,7 @@ _DOING: dict[MemberState, str] = {
     "finished": "after run()",
     "stopping": "during teardown()",
 }
-# Of code that a ready member runs only run() is reported; it may have failed before the news that it began.
+# A ready member runs only run(); it may fail before the report that run() began arrives.
 _PHASE: dict[MemberState, str] = {
     "starting": "could not start",
     "bound": "could not be set up",
@@ -44,52 +42,49 @@ _PHASE: dict[MemberState, str] = {
 }
 
 
-class Failing:
-    """The failures of one job; true as long as there are some that are not dealt with."""
-
-    KEPT: ClassVar[Mapping[str, object]] = {"_failures": Failures}
+class FailureHandler:
+    """Handles the failures of one job. Truthy while there are failures that are not handled yet."""
 
     def __init__(
-        self, state: JobState, failover: FailoverCoordinator, moves: Moves, recoveries: Recoveries, ending: Ending,
-        together: StopTogether,
+        self, state: JobState, failover: FailoverCoordinator, placements: ReplacementPlanner, recoveries: Recoveries,
+        ending: Ending,
     ) -> None:  # fmt: skip
-        self._state, self._context = state, state.context
-        self._failover, self._moves, self._recoveries = failover, moves, recoveries
-        self._ending, self._together = ending, together
-        self._failures = Failures(state.limits.settle_s, state.context)
+        self._state, self._context, self._failures = state, state.context, state.saved.failures
+        self._failover, self._placements, self._recoveries = failover, placements, recoveries
+        self._ending = ending
 
     def __bool__(self) -> bool:
         return bool(self._failures)
 
-    def look(self, now: float) -> None:
-        """Deal with what there is, if no better explanation is waited for."""
-        if self._failures.settled(now) and self._state.undecided:
+    def check(self, now: float) -> None:
+        """Settle the failures if no better explanation is expected."""
+        if self._failures.settled(now, self._context.graph) and self._state.undecided:
             self.settle(now)
 
     def member_failed(self, member: Member, event: ev.MemberFailed, now: float) -> None:
         if member.ended_by_us:
-            return  # its calls failed, or it was interrupted, because the job is ending
+            return  # a consequence of the job's own end: its calls failed, or it was interrupted
         message = f"{member.name} (pid {member.pid}) {_PHASE.get(member.state, 'failed')}: {event.error}"
         info = FailureInfo(message, *member.id, at=now, remote_traceback=event.traceback)
         member.enter("failed", now)
         self.fail(Weight.FOLLOWS if event.from_call else Weight.OWN, info, now, event.blames, lost=event.lost)
 
     def process_exited(self, exit: ExitInfo, now: float) -> None:
-        if (why := self._recoveries.took(exit)) is not None:
+        if (why := self._recoveries.note_exit(exit)) is not None:
             self._state.do(ev.AnnounceLoss(replace(exit, why=why)))
             return
         member = self._context.members.get((exit.role, exit.rank))
         if member is None or member.incarnation != exit.incarnation or member.exit is not None:
             return
         served, doing = member.state in SERVING, _DOING.get(member.state, "")
-        # What one of a process's members failed with explains the end of all of them.
-        told = any(other.state == "failed" for other in self._context.sharing_process(member))
+        # The failure of one member of a process explains the end of all members of that process.
+        has_failed = any(other.state == "failed" for other in self._context.sharing_process(member))
         expected = member.ended_by_us or (member.asked_to_end and exit.ok)
         member.exit = exit
         if member.ended_by_us and exit.signal == signal.SIGKILL:
             self._context.killed.append(member.name)
-        self._state.do(*self._together.gone(member.id))
-        if told:
+        self._state.do(*self._state.saved.stop.run_ended(member.id))
+        if has_failed:
             self._failures.note_exit(*member.id, exit)
             if not self._state.undecided:
                 self._context.failures = [
@@ -98,15 +93,15 @@ class Failing:
         if member.state != "failed":
             member.enter("exited" if expected else "failed", now)
         goes_on = self._context.stage in ("starting", "running")
-        if not (expected or told):
-            said = death_message(exit, doing)
-            info = FailureInfo(said, *member.id, at=now, exit=exit, remote_traceback=exit.noted_traceback)
+        if not (expected or has_failed):
+            message = death_message(exit, doing)
+            info = FailureInfo(message, *member.id, at=now, exit=exit, remote_traceback=exit.noted_traceback)
             self.died(info, now)
         if goes_on:
-            self._state.do(ev.AnnounceLoss(replace(exit, served=served or told)))
+            self._state.do(ev.AnnounceLoss(replace(exit, served=served or has_failed)))
 
     def died(self, info: FailureInfo, now: float) -> None:
-        """A member failed although nobody wanted it to end: it is restarted, or the job fails."""
+        """Handle the unwanted end of a member: it is restarted, or the job fails."""
         touched = self._context.graph.touched_by([f"{info.role}:{info.rank}"])
         info = replace(info, touched=describe_touched(touched))
         if self._context.stage in ("starting", "running") and self._state.undecided:
@@ -120,8 +115,8 @@ class Failing:
 
     def _restart(self, restart: Restart, now: float) -> None:
         self._failures.drop(restart.members)
-        self._context.failures = self._failures.causes()
-        places = self._moves.places(restart.members, now)
+        self._context.failures = self._causes()
+        places = self._placements.places(restart.members, now)
         if isinstance(places, FailureInfo):
             self.fail(Weight.DEATH, places, now)
             return
@@ -130,29 +125,35 @@ class Failing:
     def fail(
         self, weight: Weight, info: FailureInfo, now: float, blames: tuple[str, ...] = (), *, lost: bool = False
     ) -> None:
-        """Note a failure. Once everybody was told to end, later ones are consequences and not noted."""
+        """Record a failure. Failures after the decision to end the job are consequences and are not recorded."""
         if self._state.undecided:
-            self._failures.add(weight, info, now, blames, lost=lost)
-            self._context.failures = self._failures.causes()
+            self._add(RankedFailure(weight, info, blames, lost), now)
+            self._context.failures = self._causes()
+
+    def _add(self, failure: RankedFailure, now: float) -> None:
+        self._failures.add(failure, now + self._state.limits.settle_s)
+
+    def _causes(self, restarts: Sequence[RestartRecord] = ()) -> list[FailureInfo]:
+        return first_causes(self._failures.found, self._context.graph, restarts)
 
     def settle(self, now: float) -> None:
-        """Failures that nothing explains better: their members are restarted where the policy says so, else the job
-        ends."""
-        for failure in self._failures:
+        """Handle failures without a better explanation: restart their members where the rule allows it, else end the
+        job."""
+        for failure in list(self._failures.found):
             info = failure.info
             if failure.weight is Weight.DEATH or info.role is None or not self._failover.restarts_errors(info.role):
                 continue
-            if (info.role, info.rank) not in {(f.info.role, f.info.rank) for f in self._failures}:
-                continue  # an earlier one's restart has taken it along
+            if (info.role, info.rank) not in {(f.info.role, f.info.rank) for f in self._failures.found}:
+                continue  # the restart for an earlier failure included this member
             decision = self._failover.decide(info, self._context.restarts, now)
             if isinstance(decision, Restart) and self._context.stage in ("starting", "running"):
                 self._restart(decision, now)
             elif isinstance(decision, Exhausted):
                 self._failures.drop([(info.role, info.rank or 0)])
-                self._failures.add(Weight.DEATH, decision.failure, now)
-        self._context.failures = self._failures.causes()
+                self._add(RankedFailure(Weight.DEATH, decision.failure), now)
+        self._context.failures = self._causes()
         if self._failures:
-            self._context.failures = self._failures.causes(self._context.restarts)
+            self._context.failures = self._causes(self._context.restarts)
             self._context.ends_as = "failed"
             self._recoveries.abandon()
             self._ending.end_all("the job failed", self._state.limits.fail_grace_s, now)

@@ -1,34 +1,82 @@
-"""What the parts of the state machine have in common: the job's context, its limits, and what is to be done."""
+"""State that all decision modules share: the job's context, the persisted decisions, and the actions to carry out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from rlmesh.job.status import MemberState
+from rlmesh.job.status import FailureInfo
 from rlmesh.master import events as ev
-from rlmesh.master.context import JobContext, Member
+from rlmesh.master.context import JobContext, Member, MemberId
 from rlmesh.master.decisions.deadlines import WaitDeadlines
+from rlmesh.master.decisions.failover import Restart
+from rlmesh.master.decisions.root_cause import Failures
+from rlmesh.master.decisions.stop_together import StopTogether
 from rlmesh.master.jobspec import JobSpec, TimeLimits
+from rlmesh.master.monitoring.diagnosis import HealthState
 
 LastLines = Callable[[str], tuple[str, ...]]
 """Reads the last lines of the log file at a path."""
 
-SERVING: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
+
+@dataclass(slots=True)
+class Recovery:
+    """One restart in progress.
+
+    Attributes:
+        members: the members to restart.
+        start_at: earliest time of the new processes' start.
+        gone_by: deadline for the end of the old processes.
+        outgoing: old processes whose end is not reported yet, and the node of each.
+        spawned: the new processes were ordered.
+        unplaced: there is no room for the new processes yet.
+    """
+
+    restart: Restart
+    members: set[MemberId]
+    start_at: float
+    gone_by: float
+    outgoing: dict[ev.ProcessKey, int] = field(default_factory=dict)
+    spawned: bool = False
+    unplaced: bool = False
+
+
+@dataclass(slots=True)
+class DecisionState:
+    """The persisted state of a job's decisions, beside ``JobContext``. No other object of the decisions has state.
+
+    Attributes:
+        ports: port of each elastic role's process group.
+        recoveries: restarts in progress; a member is in at most one of them.
+        ports_asked: nodes whose answers to ``ReservePort`` are expected, by role; only the last answer counts.
+        bad_devices: UUIDs of devices that must not be used any more.
+        no_room: the failure that ends the job if unplaced members find no room until ``room_until``.
+    """
+
+    deadlines: WaitDeadlines
+    stop: StopTogether
+    ports: dict[str, int] = field(default_factory=dict)
+    recoveries: list[Recovery] = field(default_factory=list)
+    ports_asked: dict[str, list[int]] = field(default_factory=dict)
+    bad_devices: set[str] = field(default_factory=set)
+    no_room: FailureInfo | None = None
+    room_until: float = 0.0
+    failures: Failures = field(default_factory=Failures)
+    health: HealthState = field(default_factory=HealthState)
+
+    @classmethod
+    def initial(cls, spec: JobSpec, now: float) -> DecisionState:
+        return cls(WaitDeadlines(now + spec.limits.agents_s), StopTogether(spec.grace_s))
 
 
 @dataclass(slots=True)
 class JobState:
-    """One job. ``actions`` are those of the event at hand; ``ports`` those of the elastic roles' process groups."""
-
-    KEPT: ClassVar[Mapping[str, object]] = {"deadlines": WaitDeadlines, "ports": dict[str, int]}
+    """One job. ``actions`` follow from the current event."""
 
     context: JobContext
-    deadlines: WaitDeadlines
+    saved: DecisionState
     last_lines: LastLines
     actions: list[ev.Action] = field(default_factory=list)
-    ports: dict[str, int] = field(default_factory=dict)
 
     @property
     def spec(self) -> JobSpec:
@@ -40,7 +88,7 @@ class JobState:
 
     @property
     def undecided(self) -> bool:
-        """Whether the job goes on, or ends as it should: nobody was told to end for another reason."""
+        """True while no decision was made to end the job early: it still runs, or ends as intended."""
         return self.context.ends_as == "succeeded"
 
     def living(self) -> list[Member]:

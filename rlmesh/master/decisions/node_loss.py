@@ -1,19 +1,17 @@
-"""What becomes of a job when it loses a node: the node's members are started again on other nodes. Pure.
+"""Loss of a node: its members are restarted on other nodes. No I/O.
 
 ::
 
-    lost    its members are gone; each role's policy says who is started again, the planner says where
-            without room: they wait for a node as long as the job says, then the job fails
-    back    the node, or another in its place, is there: members that had no room get it
+    lost    the node's members are dead; each role's rule says who is restarted, the planner says where
+            without room, they wait for a node up to ``node_wait_s``, then the job fails
+    back    the node, or a replacement, is there: members that had no room are placed on it
 
-A node that belongs to a group takes the others of its group along: they are left, and used again when it is back.
+If the node belongs to a group, the other nodes of the group are left too, and used again when it is back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 from rlmesh.job.status import NODE_LOST, ExitInfo, FailureInfo
 from rlmesh.master import events as ev
@@ -21,26 +19,23 @@ from rlmesh.master.context import Member, MemberId
 from rlmesh.master.decisions.failover import Exhausted, FailoverCoordinator, Restart
 from rlmesh.master.decisions.job_state import JobState
 from rlmesh.master.decisions.recovery import Recoveries
-from rlmesh.master.decisions.replacement import Moves
+from rlmesh.master.decisions.replacement import ReplacementPlanner
 from rlmesh.placement.node_groups import node_groups
 
 __all__ = ["NodeLosses"]
 
 
 class NodeLosses:
-    """The lost nodes of one job. Each method gives the failure with which the job ends, or None."""
-
-    KEPT: ClassVar[Mapping[str, object]] = {"_short": FailureInfo | None, "_wait_until": float}
+    """The lost nodes of one job. Methods that return a failure return the one with which the job ends, or None."""
 
     def __init__(
-        self, state: JobState, failover: FailoverCoordinator, moves: Moves, recoveries: Recoveries
-    ) -> None:  # fmt: skip
-        self._state, self._failover, self._moves, self._recoveries = state, failover, moves, recoveries
-        self._short: FailureInfo | None = None
-        self._wait_until = 0.0
+        self, state: JobState, failover: FailoverCoordinator, placements: ReplacementPlanner, recoveries: Recoveries
+    ) -> None:
+        self._state, self._saved = state, state.saved
+        self._failover, self._placements, self._recoveries = failover, placements, recoveries
 
     def lost(self, node_rank: int, how: str, now: float) -> FailureInfo | None:
-        """Nothing of the job runs on a node any more."""
+        """Handle the loss of a node, on which nothing of the job runs any more."""
         context = self._state.context
         if node_rank in context.lost_nodes or node_rank not in context.nodes:
             return None
@@ -66,22 +61,22 @@ class NodeLosses:
         return failure
 
     def back(self, node_rank: int, now: float) -> None:
-        """A node is there, for the first time or again."""
+        """Handle the arrival of a node, for the first time or again."""
         context = self._state.context
         context.lost_nodes.pop(node_rank, None)
         context.set_aside = {mate: cause for mate, cause in context.set_aside.items() if cause != node_rank}
-        homeless = self._recoveries.homeless()
-        if homeless and not isinstance(places := self._moves.places(homeless, now), FailureInfo):
-            self._recoveries.house(places)
+        unplaced = self._recoveries.unplaced()
+        if unplaced and not isinstance(places := self._placements.places(unplaced, now), FailureInfo):
+            self._recoveries.place(places)
 
-    def look(self, now: float) -> FailureInfo | None:
-        """Whether members have waited for room for too long."""
-        if self._recoveries.homeless() and self._short is not None and now >= self._wait_until:
-            return self._short
+    def overdue(self, now: float) -> FailureInfo | None:
+        """Return the failure of members that have waited for room for too long; None if there is none."""
+        if self._recoveries.unplaced() and self._saved.no_room is not None and now >= self._saved.room_until:
+            return self._saved.no_room
         return None
 
     def _set_aside(self, node_rank: int) -> list[Member]:
-        """The members on the other nodes of a lost node's group, which are left too."""
+        """Set aside the other nodes of a lost node's group; return the members that run there."""
         context = self._state.context
         groups = [ranks for ranks in node_groups(context.nodes.values()) if node_rank in ranks]
         mates = {rank for ranks in groups for rank in ranks if rank not in context.lost_nodes}
@@ -91,7 +86,7 @@ class NodeLosses:
     def _replace(
         self, members: list[Member], ends: dict[MemberId, ExitInfo], what: str, now: float
     ) -> FailureInfo | None:
-        """Start members again elsewhere, all of them by one plan."""
+        """Restart members elsewhere, all of them by one plan."""
         restarts: list[Restart] = []
         for member in members:
             if any(member.id in restart.members for restart in restarts):
@@ -105,13 +100,13 @@ class NodeLosses:
                 return FailureInfo(f"{what}. {policy}", at=now, kind=NODE_LOST)
             restarts.append(decision)
         wanted = {member for restart in restarts for member in restart.members}
-        places = self._moves.places(wanted, now)
+        places = self._placements.places(wanted, now)
         if isinstance(places, FailureInfo):
             message = f"{what}. {places.message}\n{self._advice()}"
-            self._short = replace(places, message=message, role=None, rank=None, kind=NODE_LOST)
-            self._wait_until = now + self._state.limits.node_wait_s
+            self._saved.no_room = replace(places, message=message, role=None, rank=None, kind=NODE_LOST)
+            self._saved.room_until = now + self._state.limits.node_wait_s
             if self._state.limits.node_wait_s <= 0:
-                return self._short
+                return self._saved.no_room
         for restart in restarts:
             self._recoveries.begin(restart, None if isinstance(places, FailureInfo) else places, now)
         return None
@@ -126,7 +121,7 @@ class NodeLosses:
 
 
 def _ended(member: Member) -> bool:
-    """Whether the member's process had ended before, for good."""
+    """True if the member's process ended before and will not be restarted."""
     return member.gone and member.state != "restarting"
 
 

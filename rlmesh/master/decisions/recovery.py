@@ -1,61 +1,46 @@
-"""Restarts that are under way: from the decision until the new processes serve. Pure.
+"""Restarts in progress: from the decision until the new processes serve. No I/O.
 
 ::
 
     begin    members get a new incarnation in the address book, without an address: calls to them wait
              old processes that still run are ended; new ports are reserved for elastic roles
-    advance  when the old ones are gone, the delay is over and the ports are there: spawn
-    done     when all of them serve: run() is begun again where it had not finished, and everybody is told
+    advance  when the old processes are gone, the delay is over and the ports are reserved: spawn
+    done     when all members serve: run() is begun again where it had not finished, and everybody is notified
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from rlmesh.job.restarts import Phase, RestartEvent
-from rlmesh.job.status import ExitInfo, FailureInfo
+from rlmesh.job.status import SERVING, ExitInfo, FailureInfo
 from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.decisions.failover import Restart
-from rlmesh.master.decisions.job_state import SERVING, JobState
+from rlmesh.master.decisions.job_state import JobState, Recovery
 from rlmesh.placement.planner import Placement
 
-__all__ = ["Recoveries", "Recovery"]
-
-
-@dataclass(slots=True)
-class Recovery:
-    """One restart. ``outgoing``: old processes that are not known to be gone, and on which node each is; ``homeless``:
-    there is no room for the new ones yet."""
-
-    restart: Restart
-    members: set[MemberId]
-    start_at: float
-    gone_by: float
-    outgoing: dict[ev.ProcessKey, int] = field(default_factory=dict)
-    spawned: bool = False
-    homeless: bool = False
+__all__ = ["Recoveries"]
 
 
 class Recoveries:
-    """All restarts of one job that are under way. A member is in at most one of them."""
-
-    KEPT: ClassVar[Mapping[str, object]] = {"_active": list[Recovery], "_ports_asked": dict[str, list[int]]}
+    """All restarts of one job that are in progress. A member is in at most one of them."""
 
     def __init__(self, state: JobState) -> None:
-        self._state = state
-        self._active: list[Recovery] = []
-        self._ports_asked: dict[str, list[int]] = {}
-        """The nodes whose answers to ``ReservePort`` are on their way, by role; only the last one counts."""
+        self._state, self._saved = state, state.saved
 
     def __bool__(self) -> bool:
-        return bool(self._active)
+        return bool(self._saved.recoveries)
 
     def begin(self, restart: Restart, places: Mapping[MemberId, Placement] | None, now: float) -> None:
-        """Replace members by new incarnations; those that cannot stay where they are get other ``places``. None: there
-        is no room for them before ``house`` tells of some."""
+        """Replace members by new incarnations.
+
+        Args:
+            restart: the decision.
+            places: new placements of members that cannot stay on their node; None if there is no room before ``place``.
+            now: seconds since the epoch.
+        """
         context = self._state.context
         wanted = set(restart.members)
         recovery = Recovery(restart, wanted, now + restart.record.delay_s, now + self._state.limits.exit_s)
@@ -72,30 +57,30 @@ class Recoveries:
                 member.has_finished = False
         context.restarts.append(restart.record)
         context.note = self._note(restart)
-        # The book first: who hears of a restart and calls at once calls the new incarnations.
+        # The address book goes first, so that a call made on the news of the restart reaches the new incarnation.
         self._state.do(ev.PublishBook(context.new_book()))
-        self._tell(recovery, "restarting")
+        self._announce(recovery, "restarting")
         for node_rank, keys in ended.items():
             self._state.do(ev.EndProcesses(node_rank, tuple(keys), self._grace_s(restart)))
-        self._active.append(recovery)
+        self._saved.recoveries.append(recovery)
         if places is None:
-            recovery.homeless = True
+            recovery.unplaced = True
         else:
-            self._house(recovery, places)
+            self._place(recovery, places)
 
-    def homeless(self) -> set[MemberId]:
-        """Members for which there is no room yet."""
-        return {member for recovery in self._active if recovery.homeless for member in recovery.members}
+    def unplaced(self) -> set[MemberId]:
+        """Return the members for which there is no room yet."""
+        return {member for recovery in self._saved.recoveries if recovery.unplaced for member in recovery.members}
 
-    def house(self, places: Mapping[MemberId, Placement]) -> None:
-        """There is room now for those that had none."""
-        for recovery in self._active:
-            if recovery.homeless:
-                self._house(recovery, places)
+    def place(self, places: Mapping[MemberId, Placement]) -> None:
+        """Place the members that had no room."""
+        for recovery in self._saved.recoveries:
+            if recovery.unplaced:
+                self._place(recovery, places)
 
-    def _house(self, recovery: Recovery, places: Mapping[MemberId, Placement]) -> None:
+    def _place(self, recovery: Recovery, places: Mapping[MemberId, Placement]) -> None:
         context = self._state.context
-        recovery.homeless = False
+        recovery.unplaced = False
         if places and context.plan is not None:
             for member in self._of(recovery.members):
                 member.placement = places.get(member.id, member.placement)
@@ -103,30 +88,31 @@ class Recoveries:
             context.plan = replace(context.plan, placements=placements)
         for role in self._elastic_roles(recovery.members):
             leader = context.members[role, 0].placement.node_rank
-            self._ports_asked.setdefault(role, []).append(leader)
-            self._state.do(ev.ReservePort(role, leader, instead_of=self._state.ports.get(role)))
+            self._saved.ports_asked.setdefault(role, []).append(leader)
+            self._state.do(ev.ReservePort(role, leader, instead_of=self._saved.ports.get(role)))
 
     def _merge_into(self, recovery: Recovery) -> None:
-        """A restart of more members takes over what smaller ones have begun; a failure of a member that is being
-        restarted begins anew."""
-        kept = []
-        for other in self._active:
+        """Merge earlier restarts of the same members into this one: a larger restart takes over smaller ones, and a
+        failure during a restart begins it anew."""
+        remaining = []
+        for other in self._saved.recoveries:
             if other.members & recovery.members:
                 recovery.outgoing |= {key: at for key, at in other.outgoing.items() if key[:2] in recovery.members}
                 other.members -= recovery.members
                 other.outgoing = {key: at for key, at in other.outgoing.items() if key[:2] not in recovery.members}
             if other.members:
-                kept.append(other)
-        self._active = kept
+                remaining.append(other)
+        self._saved.recoveries = remaining
 
     def _grace_s(self, restart: Restart) -> float:
-        """A group that has lost a rank cannot end in good order, and others wait for it; a whole job can."""
+        """Return the grace period: a group that has lost a rank cannot end cleanly and others wait for it; a whole job
+        can."""
         return self._state.limits.fail_grace_s if restart.record.scope == "job" else 0.0
 
-    def took(self, exit: ExitInfo) -> str | None:
-        """Why an old process was ended, if it was for a restart that it has ended now."""
+    def note_exit(self, exit: ExitInfo) -> str | None:
+        """Return why a process was ended if its exit belongs to a restart, else None; the exit is recorded."""
         key = (exit.role, exit.rank, exit.incarnation)
-        for recovery in self._active:
+        for recovery in self._saved.recoveries:
             if key in recovery.outgoing:
                 del recovery.outgoing[key]
                 record = recovery.restart.record
@@ -135,39 +121,41 @@ class Recoveries:
         return None
 
     def node_lost(self, node_rank: int) -> None:
-        """No old process runs on a node any more, and nothing is answered from there."""
-        for recovery in self._active:
+        """Record that no old process runs on a lost node, and that no answer comes from it."""
+        for recovery in self._saved.recoveries:
             recovery.outgoing = {key: at for key, at in recovery.outgoing.items() if at != node_rank}
-        self._ports_asked = {role: [at for at in asked if at != node_rank] for role, asked in self._ports_asked.items()}
+        self._saved.ports_asked = {
+            role: [at for at in asked if at != node_rank] for role, asked in self._saved.ports_asked.items()
+        }
 
     def port_reserved(self, role: str, node_rank: int | None) -> None:
-        asked = self._ports_asked.get(role)
+        asked = self._saved.ports_asked.get(role)
         if asked:
             asked.remove(node_rank if node_rank in asked else asked[0])
 
     def abandon(self) -> list[Member]:
-        """Forget all restarts: the job ends. Returns the members that had a new process which does not serve yet."""
+        """Cancel all restarts because the job ends; return members whose new process does not serve yet."""
         unfinished = []
-        for recovery in self._active:
+        for recovery in self._saved.recoveries:
             for member in self._of(recovery.members):
                 if not member.gone and member.state not in SERVING:
                     unfinished.append(member)
                 elif member.state == "restarting":
                     member.state = "failed"
-        self._active.clear()
+        self._saved.recoveries.clear()
         return unfinished
 
     def advance(self, now: float) -> FailureInfo | None:
-        """Spawn what is due and finish what serves; a failure if an old process does not go."""
-        for recovery in list(self._active):
+        """Spawn members that are due, finish restarts that serve; return a failure if an old process does not end."""
+        for recovery in list(self._saved.recoveries):
             if recovery.outgoing and now >= recovery.gone_by:
                 role, rank, _ = min(recovery.outgoing)
                 return FailureInfo(
                     f"{role}:{rank} is to be restarted, but the end of its old process was not reported within "
                     f"{self._state.limits.exit_s:g} s", role, rank, now,
                 )  # fmt: skip
-            if not recovery.spawned and not recovery.outgoing and not recovery.homeless and now >= recovery.start_at:
-                if not any(self._ports_asked.get(role) for role in self._elastic_roles(recovery.members)):
+            if not recovery.spawned and not recovery.outgoing and not recovery.unplaced and now >= recovery.start_at:
+                if not any(self._saved.ports_asked.get(role) for role in self._elastic_roles(recovery.members)):
                     self._spawn(recovery, now)
             elif recovery.spawned and all(member.state in SERVING for member in self._of(recovery.members)):
                 self._done(recovery, now)
@@ -186,7 +174,7 @@ class Recoveries:
             self._state.do(ev.Spawn(node_rank, tuple(ids)))
 
     def _done(self, recovery: Recovery, now: float) -> None:
-        self._active.remove(recovery)
+        self._saved.recoveries.remove(recovery)
         context, record = self._state.context, recovery.restart.record
         context.restarts = [replace(r, ready_at=now) if r == record else r for r in context.restarts]
         if context.note == self._note(recovery.restart):
@@ -195,9 +183,9 @@ class Recoveries:
             for member in self._of(recovery.members):
                 if not member.has_finished:
                     self._state.do(ev.BeginRun(member.id))
-        self._tell(recovery, "ready")
+        self._announce(recovery, "ready")
 
-    def _tell(self, recovery: Recovery, phase: Phase) -> None:
+    def _announce(self, recovery: Recovery, phase: Phase) -> None:
         self._state.do(*(ev.TellRestart(event) for event in self._events(recovery, phase)))
 
     def _events(self, recovery: Recovery, phase: Phase) -> list[RestartEvent]:
@@ -233,7 +221,7 @@ class Recoveries:
 
 
 def _restored(member: Member) -> int | None:
-    """What its present process has restored, as it said."""
+    """Return the weights version that the member's current process reported as restored."""
     restart = member.restart
     rank = member.placement.rank
     return restart.restored[restart.ranks.index(rank)] if restart is not None and rank in restart.ranks else None

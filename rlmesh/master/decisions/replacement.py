@@ -1,10 +1,9 @@
-"""New places for members whose device is bad or whose node must not be used any more. Pure."""
+"""New placements for members whose device is bad or whose node must not be used any more. No I/O."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import ClassVar
 
 from rlmesh.errors import PlacementError
 from rlmesh.job.status import FailureInfo
@@ -13,31 +12,29 @@ from rlmesh.master.decisions.job_state import JobState
 from rlmesh.master.decisions.scheduler import Scheduler
 from rlmesh.placement.planner import Placement
 
-__all__ = ["NODE_FAILURES", "NODE_WINDOW_S", "Moves"]
+__all__ = ["NODE_FAILURES", "NODE_WINDOW_S", "ReplacementPlanner"]
 
 NODE_FAILURES = 3
-"""A node on which so many failures have begun within the window is avoided, as long as there is room elsewhere."""
+"""Number of failures that began on a node within the window, from which the node is avoided while there is room
+elsewhere."""
 NODE_WINDOW_S = 3600.0
 
 
-class Moves:
-    """What one job must not use any more. Members stay where they are until they are restarted."""
-
-    KEPT: ClassVar[Mapping[str, object]] = {"bad_devices": set[str]}
+class ReplacementPlanner:
+    """Bad devices and nodes of one job, and placements without them. Members stay where they are until a restart."""
 
     def __init__(self, state: JobState, scheduler: Scheduler) -> None:
         self._state = state
         self._scheduler = scheduler
-        self.bad_devices: set[str] = set()
 
     @property
     def bad_nodes(self) -> set[int]:
-        """Nodes that are lost, and those that are given up with them."""
+        """Return the ranks of lost nodes, and of nodes set aside with them."""
         context = self._state.context
         return {*context.lost_nodes, *context.set_aside}
 
     def shaky_nodes(self, now: float) -> set[int]:
-        """Nodes that failed repeatedly, by whatever: one failure counts once, however many members it took."""
+        """Return the nodes that failed repeatedly. A failure counts once, however many members it ended."""
         failures: dict[int, set[float]] = defaultdict(set)
         for record in self._state.context.restarts:
             if record.failure.exit is not None and record.at > now - NODE_WINDOW_S:
@@ -45,14 +42,15 @@ class Moves:
         return {node for node, times in failures.items() if len(times) >= NODE_FAILURES}
 
     def is_bad(self, placement: Placement) -> bool:
-        """Whether a member must leave its place."""
-        on_bad = any(share.device.uuid in self.bad_devices for share in placement.devices)
+        """True if a member must leave its placement."""
+        on_bad = any(share.device.uuid in self._state.saved.bad_devices for share in placement.devices)
         return on_bad or placement.node_rank in self.bad_nodes
 
     def places(self, members: Collection[MemberId], now: float) -> Mapping[MemberId, Placement] | FailureInfo:
-        """Where members go that are about to be restarted; empty if they can stay, a failure if there is no room.
+        """Return new placements for members about to be restarted: empty if they can stay, a failure if there is no
+        room.
 
-        Members that are not restarted stay, as far as their own place is good.
+        Members that are not restarted stay, unless their own placement is bad.
         """
         context = self._state.context
         own = [context.members[member] for member in sorted(members)]
@@ -73,12 +71,12 @@ class Moves:
         self, nodes: Collection[int], members: Collection[MemberId]
     ) -> Mapping[MemberId, Placement] | PlacementError:
         context, wanted = self._state.context, set(members)
-        kept = [m.placement for m in context.members.values() if m.id not in wanted and not self.is_bad(m.placement)]
+        pinned = [m.placement for m in context.members.values() if m.id not in wanted and not self.is_bad(m.placement)]
         spares = max(0, self._state.spec.demand.spare_nodes - len(nodes))
         try:
             new = self._scheduler.plan(
-                context.nodes.values(), kept=kept, excluded_nodes=nodes, excluded_devices=self.bad_devices,
-                spare_nodes=spares,
+                context.nodes.values(), pinned=pinned, excluded_nodes=nodes,
+                excluded_devices=self._state.saved.bad_devices, spare_nodes=spares,
             )  # fmt: skip
         except PlacementError as error:
             return error

@@ -1,4 +1,4 @@
-"""Where members go, and what each of their processes is told. Pure."""
+"""Placement of members, and the worker specifications of their processes. No I/O."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What belongs to this start of the job, not to its description: its secret and where its master is."""
+    """Values of this start of the job that are not in its description: the secret and the master's address."""
 
     key_hex: str
     master_endpoint: str
 
 
 class Scheduler:
-    """Plans a job and writes the specs of its workers."""
+    """Plans a job and writes the specifications of its workers."""
 
     def __init__(self, spec: JobSpec, site: Site) -> None:
         self._spec = spec
@@ -40,25 +40,25 @@ class Scheduler:
         self,
         nodes: Iterable[NodeInfo],
         *,
-        kept: Sequence[Placement] = (),
+        pinned: Sequence[Placement] = (),
         excluded_nodes: Collection[int] = (),
         excluded_devices: Collection[str] = (),
         spare_nodes: int | None = None,
     ) -> Plan:
-        """Place all members, those that are ``kept`` where they are; see :func:`make_plan`.
+        """Place all members; the ``pinned`` placements stay. See :func:`make_plan`.
 
         Raises:
-            PlacementError: with the table of what is short.
+            PlacementError: there is not enough room; the message has a table of what is missing.
         """
         nodes = tuple(nodes)
         plan = make_plan(
-            self._spec.demand, nodes, pinned=kept, excluded_nodes=excluded_nodes,
+            self._spec.demand, nodes, pinned=pinned, excluded_nodes=excluded_nodes,
             excluded_devices=excluded_devices, spare_nodes=spare_nodes,
         )  # fmt: skip
         return replace(plan, notes=(*plan.notes, *ipc_notes(nodes, plan)))
 
     def group_leaders(self, plan: Plan) -> dict[str, int]:
-        """For each elastic role the node of its rank 0, where the process group's port must be."""
+        """Return the node of rank 0 for each elastic role, where the process group's port must be."""
         elastic = [role.name for role in self._spec.roles if role.backend == "elastic"]
         return {role: plan.of(role)[0].node_rank for role in elastic}
 
@@ -68,8 +68,10 @@ class Scheduler:
     def lease_agents(
         self, placement: Placement, plan: Plan, nodes: Mapping[int, NodeInfo]
     ) -> tuple[tuple[int, str], ...]:
-        """The nodes on which a member's group leases devices, in their order, and where the member reaches their
-        agents. Empty if it is one node, or no other role can be on its devices."""
+        """Return rank and agent address of the nodes on which a member's group leases devices, ordered by rank.
+
+        Empty if the group is on one node, or if no other role can be on its devices.
+        """
         role = self._spec.role(placement.role)
         key = f"{role.name}/{placement.group}" if placement.group else role.name
         shared = self._spec.demand.sharing(key) or any(share.milli < WHOLE for share in placement.devices)
@@ -86,9 +88,10 @@ class Scheduler:
         )
 
     def process_spec(self, members: Sequence[WorkerSpec]) -> WorkerSpec:
-        """What one process is told that is all of these members; the first one's log, name and devices are its own.
+        """Return the specification of one process that hosts all of these members, with the first one's log, name and
+        devices.
 
-        Of several elastic roles the first one's process group is that of the process.
+        Among several elastic roles, the process group of the first one is used.
         """
         first, *others = members
         if not others:
@@ -108,9 +111,14 @@ class Scheduler:
         restart: RestartEvent | None = None, hosts: Mapping[str, str] | None = None,
         lease_agents: tuple[tuple[int, str], ...] = (),
     ) -> WorkerSpec:  # fmt: skip
-        """What the process of one member is told. ``ports`` has the reserved port of each elastic role, ``hosts``
-        the address of the node that it is reserved on where that is not loopback; ``restart`` is why it takes
-        another process's place."""
+        """Return the specification of one member's process.
+
+        Args:
+            ports: reserved port of each elastic role.
+            restart: why the process replaces another one.
+            hosts: address of the node on which the port is reserved, by role, unless it is loopback.
+            lease_agents: see ``lease_agents()``.
+        """
         spec, role = self._spec, self._spec.role(placement.role)
         devices = tuple(share.device for share in placement.devices)
         env = {**role.env, **device_environment(devices, node.devices, spec.demand.device_type, role.env)}
@@ -154,22 +162,22 @@ class Scheduler:
             restart=restart,
             resume=spec.resume,
             lease_agents=lease_agents,
-            # Where there are no real devices, what is asked only balances the nodes.
+            # Without real devices, the request only balances the nodes.
             memory_limit_bytes=placement.memory_bytes if spec.demand.device_type == "GPU" else 0,
         )
 
 
 def _socket_dir(node: NodeInfo) -> str:
-    """The folder of a node's sockets, which its guardian removes: where its agent listens."""
+    """Return the folder of a node's sockets, in which its agent listens; its guardian removes it."""
     return os.path.dirname(node.agent_endpoint.partition("://")[2])
 
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""With 1, which torchrun sets too, an operation of NCCL that fails ends the process instead of blocking it."""
+"""With 1, which torchrun sets too, a failing NCCL operation ends the process instead of blocking it."""
 
 
 def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:
-    """The members of each node, in the order of the plan."""
+    """Return the members of each node, in the order of the plan."""
     found: dict[int, list[MemberId]] = {}
     for placement in plan.placements:
         found.setdefault(placement.node_rank, []).append((placement.role, placement.rank))
@@ -179,7 +187,7 @@ def by_node(plan: Plan) -> dict[int, tuple[MemberId, ...]]:
 def _torchrun_env(
     spec: JobSpec, placement: Placement, world_size: int, incarnation: int, host: str, port: int
 ) -> dict[str, str]:
-    """The variables that torchrun sets, so that ``init_process_group()`` works without arguments."""
+    """Return the variables that torchrun sets, so that ``init_process_group()`` works without arguments."""
     rule = spec.role(placement.role).restart
     values: dict[str, object] = {
         "RANK": placement.rank,

@@ -1,1 +1,1 @@
-"""What the master observes of a job: health, activity, call graph, incidents, and metrics."""
+"""Observation of a job by the master: health, activity, call graph, incidents, and metrics."""

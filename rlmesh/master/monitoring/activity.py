@@ -1,7 +1,8 @@
-"""What members do that their states do not say: busy without an answer, stopped, running on after a cancelled call.
+"""Activities of members that their states do not show: busy without an answer, stopped, calls that run on after a
+cancel.
 
-Agents look at the processes of their node from outside; members tell themselves what runs on. Nothing of this is part
-of the job's state: after a restart of the master it is asked again.
+Agents inspect the processes of their node from outside; members report calls that run on. None of this is part of the
+job's state: a restarted master asks again.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from rlmesh.errors import CallError
 from rlmesh.job.status import JobStatus, Serving
 from rlmesh.runtime.handle import MemberHandle
 
-__all__ = ["Doings", "LookAround"]
+__all__ = ["Activities", "ActivityPoller"]
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
-LOOK_WAIT_S = 2.0
+POLL_S = 1.0
+ANSWER_S = 2.0
 FRESH_S = 4.0
-"""What was said longer ago is not shown any more."""
+"""Age in seconds from which a report is not shown any more."""
 SHOWN = 3
 _SECONDS = re.compile(r" for (\d+) s")
 
@@ -33,50 +34,50 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _ActivityReport:
     at: float
     text: str = ""
     runs_on: tuple[Serving, ...] = ()
 
 
-class Doings:
-    """What is known of each member. Pure; times are seconds of one clock that only grows."""
+class Activities:
+    """The latest reports about each member's activity. No I/O; times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
-        self._silent: dict[Key, _Said] = {}
-        self._runs_on: dict[tuple[str, int], _Said] = {}
+        self._silent: dict[Key, _ActivityReport] = {}
+        self._runs_on: dict[tuple[str, int], _ActivityReport] = {}
 
-    def looked(self, node: Sequence[Key], silent: Mapping[Key, str], now: float) -> None:
-        """An agent looked at the members of its node; those of ``silent`` do not answer, for these reasons."""
+    def inspected(self, node: Sequence[Key], silent: Mapping[Key, str], now: float) -> None:
+        """Record an agent's inspection of its members; ``silent`` has those that do not answer, with the reason."""
         for key in node:
             if why := silent.get(key):
-                self._silent[key] = _Said(now, why)
+                self._silent[key] = _ActivityReport(now, why)
             else:
                 self._silent.pop(key, None)
 
-    def told(self, name: str, incarnation: int, runs_on: tuple[Serving, ...], now: float) -> None:
-        """A member says what runs on in it."""
+    def reported(self, name: str, incarnation: int, runs_on: tuple[Serving, ...], now: float) -> None:
+        """Record the calls that run on in a member."""
         if runs_on:
-            self._runs_on[name, incarnation] = _Said(now, runs_on=runs_on)
+            self._runs_on[name, incarnation] = _ActivityReport(now, runs_on=runs_on)
         else:
             self._runs_on.pop((name, incarnation), None)
 
     def of(self, key: Key, now: float) -> str:
-        """For people, such as ``busy in A:0.hold() for 7 s, does not answer``; empty if there is nothing to say."""
+        """Return a text such as ``busy in A:0.hold() for 7 s, does not answer``; empty if nothing is known."""
         parts = []
-        said = self._silent.get(key)
-        if said is not None and now - said.at <= FRESH_S:
-            passed = int(now - said.at)
-            parts.append(_SECONDS.sub(lambda found: f" for {int(found[1]) + passed} s", said.text))
-        told = self._runs_on.get((f"{key[0]}:{key[1]}", key[2]))
-        if told is not None and (now - told.at <= FRESH_S or parts):  # who does not answer still does what it did
-            later = now - told.at
-            calls = [str(replace(call, since_s=call.since_s + later)) for call in told.runs_on]
+        report = self._silent.get(key)
+        if report is not None and now - report.at <= FRESH_S:
+            passed = int(now - report.at)
+            parts.append(_SECONDS.sub(lambda found: f" for {int(found[1]) + passed} s", report.text))
+        running = self._runs_on.get((f"{key[0]}:{key[1]}", key[2]))
+        if running is not None and (now - running.at <= FRESH_S or parts):  # a silent member still does what it did
+            later = now - running.at
+            calls = [str(replace(call, since_s=call.since_s + later)) for call in running.runs_on]
             parts += [*calls[:SHOWN], *([f"and {len(calls) - SHOWN} more"] if len(calls) > SHOWN else [])]
         return "; ".join(parts)
 
-    def shown_in(self, status: JobStatus, now: float) -> JobStatus:
-        """The same snapshot, with what its members do."""
+    def added_to(self, status: JobStatus, now: float) -> JobStatus:
+        """Return the snapshot with the activities of its members."""
         members = status.members
         doing = {
             m: self.of((m.role, m.rank, m.incarnation), now) for m in members if m.state not in ("exited", "failed")
@@ -84,36 +85,38 @@ class Doings:
         return replace(status, members=tuple(replace(m, doing=doing.get(m, "")) for m in members))
 
 
-class LookAround:
-    """Asks the agents about once a second.
+class ActivityPoller:
+    """Asks the agents for silent members about once a second.
 
     Args:
-        agents: the agent of each node, with the members of the node.
+        agents: returns the agent of each node, with the members of the node.
     """
 
-    def __init__(self, doings: Doings, agents: Callable[[], Sequence[tuple[MemberHandle, Sequence[Key]]]]) -> None:
-        self._doings, self._agents = doings, agents
+    def __init__(
+        self, activities: Activities, agents: Callable[[], Sequence[tuple[MemberHandle, Sequence[Key]]]]
+    ) -> None:
+        self._activities, self._agents = activities, agents
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._look_again())
+        self._task = asyncio.get_running_loop().create_task(self._poll_forever())
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _look_again(self) -> None:
+    async def _poll_forever(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_S)
             try:
-                await asyncio.gather(*(self._look(agent, keys) for agent, keys in self._agents() if keys))
-            except Exception:  # what is shown must not touch the job
-                logger.exception("what the members do was not seen")
+                await asyncio.gather(*(self._poll(agent, keys) for agent, keys in self._agents() if keys))
+            except Exception:  # a fault here must not affect the job
+                logger.exception("the activities of members could not be asked for")
 
-    async def _look(self, agent: MemberHandle, keys: Sequence[Key]) -> None:
+    async def _poll(self, agent: MemberHandle, keys: Sequence[Key]) -> None:
         try:
-            silent: dict[Key, str] = await agent.options(timeout_s=LOOK_WAIT_S, idempotent=False).call("silent")
+            silent: dict[Key, str] = await agent.options(timeout_s=ANSWER_S, idempotent=False).call("silent")
         except CallError:
             return
-        self._doings.looked(keys, silent, time.monotonic())
+        self._activities.inspected(keys, silent, time.monotonic())

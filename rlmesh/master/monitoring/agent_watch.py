@@ -1,4 +1,4 @@
-"""How the master knows that an agent is lost: from the operating system where it can, else by the agent's lease."""
+"""Detection of lost agents: by the operating system where possible, else by the agent's lease."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlmesh.master.decisions.silent_nodes import NodeLeases
 from rlmesh.placement.machine.inventory import NodeInfo
 
 MEMBERS_END_S = 5.0
-"""How long the members of an agent that died may take to end: the kernel kills them, or the guardian does."""
+"""Seconds that the members of a dead agent may take to end; the kernel or the guardian kills them."""
 
 
 class AgentWatch:
@@ -22,8 +22,8 @@ class AgentWatch:
     Args:
         job_id: marks the job's processes.
         lost: called with a node's rank and how its agent was lost, when nothing of the job can run there any more.
-        members_of: the process numbers of a node's members.
-        lease_s: the length of the agents' leases; 0: they have none.
+        members_of: returns the pids of a node's members.
+        lease_s: length of the agents' leases; 0: no leases.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class AgentWatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def expect(self, nodes: Iterable[NodeInfo]) -> None:
-        """Nodes that another master knew: each must come back, or is lost."""
+        """Watch nodes that a previous master knew: each must return, or is lost."""
         for node in nodes:
-            self.found(node)
+            self.registered(node)
 
-    def found(self, node: NodeInfo) -> None:
-        """An agent registered; its lease begins."""
+    def registered(self, node: NodeInfo) -> None:
+        """Watch an agent that registered; its lease begins."""
         self._given_up.discard(node.node_rank)
         self.renew(node.node_rank)
         self._suspected.pop(node.node_rank, None)
@@ -54,7 +54,7 @@ class AgentWatch:
         self._unwatch(node.node_rank)
         mark = ownership.read_mark(node.agent_pid, ownership.NODE_MARK)
         if mark and mark != f"{self._job_id}/{node.node_rank}":
-            self._end(node, "has ended")  # its number is in use again
+            self._end(node, "has ended")  # its pid is in use again
             return
         try:
             fd = os.pidfd_open(node.agent_pid)
@@ -64,16 +64,16 @@ class AgentWatch:
         self._fds[node.node_rank], self._pids[node.node_rank] = fd, node.agent_pid
         asyncio.get_running_loop().add_reader(fd, self._ended, node)
 
-    def gave_up(self, node_rank: int) -> bool:
-        """Whether a node was given up: its members may be on their way elsewhere, though nobody else knows yet."""
+    def is_given_up(self, node_rank: int) -> bool:
+        """True if a node was given up here, even if the job manager does not know it yet."""
         return node_rank in self._given_up
 
     def renew(self, node_rank: int) -> None:
-        """An agent gave a sign of life; not for a node that was given up."""
+        """Renew an agent's lease, unless its node was given up."""
         if self._leased:
             self._leases.renew(node_rank, self._clock())
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Give up the nodes whose leases are long over."""
         for node_rank, silent_s in self._leases.silent(self._clock()).items():
             self._leases.forget(node_rank)
@@ -83,7 +83,7 @@ class AgentWatch:
             self._lost(node_rank, f"gave no sign of life for {silent_s:.0f} s; {why}")
 
     def ended(self, node_rank: int, how: str, *, proven: bool) -> None:
-        """Somebody says that a node has ended. Where that is not proven, its lease must run out before it is lost."""
+        """Handle a report that a node has ended. Without proof, the node is lost only when its lease runs out."""
         if self._leased and not proven:
             self._suspected[node_rank] = how
         else:
@@ -103,15 +103,14 @@ class AgentWatch:
         self._end(node, f"(pid {node.agent_pid} on {node.hostname}) died")
 
     def _end(self, node: NodeInfo, how: str) -> None:
-        """Nothing of the job may run there any more when this is told: its members die with the agent, but not in
-        the same moment."""
+        """Report the node as lost once its members have ended, which may be a moment after their agent."""
         self._leases.forget(node.node_rank)
         self._given_up.add(node.node_rank)
-        task = asyncio.get_running_loop().create_task(self._tell_when_empty(node.node_rank, how))
+        task = asyncio.get_running_loop().create_task(self._report_when_empty(node.node_rank, how))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell_when_empty(self, node_rank: int, how: str) -> None:
+    async def _report_when_empty(self, node_rank: int, how: str) -> None:
         processes = filter(None, map(ownership.read_process, filter(None, self._members_of(node_rank))))
         mark = f"{self._job_id}/{node_rank}"
         running = [p for p in processes if p.running and ownership.read_mark(p.pid, ownership.NODE_MARK) == mark]

@@ -1,11 +1,12 @@
-"""What is wrong with a job that neither ends nor moves. Pure: what members say about themselves in, a finding out.
+"""Hang detection: members' progress reports in, a finding out. No I/O.
 
-A member **hangs** if it has something to do, a call that runs or ``run()``, and for the limit it has neither reported,
-nor passed a step's boundary, nor sent a call or got an answer. An idle member never hangs. A member that does not
-answer the question (it holds the interpreter's lock, or is stopped) is as old as its last answer.
+A member **hangs** if it has work, a running call or ``run()``, and for the limit it has neither reported, nor passed a
+step boundary, nor sent a call or got an answer. An idle member never hangs. A member that does not answer (it holds the
+interpreter lock, or is stopped) is judged by its last answer.
 
-Of several that hang, the cause is who waits for nobody: the others wait for it. If each waits for another one, those
-are the cause that wait for each other in a circle, and not who only waits for a circle.
+Among several hanging members, the cause is the one that waits for no other member: the others wait for it. If each
+waits for another one, the causes are the members that wait for each other in a circle; members that only wait for a
+circle are not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from rlmesh.job.status import FailureInfo, MemberProgress, MemberStack
 
@@ -30,8 +30,13 @@ COLLECTIVES = re.compile(r"torch/distributed/|/deepspeed/comm/|/mpi4py/")
 
 
 @dataclass(slots=True)
-class _Seen:
-    """The last answer of a member, and since when it gives none; ``looks``: what is seen of it from outside."""
+class LastAnswer:
+    """The last answer of a member.
+
+    Attributes:
+        silent_since: since when the member does not answer; None if it does.
+        looks: what its agent sees of it from outside.
+    """
 
     at: float
     progress: MemberProgress
@@ -41,7 +46,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """A member that made no progress for so long, what it does, and whom it waits for."""
+    """A member without progress for ``for_s`` seconds, with its activity and the members it waits for."""
 
     key: Key
     for_s: float
@@ -56,14 +61,32 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """``causes`` hang by themselves, ``others`` because of them."""
+    """Hanging members: ``causes`` hang by themselves, ``others`` because of them."""
 
     causes: tuple[Quiet, ...]
     others: tuple[Quiet, ...] = ()
 
 
+@dataclass(slots=True)
+class HealthState:
+    """The persisted state of hang detection.
+
+    Attributes:
+        answers: last answer of each serving member.
+        asked_at: when members were last asked.
+        hang: the hang whose stacks are being taken, if any.
+        stacks_by: when to stop waiting for the stacks.
+    """
+
+    answers: dict[Key, LastAnswer] = field(default_factory=dict)
+    asked_at: float = 0.0
+    hang: Hang | None = None
+    stacks_by: float = 0.0
+
+
 def quiet_for(progress: MemberProgress, since_s: float) -> tuple[float, str]:
-    """How long a member that said this so many seconds ago has made no progress, and what it does; 0 if it is idle."""
+    """Return the seconds without progress of a member that reported this ``since_s`` ago, and its activity; 0 if it
+    is idle."""
     doing = [(f"in {call.method}() for {call.caller}", call.since_s) for call in progress.calls]
     if progress.run_s is not None:
         doing.append(("in run()", progress.run_s))
@@ -74,11 +97,11 @@ def quiet_for(progress: MemberProgress, since_s: float) -> tuple[float, str]:
 
 
 def causes_of(quiet: Iterable[Quiet], moving: Collection[str]) -> Hang | None:
-    """Who of those that are quiet for too long hangs.
+    """Find the causes among members that are quiet for too long; None if no member hangs.
 
     Args:
-        quiet: of which there may be none.
-        moving: names of members that have something to do and make progress: who waits for them does not hang.
+        quiet: members that are quiet for too long.
+        moving: names of members that make progress; a member that waits for one of them does not hang.
     """
     hung = [member for member in quiet if not set(member.waits_for) & set(moving)]
     names = {member.name for member in hung}
@@ -92,7 +115,7 @@ def causes_of(quiet: Iterable[Quiet], moving: Collection[str]) -> Hang | None:
 
 
 def _in_circles(hung: Iterable[Quiet]) -> list[Quiet]:
-    """Those that wait for themselves through others, and for nobody outside of their circle."""
+    """Return the members that wait for themselves through others, and for no member outside their circle."""
     members = list(hung)
     names = {member.name for member in members}
     ahead = {member.name: set(member.waits_for) & names for member in members}
@@ -112,7 +135,7 @@ def _reached(ahead: Mapping[str, Collection[str]], start: str) -> set[str]:
 
 
 def circle_text(causes: Collection[Quiet]) -> str:
-    """``A:0 → B:0 → A:0`` if members wait for each other so; else nothing."""
+    """Return ``A:0 → B:0 → A:0`` if members wait for each other in a circle; else an empty text."""
     of_name = {member.name: member for member in causes}
     first = next(iter(of_name), None)
     path: list[str] = []
@@ -127,48 +150,45 @@ def circle_text(causes: Collection[Quiet]) -> str:
 
 @dataclass(slots=True)
 class DiagnosisManager:
-    """Watches one job. ``limit_s``: how long a member may be without progress."""
-
-    KEPT: ClassVar[Mapping[str, object]] = {"_seen": dict[Key, _Seen], "_asked_at": float}
+    """Watches the progress of one job's members. ``limit_s``: maximum seconds without progress."""
 
     limit_s: float
-    _seen: dict[Key, _Seen] = field(default_factory=dict)
-    _asked_at: float = 0.0
+    state: HealthState = field(default_factory=HealthState)
 
     @property
     def poll_s(self) -> float:
         return min(LONGEST_POLL_S, max(SHORTEST_POLL_S, self.limit_s / POLLS_PER_LIMIT))
 
     def due(self, now: float) -> bool:
-        """Whether members are to be asked again; told once per interval."""
-        if now - self._asked_at < self.poll_s:
+        """True if members are to be asked again, once per interval."""
+        if now - self.state.asked_at < self.poll_s:
             return False
-        self._asked_at = now
+        self.state.asked_at = now
         return True
 
-    def saw(self, key: Key, progress: MemberProgress, now: float) -> None:
-        self._seen[key] = _Seen(now, progress)
+    def answered(self, key: Key, progress: MemberProgress, now: float) -> None:
+        self.state.answers[key] = LastAnswer(now, progress)
 
     def missed(self, key: Key, now: float, looks: str = "") -> None:
-        """It gave no answer in time; ``looks``: what an agent sees of it from outside."""
-        seen = self._seen.setdefault(key, _Seen(now, MemberProgress(), now))
-        seen.looks = looks
-        if seen.silent_since is None:
-            seen.silent_since = now
+        """Record that a member did not answer in time; ``looks``: what its agent sees of it from outside."""
+        answer = self.state.answers.setdefault(key, LastAnswer(now, MemberProgress(), now))
+        answer.looks = looks
+        if answer.silent_since is None:
+            answer.silent_since = now
 
-    def look(self, living: Collection[Key], coming: Collection[str], now: float) -> Hang | None:
-        """Who hangs among the members that serve; ``coming``: names of those that are being started."""
-        self._seen = {key: seen for key, seen in self._seen.items() if key in living}
+    def find_hang(self, living: Collection[Key], coming: Collection[str], now: float) -> Hang | None:
+        """Return the hang among the serving members, if any; ``coming``: names of members that are being started."""
+        self.state.answers = {key: answer for key, answer in self.state.answers.items() if key in living}
         quiet: list[Quiet] = []
         moving: list[Quiet] = []
-        for key, seen in self._seen.items():
-            for_s, doing = quiet_for(seen.progress, now - seen.at)
-            if not doing and seen.silent_since is not None:  # it began something that keeps it from answering
-                for_s, doing = now - seen.silent_since, self._silent(key)
-                doing += f" ({seen.looks})" if seen.looks else ""
+        for key, answer in self.state.answers.items():
+            for_s, doing = quiet_for(answer.progress, now - answer.at)
+            if not doing and answer.silent_since is not None:  # a new activity keeps the member from answering
+                for_s, doing = now - answer.silent_since, self._silent(key)
+                doing += f" ({answer.looks})" if answer.looks else ""
             if doing:
-                waits = tuple(name for name in seen.progress.waits if not name.startswith("@"))
-                found = Quiet(key, for_s, doing, waits, seen.silent_since is not None)
+                waits = tuple(name for name in answer.progress.waits if not name.startswith("@"))
+                found = Quiet(key, for_s, doing, waits, answer.silent_since is not None)
                 (quiet if for_s >= self.limit_s else moving).append(found)
         hang = causes_of(quiet, {*coming, *(member.name for member in moving)})
         if hang is None:
@@ -177,19 +197,21 @@ class DiagnosisManager:
         return Hang(hang.causes, (*hang.others, *(member for member in moving if names & set(member.waits_for))))
 
     def _silent(self, key: Key) -> str:
-        """What a member does of which nothing is known but who waits for it."""
+        """Return the activity of a silent member, as far as its callers tell."""
         name = f"{key[0]}:{key[1]}"
-        callers = [f"{role}:{rank}" for (role, rank, _), seen in self._seen.items() if name in seen.progress.waits]
+        callers = [
+            f"{role}:{rank}" for (role, rank, _), answer in self.state.answers.items() if name in answer.progress.waits
+        ]
         what = f"in a call for {', '.join(callers)}" if callers else "in something"
         return f"{what} that keeps it from answering"
 
     def forget(self) -> None:
-        """Begin anew: what hung was dealt with."""
-        self._seen.clear()
+        """Drop all answers, because the hang was handled."""
+        self.state.answers.clear()
 
 
 def narrowed(hang: Hang, stacks: Mapping[Key, MemberStack]) -> Hang:
-    """Among several ranks of one group the cause is who is in no collective: the others wait for it there."""
+    """Return the hang without the ranks that wait in a collective for another rank of their group."""
     inside = [c for c in hang.causes if _in_collective(stacks.get(c.key))]
     outside = tuple(c for c in hang.causes if c not in inside)
     of_roles = {c.key[0] for c in outside}
@@ -204,7 +226,8 @@ def _in_collective(stack: MemberStack | None) -> bool:
 
 
 def describe_hang(hang: Hang, stacks: Mapping[Key, MemberStack], limit_s: float, where: str, now: float) -> FailureInfo:
-    """The failure of the first cause: who, since when, where in its code, who waits for it, where all stacks are."""
+    """Return the failure of the first cause: the member, its activity, its stack, who waits for it, and where all
+    stacks are."""
     first = hang.causes[0]
     stack = stacks.get(first.key)
     pid = f" (pid {stack.pid})" if stack is not None else ""

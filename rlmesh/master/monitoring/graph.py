@@ -1,12 +1,12 @@
-"""The job as a graph of calls: vertices are members and roles, edges are who calls whom, or depends on whom.
+"""The call graph of a job: vertices are members and roles, edges are calls or dependencies.
 
-Edges are *observed* by the runtime of whoever calls, or *declared* by the job: ``.calls("REWARD")`` of a role, the
-process group of an elastic role, a device that roles share. The graph may have cycles. Pure; the master keeps it in
-its context, and it goes to the store as plain values.
+Edges are *observed* by the caller's runtime, or *declared* by the job: ``.calls("REWARD")`` of a role, the process
+group of an elastic role, a device that roles share. The graph may have cycles. No I/O; the master holds it in its
+context, and the store saves it as plain values.
 
-In words of a failure: **upstream** is who calls the one that failed, so who waits for it and sees the error;
-**downstream** is whom it calls, so who does work for it that nobody will fetch. Members of one process group are
-each other's **peers**: none of them can go on without the others.
+With respect to a failed member, **upstream** are its callers, which wait for it and see the error; **downstream** are
+its callees, which do work for it that nobody will fetch. Members of one process group are each other's **peers**: none
+of them can go on without the others.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ Kind = Literal["observed", "declared"]
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """Whom a failure touches, each by name and each once, nearest first. ``upstream`` and ``downstream`` are direct
-    neighbours, ``further_upstream`` those who wait for the upstream in turn; ``peers`` and ``cohabitants`` share a
-    process group, or a device, with a failed member."""
+    """Members that a failure affects, each once, nearest first.
+
+    ``upstream`` and ``downstream`` are direct neighbours, ``further_upstream`` are the callers of the upstream;
+    ``peers``
+    and ``cohabitants`` share a process group, or a device, with a failed member.
+    """
 
     failed: tuple[str, ...]
     upstream: tuple[str, ...] = ()
@@ -46,15 +49,15 @@ class CallGraph:
     """Vertices and edges of one job. Names of members are ``ROLE:rank``."""
 
     members: dict[str, str] = field(default_factory=dict)
-    """Member to role."""
+    """Role by member."""
     _observed: dict[tuple[str, str, str], GraphEdge] = field(default_factory=dict)
     _declared: set[tuple[str, str]] = field(default_factory=set)
     _groups: set[str] = field(default_factory=set)
     _devices: list[frozenset[str]] = field(default_factory=list)
     version: int = 0
-    """Grows with every change of the graph's shape; new counts on known edges leave it."""
+    """Incremented with every change of the graph's shape; new counts on known edges do not change it."""
 
-    # What the job declares
+    # Declarations
 
     def add_member(self, role: str, rank: int) -> None:
         if (name := f"{role}:{rank}") not in self.members:
@@ -62,28 +65,28 @@ class CallGraph:
             self.version += 1
 
     def declare(self, caller: str, callee: str) -> None:
-        """The members of role ``caller`` call those of role ``callee``."""
+        """Declare that members of role ``caller`` call those of role ``callee``."""
         if (caller, callee) not in self._declared:
             self._declared.add((caller, callee))
             self.version += 1
 
     def declare_group(self, role: str) -> None:
-        """The members of ``role`` are one process group."""
+        """Declare that the members of ``role`` are one process group."""
         if role not in self._groups:
             self._groups.add(role)
             self.version += 1
 
     def declare_collocation(self, members: Iterable[str]) -> None:
-        """These members share a device."""
+        """Declare that these members share a device."""
         sharing = frozenset(members)
         if len(sharing) > 1 and sharing not in self._devices:
             self._devices.append(sharing)
             self.version += 1
 
-    # What is seen
+    # Observations
 
     def observe(self, caller: str, edges: Iterable[EdgeStats], at: float) -> None:
-        """Add what ``caller`` saw itself call. ``at``: seconds since the epoch."""
+        """Add calls that ``caller`` made. ``at``: seconds since the epoch."""
         for edge in edges:
             key = (caller, edge.callee, edge.method)
             known = self._observed.get(key)
@@ -93,34 +96,34 @@ class CallGraph:
             else:
                 self._observed[key] = GraphEdge(caller, known.stats.plus(edge), at)
 
-    # What is asked
+    # Queries
 
     def edges(self) -> tuple[GraphEdge, ...]:
-        """The observed edges, by caller, callee and method."""
+        """Return the observed edges, by caller, callee and method."""
         return tuple(self._observed[key] for key in sorted(self._observed))
 
     def declared(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of roles."""
+        """Return the declared edges, as pairs of roles."""
         return tuple(sorted(self._declared))
 
     def groups(self) -> frozenset[str]:
-        """Roles whose members are one process group."""
+        """Return the roles whose members are one process group."""
         return frozenset(self._groups)
 
     def devices(self) -> tuple[frozenset[str], ...]:
-        """Members that share a device, for each device that is shared."""
+        """Return the members that share a device, for each shared device."""
         return tuple(self._devices)
 
     def callers_of(self, member: str) -> frozenset[str]:
-        """Who calls a member, as far as it was observed or declared."""
+        """Return the observed or declared callers of a member."""
         return self._neighbours(member, lambda caller, callee: (callee, caller))
 
     def callees_of(self, member: str) -> frozenset[str]:
-        """Whom a member calls."""
+        """Return the observed or declared callees of a member."""
         return self._neighbours(member, lambda caller, callee: (caller, callee))
 
     def touched_by(self, failed: Iterable[str]) -> Touched:
-        """Whom the failure of these members touches."""
+        """Return the members that the failure of these members affects."""
         names = tuple(dict.fromkeys(failed))
         upstream = self._next(names, self.callers_of, set(names))
         downstream = self._next(names, self.callees_of, set(names))
@@ -134,8 +137,8 @@ class CallGraph:
         return Touched(names, upstream, tuple(further), downstream, tuple(peers), tuple(sorted(sharing)))
 
     def reached_from(self, names: Iterable[str]) -> frozenset[str]:
-        """Everybody whom these members call, directly or through others, with the process groups of all of them; of
-        those that are given, only who is reached again."""
+        """Return all members that these call, directly or through others, including their process groups; start
+        members only if reached again."""
         calls: dict[str, set[str]] = {}
         for caller, callee, _ in self._observed:
             calls.setdefault(caller, set()).add(callee)
@@ -160,7 +163,7 @@ class CallGraph:
         return frozenset(reached)
 
     def beside(self, member: str) -> frozenset[str]:
-        """Who shares a device with a member."""
+        """Return the members that share a device with a member."""
         return frozenset(name for group in self._devices if member in group for name in group) - {member}
 
     def _is_peer(self, role: str, names: Iterable[str]) -> bool:
@@ -187,10 +190,10 @@ class CallGraph:
                 found |= {name for name, its in self.members.items() if its == other}
         return frozenset(found - {member})
 
-    # For the store
+    # Serialisation
 
     def plain(self) -> dict[str, Any]:
-        """The whole graph as lists, texts and numbers."""
+        """Return the graph as lists, texts and numbers."""
         return {
             "version": self.version,
             "members": dict(self.members),
@@ -202,7 +205,7 @@ class CallGraph:
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> CallGraph:
-        """The graph that ``plain`` was made of."""
+        """Return the graph of the values that ``plain`` made."""
         edges = [GraphEdge.of_plain(item) for item in plain["observed"]]
         return cls(
             members=dict(plain["members"]),
@@ -215,7 +218,7 @@ class CallGraph:
 
 
 def describe_touched(touched: Touched) -> str:
-    """For people: ``REWARD:0 is called by TRAINER:0 and calls nobody``."""
+    """Return a text such as ``REWARD:0 is called by TRAINER:0 and calls nobody``."""
     who = ", ".join(touched.failed)
     verb = "is" if len(touched.failed) == 1 else "are"
     parts = [f"{who} {verb} called by {', '.join(touched.upstream) or 'nobody'}"]
@@ -230,7 +233,7 @@ def describe_touched(touched: Touched) -> str:
 
 
 def graph_lines(graph: CallGraph) -> list[str]:
-    """The graph for people: per role that calls, role that is called and method, all members together."""
+    """Return the graph as text lines: per calling role, called role and method, all members together."""
     sums: dict[tuple[str, str, str], tuple[set[str], set[str], EdgeStats]] = {}
     for edge in graph.edges():
         key = (edge.caller.rpartition(":")[0], edge.callee.rpartition(":")[0], edge.method)

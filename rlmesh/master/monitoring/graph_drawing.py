@@ -1,7 +1,7 @@
-"""The graph of a job's calls as a picture: DOT for Graphviz, or Mermaid for Markdown. Pure.
+"""Drawings of the call graph: DOT for Graphviz, or Mermaid for Markdown. No I/O.
 
-One box per role, one arrow per pair of roles with the methods that were called; a dashed arrow where a call was
-declared and not seen yet. A double frame is a process group, a dotted line without a head joins roles that share a
+Each role is a box, each pair of roles with calls an arrow labelled with the methods; a dashed arrow is a declared call
+that was not observed yet. A double frame is a process group, a dotted line without a head joins roles that share a
 device.
 """
 
@@ -23,12 +23,12 @@ SHOWN_METHODS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """What is drawn.
+    """The content of a drawing.
 
     Attributes:
-        roles: number of members of each.
+        roles: number of members of each role.
         groups: roles that are process groups.
-        seen: methods with their calls, by caller and callee.
+        seen: number of calls of each method, by caller and callee.
         declared: pairs of roles without a call so far.
         shared: pairs of roles with members on the same device.
     """
@@ -41,7 +41,7 @@ class _Picture:
 
 
 def drawn(graph: CallGraph, how: Format) -> list[str]:
-    """The lines of the picture, or of the text."""
+    """Return the lines of the drawing, or of the text."""
     if how == "text":
         return [*graph_lines(graph), *_facts(_picture(graph))]
     makers: dict[Format, Callable[[_Picture], Iterator[str]]] = {"dot": _dot, "mermaid": _mermaid}
@@ -54,7 +54,7 @@ def _picture(graph: CallGraph) -> _Picture:
     for edge in graph.edges():
         pair = (_role(edge.caller), _role(edge.callee))
         seen.setdefault(pair, Counter())[edge.method] += edge.stats.calls
-        for role in pair:  # the driver calls too, and is no member
+        for role in pair:  # the driver makes calls too, and is not a member
             roles.setdefault(role, 0)
     shared = {
         (one, other)
@@ -86,7 +86,7 @@ def _size(picture: _Picture, role: str) -> str:
 
 
 def _methods(calls: Mapping[str, int]) -> list[str]:
-    """The methods that were called most, and how many others there are."""
+    """Return the most called methods, and the number of the others."""
     most = sorted(calls.items(), key=lambda item: (-item[1], item[0]))
     lines = [f"{method} × {count}" for method, count in most[:SHOWN_METHODS]]
     return [*lines, *([f"and {len(most) - SHOWN_METHODS} more"] if len(most) > SHOWN_METHODS else [])]

@@ -1,7 +1,7 @@
-"""Keeps the incident files of a job while it runs: opens one for a failure, adds what becomes known, closes it.
+"""Incident files of a running job: opens one for a failure, adds later information, closes it.
 
-An incident covers what fails until everybody serves again, or until the job has ended: what follows from the first
-cause belongs to its incident.
+An incident covers all failures until everybody serves again, or until the job has ended, because they may be
+consequences of the first cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.agent.monitoring.logs import last_lines
-from rlmesh.job.status import ExitInfo, FailureInfo
+from rlmesh.job.status import ENDED, ExitInfo, FailureInfo
 from rlmesh.master.context import JobContext, Member
 from rlmesh.master.monitoring.graph import Touched, describe_touched
 from rlmesh.observe.files.event_log import EventLog, plain
@@ -26,28 +26,29 @@ __all__ = ["AskStacks", "IncidentKeeper"]
 logger = logging.getLogger(__name__)
 
 AskStacks = Callable[[Member], Awaitable[str]]
-"""Asks a member what its threads are doing; gives a text or raises."""
+"""Asks a member for its threads' stacks; returns a text or raises."""
 
 BEFORE_S = 10.0
-"""Exits this long before a failure was noticed may belong to it."""
+"""Seconds before a failure was noticed during which exits may belong to it."""
 EVERY_S = 0.25
-"""An open incident is written at most this often."""
+"""Minimum seconds between two writes of an open incident."""
 FIRST_WRITE_S = 0.05
-"""So long after it was noticed it is written first: whoever waits for the member that died is told before that."""
+"""Seconds before the first write, so that members that wait for the dead one are notified first."""
 MOST_MEMBERS = 64
-"""Of larger jobs the members that a failure touches are asked and shown, up to so many."""
+"""Maximum number of members that are asked and shown; in larger jobs, those that the failure affects."""
 LINES = 20
 SHOWN_EARLIER = 10
-ENDED = ("succeeded", "failed", "stopped")
 
 
 class IncidentKeeper:
-    """For one job. ``look`` is called after every event. Times are seconds since the epoch that never jump.
+    """Writes the incidents of one job. ``update`` is called after every event.
+
+    Times are seconds since the epoch, without jumps.
 
     Args:
-        log: of the job's events.
+        log: log of the job's events.
         ask_stacks: asks one member.
-        doing: what a member does that its state does not say.
+        doing: returns what a member is doing that its state does not show.
     """
 
     def __init__(
@@ -62,20 +63,20 @@ class IncidentKeeper:
         self._restarts_seen = len(context.restarts)
         self._failed_before = bool(context.failures)
         self._exits: list[tuple[float, ExitInfo]] = []
-        """With when each was told: the clock of its node may be another one."""
+        """Exits with the time of their report, since a node's clock may differ."""
         self._dirty, self._written_at = False, 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         context.incidents = [str(path.with_suffix(".txt")) for path in incident_files(self._run_dir)]
 
     def exited(self, exit: ExitInfo, now: float) -> None:
-        """A member's process ended, whether it should or not."""
+        """Record that a member's process ended, intended or not."""
         self._exits = [(at, known) for at, known in self._exits if at > now - BEFORE_S]
         self._exits.append((now, exit))
         if self._open is not None and not exit.ok:
             self._add_exit(self._open, exit)
 
-    def look(self, now: float) -> None:
-        """Open, update or close what the state of the job asks for."""
+    def update(self, now: float) -> None:
+        """Open, update or close the incident, following the job's state."""
         context = self._context
         failing = bool(context.failures) and not self._failed_before
         if self._open is None and (len(context.restarts) > self._restarts_seen or failing):
@@ -98,7 +99,7 @@ class IncidentKeeper:
             self._write(incident, now)
 
     async def close(self, now: float) -> None:
-        """Write what is open, with the stacks that have come."""
+        """Write the open incident, with the stacks that have arrived."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=EVERY_S)
         for task in self._tasks:
@@ -141,11 +142,11 @@ class IncidentKeeper:
             text = f"could not be asked: {type(error).__name__}: {error}"
         incident.stacks[member.name] = text
         self._dirty = True
-        if incident is not self._open and incident.path is not None:  # closed already, and known by its file
+        if incident is not self._open and incident.path is not None:  # already closed: write it again
             self._write(incident, incident.closed_at or incident.opened_at)
 
     def _touched(self, incident: Incident) -> Touched:
-        """Whom it touches, as far as the graph knows by now."""
+        """Return the members that the incident affects, by the current graph."""
         first = incident.failures[0] if incident.failures else None
         names = [f"{first.role}:{first.rank}"] if first and first.role is not None else list(incident.exits)
         touched = self._context.graph.touched_by(names)
@@ -163,7 +164,7 @@ class IncidentKeeper:
         return [self._context.shown_failure(failure) for failure in found]
 
     def _earlier(self, failures: list[FailureInfo]) -> list[str]:
-        """Restarts before the first cause that it does not follow from."""
+        """Return earlier restarts that are not related to the first cause."""
         if not failures:
             return []
         at = failures[0].at
@@ -176,7 +177,7 @@ class IncidentKeeper:
         ]
 
     def _outcome(self) -> str:
-        """How it ended; empty while it has not."""
+        """Return how the incident ended; empty while it is open."""
         context = self._context
         if context.stage in ENDED:
             return f"the job {context.stage}"

@@ -1,8 +1,8 @@
-"""What the threads of members do: asked of the members themselves, and only of those that do not answer by a signal.
+"""Stacks of members' threads: members are asked first, and only silent ones are sent a signal.
 
-A signal makes ``faulthandler`` walk the frames of threads while they run, which crashes a process now and then. So it
-is for members that cannot answer: whoever holds the interpreter's lock keeps all other threads still, and who is
-stopped does not move at all.
+The signal makes ``faulthandler`` walk the frames of threads while they run, which can crash a process. It is safe for
+members that cannot answer: a member that holds the interpreter lock keeps its other threads still, and a stopped one
+does not move.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlmesh.runtime.runtime import Runtime
 __all__ = ["INCIDENT_ANSWER_S", "examine", "stack_text"]
 
 OWN_ANSWER_S = 2.0
-"""A member that holds the interpreter's lock in C does not answer within this time."""
+"""Seconds to answer; a member that holds the interpreter lock in C takes longer."""
 INCIDENT_ANSWER_S = 0.7
-"""The same where somebody is being started again meanwhile, which ends what the others do."""
+"""Seconds to answer during a restart, which ends the other members' current work."""
 AGENT_ANSWER_S = 6.0
 
 
@@ -33,11 +33,12 @@ async def examine(
     agent_of: Callable[[int], MemberHandle],
     own_answer_s: float = OWN_ANSWER_S,
 ) -> tuple[MemberStack, ...]:
-    """One stack per member, in their order; the text says so where there is none. Takes at most ``own_answer_s`` +
-    ``AGENT_ANSWER_S``.
+    """Return one stack per member, in their order; the text says why if there is no stack.
+
+    Takes at most ``own_answer_s`` + ``AGENT_ANSWER_S``.
 
     Args:
-        agent_of: the agent of a node, by the node's rank.
+        agent_of: returns the agent of a node, by the node's rank.
     """
     asked = tuple(members)
     endpoints = list(dict.fromkeys(member.endpoint for member in asked if member.endpoint))
@@ -46,13 +47,13 @@ async def examine(
     of_node: dict[int, list[Member]] = {}
     for member in asked:
         of_node.setdefault(member.placement.node_rank, []).append(member)
-    looks = await asyncio.gather(*(_look(agent_of(node), on_it, own) for node, on_it in of_node.items()))
-    seen = {stack.key: stack for look in looks for stack in look}
-    return tuple(seen[member.key] for member in asked)
+    inspected = await asyncio.gather(*(_inspect(agent_of(node), on_it, own) for node, on_it in of_node.items()))
+    of_key = {stack.key: stack for stacks in inspected for stack in stacks}
+    return tuple(of_key[member.key] for member in asked)
 
 
 async def _ask(runtime: Runtime, endpoint: str, wait_s: float) -> str:
-    """What a process says itself; empty if it does not."""
+    """Return a process's own answer; empty if it does not answer."""
     try:
         text: str = await runtime.peer(CONTROL, endpoint).options(timeout_s=wait_s).call("stacks")
     except CallError:
@@ -60,8 +61,8 @@ async def _ask(runtime: Runtime, endpoint: str, wait_s: float) -> str:
     return text
 
 
-async def _look(agent: MemberHandle, members: list[Member], own: dict[str, str]) -> list[MemberStack]:
-    """The members of one node, with what the system says about their processes."""
+async def _inspect(agent: MemberHandle, members: list[Member], own: dict[str, str]) -> list[MemberStack]:
+    """Return the stacks of one node's members, with what the system says about their processes."""
     silent = tuple(member.key for member in members if member.endpoint not in own)
     keys = tuple(member.key for member in members)
     missing, why = "is gone", "it has ended"
@@ -82,7 +83,7 @@ async def _look(agent: MemberHandle, members: list[Member], own: dict[str, str])
 
 
 def stack_text(stack: MemberStack) -> str:
-    """For people: the member with its process's state, then its threads."""
+    """Return a text: the member with its process's state, then its threads."""
     where = f" in {stack.wchan}" if stack.wchan else ""
     used = f", {stack.cpu_s:.1f} s of processor time" if stack.cpu_s else ""
     return f"{stack.name} (pid {stack.pid}) {stack.state}{where}{used}\n{stack.text}\n"

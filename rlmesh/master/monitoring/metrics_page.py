@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from rlmesh.agent.monitoring.usage import NodeUse
-from rlmesh.job.status import MemberState
+from rlmesh.job.status import SERVING, Stage
 from rlmesh.master.context import JobContext
 
 __all__ = ["families", "page_text", "rejections"]
 
-STAGES = ("starting", "running", "stopping", "succeeded", "failed", "stopped")
 MOST_REPORTS = 5000
 """Number of the last reports that are searched for values."""
-READY: frozenset[MemberState] = frozenset({"ready", "running", "finished"})
 MEMBER = ("role", "rank", "node")
 EDGE = ("caller", "callee", "method")
 NODE = ("node", "name")
@@ -67,7 +66,7 @@ def _of_job(context: JobContext, now: float) -> Iterable[Metric]:
     info = GaugeMetricFamily("rlmesh_job_info", "The job; always 1.", labels=("job", "job_id", "run_dir"))
     info.add_metric((spec.job_name, spec.job_id, str(spec.run_dir)), 1)
     stage = GaugeMetricFamily("rlmesh_job_stage", "1 for the stage that the job is in.", labels=("stage",))
-    for name in STAGES:
+    for name in get_args(Stage):
         stage.add_metric((name,), name == context.stage)
     started_at = spec.submitted_at or context.started_at
     age = GaugeMetricFamily(
@@ -88,7 +87,7 @@ def _of_members(context: JobContext, uses: Mapping[int, NodeUse]) -> Iterable[Me
     for role in context.spec.roles:
         own = [member for member in context.members.values() if member.placement.role == role.name]
         role_size.add_metric((role.name,), role.members)
-        role_ready.add_metric((role.name,), sum(member.state in READY for member in own))
+        role_ready.add_metric((role.name,), sum(member.state in SERVING for member in own))
     up = GaugeMetricFamily("rlmesh_member_up", "1 if the member's process serves calls.", labels=MEMBER)
     state = GaugeMetricFamily(
         "rlmesh_member_state", "1 for the state that the member is in.", labels=(*MEMBER, "state")
@@ -106,7 +105,7 @@ def _of_members(context: JobContext, uses: Mapping[int, NodeUse]) -> Iterable[Me
     for member in context.members.values():
         node_rank = member.placement.node_rank
         labels = (member.placement.role, str(member.placement.rank), str(node_rank))
-        up.add_metric(labels, member.state in READY)
+        up.add_metric(labels, member.state in SERVING)
         state.add_metric((*labels, member.state), 1)
         incarnation.add_metric(labels, member.incarnation)
         if member.step is not None:

@@ -1,7 +1,7 @@
-"""What the master remembers of a job for those who look at it: the graph of calls, the events, the incidents.
+"""Observation of a job for people: the call graph, the event log, the incidents.
 
-It sees every event after the job manager has handled it, and changes nothing that the job manager decides on: the
-graph and the list of incidents in the job's context are its own.
+The observer gets every event after the job manager has handled it, and changes nothing that the job manager decides
+by: the graph and the list of incidents in the job's context belong to the observer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from rlmesh import private_files
 from rlmesh.agent.monitoring.rejections import RejectionReporter, RejectionSums
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.errors import CallError, UsageError
-from rlmesh.job.status import EdgeStats
+from rlmesh.job.status import SERVING, EdgeStats
 from rlmesh.master import events as ev
 from rlmesh.master.chaos import Chaos
 from rlmesh.master.chaos_plan import check_method, parse_kills
 from rlmesh.master.context import JobContext, Member
-from rlmesh.master.decisions.job_state import SERVING
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.monitoring.incident_keeper import IncidentKeeper
 from rlmesh.observe.files.event_log import EventLog, entry_of
@@ -42,21 +41,21 @@ logger = logging.getLogger(__name__)
 
 USAGE_S = 1.0
 METHODS_S = 2.0
-"""How long a scrape waits for a node."""
+"""Seconds that a scrape waits for a node."""
 METRICS_ADDRESS = "metrics.address"
-"""In the run directory: where the metrics are, since the port may have been left to the system."""
-_UNTOLD = (ev.Tick, ev.Reported, ev.PublishBook)
-"""Too many, and told elsewhere."""
+"""File in the run directory with the address of the metrics, since the system may have chosen the port."""
+_NOT_LOGGED = (ev.Tick, ev.Reported, ev.PublishBook)
+"""Events and actions that are too frequent for the log, and recorded elsewhere."""
 
 
 class Observer:
-    """For one job; it watches from its making on.
+    """Observes one job from its construction on.
 
     Args:
-        manager: of the job.
-        runtime: to ask members.
+        manager: the job's manager.
+        runtime: connects to members.
         clock: the job's time.
-        doing: what a member does that its state does not say.
+        doing: returns what a member is doing that its state does not show.
     """
 
     def __init__(
@@ -68,32 +67,32 @@ class Observer:
         self._stage = manager.context.stage
         spec = manager.context.spec
         self._sizes = {role.name: role.members for role in spec.roles}
-        self._chaos = Chaos(manager.context, runtime, parse_kills(spec.observe.chaos, self._sizes), clock)
+        self.chaos = Chaos(manager.context, runtime, parse_kills(spec.observe.chaos, self._sizes), clock)
         self._server: ScrapeServer | None = None
         self.rejections = RejectionSums()
         self._own_rejections = RejectionReporter(runtime, partial(self.rejections.take, "master"))
-        manager.watcher = self.saw
+        manager.watcher = self.handled
 
     def observed(self, caller: str, edges: tuple[EdgeStats, ...]) -> None:
-        """A member says whom it called."""
+        """Record the calls that a member made."""
         draw(self._manager.context)
         self._manager.context.graph.observe(caller, edges, epoch())
 
     async def rehearse(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Kill these when their moments come; returns them with their ranks.
+        """Plan kills; return them with drawn ranks.
 
         Raises:
-            UsageError: one of them cannot be.
+            UsageError: a kill is not possible.
         """
         kills = parse_kills(texts, self._sizes)
         for kill in kills:
             if kill.point == "call" and (methods := await self._methods_of(kill.role)):
                 check_method(kill, methods)
-        self._chaos.add(kills)
+        self.chaos.add(kills)
         return tuple(map(str, kills))
 
     async def _methods_of(self, role: str) -> tuple[str, ...]:
-        """What the members of a role export; empty if none serves yet, or none answers."""
+        """Return the methods that the members of a role export; empty if no member answers."""
         for member in self._manager.context.members.values():
             if member.id[0] == role and member.endpoint and member.state in SERVING:
                 control = self._runtime.peer(CONTROL, member.endpoint).options(timeout_s=METHODS_S)
@@ -104,30 +103,26 @@ class Observer:
         return ()
 
     def rehearsed(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
-        """The kills that happened, those that did not yet, and those that never will, with why."""
-        return tuple(self._chaos.done), tuple(map(str, self._chaos.left)), dict(self._chaos.cannot)
+        """Return the kills that happened, those still to come, and those that cannot happen, with the reason."""
+        return tuple(self.chaos.done), tuple(map(str, self.chaos.planned)), dict(self.chaos.cannot)
 
     def cannot_reach(self, kill: str, why: str) -> None:
-        """A member has no such method as a kill waits for."""
-        if self._chaos.drop(kill, why):
+        """Drop a kill that waits for a method which a member does not have."""
+        if self.chaos.drop(kill, why):
             self._manager.context.note = f"the rehearsal {kill} cannot happen: {why}"
 
-    async def reached(self, kill: str) -> None:
-        """A member has come to the call at which somebody is to be killed."""
-        await self._chaos.reached(kill)
-
-    def saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
-        """An event was handled. Never raises: a fault here must not touch the job."""
+    def handled(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
+        """Record a handled event. Never raises: a fault here must not affect the job."""
         try:
-            self._saw(event, actions, now)
+            self._handle(event, actions, now)
         except Exception:
             logger.exception("a job's event could not be noted")
 
-    def _saw(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
+    def _handle(self, event: ev.Event, actions: Sequence[ev.Action], now: float) -> None:
         context = self._manager.context
         shown_at = context.shown(now)
         for item in (event, *actions):
-            if not isinstance(item, _UNTOLD):
+            if not isinstance(item, _NOT_LOGGED):
                 self._log.add(entry_of(item, shown_at))
         if context.stage != self._stage:
             self._log.add({"at": round(shown_at, 6), "event": "Stage", "before": self._stage, "now": context.stage})
@@ -137,11 +132,12 @@ class Observer:
             self._runtime.peer(CONTROL, event.endpoint, incarnation=event.incarnation).notify("note_calls")
         if isinstance(event, ev.MemberExited):
             self._incidents.exited(event.exit, shown_at)
-        self._incidents.look(shown_at)
-        self._chaos.saw(event, actions, now)
+        self._incidents.update(shown_at)
+        self.chaos.handled(event, actions, now)
 
     async def open(self) -> None:
-        """Serve metrics, if the job asks for it. An address that cannot be had is told, and the job goes on."""
+        """Serve metrics if the job asks for it. If the address cannot be used, a warning is logged and the job goes
+        on."""
         self._own_rejections.start()
         spec = self._manager.context.spec
         if not spec.observe.metrics:
@@ -193,14 +189,14 @@ class Observer:
 
     async def close(self) -> None:
         await self._incidents.close(self._manager.context.shown(self._clock()))
-        await self._chaos.close()
+        await self.chaos.close()
         if self._server is not None:
             await self._server.close()
         self._log.close()
 
 
 def draw(context: JobContext) -> None:
-    """Put into the graph what the job declares, once it is placed."""
+    """Add the job's declarations to the graph, once its members are placed."""
     graph = context.graph
     if graph.members or context.plan is None:
         return

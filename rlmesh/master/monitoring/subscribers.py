@@ -1,4 +1,5 @@
-"""Services that joined the job from outside: each asks for what changed, and its question waits until something did."""
+"""Subscriptions of services that joined the job from outside, by long polling: a request waits until something
+changed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ LONGEST_WAIT_S = 60.0
 
 
 def why_ends(context: JobContext) -> str:
-    """Why a job is ending, in one line; empty as long as it goes on."""
+    """Return in one line why a job is ending; empty as long as it goes on."""
     name = context.spec.job_name
     if context.stage in ("starting", "running"):
         return ""
@@ -30,8 +31,8 @@ def why_ends(context: JobContext) -> str:
     return f"job {name} has ended: the roles that drive it are done"
 
 
-class Followers:
-    """Answers for one job."""
+class Subscribers:
+    """Answers the requests of one job's subscribers."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
@@ -41,7 +42,7 @@ class Followers:
         self._ends = ""
 
     def note(self, actions: Iterable[ev.Action], ends: str = "") -> None:
-        """Take in what members are told too. ``ends``: why the job is ending; empty if it is not."""
+        """Record address books and exits among the actions. ``ends``: why the job is ending; empty if it is not."""
         changed = ends != self._ends
         self._ends = ends
         for action in actions:
@@ -55,8 +56,10 @@ class Followers:
             self._changed = asyncio.Event()
 
     async def changes(self, version: int, exits_seen: int, wait_s: float) -> MembershipUpdate:
-        """What is newer than version ``version`` of the address book and the first ``exits_seen`` exits; the same
-        again if nothing came within ``wait_s`` seconds. At once if the job is ending."""
+        """Return the address book and exits newer than ``version`` and the first ``exits_seen`` exits.
+
+        Returns at once if the job is ending, and without changes after ``wait_s`` seconds.
+        """
         try:
             async with asyncio.timeout(min(wait_s, LONGEST_WAIT_S)):
                 while not self._ends and self._book.version <= version and len(self._exits) <= exits_seen:

@@ -1,12 +1,12 @@
-"""Members that wait for each other in a circle. Pure: what each process says about its waits in, circles out.
+"""Deadlock detection: members that wait for each other in a circle. No I/O: reports of waits in, circles out.
 
-The graph has two kinds of vertex. A *holder* is a call that runs, a ``setup()`` or a ``run()``, and waits for answers:
-it goes on only when it has all of them. A *queued call* begins when any of the holders before it has ended. Whoever is
-not known to wait may go on, and with it all that depend on it; what is left when nobody more can go on waits for ever.
+The graph has two kinds of vertices. A *holder* is a running call, a ``setup()`` or a ``run()`` that waits for answers:
+it continues only when it has all of them. A *queued call* begins when any of the holders before it has ended. A process
+that is not known to wait may continue, and with it all that depend on it; the vertices left when no more can continue
+wait for ever.
 
-Such a state does not end by itself, except by a deadline or a cancellation. So that the news of one, which may be on
-its way, is not overlooked, a circle counts only if each of its processes has reported it a second time, after it was
-seen first.
+Such a state ends only by a deadline or a cancellation. A report of that may still be on its way, so a circle counts
+only if each of its processes has reported it a second time after it was first found.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey, Holder, Qu
 __all__ = ["Circle", "CircleWatch", "circles_in"]
 
 FRESH_S = 5.0
-"""A process reports about once a second while it is blocked; older reports count no longer."""
+"""Seconds for which a report is valid; a blocked process reports about once a second."""
 DRAWN = 8
 
 Vertex = tuple[str, str]
-"""The name of a process, and the key of a holder in it."""
+"""Name of a process, and key of a holder in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Circle:
     """Members that wait for each other, in this order.
 
     Attributes:
-        calls: those that will never begin, each with the process where it is queued.
+        calls: queued calls that can never begin, each with the process where it is queued.
     """
 
     vertices: tuple[Vertex, ...]
@@ -45,7 +45,7 @@ class Circle:
 
 
 class _Waits:
-    """The graph of one moment."""
+    """The wait graph of one moment."""
 
     def __init__(self, reports: Mapping[str, BlockedCalls]) -> None:
         self.holders: dict[Vertex, Holder] = {}
@@ -60,7 +60,7 @@ class _Waits:
                 self.queued[queued.call] = process, queued
 
     def before(self, call: CallKey) -> tuple[Vertex, ...]:
-        """The holders of which one must end before a call can be answered; empty if nothing is known of it."""
+        """Return the holders of which one must end before a call can be answered; empty if the call is unknown."""
         if call in self.running:
             return (self.running[call],)
         if call not in self.queued:
@@ -69,7 +69,7 @@ class _Waits:
         return tuple((process, key) for key in queued.behind)
 
     def stuck(self) -> set[Vertex]:
-        """The holders that can never go on."""
+        """Return the holders that can never continue."""
         left = set(self.holders)
         while True:
             free = {
@@ -84,7 +84,7 @@ class _Waits:
         return bool(before) and all(vertex in stuck for vertex in before)
 
     def next_of(self, vertex: Vertex, stuck: Collection[Vertex]) -> dict[Vertex, CallKey]:
-        """The stuck holders that a stuck one waits for, each with the call."""
+        """Return the stuck holders that a stuck holder waits for, each with the call."""
         return {
             other: call
             for call in self.holders[vertex].waits_for
@@ -94,7 +94,7 @@ class _Waits:
 
 
 def circles_in(reports: Mapping[str, BlockedCalls]) -> list[Circle]:
-    """The circles among processes, by their names; each holder is in at most one of them."""
+    """Return the circles in the reports of processes, by process name; each holder is in at most one circle."""
     waits = _Waits(reports)
     stuck = waits.stuck()
     found: list[Circle] = []
@@ -108,7 +108,7 @@ def circles_in(reports: Mapping[str, BlockedCalls]) -> list[Circle]:
 
 
 def _path_back(waits: _Waits, stuck: Collection[Vertex], start: Vertex) -> list[Vertex]:
-    """The shortest way from a holder back to itself; empty if there is none."""
+    """Return the shortest path from a holder back to itself; empty if there is none."""
     came_from: dict[Vertex, Vertex] = {}
     wave = [start] if start in stuck else []
     while wave:
@@ -154,7 +154,7 @@ def _circle(waits: _Waits, path: list[Vertex], stuck: Collection[Vertex]) -> Cir
 
 
 def _member_of(holder: Holder, vertex: Vertex) -> str:
-    """``A:0`` of ``A:0.go()``: of a process with several roles it is the member that counts."""
+    """Return ``A:0`` for ``A:0.go()``: in a process with several roles, the member is shown."""
     return holder.what.partition(".")[0] or vertex[0]
 
 
@@ -168,15 +168,15 @@ class _Report:
 
 @dataclass(slots=True)
 class CircleWatch:
-    """Watches one job. Times are seconds of one clock that only grows."""
+    """Watches one job for circles. Times are seconds of one monotonic clock."""
 
     _reports: dict[str, _Report] = field(default_factory=dict)
     _seen: dict[Circle, dict[str, int]] = field(default_factory=dict)
-    """Circles that are to be seen once more, with the number of each process's report at the first time."""
+    """Circles found once, with the number of each process's report at that time."""
     _numbers: int = 0
 
     def take(self, process: str, incarnation: int, blocked: BlockedCalls, now: float) -> list[Circle]:
-        """A process tells what waits there; gives the circles that are certain now, each once."""
+        """Record a process's report; return the circles that are certain now, each once."""
         self._numbers += 1
         if blocked:
             self._reports[process] = _Report(incarnation, self._numbers, now, blocked)
@@ -187,14 +187,14 @@ class CircleWatch:
         known = {circle.calls: numbers for circle, numbers in self._seen.items()}
         certain = [circle for circle in found if self._is_certain(circle, known.get(circle.calls))]
         self._seen = {
-            # The same calls can be drawn by way of other processes, which then have to be heard once more.
+            # The same calls may form a circle through other processes, which must then report again.
             circle: {name: self._reports[name].number for name in circle.processes} | dict(known.get(circle.calls, {}))
             for circle in found
             if circle not in certain
         }
         for circle in certain:
             for name in circle.processes:
-                self._reports.pop(name, None)  # what was told of it is over
+                self._reports.pop(name, None)  # the report is outdated once the circle is broken
         return certain
 
     def _is_certain(self, circle: Circle, first: Mapping[str, int] | None) -> bool:
@@ -203,11 +203,11 @@ class CircleWatch:
         )
 
     def keep(self, living: Mapping[str, int]) -> None:
-        """Forget what processes said that have ended or were replaced. ``living``: incarnations by name."""
+        """Drop the reports of processes that have ended or were replaced. ``living``: incarnation by name."""
         self._reports = {
             name: report for name, report in self._reports.items() if living.get(name) == report.incarnation
         }
 
     def circles(self) -> list[Circle]:
-        """Those that were seen last."""
+        """Return the circles that were found last."""
         return list(self._seen)

@@ -1,1 +1,1 @@
-"""The persisted state of a job, from which a restarted master goes on."""
+"""The persisted state of a job, from which a restarted master continues."""

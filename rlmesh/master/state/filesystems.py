@@ -1,4 +1,4 @@
-"""What kind of file system a path is on: SQLite's write-ahead log needs one whose memory two processes can share."""
+"""Detection of network file systems, on which SQLite's write-ahead log does not work."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ NETWORK = {
     0x786F4256: "vboxsf",
     0xBACBACBC: "vmhgfs",
 }
-"""``statfs(2)``'s ``f_type`` of file systems that other machines may write to, from ``linux/magic.h`` and the file
-systems' own sources. FUSE is among them because one cannot tell what is behind it."""
+"""``f_type`` of ``statfs(2)`` of file systems that other machines may write to, from ``linux/magic.h`` and the file
+systems' own sources. FUSE is included because the file system behind it is unknown."""
 
 
 def network_file_system(path: Path) -> str:
-    """The name of the network file system that a file or folder is on; empty on a local one.
+    """Return the name of the network file system that a path is on; empty on a local one.
 
     Raises:
-        OSError: there is nothing at ``path``.
+        OSError: ``path`` does not exist.
     """
     return NETWORK.get(file_system_type(path), "")
 
 
 def file_system_type(path: Path) -> int:
-    """``f_type`` as ``statfs(2)`` gives it.
+    """Return ``f_type`` of ``statfs(2)``.
 
     Raises:
-        OSError: there is nothing at ``path``.
+        OSError: ``path`` does not exist.
     """
     # The first member of struct statfs is f_type, a long on the 64-bit systems that torch exists for.
     buffer = (ctypes.c_long * 64)()

@@ -1,4 +1,4 @@
-"""What the store of a job says when no master is there any more to be asked. Reads only."""
+"""Reads the call graph from the store of a job without a running master."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["last_graph"]
 
 
 def last_graph(run_dir: Path) -> CallGraph:
-    """The graph of calls as it was saved last.
+    """Return the call graph that was saved last.
 
     Raises:
-        UsageError: there is none, or the store may be somebody else's, or is of another version.
+        UsageError: there is no graph, or the store may belong to another user, or is of another version.
     """
     path = run_dir / STORE_FILE
     try:
         check_store(path)
-        # Never the journal of a store that somebody writes: this is for jobs that have ended.
+        # Read-only, so the journal is never replayed: this is for jobs that have ended.
         with reading(path) as db:
             row = db.execute("SELECT data FROM job WHERE name = 'graph'").fetchone()
         if row is None:

@@ -1,8 +1,8 @@
-"""Keeps the store as new as the job: finds out what changed, and writes it on a thread of its own.
+"""Saves the job's state: finds the changed rows on the loop, and writes them on a thread.
 
-``save`` is called after each batch of events and before the orders that follow from it go out, so that whatever a
-master did, the next one knows of. It compares, on the loop, and hands over; the file is the thread's business. A
-store that fails never stops the job: what was not written is kept and tried again, and ``trouble`` says what is wrong.
+``save`` is called after each batch of events and before their orders go out, so that the next master knows of every
+order. A store that fails never stops the job: unwritten changes are held and tried again, and ``trouble`` says what is
+wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _STALE = object()
 RETRY_S = 2.0
-"""How often a store that failed is tried again."""
+"""Seconds between retries of a store that failed."""
 CLOSE_S = 5.0
 
 
@@ -29,8 +29,8 @@ class Persistence:
     """The store of one job, used from one loop.
 
     Args:
-        path: of the file.
-        job_id: whose state it is.
+        path: path of the file.
+        job_id: the job whose state it is.
         clock: seconds, monotonic.
     """
 
@@ -43,15 +43,15 @@ class Persistence:
         self._opened: asyncio.Future[Stored] = self._loop.create_future()
         self._retry_at: float | None = None
         self.trouble = ""
-        """Why the state is not being saved; empty if it is."""
+        """Reason why the state is not being saved; empty if it is."""
         self._thread = threading.Thread(target=self._write_all, name="rlmesh-store", daemon=True)
         self._thread.start()
 
     async def load(self) -> Stored:
-        """What a master before this one has left; nothing if the store cannot be used.
+        """Return the state that a previous master left; empty if the store cannot be used.
 
         Raises:
-            StoreRefused: there is a store that may be somebody else's, or of another version.
+            StoreRefused: the store may belong to another user, or is of another version.
         """
         try:
             return await asyncio.shield(self._opened)
@@ -61,13 +61,13 @@ class Persistence:
             return Stored({})
 
     def save(self, rows: dict[Key, tuple[object, Callable[[], Row]]]) -> asyncio.Future[bool]:
-        """Write what is different from before.
+        """Write the rows that changed.
 
         Args:
-            rows: all there is, by key: something that is equal as long as the row is, and what makes the row.
+            rows: all rows by key: a value that changes with the row, and a function that makes the row.
 
         Returns:
-            done when it is written (True) or could not be (False).
+            a future: True when the rows are written, False if they could not be.
         """
         changes: dict[Key, Row | None] = {}
         for key, (mark, make) in rows.items():
@@ -88,7 +88,7 @@ class Persistence:
         return done
 
     async def close(self) -> None:
-        """Write what was handed over, for ``CLOSE_S`` at most, and close the file."""
+        """Write the pending changes, for ``CLOSE_S`` at most, and close the file."""
         self._work.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         if self._thread.is_alive():
@@ -96,7 +96,7 @@ class Persistence:
         if self._opened.done() and not self._opened.cancelled():
             self._opened.exception()
 
-    # The thread.
+    # On the thread
 
     def _write_all(self) -> None:
         store: Store | None = None
@@ -105,7 +105,7 @@ class Persistence:
             self._post(self._set_opened, store.read(), None)
         except StoreError as error:
             self._post(self._set_opened, None, error)
-        except Exception as error:  # a fault of ours must not leave the master waiting for an answer
+        except Exception as error:  # a bug here must not leave the master waiting
             self._post(self._set_opened, None, StoreError(f"{self._path} cannot be opened: {error!r}"))
         while (work := self._work.get()) is not None:
             batch = [work]
@@ -125,9 +125,9 @@ class Persistence:
             except StoreError as error:
                 failed = error
                 if store is not None:
-                    store.close()  # it is opened anew, and set aside if it is torn
+                    store.close()  # it is opened again, and set aside if it is corrupt
                     store = None
-            except Exception as error:  # one value that cannot be stored does not end the saving of all others
+            except Exception as error:  # one value that cannot be stored must not stop the saving of others
                 logger.exception("a part of the job's state cannot be stored")
                 failed = StoreError(f"the job's state cannot be written to {self._path}: {error!r}")
             self._post(self._finished, changes, [done for _, done in batch], failed)
@@ -140,9 +140,9 @@ class Persistence:
         try:
             self._loop.call_soon_threadsafe(fn, *args)
         except RuntimeError:
-            pass  # the loop has ended, and with it whoever wants to know
+            pass  # the loop has ended, so no one waits for the result
 
-    # The loop.
+    # On the loop
 
     def _set_opened(self, stored: Stored | None, error: StoreError | None) -> None:
         if error is not None:

@@ -1,9 +1,7 @@
-"""The records of the job's state as JSON, and back: plain data with a schema, never code.
+"""JSON encoding and decoding of the job's state, by the types of its records. Nothing decoded is code.
 
-The schema of a record is its class: the annotations of a dataclass, or of ``KEPT`` where an object keeps only a part
-of its attributes. Encoding follows the annotations; decoding checks each value against them, and refuses a field that
-is unknown or missing, a value of another type, a name outside of a ``Literal``. So a record can only become what its
-class says, whoever wrote it.
+The schema of a record is its class, a dataclass. Encoding follows the annotations; decoding checks each value against
+them, and rejects unknown or missing fields, values of another type, and names outside of a ``Literal``.
 
 ======================================  ============================================
 annotation                              JSON
@@ -17,7 +15,7 @@ any other mapping                       an array of pairs
 an ``IntEnum``                          its number
 ======================================  ============================================
 
-Text that UTF-8 cannot encode (half of an emoji) is escaped as JSON escapes it, and comes back as it was.
+Text that UTF-8 cannot encode (half of an emoji) is escaped as in JSON, and decoded to the same text.
 """
 
 from __future__ import annotations
@@ -31,10 +29,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-__all__ = ["KEPT", "SchemaError", "decode", "encode", "restore_part", "state_of"]
+__all__ = ["SchemaError", "decode", "encode", "from_plain", "to_plain"]
 
-KEPT = "KEPT"
-"""Class attribute of an object whose state is kept in part: names of attributes, and what they are."""
 TAG = "is"
 
 Encode = Callable[[Any], Any]
@@ -42,56 +38,52 @@ Decode = Callable[[Any], Any]
 
 
 class SchemaError(ValueError):
-    """Stored data is not what its schema says."""
+    """Stored data does not match its schema."""
 
 
 def encode(value: object, kind: object) -> str:
-    """``value``, which is a ``kind``, as JSON in ASCII."""
-    return json.dumps(_codec(kind)[0](value), separators=(",", ":"))
+    """Return ``value``, which is a ``kind``, as JSON in ASCII."""
+    return json.dumps(to_plain(value, kind), separators=(",", ":"))
+
+
+def to_plain(value: object, kind: object) -> Any:
+    """Return ``value``, which is a ``kind``, as dicts, lists, texts, numbers and None."""
+    return _codec(kind)[0](value)
 
 
 def decode(text: object, kind: object) -> Any:
-    """The value of which ``encode`` made ``text``.
+    """Return the value that ``encode`` turned into ``text``.
 
     Raises:
-        SchemaError: it is something else.
+        SchemaError: the text does not match the schema.
     """
     if not isinstance(text, str):
-        raise SchemaError(f"a record of {_name(kind)} is no text but {type(text).__name__}")
+        raise SchemaError(f"a record of {_name(kind)} is not a text but {type(text).__name__}")
     try:
-        return _codec(kind)[1](json.loads(text))
+        return from_plain(json.loads(text), kind)
     except SchemaError:
         raise
-    except (ValueError, TypeError, RecursionError) as error:  # no JSON, or a class that refuses its own fields
+    except (ValueError, RecursionError) as error:
         raise SchemaError(f"a record of {_name(kind)} cannot be read: {error}") from error
 
 
-def state_of(part: object) -> dict[str, Any]:
-    """What an object with ``KEPT`` keeps, as plain values; such objects may hold each other."""
-    return {
-        name: state_of(getattr(part, name)) if hasattr(kind, KEPT) else _codec(kind)[0](getattr(part, name))
-        for name, kind in getattr(part, KEPT).items()
-    }
-
-
-def restore_part(part: object, state: object) -> None:
-    """Give an object back what `state_of` gave.
+def from_plain(value: object, kind: object) -> Any:
+    """Return the value that ``to_plain`` turned into ``value``.
 
     Raises:
-        SchemaError: it is something else.
+        SchemaError: the value does not match the schema.
     """
-    kept: Mapping[str, Any] = getattr(part, KEPT)
-    values = _fields_of(state, kept, type(part).__name__)
-    for name, kind in kept.items():
-        if hasattr(kind, KEPT):
-            restore_part(getattr(part, name), values[name])
-        else:
-            setattr(part, name, _codec(kind)[1](values[name]))
+    try:
+        return _codec(kind)[1](value)
+    except SchemaError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:  # a class that refuses its own fields
+        raise SchemaError(f"a record of {_name(kind)} cannot be read: {error}") from error
 
 
 def _fields_of(value: object, known: Iterable[str], where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise SchemaError(f"{where} is no object but {type(value).__name__}")
+        raise SchemaError(f"{where} is not an object but {type(value).__name__}")
     if unknown := sorted(set(value) - set(known)):
         raise SchemaError(f"{where} has unknown fields: {', '.join(unknown)}")
     if missing := sorted(set(known) - set(value)):
@@ -105,7 +97,7 @@ def _name(kind: object) -> str:
 
 @cache
 def _codec(kind: Any) -> tuple[Encode, Decode]:
-    """What encodes and decodes a kind. Kinds of classes that name each other are looked up when they are met."""
+    """Return encoder and decoder of a type. Those of dataclass fields are looked up on first use."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in _PLAIN:
         return _same, _PLAIN[kind]
@@ -248,7 +240,7 @@ def _dataclass(kind: type) -> tuple[Encode, Decode]:
     codecs: dict[str, tuple[Encode, Decode]] = {}
 
     def prepared() -> dict[str, tuple[Encode, Decode]]:
-        if not codecs:  # not before it is used: a class may name itself
+        if not codecs:  # on first use, because a class may refer to itself
             codecs.update({name: _codec(hints[name]) for name in names})
         return codecs
 

@@ -1,20 +1,19 @@
-"""The state of a job in one SQLite file, so that a master that was killed can be started again where it was.
+"""The state of a job in one SQLite file, from which a restarted master continues.
 
-``<run_dir>/state.db`` has the job as ``JobContext`` knows it, one row for each thing that changes by itself: nodes,
-members, failures, single facts about the job; besides, what decisions depend on, the orders that are not carried out
-yet, and how much of each sender's news was taken in. Columns are for people and tools (``sqlite3 state.db``); what the
-master reads back is the JSON in ``data``, whose schema :mod:`rlmesh.master.state.schema` checks. Nothing in it is
-code. The file has mode 0600; it, its journals and its folder must belong to this user and be closed to others'
-writing, which
-whoever opens it checks first.
+``<run_dir>/state.db`` has one row for each thing that changes by itself: nodes, members, failures and single facts
+about the job; also the state that decisions depend on, the orders that are not carried out yet, and the number of the
+last message taken from each sender. Columns are for people and tools (``sqlite3 state.db``); the master reads back the
+JSON in ``data``, whose schema :mod:`rlmesh.master.state.schema` checks. Nothing in it is code. The file has mode 0600;
+the file, its journals and its folder must belong to this user and not be writable by others, which every reader checks
+first.
 
 No commit waits for a disk. On a local file system the journal is a write-ahead log with ``synchronous=NORMAL``: a
-commit appends to the page cache, which outlives any process, and only the log's checkpoints wait for the disk. A power
-failure can take the last commits along, and takes the job's processes anyway; the file stays whole. On a network file
-system, where the log's shared memory does not work, the journal is a file that is truncated at each commit, with
-``synchronous=OFF``: the same promise as long as the machine runs; a file that a power failure tore is found by its
-check, set aside and told of. All of it happens on the thread of :mod:`rlmesh.master.state.persistence`, never on the
-loop that takes events.
+commit appends to the page cache, which outlives any process, and only checkpoints wait for the disk. A power failure
+can lose the last commits, but it ends the job's processes too; the file stays whole. On a network file system, where
+the log's shared memory does not work, the journal is a file that is truncated at each commit, with
+``synchronous=OFF``: the same guarantee as long as the machine runs; a file corrupted by a power failure is detected,
+set aside and logged. All of this happens on the thread of :mod:`rlmesh.master.state.persistence`, never on the event
+loop.
 """
 
 from __future__ import annotations
@@ -36,15 +35,18 @@ logger = logging.getLogger(__name__)
 
 STORE_FILE = "state.db"
 """Name of the file in the run directory."""
-SCHEMA = 2
+SCHEMA = 3
+"""Version of the stored state (:class:`rlmesh.master.state.snapshot.Snapshot`)."""
+MIGRATED = 2
+"""The previous version. It has the same tables, and the snapshot converts its records."""
 OF_PICKLES = 1
-"""The schema of version 0.1, which kept pickles; those can run code, so they are not read any more."""
+"""Schema of version 0.1, which stored pickles; pickles can run code, so they are not read any more."""
 BUSY_S = 2.0
-"""How long a commit waits for a reader that locks the file."""
+"""Seconds that a commit waits for a reader that locks the file."""
 JOURNALS = ("-wal", "-shm", "-journal")
 
 _TABLES: Mapping[str, tuple[str, ...]] = {
-    # Key columns first, and how many of them there are in KEYS.
+    # Key columns first; KEYS has their number.
     "job": ("name", "text", "data"),
     "nodes": ("node_rank", "name", "hostname", "agent_pid", "data"),
     "members": ("role", "rank", "incarnation", "node_rank", "pid", "state", "step", "since", "data"),
@@ -54,14 +56,14 @@ _TABLES: Mapping[str, tuple[str, ...]] = {
     "masters": ("number", "pid", "started_at"),
 }
 KEYS: Mapping[str, int] = {"members": 2}
-"""Columns of a table's key; 1 unless it is named here."""
+"""Number of key columns of a table; 1 unless it is listed here."""
 
 Key = tuple[str, tuple[object, ...]]
 """Table and values of its key columns."""
 Row = tuple[object, ...]
 """Values of all columns, key first."""
 Changes = Mapping[Key, Row | None]
-"""What to write; None deletes."""
+"""Rows to write; None deletes."""
 
 
 class StoreError(RLMeshError):
@@ -69,11 +71,12 @@ class StoreError(RLMeshError):
 
 
 class StoreRefused(StoreError):
-    """The store may come from somebody else, or from another version: a job must not go on with it, nor without it."""
+    """The store may belong to another user, or is of another version: a job must not continue with it, nor without
+    it."""
 
 
 def check_store(path: Path) -> None:
-    """Raise unless a store that is there can be used by this version; one that is not there, or is torn, can.
+    """Check that an existing store can be used by this version; a missing or corrupt store is accepted.
 
     Raises:
         StoreRefused: it cannot; says why and what to do.
@@ -87,11 +90,11 @@ def check_store(path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A store for reading only, once it is known that nobody else can have put it there.
+    """Open a store read-only, after a check that no other user can have put it there.
 
     Raises:
-        StoreRefused: it may come from somebody else.
-        FileNotFoundError: there is none.
+        StoreRefused: it may belong to another user.
+        FileNotFoundError: there is no store.
         sqlite3.Error: it cannot be opened.
     """
     _check_files(path, os.O_RDONLY)
@@ -100,10 +103,10 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def read_fact(path: Path, name: str) -> str:
-    """A fact about a job as the file has it for people; empty if there is none, or no file.
+    """Return the readable text of a fact about a job; empty if there is no such fact or file.
 
     Raises:
-        StoreRefused: the file may come from somebody else.
+        StoreRefused: the file may belong to another user.
     """
     try:
         with reading(path) as db:
@@ -114,7 +117,7 @@ def read_fact(path: Path, name: str) -> str:
 
 
 def _check_files(path: Path, flags: int) -> None:
-    """Raise if the file or one of its journals, which SQLite replays into it, may be somebody else's."""
+    """Raise if the file or one of its journals, which SQLite replays into it, may belong to another user."""
     try:
         os.close(private_files.open_file(path, flags, secret=True))
         for suffix in JOURNALS:
@@ -129,7 +132,7 @@ def _check_files(path: Path, flags: int) -> None:
 
 
 def _check_schema(path: Path, db: sqlite3.Connection) -> int:
-    """The number of the schema; 0 of a new file."""
+    """Return the schema's number; 0 for a new file."""
     (schema,) = db.execute("PRAGMA user_version").fetchone()
     if schema == OF_PICKLES:
         raise StoreRefused(
@@ -159,11 +162,11 @@ class Store:
     """One job's file. All methods belong to the thread that made it.
 
     Args:
-        path: of the file; its folder exists.
-        job_id: whose state it is. The state of another job in the same run directory is dropped.
+        path: path of the file; its folder exists.
+        job_id: the job whose state it is. The state of another job in the same run directory is dropped.
 
     Raises:
-        StoreRefused: it is there, and may be somebody else's, or is of another version.
+        StoreRefused: the file may belong to another user, or is of another version.
         StoreError: it cannot be opened or made.
     """
 
@@ -174,10 +177,10 @@ class Store:
         self._db = self._open()
 
     def read(self) -> Stored:
-        """What is there; empty tables in a new file.
+        """Return all rows; no rows for a new file.
 
         Raises:
-            StoreError: it cannot be read.
+            StoreError: the file cannot be read.
         """
         try:
             return Stored(
@@ -190,7 +193,7 @@ class Store:
             raise StoreError(f"the job's state in {self.path} cannot be read: {error}") from error
 
     def write(self, changes: Changes) -> None:
-        """Write all of it or nothing.
+        """Write all changes or none.
 
         Raises:
             StoreError: nothing was written; says why and what to do.
@@ -202,7 +205,7 @@ class Store:
                     self._apply(table, key, row)
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # a full disk may have ended it already
+                if self._db.in_transaction:  # a full disk may have ended the transaction already
                     self._db.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
@@ -219,7 +222,7 @@ class Store:
             self._db.execute(f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({marks})", values)
 
     def close(self) -> None:
-        """Close it; the file stays."""
+        """Close the file."""
         try:
             self._db.close()
         except sqlite3.Error as error:
@@ -264,7 +267,10 @@ class Store:
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         schema = _check_schema(self.path, db)
-        if schema == SCHEMA and db.execute("SELECT 1 FROM about WHERE job_id = ?", (self._job_id,)).fetchone():
+        known = schema in (MIGRATED, SCHEMA)
+        if known and db.execute("SELECT 1 FROM about WHERE job_id = ?", (self._job_id,)).fetchone():
+            if schema == MIGRATED:  # from here on, older versions refuse the file
+                db.execute(f"PRAGMA user_version = {SCHEMA}")
             return
         db.execute("BEGIN IMMEDIATE")
         for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
@@ -279,18 +285,18 @@ class Store:
 
     def _set_aside(self, why: str) -> None:
         aside = self.path.with_suffix(f".broken-{int(time.time())}")
-        logger.error("%s is no usable store (%s); it is kept as %s and a new one is made", self.path, why, aside)
+        logger.error("%s is not a usable store (%s); it is kept as %s and a new one is made", self.path, why, aside)
         for suffix in ("", *JOURNALS):
             try:
                 os.rename(f"{self.path}{suffix}", f"{aside}{suffix}")
             except FileNotFoundError:
                 pass
             except OSError as error:
-                raise StoreError(f"{self.path} is no usable store ({why}) and cannot be moved: {error}") from error
+                raise StoreError(f"{self.path} is not a usable store ({why}) and cannot be moved: {error}") from error
 
 
 def _storable(value: object) -> object:
-    """Text that UTF-8 cannot encode is escaped: the columns are for people, and ``data`` is ASCII."""
+    """Escape text that UTF-8 cannot encode: the columns are for people, and ``data`` is ASCII."""
     if isinstance(value, str) and not value.isascii():
         return value.encode("utf-8", "backslashreplace").decode()
     return value

@@ -1,4 +1,4 @@
-"""A job that runs while its submitter does something else."""
+"""Handle of a job that runs while its submitter continues."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["JobHandle", "JoinedJob"]
 
 JOIN_POLL_S = 0.05
 END_S = 15.0
-"""How long a job that was told to stop may take; its processes are killed well before."""
+"""Seconds that a stopped job may take to end; its processes are killed well before."""
 
 
 class JobHandle:
-    """A submitted job, from ``submit(blocking=False)`` or ``start()``. Made by them only.
+    """A submitted job; made by ``submit(blocking=False)`` and ``start()``.
 
     Usable from threads (``result()``, ``with job.start() as handle``) and from event loops (``await handle``, ``async
-    with job.start() as handle``). The job is driven by a thread of its own, and lives no longer than this process.
+    with job.start() as handle``). The job is driven by a thread of its own, and ends with this process.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -46,7 +46,7 @@ class JobHandle:
         forget_in_children(self)
 
     def forked(self) -> None:
-        """In a forked child: the job's end is told to the parent."""
+        """In a forked child: raise from all waits, because the job's end is reported to the parent only."""
         self._future = Future()
         self._future.set_exception(UsageError(refusal("the process that started the job")))
 
@@ -71,7 +71,7 @@ class JobHandle:
 
     @property
     def status(self) -> JobStatus:
-        """The last snapshot of the job: its stage, its members, what failed."""
+        """The last snapshot of the job: its stage, its members, its failures."""
         return self._driver.status
 
     def done(self) -> bool:
@@ -81,9 +81,9 @@ class JobHandle:
         """Wait for the job's end. Ctrl-C while waiting stops the job.
 
         Raises:
-            JobFailed: it failed or was stopped; holds the first causes.
-            JobStopped: it had notice, and stopped where it can be resumed.
-            TimeoutError: it has not ended within ``timeout_s``; it goes on.
+            JobFailed: the job failed or was stopped; holds the first causes.
+            JobStopped: the job stopped after a notice and can be resumed.
+            TimeoutError: the job has not ended within ``timeout_s``; it goes on.
         """
         try:
             return self._future.result(timeout_s)
@@ -114,32 +114,32 @@ class JobHandle:
                 text = RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt).result()
 
         If the job fails while the block runs, its pending calls and later ones raise `PeerLost` that names the first
-        cause, and the block raises the job's own error in its place.
+        cause, and the block raises the job's own error instead.
 
         Args:
-            name: what members and logs call this process.
-            timeout_s: how long to wait until the job has members.
+            name: name of this process for members and logs.
+            timeout_s: maximum wait until the job has members.
 
         Raises, when the block is entered:
             JobFailed, LaunchError, …: the job ended before; what ``result()`` raises.
-            TimeoutError: it had no members in time.
+            TimeoutError: the job had no members in time.
         """
         return JoinedJob(self, name, timeout_s)
 
-    def way_in(self) -> tuple[str, bytes] | None:
-        """Address of the job's master and the job's key, once it has members.
+    def address_and_key(self) -> tuple[str, bytes] | None:
+        """Return the address of the job's master and the job's key; None before the job has members.
 
         Raises:
-            JobFailed, …: it has ended.
+            JobFailed, …: the job has ended.
         """
-        way_in = self._driver.way_in
-        if self.done():  # The way in outlives the job for a moment.
+        address_and_key = self._driver.address_and_key
+        if self.done():  # The driver still knows the address for a moment.
             self._future.result()
             raise UsageError(f"job {self.job_name} has ended, and cannot be joined")
-        return way_in
+        return address_and_key
 
-    def why_ends(self) -> JobEnd | None:
-        """Why the job is ending, or has ended; None as long as it goes on."""
+    def end_reason(self) -> JobEnd | None:
+        """Return the reason why the job is ending, or has ended; None as long as it goes on."""
         from rlmesh.runtime.calling.peer_table import JobEnd
 
         if self._future.done():
@@ -155,10 +155,11 @@ class JobHandle:
         self._future.add_done_callback(lambda _: fn())
 
     def failure(self, timeout_s: float) -> BaseException | None:
-        """The job's error, if it ends with one that ``stop()`` did not ask for, after at most ``timeout_s``; blocks."""
+        """Return the job's error, if it ends with one that ``stop()`` did not ask for, after at most ``timeout_s``;
+        blocks."""
         if self._asked:
             return None
-        if self.why_ends() is not None:
+        if self.end_reason() is not None:
             wait([self._future], timeout_s)
         return self._future.exception() if self._future.done() and not self._asked else None
 
@@ -171,7 +172,7 @@ class JobHandle:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the job if it has not ended; an error of it is raised unless the block raised already."""
+        """End the job if it has not ended; raises the job's error unless the block raised already."""
         self.stop("the block of start() was left")
         stopped = not self.done()
         end = asyncio.wrap_future(self._future)
@@ -187,7 +188,7 @@ class JobHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """As ``async with`` does."""
+        """End the job as ``async with`` does."""
         self.stop("the block of start() was left")
         stopped = self._asked
         wait([self._future], END_S)
@@ -197,45 +198,45 @@ class JobHandle:
 
 
 class JoinedJob:
-    """This process as a caller of a job's roles, as long as a block lasts. Made by `JobHandle.join`."""
+    """A block in which this process can call a job's roles. Made by `JobHandle.join`."""
 
     def __init__(self, handle: JobHandle, name: str, timeout_s: float) -> None:
         self._handle, self._name, self._timeout_s = handle, name, timeout_s
         self._joining: Joining | None = None
 
-    def _begin(self, way_in: tuple[str, bytes]) -> Joining:
+    def _begin(self, address_and_key: tuple[str, bytes]) -> Joining:
         from rlmesh.runtime.runtime import Runtime
 
-        address, key = way_in
+        address, key = address_and_key
         self._joining = Runtime.join(address, key=key, name=self._name)
         return self._joining
 
     def _watch(self, runtime: Runtime) -> Runtime:
-        """Let its calls end with the job, and say why."""
+        """Let the runtime's calls end with the job, and name the reason."""
         handle = self._handle
         known = runtime.job_ends
-        runtime.job_ends = lambda: handle.why_ends() or known()
+        runtime.job_ends = lambda: handle.end_reason() or known()
         ref = weakref.ref(runtime)
 
-        def over() -> None:
-            found, end = ref(), handle.why_ends()
+        def on_end() -> None:
+            found, end = ref(), handle.end_reason()
             if found is not None and end is not None:
                 found.end_calls(end.why)
 
-        handle.when_done(over)
+        handle.when_done(on_end)
         return runtime
 
     def _raise_instead(self, error: BaseException | None, failure: BaseException | None) -> None:
-        """Of a lost member the cause: the job's own failure."""
+        """Raise the job's own failure in place of a lost member's error."""
         if failure is not None and isinstance(error, PeerLost):
             raise failure from error
 
     async def __aenter__(self) -> Runtime:
         async with asyncio.timeout(self._timeout_s):
-            while (way_in := self._handle.way_in()) is None:  # noqa: ASYNC110 (the driver is a plain thread)
+            while (address_and_key := self._handle.address_and_key()) is None:  # noqa: ASYNC110 (the driver is a plain thread)
                 await asyncio.sleep(JOIN_POLL_S)
         try:
-            return self._watch(await self._begin(way_in).__aenter__())
+            return self._watch(await self._begin(address_and_key).__aenter__())
         except PeerLost as error:
             self._raise_instead(error, await asyncio.to_thread(self._handle.failure, END_S))
             raise
@@ -251,12 +252,12 @@ class JoinedJob:
     def __enter__(self) -> Runtime:
         refuse_inside_loop("handle.join()", "async with handle.join()")
         deadline = time.monotonic() + self._timeout_s
-        while (way_in := self._handle.way_in()) is None:
+        while (address_and_key := self._handle.address_and_key()) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"job {self._handle.job_name} had no members after {self._timeout_s:g} s")
             time.sleep(JOIN_POLL_S)
         try:
-            return self._watch(self._begin(way_in).__enter__())
+            return self._watch(self._begin(address_and_key).__enter__())
         except PeerLost as error:
             self._raise_instead(error, self._handle.failure(END_S))
             raise

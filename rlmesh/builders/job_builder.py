@@ -10,7 +10,7 @@
     )
     job.submit("hello")
 
-Nothing is checked before ``build()``, which reports all faults at once.
+Faults are reported by ``build()``, all at once.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from rlmesh.errors import JobSpecError, UsageError
-from rlmesh.job.description.checks import collocation_problems, fusion_problems
-from rlmesh.job.description.config import DLJob
-from rlmesh.job.description.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
-from rlmesh.job.description.placement_rules import (
-    Apart,
-    ResourcePoolManager,
-    SeparationDesc,
-    placing_problems,
-    pools_of,
-)
-from rlmesh.job.description.role_builder import (
+from rlmesh.builders.config import DLJob
+from rlmesh.builders.role_builder import (
     CustomRoleBuilder,
     ElasticRoleBuilder,
     RoleBuilder,
     SimpleRoleBuilder,
     UnknownMethod,
     joined,
+)
+from rlmesh.errors import JobSpecError, UsageError
+from rlmesh.job.description.checks import collocation_problems, fusion_problems, placing_problems
+from rlmesh.job.description.descriptors import AnyWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
+from rlmesh.job.description.placement_rules import (
+    Apart,
+    ResourcePoolManager,
+    SeparationDesc,
+    pools_of,
 )
 from rlmesh.job.description.roles import role_name
 from rlmesh.job.description.spec import SpecError
@@ -74,27 +73,28 @@ class DLJobBuilder:
             raise UnknownMethod.of(self, name)
 
     def node_num(self, num: int = 1) -> Self:
-        """How many nodes the job may use; without it, all that there are."""
+        """Set the maximum number of nodes; by default all nodes of the cluster."""
         self._fields["node_number"] = num
         return self
 
     def device_per_node(self, num: int = 8) -> Self:
-        """How many accelerators of each node it may use; without it, all that a node has."""
+        """Set the maximum number of accelerators per node; by default all accelerators of a node."""
         self._fields["device_per_node"] = num
         return self
 
     def device_type(self, device_type: str = "GPU") -> Self:
-        """``GPU`` (the default), or ``CPU``: accelerators are then virtual slots that only limit placement."""
+        """Set the device type: ``GPU`` (the default), or ``CPU``: accelerators are then virtual slots that only
+        limit placement."""
         self._fields["device_type"] = device_type
         return self
 
     def dl_type(self, dl_type: str = "SFT") -> Self:
-        """A label: PRE, SFT, RL or MULTIMODAL."""
+        """Set a label: PRE, SFT, RL or MULTIMODAL."""
         self._fields["dl_type"] = dl_type
         return self
 
     def config(self, config: Any = None) -> Self:
-        """The user's configuration, which roles read from ``current_worker().job_info.user_config``.
+        """Set the user's configuration, which roles read from ``current_worker().job_info.user_config``.
 
         Any object that can be pickled: a dict, a Namespace, a dataclass, a pydantic model, an OmegaConf.
         """
@@ -102,7 +102,7 @@ class DLJobBuilder:
         return self
 
     def global_env(self, env: Mapping[str, str] | None = None) -> Self:
-        """Environment variables of all roles; a role's own ``env`` wins. Several calls add up."""
+        """Set environment variables of all roles; a role's own ``env`` wins. Several calls add up."""
         self._global_env = joined(self._global_env, env)
         return self
 
@@ -141,16 +141,16 @@ class DLJobBuilder:
     def workload(
         self, role: str | Enum, entrypoint: EntryLike | None = None, class_name: str | None = None
     ) -> SimpleRoleBuilder[DLJobBuilder]:
-        """``role(role).run(entrypoint)``."""
+        """Define a role as ``role(role).run(entrypoint)`` does."""
         return self.role(role).run(entrypoint, class_name)
 
     def by_run_cmd(self, cmd: str) -> Self:
         """Describe the job of a torchrun command, such as ``torchrun --nproc_per_node=2 train.py --lr 1``.
 
-        Its script becomes an elastic role (ELASTIC, unless ``role`` named another) with one accelerator per
-        process. Options about rendezvous, addresses and logs are dropped: rlmesh does these by itself. Of
+        The script becomes an elastic role (ELASTIC, unless ``role`` named another) with one accelerator per
+        process. Options about rendezvous, addresses and logs are ignored, because rlmesh handles these itself. Of
         ``dlrover-run``, ``--network-check``, ``--node-check`` and ``--precheck`` mean the check of the nodes that
-        `skip_node_check` leaves out.
+        `skip_node_check` turns off.
         """
         try:
             command = parse_torchrun(cmd)
@@ -168,19 +168,19 @@ class DLJobBuilder:
         self.node_num(command.nnodes)
         self._fields.setdefault("device_per_node", procs)
         role = self.train(command.entry).nnodes(command.nnodes).nproc_per_node(procs or 1)
-        # As with torchrun: none unless asked for, and then also after an exception.
+        # As with torchrun: no restarts unless asked for, and then also after an exception.
         role.max_restarts(command.max_restarts).restart(on_error=True)
         return self
 
     def with_restart(self, scope: Scope | None = None, **settings: Any) -> Self:
-        """What happens when a member fails, for roles that have no ``restart(…)`` of their own.
+        """Set the restart policy of roles that have no ``restart(…)`` of their own.
 
-        By default the member alone is started again, or, of an elastic role, all members with a new rendezvous; at
+        By default the member alone is restarted, or, of an elastic role, all members with a new rendezvous; at
         most three times within ten minutes.
 
         Args:
-            scope: what is started again: ``member`` (of elastic roles the group), ``role``, ``job``, or ``never``
-                anything: then the job fails.
+            scope: what is restarted: ``member`` (of elastic roles the group), ``role``, ``job``, or ``never``:
+                then the job fails.
             settings: ``max_restarts``, ``window_s``, ``delay_s``, ``max_delay_s``, ``on_error`` of `RestartPolicy`.
         """
         given = {"scope": scope, **settings} if scope is not None else settings
@@ -188,7 +188,7 @@ class DLJobBuilder:
         return self
 
     def limits(self, **seconds: float) -> Self:
-        """How long phases of the job may take: ``setup_s``, ``teardown_s``, ``hang_s``, … of `Limits`."""
+        """Set time limits of the job's phases: ``setup_s``, ``teardown_s``, ``hang_s``, … of `TimeLimits`."""
         self._fields["limits"] = {**self._fields.get("limits", {}), **seconds}
         return self
 
@@ -196,13 +196,13 @@ class DLJobBuilder:
         """Let the members of these roles share accelerators: rank i of each is on the same one.
 
         Each role belongs to at most one such set. A role with a share of its own (``accelerator=0.4``) keeps
-        it; those that ask for a whole accelerator divide the rest evenly. CPU and memory stay as they are.
+        it; roles that ask for a whole accelerator divide the rest evenly. CPU and memory are not shared.
         """
         self._together.append(tuple(map(role_name, roles)))
         return self
 
     def with_collocation_all(self, *exclude_roles: str | Enum) -> Self:
-        """``with_collocation`` of all roles that use accelerators, except ``exclude_roles``."""
+        """Collocate all roles that use accelerators, except ``exclude_roles``."""
         self._all_but = tuple(map(role_name, exclude_roles))
         return self
 
@@ -215,9 +215,10 @@ class DLJobBuilder:
 
         Each role keeps its class, its name in calls and its own object; ``current_worker().fused("ROLLOUT")`` is the
         object of another one. Their ``def`` methods run on the one main thread, one after the other. The process has
-        the devices and cores of the role that asks for most, and the memory of all; it is the one of the role that was
-        declared first, whose log has what all of them print. A process that dies takes all of its roles along, which
-        are started again together, by the strictest of their policies.
+        the devices and cores of the role that asks for most, and the memory of all; it has the log of the role that was
+        declared first, with the output of all. If the process dies, all of its roles are restarted together, by the
+        strictest
+        of their policies.
         """
         self._fused.append(tuple(map(role_name, roles)))
         return self
@@ -226,7 +227,7 @@ class DLJobBuilder:
         """Keep roles apart; groups of a role are named ``"ROLLOUT/prefill"``.
 
         Args:
-            roles: a single one is kept apart from itself: its members from each other.
+            roles: a single role is kept apart from itself: its members from each other.
             by: ``device``: they share no device; ``node``: no node has members of two of them; ``spread``: the
                 members of each are divided among as many nodes as the cluster allows.
         """
@@ -238,7 +239,7 @@ class DLJobBuilder:
     ) -> Self:
         """Divide the devices into pools; the roles of a pool share its devices, rank by rank.
 
-        A role that says nothing else has a member on every device of its pool.
+        A role without a number of members has a member on every device of its pool.
 
         Args:
             spec: pool → devices on each of its nodes, such as ``{"global_pool": [8, 8]}``; or a manager, which has
@@ -252,20 +253,24 @@ class DLJobBuilder:
         return self
 
     def spare_nodes(self, num: int = 1) -> Self:
-        """How many nodes stay empty, to take the place of one that is lost or has a bad device."""
+        """Set the number of nodes that stay empty, to replace a node that is lost or has a bad device."""
         self._fields["spare_nodes"] = num
         return self
 
     def relaunch(self, command: str) -> Self:
-        """Run ``command`` on the first node when a node is lost and the others have no room for its members. It is to
-        start ``rlmesh launch`` on another machine, with what it finds in its environment: ``RLMESH_NODE_RANK``,
-        ``RLMESH_NNODES``, ``RLMESH_RDZV_ENDPOINT``, ``RLMESH_JOB_ID``, ``RLMESH_LOST_NODE``. Members wait for it for
-        ``limits(node_wait_s=…)``, five minutes unless that says otherwise."""
+        """Run ``command`` on the first node when a node is lost and the others have no room for its members.
+
+        The command starts ``rlmesh launch`` on another machine, with variables from its environment:
+        ``RLMESH_NODE_RANK``,
+        ``RLMESH_NNODES``, ``RLMESH_RDZV_ENDPOINT``, ``RLMESH_JOB_ID``, ``RLMESH_LOST_NODE``. Members wait for the
+        machine for
+        ``limits(node_wait_s=…)``, by default five minutes.
+        """
         self._fields["relaunch"] = command
         return self
 
     def build(self) -> DLJob:
-        """The job's description.
+        """Return the job's description.
 
         Raises:
             JobSpecError: it cannot work; lists all faults with key, value and nearest valid name.
@@ -291,11 +296,11 @@ class DLJobBuilder:
         return job
 
     def _job_problems(self, roles: set[str]) -> list[str]:
-        """What a kind of job demands besides."""
+        """Return additional faults of this kind of job."""
         return []
 
     def _describe_roles(self, problems: list[str]) -> tuple[dict[str, AnyWorkloadDesc], set[str]]:
-        """The descriptors of all roles that have one, and the names of the others."""
+        """Return the descriptors of all valid roles, and the names of the others."""
         workloads: dict[str, AnyWorkloadDesc] = {}
         broken: set[str] = set()
         speaks_of_devices = not {"device_per_node", "device_type"}.isdisjoint(self._fields)
@@ -318,7 +323,7 @@ class DLJobBuilder:
         return workloads, broken
 
     def _pools(self) -> dict[str, tuple[str, Sequence[int]]]:
-        """For each role that is mapped to a pool, in lower case, the pool and its sizes."""
+        """Return for each role that is mapped to a pool, in lower case, the pool and its sizes."""
         pools = self._fields.get("pools", {})
         return {role.lower(): (pool, pools.get(pool, ())) for role, pool in self._pool_of.items()}
 
@@ -332,7 +337,7 @@ class DLJobBuilder:
         return found
 
     def _valid_fields(self, problems: list[str]) -> dict[str, Any]:
-        """Those of the job's own settings that are right; the others are reported."""
+        """Return the job's valid settings; faults of the others are added to ``problems``."""
         valid: dict[str, Any] = {}
         for name, value in {**self._fields, "global_env": self._global_env}.items():
             try:
@@ -343,7 +348,7 @@ class DLJobBuilder:
         return valid
 
     def _collocations(self, workloads: Mapping[str, AnyWorkloadDesc], problems: list[str]) -> list[tuple[str, ...]]:
-        """The sets of roles that share accelerators, with the roles' own spelling."""
+        """Return the sets of roles that share accelerators, in the roles' own spelling."""
         sets = [tuple(map(self._spelled, roles)) for roles in self._together]
         if self._all_but is not None:
             excluded = set(map(self._spelled, self._all_but))

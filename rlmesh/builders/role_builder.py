@@ -1,4 +1,4 @@
-"""Builders of one role each. They carry the job builder's methods, so that one chain describes a whole job."""
+"""Builders of one role each. They have the job builder's methods too, so that one chain describes a whole job."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlmesh.job.nearest_name import did_you_mean
 from rlmesh.job.restarts import Scope
 
 if TYPE_CHECKING:
-    from rlmesh.job.description.builder import DLJobBuilder
-    from rlmesh.job.description.config import DLJob
+    from rlmesh.builders.config import DLJob
+    from rlmesh.builders.job_builder import DLJobBuilder
 
 __all__ = ["CustomRoleBuilder", "ElasticRoleBuilder", "RoleBuilder", "SimpleRoleBuilder", "UnknownMethod"]
 
@@ -35,7 +35,7 @@ RESOURCE_KEYS = {"cpu", "memory", "mem", "accelerator", "gpu", "acc"}
 
 
 def joined(before: Any, more: Any) -> Any:
-    """Two mappings as one; what is no mapping stays as it is, for ``build()`` to report."""
+    """Merge two mappings; other values stay as they are, so that ``build()`` can report them."""
     if more is None or not isinstance(before, dict):
         return before
     return {**before, **more} if isinstance(more, Mapping) else more
@@ -62,7 +62,7 @@ class UnknownMethod(UsageError, AttributeError):
 
 
 class RoleBuilder(Generic[JobT]):
-    """One role: how many members, with which resources and variables."""
+    """One role: number of members, resources and environment variables."""
 
     _kind: type[AnyWorkloadDesc]
 
@@ -84,21 +84,21 @@ class RoleBuilder(Generic[JobT]):
             raise UnknownMethod.of(self, name)
 
     def total(self, num: int = 1) -> Self:
-        """How many members the role has."""
+        """Set the number of members."""
         self._fields["total"] = num
         return self
 
     def per_node(self, num: int = 1) -> Self:
-        """How many members are on one node: of an elastic role exactly, of a simple one at most."""
+        """Set the number of members per node: for an elastic role the exact number, for a simple one the maximum."""
         self._fields["per_node"] = num
         return self
 
     def per_group(self, num: int = 1) -> Self:
-        """The same as ``per_node``."""
+        """Set the same as ``per_node``."""
         return self.per_node(num)
 
     def env(self, env: Mapping[str, str] | None = None) -> Self:
-        """Environment variables of the members; they win over ``global_env``. Several calls add up."""
+        """Set environment variables of the members; they win over ``global_env``. Several calls add up."""
         self._env = joined(self._env, env)
         return self
 
@@ -110,9 +110,9 @@ class RoleBuilder(Generic[JobT]):
         accelerator: float | None = None,
         **others: Any,
     ) -> Self:
-        """What each member needs.
+        """Set the resources of each member.
 
-        A role without this call uses one whole accelerator if the job speaks of devices at all
+        A role without this call uses one whole accelerator if the job mentions devices at all
         (``device_per_node`` or ``device_type``), else none.
 
         Args:
@@ -127,11 +127,11 @@ class RoleBuilder(Generic[JobT]):
         return self
 
     def restart(self, scope: Scope | None = None, **settings: Any) -> Self:
-        """What happens when a member of this role fails; wins over the job's ``with_restart``.
+        """Set the restart policy of this role; wins over the job's ``with_restart``.
 
         Args:
-            scope: what is started again: the ``member`` alone (the default of simple roles), all members of the
-                ``role`` (of elastic ones), the whole ``job``, or ``never`` anything: then the job fails.
+            scope: what is restarted: the ``member`` alone (the default of simple roles), all members of the
+                ``role`` (of elastic ones), the whole ``job``, or ``never``: then the job fails.
             settings: ``max_restarts``, ``window_s``, ``delay_s``, ``max_delay_s``, ``on_error`` of `RestartPolicy`.
         """
         given = {"scope": scope, **settings} if scope is not None else settings
@@ -139,7 +139,7 @@ class RoleBuilder(Generic[JobT]):
         return self
 
     def max_restarts(self, num: int) -> Self:
-        """How many restarts there may be within the policy's window; 0 is ``restart("never")``."""
+        """Set the maximum number of restarts within the policy's window; 0 is ``restart("never")``."""
         self._fields["max_restarts"] = num
         return self
 
@@ -153,16 +153,17 @@ class RoleBuilder(Generic[JobT]):
         return self
 
     def calls(self, *roles: str | Enum) -> Self:
-        """Declare whom this role's members call, for the job's graph; several calls add up.
+        """Declare which roles this role's members call, for the job's graph; several calls add up.
 
-        What members really call is observed all the same. A declared edge is known before its first call, so that
-        a failure during the start names whom it touches.
+        Actual calls are observed as well. A declared edge is known before its first call, so that a failure during the
+        start
+        names the members that it affects.
         """
         self._fields["calls"] = [*self._fields.get("calls", ()), *map(role_name, roles)]
         return self
 
     def with_groups(self, **groups: int | Mapping[str, Any]) -> Self:
-        """Divide the role into groups, each with a place and resources of its own.
+        """Divide the role into groups, each with a placement and resources of its own.
 
         ::
 
@@ -171,13 +172,13 @@ class RoleBuilder(Generic[JobT]):
                 decode={"total": 8, "accelerator": 1, "nodes": ["big-0", "big-1"]},
             )
 
-        The groups number the role's members through: prefill has ranks 0 and 1, decode 2 to 9. A member finds the
+        The role's members are numbered through the groups: prefill has ranks 0 and 1, decode 2 to 9. A member finds the
         name of its group in ``current_worker().group``. Collocations and separations name a group
         ``"ROLLOUT/prefill"``.
 
         Args:
             groups: number of members, or ``total``, ``per_node``, ``together``, ``nodes``, ``devices`` and, for
-                each member, ``cpu``, ``memory``, ``accelerator``. What is left out is as for the role.
+                each member, ``cpu``, ``memory``, ``accelerator``. Omitted values are the role's.
         """
         self._groups.update(groups)
         return self
@@ -186,24 +187,24 @@ class RoleBuilder(Generic[JobT]):
         """Keep members on one node and on devices close to each other.
 
         Args:
-            axis: so many consecutive members; or the name of an axis of ``mesh``: the members that differ only in
+            axis: a number of consecutive members; or the name of an axis of ``mesh``: the members that differ only in
                 it and in the axes after it, such as ``"tp"`` of ``mesh(dp=2, tp=4)``: ranks 0 to 3, and 4 to 7.
         """
         self._together = axis
         return self
 
     def on_nodes(self, *names: str) -> Self:
-        """The only nodes that the role may run on."""
+        """Set the only nodes that the role may run on."""
         self._fields["nodes"] = names
         return self
 
     def on_devices(self, *names: str) -> Self:
-        """The only devices that the role may use: by UUID or its beginning, kind (``gpu``, ``mig``) or model."""
+        """Set the only devices that the role may use: by UUID or its beginning, kind (``gpu``, ``mig``) or model."""
         self._fields["devices"] = names
         return self
 
     def use_pool(self, name: str, sizes: Sequence[int]) -> None:
-        """The role's devices are those of a pool; called by the job's builder, which knows the pools."""
+        """Use the devices of a pool; called by the job's builder, which knows the pools."""
         self._fields["pool"] = name
         asked = {"accelerator": 1, **(self._resource or {})}
         devices = asked.get("gpu", asked.get("acc", asked["accelerator"]))
@@ -214,18 +215,18 @@ class RoleBuilder(Generic[JobT]):
                 self._fields.setdefault("per_node", max(1, sizes[0] // each))
 
     def not_driver(self) -> Self:
-        """The job does not wait for this role's ``run()``."""
+        """Let the job not wait for this role's ``run()``."""
         self._fields["is_driver"] = False
         return self
 
     def end(self) -> JobT:
-        """Back to the job's builder; a chain may also go on without it."""
+        """Return the job's builder; a chain may also continue without it."""
         return self._job
 
     def describe(self, default: ResourceDesc, problems: list[str]) -> AnyWorkloadDesc | None:
-        """The role's descriptor; faults of the role's own values are added to ``problems``.
+        """Return the role's descriptor; faults of the role's own values are added to ``problems``.
 
-        ``default`` is for roles that say nothing about resources. The result is ``None`` if there are faults
+        ``default`` is for roles without resources of their own. The result is ``None`` if there are faults
         besides those of ``resource``.
         """
         fields = {"resource": default.model_copy(), **self._fields}
@@ -281,108 +282,108 @@ class RoleBuilder(Generic[JobT]):
             raise ValueError("is missing: give a class, a function, 'module.Class' or a script")
         return entry_text(entry, class_name)
 
-    # The job builder's methods, so that a chain goes on.
+    # The job builder's methods, so that a chain can continue
 
     def node_num(self, num: int = 1) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.node_num(num)
 
     def device_per_node(self, num: int = 8) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.device_per_node(num)
 
     def device_type(self, device_type: str = "GPU") -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.device_type(device_type)
 
     def dl_type(self, dl_type: str = "SFT") -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.dl_type(dl_type)
 
     def config(self, config: Any = None) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.config(config)
 
     def global_env(self, env: Mapping[str, str] | None = None) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.global_env(env)
 
     def skip_node_check(self) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.skip_node_check()
 
     def limits(self, **seconds: float) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.limits(**seconds)
 
     def with_restart(self, scope: Scope | None = None, **settings: Any) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.with_restart(scope, **settings)
 
     def role(self, role: str | Enum) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.role(role)
 
     def by_run_cmd(self, cmd: str) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.by_run_cmd(cmd)
 
     def with_collocation(self, *roles: str | Enum) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.with_collocation(*roles)
 
     def with_fusion(self, *roles: str | Enum) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.with_fusion(*roles)
 
     def with_collocation_all(self, *exclude_roles: str | Enum) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.with_collocation_all(*exclude_roles)
 
     def run(
         self, entrypoint: EntryLike | None = None, class_name: str | None = None
     ) -> SimpleRoleBuilder[DLJobBuilder]:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.run(entrypoint, class_name)
 
     def train(
         self, entrypoint: EntryLike | None = None, class_name: str | None = None
     ) -> ElasticRoleBuilder[DLJobBuilder]:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.train(entrypoint, class_name)
 
     def custom(
         self, entrypoint: EntryLike | None = None, class_name: str | None = None
     ) -> CustomRoleBuilder[DLJobBuilder]:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.custom(entrypoint, class_name)
 
     def workload(
         self, role: str | Enum, entrypoint: EntryLike | None = None, class_name: str | None = None
     ) -> SimpleRoleBuilder[DLJobBuilder]:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.workload(role, entrypoint, class_name)
 
     def with_separation(self, *roles: str | Enum, by: Apart = "device") -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.with_separation(*roles, by=by)
 
     def with_pools(
         self, spec: ResourcePoolManager | Mapping[str, Sequence[int]], mapping: Mapping[Any, str] | None = None
     ) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.with_pools(spec, mapping)
 
     def spare_nodes(self, num: int = 1) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.spare_nodes(num)
 
     def relaunch(self, command: str) -> JobT:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.relaunch(command)
 
     def build(self) -> DLJob:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.build()
 
 
@@ -404,11 +405,11 @@ class ElasticRoleBuilder(RoleBuilder[JobT]):
     _kind = ElasticWorkloadDesc
 
     def nnodes(self, num: int) -> Self:
-        """How many nodes the group spans."""
+        """Set the number of nodes that the group spans."""
         self._fields["nnodes"] = num
         return self
 
     def nproc_per_node(self, num: int) -> Self:
-        """How many members are on each of its nodes."""
+        """Set the number of members on each node of the group."""
         self._fields["nproc_per_node"] = num
         return self

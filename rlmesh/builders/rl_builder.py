@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Self
 
-from rlmesh.job.description.builder import DLJobBuilder
-from rlmesh.job.description.role_builder import CustomRoleBuilder, ElasticRoleBuilder, RoleBuilder, SimpleRoleBuilder
+from rlmesh.builders.job_builder import DLJobBuilder
+from rlmesh.builders.role_builder import CustomRoleBuilder, ElasticRoleBuilder, RoleBuilder, SimpleRoleBuilder
 from rlmesh.job.description.roles import RLRoleType
 from rlmesh.job.entry_points.entry import EntryLike
 
@@ -17,7 +17,7 @@ class RLJobBuilder(DLJobBuilder):
     """Describes a job of trainer, actor, rollout, reference, reward and critic; ``role(name)`` adds others.
 
     Actor and critic are elastic, the others simple; ``role(RLRoleType.REWARD).train(...)`` makes another
-    choice. The trainer uses no accelerator unless ``resource`` says so. An actor is required.
+    choice. The trainer uses no accelerator unless ``resource`` sets one. An actor is required.
     """
 
     def trainer(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
@@ -41,7 +41,7 @@ class RLJobBuilder(DLJobBuilder):
         return self.role(RLRoleType.REFERENCE).run(entrypoint, class_name)
 
     def reward(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
-        """Define what scores the samples."""
+        """Define the role that scores the samples."""
         return self.role(RLRoleType.REWARD).run(entrypoint, class_name)
 
     def run(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
@@ -59,7 +59,7 @@ class RLJobBuilder(DLJobBuilder):
         return self.role(role).run(entrypoint, class_name)
 
     def with_collocation_all(self, *exclude_roles: str | Enum) -> Self:
-        """``with_collocation`` of all roles that use accelerators, except the trainer and ``exclude_roles``."""
+        """Collocate all roles that use accelerators, except the trainer and ``exclude_roles``."""
         return super().with_collocation_all(RLRoleType.TRAINER, *exclude_roles)
 
     def _job_problems(self, roles: set[str]) -> list[str]:
@@ -72,27 +72,27 @@ class _RLRole(RoleBuilder["RLJobBuilder"]):
     """The methods of ``RLJobBuilder`` that ``DLJobBuilder`` does not have."""
 
     def trainer(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.trainer(entrypoint, class_name)
 
     def actor(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLElasticRoleBuilder:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.actor(entrypoint, class_name)
 
     def critic(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLElasticRoleBuilder:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.critic(entrypoint, class_name)
 
     def rollout(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.rollout(entrypoint, class_name)
 
     def reference(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.reference(entrypoint, class_name)
 
     def reward(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:
-        """As the job builder's."""
+        """See the job builder."""
         return self._job.reward(entrypoint, class_name)
 
     def run(self, entrypoint: EntryLike | None = None, class_name: str | None = None) -> RLSimpleRoleBuilder:

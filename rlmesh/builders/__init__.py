@@ -1,0 +1,1 @@
+"""Builders of job descriptions, and ``DLConfig``, the description that they build and that starts itself."""
