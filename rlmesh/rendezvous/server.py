@@ -445,7 +445,7 @@ class Head:
             self._news.set()
             self._news = asyncio.Event()
 
-        self._runtime.call_soon(wake)
+        self._runtime.post(wake)
 
 
 def _signal_name(number: int) -> str:

@@ -51,7 +51,7 @@ def commander(runtime: Runtime) -> Command:
 
     @lru_cache(maxsize=1024)
     def handle(sink: str, incarnation: int, timeout_s: float) -> MemberHandle[Any]:
-        return MemberHandle[Any](runtime, sink, incarnation=incarnation).options(timeout_s=timeout_s)
+        return MemberHandle[Any](runtime.outbound, sink, incarnation=incarnation).options(timeout_s=timeout_s)
 
     def command(
         sink: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION

@@ -27,7 +27,7 @@ from typing import Any
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.runtime.argument_types import require, require_number, require_seconds
 from rlmesh.runtime.default_runtime import default_runtime
-from rlmesh.runtime.future import Future, reject, resolve
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.manifest import Casts
@@ -331,12 +331,12 @@ class WeightSync:
             link.conclude(push.number)
         except BaseException as error:
             link.failed = True
-            reject(future, error)
+            future.end(None, error)
             return
         report = push.report(self._clock())
         if done:
             self.version, self._left = push.version, link.leaves(push.version)
-        resolve(future, report)
+        future.end(report, None)
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from rlmesh.errors import (
     StaleIncarnation,
     Unserializable,
 )
-from rlmesh.runtime.calling import calls
+from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S, Stalls
@@ -149,7 +149,7 @@ def test_an_argument_that_cannot_be_sent_is_named(mesh: Mesh) -> None:
 def test_a_full_window_holds_a_thread_back_and_never_a_loop(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None], stalls: Stalls
 ) -> None:
-    monkeypatch.setattr(calls, "WINDOW", 4)
+    monkeypatch.setattr(peer_connections, "WINDOW", 4)
     member = Member()
     handle = mesh.serve("A", member)[0]
     handle.call("beside").result()
@@ -181,7 +181,7 @@ def test_a_full_window_holds_a_thread_back_and_never_a_loop(
 def test_a_cancelled_call_that_waits_in_line_is_never_sent(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(calls, "WINDOW", 2)
+    monkeypatch.setattr(peer_connections, "WINDOW", 2)
     member = Member()
     handle = mesh.serve("A", member)[0]
 

@@ -200,7 +200,7 @@ def test_the_deadline_is_that_of_the_whole_stream(mesh: Mesh, stalls: Stalls) ->
 
 
 def test_the_death_of_a_member_ends_the_stream(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlmesh.runtime.calling.calls.LOSS_GRACE_S", 0.1)
+    monkeypatch.setattr("rlmesh.runtime.calling.peer_connections.LOSS_GRACE_S", 0.1)
     stream = mesh.serve("A", Member())[0].stream("wait_after", 2)
     assert next(stream) == 0
     mesh.runtimes[-1].close()

@@ -138,7 +138,7 @@ def test_a_caller_that_reads_is_never_behind(mesh: Mesh, until: Callable[..., No
 
 
 def _channels(mesh: Mesh) -> list[Any]:
-    return [channel for runtime in mesh.runtimes for channel in runtime._incoming.values()]
+    return [channel for runtime in mesh.runtimes for channel in runtime.inbound.channels.values()]
 
 
 @pytest.mark.case("a09")

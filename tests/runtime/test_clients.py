@@ -146,7 +146,7 @@ def test_what_a_client_asked_for_ends_with_it(mesh: Mesh, until: Callable[..., N
     until(lambda: sorted(member.cancelled) == ["deep", "items", "sleep"])
     until(lambda: incoming(callee) == incoming(user) == 0)
     until(lambda: len(callee._dispatcher.kept) == 0)
-    until(lambda: len(callee._incoming) == 1)  # The user fetched from it, and lives.
+    until(lambda: len(callee.inbound.channels) == 1)  # The user fetched from it, and lives.
     assert callee.pending() == []
     member.release.set()
     assert group[0].call("echo", 3).result() == 3

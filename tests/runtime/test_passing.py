@@ -120,13 +120,13 @@ class Counter:
 
     def __init__(self, runtime: Runtime) -> None:
         self.nbytes = 0
-        take = runtime.on_packet
+        take = runtime.inbound.on_packet
 
         def on_packet(link: Any, frames: Frames) -> None:
             self.nbytes += sum(memoryview(frame).nbytes for frame in frames)
             take(link, frames)
 
-        runtime.on_packet = on_packet  # type: ignore[method-assign]
+        runtime.inbound.on_packet = on_packet  # type: ignore[method-assign]
 
 
 @pytest.fixture

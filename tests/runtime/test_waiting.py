@@ -38,7 +38,7 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
     group = mesh.serve("A", member)
     mesh.addresses[:] = [MemberAddress("A", 0, 0, mesh.addresses[0].endpoint, pid=os.getpid())]
     mesh.publish(MemberAddress("B", 0, 0, None))
-    mesh.caller.read_last_lines(lambda role, rank: f"{role}-{rank} said this")
+    mesh.caller.activity.read_last_lines(lambda role, rank: f"{role}-{rank} said this")
     future = group[0].call("wait")
     queued = group[0].call("next_in_line")
     until(lambda: "(connected; process" in future.waiting_for())
@@ -65,7 +65,7 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
 def test_a_dead_members_end_is_told(mesh: Mesh, until: Callable[..., None]) -> None:
     mesh.publish(MemberAddress("A", 0, 0, None))
     mesh.caller.member_lost(ExitInfo("A", 0, 0, 7, None, 9, time.time(), hostname="h"))
-    until(lambda: mesh.caller._calls._dead)
+    until(lambda: mesh.caller._calls.peers.dead)
     failed = RoleGroup("A", runtime=mesh.caller)[0].call("wait").exception(10)
     assert "A rank 0 (pid 7 on h) killed by SIGKILL" in str(failed)
 

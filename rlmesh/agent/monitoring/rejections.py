@@ -31,7 +31,7 @@ class RejectionReporter:
 
     def start(self) -> None:
         """Go on until the runtime's loop ends. From any thread."""
-        self._runtime.call_soon(self._again)
+        self._runtime.post(self._again)
 
     def flush(self) -> None:
         """Tell what was not told yet. Never waits and never fails."""

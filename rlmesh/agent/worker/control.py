@@ -203,7 +203,7 @@ class Orders:
         if again or self.phase == "starting":
             raise Terminated
         self.ask_to_stop("SIGTERM")
-        self._runtime.call_soon(self._remind)
+        self._runtime.post(self._remind)
         self.give("end", now=True)  # while run() runs: what comes when it returns
 
     def _remind(self) -> None:
@@ -298,7 +298,7 @@ class Control:
     @rpc
     async def refuse_queued(self, calls: tuple[CallKey, ...], text: str) -> None:
         """Refuse calls that are queued here and would never begin: they are part of a circle."""
-        self._runtime.refuse_queued(calls, text)
+        self._runtime.activity.refuse_queued(calls, text)
 
     @rpc
     async def stacks(self) -> str:
@@ -327,7 +327,7 @@ class Control:
         return MemberProgress(
             run_s=None if began is None else time.monotonic() - began,
             calls=tuple(call for call in self._calls_of(member) if call.runs),
-            quiet_s=self._runtime.quiet_s(),
+            quiet_s=self._runtime.activity.quiet_s(),
             waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.waiting())),
         )
 
@@ -368,9 +368,9 @@ class MasterLink:
         self._orders.listen(listener)
 
     def tell_listeners(self) -> None:
-        self._runtime.note_activity()
+        self._runtime.activity.note_activity()
         self._orders.tell_listeners()
         self._runtime.run_waiting_main()
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
-        return self._runtime.take_call_stats()
+        return self._runtime.activity.call_stats.take_stats()

@@ -94,7 +94,7 @@ class Reaper:
 
     def start(self, runtime: Runtime) -> None:
         """Look from now on, for as long as the runtime is there."""
-        runtime.call_soon(self._again)
+        runtime.post(self._again)
 
     def _again(self) -> None:
         self.look()

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from rlmesh.runtime.calling.generations import Cohort
-from rlmesh.runtime.calling.pending import PendingCall
+from rlmesh.runtime.calling.pending import Cohort, PendingCall
 
 
 class HeldCalls:

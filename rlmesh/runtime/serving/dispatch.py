@@ -34,6 +34,7 @@ from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Board
 from rlmesh.runtime.serving.call_context import InContext, current_call
 from rlmesh.runtime.serving.coroutines import await_elsewhere, cancel_task
 from rlmesh.runtime.serving.incoming import IncomingCall
+from rlmesh.runtime.serving.reply_backlog import is_large
 from rlmesh.runtime.serving.result_store import FETCH, KEEP_BYTES, ResultStore
 from rlmesh.runtime.serving.served_objects import Method, Served
 from rlmesh.runtime.serving.serving_host import ServingHost
@@ -71,7 +72,9 @@ class Dispatcher:
         self._unawaited: dict[tuple[Any, int], IncomingCall] = {}
         """Notifications, and calls that run on although they were cancelled."""
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
-        self._starting: list[IncomingCall] | None = None
+        self.starting: list[IncomingCall] | None = None
+        """Calls of the packet that is being read. They start after the whole packet was read: a thread that is woken
+        while this one still holds the interpreter only goes to sleep again."""
         self.kept = ResultStore(loop)
         self.board: Board | None = None
         """Where methods that begin are noted, for those who look from outside."""
@@ -129,21 +132,10 @@ class Dispatcher:
             self._incoming[incoming.key] = incoming
         elif not self._prepare(incoming):
             return
-        if self._starting is None:
+        if self.starting is None:
             self.start(incoming)
         else:
-            self._starting.append(incoming)
-
-    def hold(self) -> None:
-        """Calls that arrive from now on start at `let_go`: a thread that is woken while this one still holds the
-        interpreter only goes to sleep again."""
-        if self._starting is None:
-            self._starting = []
-
-    def let_go(self) -> None:
-        starting, self._starting = self._starting, None
-        for incoming in starting or ():
-            self.start(incoming)
+            self.starting.append(incoming)
 
     def start(self, incoming: IncomingCall) -> None:
         """Begin a call as soon as its method has a place for it."""
@@ -248,7 +240,7 @@ class Dispatcher:
                 f"{call.target}.{call.method}() was meant for incarnation {call.incarnation}; "
                 f"this is incarnation {served.incarnation}", role=role, rank=rank, method=call.method, executed="no",
             )  # fmt: skip
-        method = served.find(call.method)
+        method = served.methods.get(call.method) or served.find(call.method)
         if method.serial and method.slot in call.chain:
             raise WouldDeadlock(
                 f"{call.target}.{call.method}() was called on behalf of a method that it would have to wait for "
@@ -298,7 +290,8 @@ class Dispatcher:
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
             self._keep(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
             return
-        incoming.channel.backlog.sent(frames)
+        if is_large(frames):
+            incoming.channel.backlog.sent(frames)
         fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
         incoming.channel.put(tuple.__new__(Reply, fields), frames)  # Half the time of Reply(…).
         if self._incoming:
@@ -426,7 +419,7 @@ class Dispatcher:
         try:
             args, kwargs = incoming.arguments()
             value = incoming.method.function(*args, **kwargs)
-            if isinstance(value, Future | FutureSequence):
+            if type(value) is FutureSequence or isinstance(value, Future):
                 value = value.result()
             elif hasattr(type(value), "__await__"):
                 value = self.awaited(incoming, value)

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import WouldDeadlock
-from rlmesh.runtime.calling.gathering import _Gathered
-from rlmesh.runtime.calling.group_retry import RetriedPart
+from rlmesh.runtime.calling.gathering import GatheredCalls
 from rlmesh.runtime.calling.pending import PendingCall
-from rlmesh.runtime.calling.retry import Retries
+from rlmesh.runtime.calling.retry import RetriedPart, Retries
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.serving.call_context import InContext
 from rlmesh.runtime.serving.dispatch import Dispatcher
@@ -218,8 +217,8 @@ def _calls_of(future: Future[Any]) -> Iterator[PendingCall]:
         else:
             for need in origin.passed.awaited():
                 yield from _calls_of(need)
-    elif isinstance(origin, _Gathered):
-        for member in origin._futures:
+    elif isinstance(origin, GatheredCalls):
+        for member in origin.futures:
             yield from _calls_of(member)
     elif isinstance(origin, Retries) and origin._current is not None:
         yield from _calls_of(origin._current)
