@@ -110,7 +110,10 @@ class Channel:
                 return  # Nothing is said to a stranger; `accept` sends what waits.
             outbox = self._outbox
             while outbox:
-                messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
+                if len(outbox) == 1:
+                    messages = [outbox.popleft()]
+                else:
+                    messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
                 if self.lend is None:
                     # The peer cannot open this node's shared memory, nor what tickets of device memory name.
                     messages = [(header, contents(f) if len(f) > 1 else f) for header, f in messages]

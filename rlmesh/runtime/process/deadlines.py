@@ -27,27 +27,16 @@ class _Wheel:
     def __init__(self, width_s: float) -> None:
         self.width_s = width_s
         self.buckets: dict[int, dict[int, DeadlineEntry]] = {}
-        self._done = int(clock.now() / width_s)
-
-    def add(self, entry: DeadlineEntry) -> None:
-        # At least one interval ahead of the tick, so that nobody adds to a bucket that is being emptied.
-        number = int(entry.deadline / self.width_s) + 1
-        if number < self._done + 2:
-            number = self._done + 2
-        bucket = self.buckets.get(number)
-        if bucket is None:
-            bucket = self.buckets[number] = {}
-        bucket[entry.call_id] = entry
-        entry.bucket = bucket
+        self.done = int(clock.now() / width_s)
 
     def expired(self, now: float) -> list[DeadlineEntry]:
         last = int(now / self.width_s)
         found: list[DeadlineEntry] = []
-        for number in range(self._done + 1, last + 1):
+        for number in range(self.done + 1, last + 1):
             bucket = self.buckets.pop(number, None)
             if bucket:
                 found += bucket.values()
-        self._done = max(self._done, last)
+        self.done = max(self.done, last)
         return found
 
 
@@ -73,7 +62,16 @@ class Deadlines:
 
     def add(self, entry: DeadlineEntry, timeout_s: float) -> None:
         """From any thread that holds the lock."""
-        (self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse).add(entry)
+        wheel = self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse
+        # At least one interval ahead of the tick, so that no entry is added to a bucket that is being emptied.
+        number = int(entry.deadline / wheel.width_s) + 1
+        if number < wheel.done + 2:
+            number = wheel.done + 2
+        bucket = wheel.buckets.get(number)
+        if bucket is None:
+            bucket = wheel.buckets[number] = {}
+        bucket[entry.call_id] = entry
+        entry.bucket = bucket
 
     @staticmethod
     def remove(entry: DeadlineEntry) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from rlmesh.runtime.process import forked
 
-_RECENT_NS = 5_000_000
+RECENT_NS = 5_000_000
+"""A look at the kernel's counters that is no older than this is used again."""
 
 
 class RunQueueMeter:
@@ -20,7 +21,8 @@ class RunQueueMeter:
 
     def __init__(self, thread_ids: Iterable[int] = ()) -> None:
         self._files: list[int] = []
-        self._last = self._read_at = 0
+        self.last_ns = self.read_at_ns = 0
+        """The result of the last look at the kernel's counters, and its time."""
         for thread_id in thread_ids:
             self.add(thread_id)
 
@@ -33,10 +35,10 @@ class RunQueueMeter:
     def recent_ns(self, now_ns: int) -> int:
         """`read_ns` at most five milliseconds before ``now_ns`` (of `time.perf_counter_ns`): many short calls share
         one look at the kernel's counters."""
-        if now_ns - self._read_at > _RECENT_NS:
-            self._last = self.read_ns()
-            self._read_at = now_ns
-        return self._last
+        if now_ns - self.read_at_ns > RECENT_NS:
+            self.last_ns = self.read_ns()
+            self.read_at_ns = now_ns
+        return self.last_ns
 
     def read_ns(self) -> int:
         total = 0
@@ -77,13 +79,15 @@ forked.reset_in_children(_after_fork)
 
 def own_run_queue_ns() -> int:
     """Nanoseconds that the calling thread was runnable without a core, ever."""
-    return _own.meter.recent_ns(time.perf_counter_ns())
+    meter, now_ns = _own.meter, time.perf_counter_ns()
+    return meter.recent_ns(now_ns) if now_ns - meter.read_at_ns > RECENT_NS else meter.last_ns
 
 
 def own_run_queue_since_last_ns(now_ns: int = 0) -> int:
     """The same since this thread called this function before; ``now_ns`` is what `time.perf_counter_ns` just gave."""
     own = _own
-    now = own.meter.recent_ns(now_ns or time.perf_counter_ns())
+    meter, now_ns = own.meter, now_ns or time.perf_counter_ns()
+    now = meter.recent_ns(now_ns) if now_ns - meter.read_at_ns > RECENT_NS else meter.last_ns
     last, own.last_ns = own.last_ns, now
     return now - last
 
