@@ -18,7 +18,6 @@ from rlmesh.runtime.argument_types import require
 from rlmesh.runtime.calling.busy_poll import BusyPoll
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.outbound import Outbound
-from rlmesh.runtime.calling.peer_status import Serving, Waiting
 from rlmesh.runtime.connections.address_book import AddressBook
 from rlmesh.runtime.connections.channel import turn_loops
 from rlmesh.runtime.connections.handshake import Door
@@ -334,16 +333,7 @@ class Runtime:
         """
         return self.outbound.address_book()
 
-    def pending(self) -> list[str]:
-        return self.activity.pending()
-
-    def waiting(self) -> tuple[Waiting, ...]:
-        return self.activity.waiting()
-
     # Serving.
-
-    def serving(self) -> tuple[Serving, ...]:
-        return self.activity.serving()
 
     def expect(self, name: str) -> None:
         """Announce that ``name`` will be served here, its ``def`` methods by `run_main`. Calls that come before `serve`

@@ -96,7 +96,7 @@ def test_what_a_member_holds_is_bounded(mesh: Mesh, until: Callable[..., None], 
         other.call("echo", 1).result(HANG_S)
         group[0].call("echo", 1).result(HANG_S)
         futures = [group[0].options(timeout_s=HANG_S).call(method, number % 250) for number in range(CALLS)]
-        until(lambda: len(mesh.runtimes[-1].serving()) == CALLS)
+        until(lambda: len(mesh.runtimes[-1].activity.serving()) == CALLS)
         with stopped(mesh.caller):
             member.gate.set()
             quiet(until, member, other)
@@ -116,7 +116,7 @@ def test_who_takes_nothing_is_cut_off(
     group = mesh.serve("A", member)
     group[0].call("echo", 1).result(HANG_S)
     futures = [group[0].options(timeout_s=HANG_S).call("make", number % 250) for number in range(CALLS)]
-    until(lambda: len(mesh.runtimes[-1].serving()) == CALLS)
+    until(lambda: len(mesh.runtimes[-1].activity.serving()) == CALLS)
     with stopped(mesh.caller):
         member.gate.set()
         until(lambda: "cuts" in caplog.text)

@@ -147,7 +147,7 @@ def test_what_a_client_asked_for_ends_with_it(mesh: Mesh, until: Callable[..., N
     until(lambda: incoming(callee) == incoming(user) == 0)
     until(lambda: len(callee._dispatcher.kept) == 0)
     until(lambda: len(callee.inbound.channels) == 1)  # The user fetched from it, and lives.
-    assert callee.pending() == []
+    assert callee.activity.pending() == []
     member.release.set()
     assert group[0].call("echo", 3).result() == 3
     assert group[0].call("hold").result() is None, "the member's thread is free again"

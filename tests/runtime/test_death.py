@@ -75,7 +75,7 @@ def test_a_killed_member_fails_all_its_calls_with_its_last_words(
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
     assert group[0].call("pid").result() == victim.pid
     futures = [group[0].call("nap", 60) for _ in range(100)]
-    until(lambda: len(mesh.caller.pending()) == 100)
+    until(lambda: len(mesh.caller.activity.pending()) == 100)
     os.kill(victim.pid, signal.SIGKILL)
     killed_at = time.monotonic()
     victim.wait(HANG_S)

@@ -221,7 +221,7 @@ def test_a_cancelled_call_that_waits_begins_nowhere(role: Role) -> None:
     assert role.group.call_batch("update_all", 2, [1, 2]).cancel()
     role.serves(0)
     assert role.group.call("update", 2).result(HANG_S) == [2, 2] and role.began(0) == [[2], [2]]
-    assert role.mesh.caller.pending() == []
+    assert role.mesh.caller.activity.pending() == []
 
 
 def fill(role: Role, rank: int, until: Callable[..., None]) -> list[Any]:

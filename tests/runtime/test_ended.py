@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rlmesh.errors import RLMeshError
-from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, CallRecorder, EndedCall, message_bytes
+from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, CallRecorder, EndedCall
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 from tests.stalls import Stalls
@@ -125,9 +125,9 @@ def test_only_calls_that_somebody_waited_for_and_that_were_answered_take_time() 
 
 
 def test_what_counts_as_bytes_of_a_message() -> None:
-    assert message_bytes([b"x" * 10]) == 10
-    assert message_bytes([b"x", memoryview(bytes(100))]) == 101
-    assert message_bytes([]) == 0
+    assert codec.size_bytes([b"x" * 10]) == 10
+    assert codec.size_bytes([b"x", memoryview(bytes(100))]) == 101
+    assert codec.size_bytes([]) == 0
 
 
 class Slow:

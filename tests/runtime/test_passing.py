@@ -293,7 +293,7 @@ def test_deadline_and_cancellation_while_an_argument_is_awaited(mesh: Mesh, unti
     assert after.result() == [], "calls behind those that ended go on"
     maker.go.set()
     assert len(made.result()) == LARGE
-    until(lambda: mesh.caller.pending() == [])
+    until(lambda: mesh.caller.activity.pending() == [])
 
 
 def test_results_are_copies_for_each_consumer(mesh: Mesh) -> None:

@@ -156,4 +156,4 @@ def test_cancelling_and_deadlines_hold_for_all_attempts(
     member.begun = 0
     with pytest.raises(CallTimeout):
         handle.options(timeout_s=0.2).call("slow_once", 1).result()
-    until(lambda: mesh.caller.pending() == [])
+    until(lambda: mesh.caller.activity.pending() == [])

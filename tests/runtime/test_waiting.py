@@ -47,19 +47,19 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
     assert f"(connected; process {os.getpid()} " in text and text.endswith("; its last line: A-0 said this")
     unbound = RoleGroup("B", runtime=mesh.caller).call("wait")
     assert "1 of 1 members" in unbound.waiting_for() and "its address is not known yet" in unbound.waiting_for()
-    until(lambda: len(mesh.runtimes[-1].serving()) == 2 and len(mesh.caller.pending()) == 3)
-    waiting = mesh.caller.waiting()
+    until(lambda: len(mesh.runtimes[-1].activity.serving()) == 2 and len(mesh.caller.activity.pending()) == 3)
+    waiting = mesh.caller.activity.waiting()
     assert [(w.name, w.method) for w in waiting] == [("A:0", "wait"), ("A:0", "next_in_line"), ("B:0", "wait")]
     assert 0 < waiting[0].since_s < 60 and 1700 < waiting[0].left_s < 1800
-    until(lambda: mesh.runtimes[-1].serving()[0].runs)
-    running, in_line = mesh.runtimes[-1].serving()
+    until(lambda: mesh.runtimes[-1].activity.serving()[0].runs)
+    running, in_line = mesh.runtimes[-1].activity.serving()
     assert str(running).startswith("A:0.wait() for caller runs for ")
     assert str(in_line).startswith("A:0.next_in_line() for caller is queued for ")
     member.release.set()
     future.result(HANG_S)
     queued.result(HANG_S)
-    assert unbound.cancel() and mesh.caller.waiting() == ()
-    until(lambda: mesh.runtimes[-1].serving() == ())
+    assert unbound.cancel() and mesh.caller.activity.waiting() == ()
+    until(lambda: mesh.runtimes[-1].activity.serving() == ())
 
 
 def test_a_dead_members_end_is_told(mesh: Mesh, until: Callable[..., None]) -> None:

@@ -292,7 +292,7 @@ class Control:
     async def pending(self, member: str = "") -> tuple[tuple[Waiting, ...], tuple[Serving, ...]]:
         """Whom this member waits for, and what it was asked and has not answered. What a process of several members
         waits for is told of the first one."""
-        waits = self._runtime.waiting() if member in ("", self._name) else ()
+        waits = self._runtime.activity.waiting() if member in ("", self._name) else ()
         return waits, tuple(self._calls_of(member))
 
     @rpc
@@ -328,11 +328,11 @@ class Control:
             run_s=None if began is None else time.monotonic() - began,
             calls=tuple(call for call in self._calls_of(member) if call.runs),
             quiet_s=self._runtime.activity.quiet_s(),
-            waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.waiting())),
+            waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.activity.waiting())),
         )
 
     def _calls_of(self, member: str) -> Iterator[Serving]:
-        for call in self._runtime.serving():
+        for call in self._runtime.activity.serving():
             if call.method.startswith(f"{member}.") if member else not call.method.startswith(CONTROL):
                 yield call
 

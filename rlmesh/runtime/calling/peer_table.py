@@ -1,4 +1,4 @@
-"""What a caller knows of its peers: addresses, connections, deaths, how busy they are, and what they do."""
+"""A caller's knowledge of its peers: addresses, connections, deaths, load, and state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SAME_NS = 1_000_000
 
 
 class JobEnd(NamedTuple):
-    """Why a job ends: in one line, and as the error of the whole job where there is one."""
+    """The reason why a job ends: in one line, and as the error of the whole job where there is one."""
 
     why: str
     error: BaseException | None = None
 
 
 class Load(NamedTuple):
-    """What a caller knows of the load of a member.
+    """The load of a member, as far as one caller knows.
 
     ``queued_ns`` is how long the member's last answered call had waited for other calls there, whoever made them. It
     is halved each time the member is passed over, so that an old value does not count for ever.
@@ -244,7 +244,7 @@ class PeerTable:
         return Waiting(call.name, call.method, call.age_s(), left_s, self._state_of(call), last_line)
 
     def unanswered(self, call: PendingCall) -> str:
-        """What is known of the callee at the deadline of a call that was sent."""
+        """The state of the callee at the deadline of a call that was sent."""
         why = self._why_silent(call)
         return "the member has not answered" + (f": it is {why}" if why.startswith(("stopped", "busy")) else "")
 
@@ -274,7 +274,7 @@ class PeerTable:
         return "; ".join(filter(None, known))
 
     def _why_silent(self, call: PendingCall) -> str:
-        """Why a member of this machine does not answer: its process is stopped, or busy."""
+        """The reason why a member of this machine does not answer: its process is stopped, or busy."""
         member = self._find(call.name)
         scheme, _, path = (call.peer.endpoint if call.peer is not None else "").partition("://")
         if member is None or scheme not in ("unix", "ipc"):
