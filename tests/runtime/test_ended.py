@@ -9,6 +9,7 @@ import pytest
 from rlmesh.errors import RLMeshError
 from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, CallRecorder, EndedCall
 from rlmesh.runtime.rpc import rpc
+from rlmesh.wire import codec
 from tests.runtime.conftest import Mesh
 from tests.stalls import Stalls
 
