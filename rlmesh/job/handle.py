@@ -213,8 +213,9 @@ class JoinedJob:
     def _watch(self, runtime: Runtime) -> Runtime:
         """Let its calls end with the job, and say why."""
         handle = self._handle
-        known = runtime.job_ends
-        runtime.job_ends = lambda: handle.why_ends() or known()
+        peers = runtime.outbound.peers
+        known = peers.job_end
+        peers.job_end = lambda: handle.why_ends() or known()
         ref = weakref.ref(runtime)
 
         def over() -> None:

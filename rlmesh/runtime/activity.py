@@ -1,4 +1,4 @@
-"""`Activity`: what one runtime does and waits for, for the job's master and for people."""
+"""`RuntimeActivity`: what one runtime does and waits for, for the job's master and for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey, blocked_ca
 _ANSWERS_POLL_S = 0.005
 
 
-class Activity:
+class RuntimeActivity:
     """The activity of one runtime. All methods may be called from any thread.
 
     Args:
@@ -58,11 +58,6 @@ class Activity:
         taken_in = Event()
         self._post(taken_in.set)  # After the answer that the loop may just be reading.
         taken_in.wait(max(0.0, end - clock.now()))
-
-    def read_last_lines(self, read: Callable[[str, int], str]) -> None:
-        """Let ``read`` give the last line of a member's log, by role and rank, for messages about members that a call
-        waits for."""
-        self._calls.peers.last_line_of = read
 
     # Calls that this process serves.
 

@@ -391,12 +391,12 @@ class Future(concurrent.futures.Future[T]):
 
             def wake(_: object) -> None:
                 if threading.get_ident() == thread:
-                    _set(waiter)  # The answer arrived on the waiting loop itself: no wake-up through its pipe.
+                    set_done(waiter)  # The answer arrived on the waiting loop itself: no wake-up through its pipe.
                     return
                 try:
-                    loop.call_soon_threadsafe(_set, waiter)
+                    loop.call_soon_threadsafe(set_done, waiter)
                 except RuntimeError:
-                    pass  # The waiting loop was closed meanwhile: nobody is left to wake.
+                    pass  # The waiting loop was closed meanwhile.
 
             self.add_done_callback(wake)
             try:
@@ -407,7 +407,7 @@ class Future(concurrent.futures.Future[T]):
         return self.result()
 
 
-def _set(waiter: asyncio.Future[None]) -> None:
+def set_done(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
 

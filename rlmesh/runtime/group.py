@@ -224,7 +224,7 @@ class RoleGroup(Generic[A]):
         if not ranks:
             raise RoleNotFound(f"{self!r} has no member to call")
         names = [member_name(self.role, rank) for rank in ranks]
-        chosen = names.index(self._outbound().least_busy(names)) if len(names) > 1 else 0
+        chosen = names.index(self._outbound().peers.least_busy(names)) if len(names) > 1 else 0
         return self._member(ranks[chosen]).call(method, *args, **kwargs)
 
     @overload
@@ -327,7 +327,7 @@ class RoleGroup(Generic[A]):
 
     def _member(self, rank: int) -> MemberHandle[A]:
         outbound = self._outbound()
-        if not outbound.go_together(self.role):
+        if not outbound.peers.go_together(self.role):
             return MemberHandle(outbound, member_name(self.role, rank), options=self._options)
         options = replace(self._options, rank_loop=self._rank_loop)
         return MemberHandle(outbound, member_name(self.role, rank), options=options)

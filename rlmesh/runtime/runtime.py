@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.errors import MethodNotFound, UsageError
-from rlmesh.runtime.activity import Activity
+from rlmesh.runtime.activity import RuntimeActivity
 from rlmesh.runtime.argument_types import require
 from rlmesh.runtime.calling.busy_poll import BusyPoll
 from rlmesh.runtime.calling.calls import Calls
@@ -43,7 +43,6 @@ from rlmesh.wire.envelope import ANY_INCARNATION
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
-    from rlmesh.runtime.calling.peer_table import JobEnd
     from rlmesh.runtime.connections.joining import Joining
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class Runtime:
         )  # fmt: skip
         self._transports.receiver = self.inbound
         self.watch_backlog = self.inbound.watch_backlog
-        self.activity = Activity(name, self._calls, self._dispatcher, loop, self.post)
+        self.activity = RuntimeActivity(name, self._calls, self._dispatcher, loop, self.post)
         self._user: LoopThread | None = None
         self._opening = threading.Lock()
         self._main: Served | None = None
@@ -311,15 +310,6 @@ class Runtime:
 
     # Calling.
 
-    @property
-    def default_timeout_s(self) -> float:
-        """The deadline, in seconds, of calls that name none."""
-        return self.outbound.default_timeout_s
-
-    @default_timeout_s.setter
-    def default_timeout_s(self, seconds: float) -> None:
-        self.outbound.default_timeout_s = seconds
-
     def peer(self, name: str, endpoint: str, *, incarnation: int | None = None) -> MemberHandle:
         """A handle to an object that another process serves, by its address."""
         number = ANY_INCARNATION if incarnation is None else incarnation
@@ -438,16 +428,6 @@ class Runtime:
     def member_lost(self, info: ExitInfo) -> None:
         """Fail the calls to a member whose process ended; later calls fail at once."""
         self._on_loop(self._calls.member_lost, info)
-
-    @property
-    def job_ends(self) -> Callable[[], JobEnd | None]:
-        """A function that says why the job is ending, if it is ending and this process knows. For any thread. Can be
-        replaced."""
-        return self._calls.peers.job_end
-
-    @job_ends.setter
-    def job_ends(self, say: Callable[[], JobEnd | None]) -> None:
-        self._calls.peers.job_end = say
 
     def end_calls(self, why: str) -> None:
         """Fail the calls that have no answer: no process is left that could give one."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from rlmesh.errors import CallError, UsageError
 from rlmesh.runtime.calling.unretrieved import log_error
-from rlmesh.runtime.future import Future, refuse_to_block
+from rlmesh.runtime.future import Future, refuse_to_block, set_done
 from rlmesh.runtime.process import forked
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Credit, Frames
@@ -253,8 +253,3 @@ class Stream(Generic[T_co]):
 
     def __repr__(self) -> str:
         return f"<Stream {self.waiting_for() or 'that has ended'}>"
-
-
-def set_done(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -38,7 +38,7 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
     group = mesh.serve("A", member)
     mesh.addresses[:] = [MemberAddress("A", 0, 0, mesh.addresses[0].endpoint, pid=os.getpid())]
     mesh.publish(MemberAddress("B", 0, 0, None))
-    mesh.caller.activity.read_last_lines(lambda role, rank: f"{role}-{rank} said this")
+    mesh.caller.outbound.peers.last_line_of = lambda role, rank: f"{role}-{rank} said this"
     future = group[0].call("wait")
     queued = group[0].call("next_in_line")
     until(lambda: "(connected; process" in future.waiting_for())

@@ -214,10 +214,10 @@ class WorkerMember:
             node_rank=spec.node_rank,
         )
         with runtime:
-            runtime.default_timeout_s = spec.call_timeout_s
+            runtime.outbound.default_timeout_s = spec.call_timeout_s
             self._runtime = runtime
             runtime.post(stacks.take_signals, spec.socket_dir, spec.role, spec.rank)
-            runtime.activity.read_last_lines(self._last_line_of)
+            runtime.outbound.peers.last_line_of = self._last_line_of
             master = runtime.peer(MASTER, spec.master_endpoint)
             self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
             self._outbox = Outbox(runtime, master, f"{self.name}.{spec.incarnation}/{os.getpid()}")

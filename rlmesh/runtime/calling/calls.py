@@ -96,8 +96,15 @@ class Calls:
     def start(self, call: PendingCall) -> None:
         """Send a call, or keep it until it can be sent.
 
+        A call with passed arguments is sent once they are there; later calls to the same member do not overtake it.
         Raises nothing: a failure ends the call's future.
         """
+        if call.passed is not None:
+            with self._lock:
+                self.enter(call)
+                self.detours += 1
+            self.post(self.held.add, call)
+            return
         call.call_id = next(self._ids)
         self.active_at = clock.now()
         gate: Any = None
@@ -124,13 +131,6 @@ class Calls:
         elif gate is not None:
             # The caller is a plain thread and its line is long: it waits, at most until the call's deadline.
             gate.acquire(timeout=max(0.0, call.deadline - clock.now()))
-
-    def start_later(self, call: PendingCall) -> None:
-        """Send a call once its passed arguments are there; later calls to the same member do not overtake it."""
-        with self._lock:
-            self.enter(call)
-            self.detours += 1
-        self.post(self.held.add, call)
 
     def enter(self, call: PendingCall) -> None:
         """Under the lock: number a call and start its deadline."""

@@ -248,6 +248,10 @@ class PassedArguments:
         return self._payload
 
 
+Payload = Frames | PassedArguments
+"""The arguments of a call: captured, or waiting for futures among them."""
+
+
 class ArgumentResolver:
     """The passed values of a call, at its callee: some came with the call, the others are fetched."""
 

@@ -85,11 +85,16 @@ class CohortSender:
     # Starting: any thread.
 
     def start(self, cohort: Cohort) -> None:
-        """Send all parts, or keep all of them until they can be sent. Raises nothing, as `Calls.start`."""
+        """Send all parts, or keep all of them until they can be sent: as `Calls.start`."""
         calls = self._calls
-        calls.active_at = clock.now()
         with self._lock:
-            self._enter(cohort)
+            for part in cohort.parts:
+                calls.enter(part)
+            if any(part.passed is not None for part in cohort.parts):
+                calls.detours += 1
+                calls.post(calls.held.add_cohort, cohort)
+                return
+            calls.active_at = clock.now()
             peers = None if calls.detours or calls.closing else self._reachable(cohort)
             if peers is None:
                 calls.detours += 1
@@ -97,17 +102,6 @@ class CohortSender:
                 return
             gates = self._send_or_line_up(cohort, peers)
         self._after_sending(cohort, peers, gates)
-
-    def start_later(self, cohort: Cohort) -> None:
-        """Send all parts once the passed arguments of all are there."""
-        with self._lock:
-            self._enter(cohort)
-            self._calls.detours += 1
-        self._calls.post(self._calls.held.add_cohort, cohort)
-
-    def _enter(self, cohort: Cohort) -> None:
-        for part in cohort.parts:
-            self._calls.enter(part)
 
     def _reachable(self, cohort: Cohort) -> list[Peer] | None:
         """Under the lock: the connections that the parts take; None if there is something to wait for."""

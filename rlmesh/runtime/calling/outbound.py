@@ -10,7 +10,7 @@ from rlmesh.errors import Unserializable, UsageError
 from rlmesh.runtime.batch_split import named_arguments
 from rlmesh.runtime.calling.call_stats import CallGroup
 from rlmesh.runtime.calling.calls import Calls
-from rlmesh.runtime.calling.future_arguments import PassedArguments
+from rlmesh.runtime.calling.future_arguments import PassedArguments, Payload
 from rlmesh.runtime.calling.pending import Cohort, PendingCall
 from rlmesh.runtime.calling.retry import GroupRetries, Retries
 from rlmesh.runtime.connections.address_book import AddressBook, member_name
@@ -22,7 +22,7 @@ from rlmesh.runtime.serving.call_context import CallContext, current_call, serve
 from rlmesh.runtime.serving.result_store import FETCH, ResultStore
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.wire import codec
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag
 from rlmesh.wire.passed import RemoteRef
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,6 +41,7 @@ class Outbound:
         later: runs a function after a pause; on the loop.
 
     Attributes:
+        peers: what this process knows of its peers.
         own_endpoints: the addresses at which this process listens.
         results: the results that this process stores for its callers; set by the runtime.
     """
@@ -53,29 +54,21 @@ class Outbound:
     ) -> None:  # fmt: skip
         self.name, self.default_timeout_s = name, default_timeout_s
         self.own_endpoints: set[str] = set()
-        self._calls, self._peers, self._buffers, self._network = calls, calls.peers, buffers, network
+        self.peers, self._calls, self._buffers, self._network = calls.peers, calls, buffers, network
         self._post, self._later = post, later
 
     def forked(self, inherited: Any) -> None:
         """In a forked child: put the object that refuses everything in the place of the parent's parts."""
-        self._calls = self._peers = self._buffers = self.results = inherited
+        self._calls = self.peers = self._buffers = self.results = inherited
 
     def address_book(self) -> AddressBook:
-        book = self._peers.book
+        book = self.peers.book
         if book is None:
             raise UsageError(
                 f"{self.name} does not know the job's members yet: roles can be called from run(), from methods, and "
                 "from setup() once all members are up"
             )
         return book
-
-    def least_busy(self, names: Sequence[str]) -> str:
-        """The member with the fewest calls of this process in flight, then the shortest queue."""
-        return self._peers.least_busy(names)
-
-    def go_together(self, role: str) -> bool:
-        """True if the members of a role are ranks of one group, as far as is known."""
-        return self._peers.go_together(role)
 
     # Arguments.
 
@@ -91,17 +84,17 @@ class Outbound:
         self._network.check_payload(sum(buffer.nbytes for buffer in buffers) + rest_bytes)
         return self._buffers.capture(buffers) if buffers else ()
 
-    def encode_calls(self, method: str, calls: list[Arguments]) -> list[Frames | PassedArguments]:
+    def encode_calls(self, method: str, calls: list[Arguments]) -> list[Payload]:
         """The frames for each member; members that get the same arguments share them, encoded once."""
         if len(calls) == 1:
             return [self._encode(method, calls[0])]
-        encoded: dict[int, Frames | PassedArguments] = {}
+        encoded: dict[int, Payload] = {}
         for call in calls:
             if id(call) not in encoded:
                 encoded[id(call)] = self._encode(method, call)
         return [encoded[id(call)] for call in calls]
 
-    def _encode(self, method: str, call: Arguments, *, store: bool = True) -> Frames | PassedArguments:
+    def _encode(self, method: str, call: Arguments, *, store: bool = True) -> Payload:
         """Capture arguments. If they hold futures, the call goes out once all of them have ended.
 
         Args:
@@ -127,7 +120,7 @@ class Outbound:
         return self.submit_encoded(name, method, frames, options, endpoint, incarnation, reply)
 
     def submit_encoded(
-        self, name: str, method: str, frames: Frames | PassedArguments, options: CallOptions,
+        self, name: str, method: str, frames: Payload, options: CallOptions,
         endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
         group: CallGroup | None = None, inbox: Inbox | None = None,
     ) -> Future[Any]:  # fmt: skip
@@ -143,10 +136,8 @@ class Outbound:
                 timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
         if options.idempotent and reply and inbox is None:
             return self._retried(name, method, frames, timeout_s, chain, endpoint, incarnation, options.queue, context)
-        passed = frames if isinstance(frames, PassedArguments) else None
-        captured = [] if isinstance(frames, PassedArguments) else frames
         call = PendingCall(
-            self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, options.queue, group
+            self._calls, name, method, timeout_s, chain, endpoint, incarnation, frames, options.queue, group
         )
         if options.rank_loop is not None:
             call.rank_loop = options.rank_loop
@@ -161,19 +152,20 @@ class Outbound:
                 call.source = inbox.add(call)
         else:
             call.flags = int(Flag.NO_REPLY)
-        if passed is None:
-            self._calls.start(call)
-        else:
-            call.passed = passed
-            self._calls.start_later(call)
+        self._calls.start(call)
         return future
 
     def fetch(self, ref: RemoteRef, timeout_s: float | None) -> Future[Any]:
         """Get a result that a process stores; on behalf of no particular call."""
         if ref.endpoint in self.own_endpoints:
-            return self.results.fetch_here(ref, self.capture)
+            future: Future[Any] = Future()
+            try:
+                future.end(self.results.value_of(ref, self.capture), None)
+            except Exception as error:
+                future.end(None, error)
+            return future
         # The caller, perhaps on another node, named the producer by the address that the caller itself uses.
-        book = self._peers.book
+        book = self.peers.book
         member = book.find_name(ref.name) if book is not None else None
         if member is not None and member.endpoint and member.incarnation == ref.incarnation:
             ref = ref._replace(endpoint=member.endpoint)
@@ -182,30 +174,24 @@ class Outbound:
         return self._launch(ref.name, FETCH, frames, float(limit_s), (), ref.endpoint, ref.incarnation, True)
 
     def _launch(
-        self, name: str, method: str, frames: Frames | PassedArguments, timeout_s: float, chain: tuple[str, ...],
+        self, name: str, method: str, frames: Payload, timeout_s: float, chain: tuple[str, ...],
         endpoint: str | None, incarnation: int, queue: bool,
     ) -> Future[Any]:  # fmt: skip
         """Make a call on behalf of no particular call, from any thread."""
-        captured = [] if isinstance(frames, PassedArguments) else frames
-        call = PendingCall(self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, queue, None)
-        future: Future[Any] = Future(call)
-        call.future = future
-        if isinstance(frames, PassedArguments):
-            call.passed = frames
-            self._calls.start_later(call)
-        else:
-            self._calls.start(call)
+        call = PendingCall(self._calls, name, method, timeout_s, chain, endpoint, incarnation, frames, queue, None)
+        call.future = future = Future[Any](call)
+        self._calls.start(call)
         return future
 
     def _retried(
-        self, name: str, method: str, frames: Frames | PassedArguments, timeout_s: float, chain: tuple[str, ...],
+        self, name: str, method: str, frames: Payload, timeout_s: float, chain: tuple[str, ...],
         endpoint: str | None, incarnation: int, queue: bool, context: CallContext | None,
     ) -> Future[Any]:  # fmt: skip
         """Make a call that is repeated where `pause_before_retry` allows it."""
         retries = Retries(
             lambda left_s: self._launch(name, method, frames, left_s, chain, endpoint, incarnation, queue),
             self._on_loop_later,
-            lambda: self._peers.is_gone(name, endpoint),
+            lambda: self.peers.is_gone(name, endpoint),
             timeout_s,
         )
         if context is not None:
@@ -230,7 +216,7 @@ class Outbound:
     # Calls to several members of a role.
 
     def submit_group(
-        self, role: str, ranks: Sequence[int], method: str, frames: Sequence[Frames | PassedArguments],
+        self, role: str, ranks: Sequence[int], method: str, frames: Sequence[Payload],
         options: CallOptions, *, reply: bool = True, group: CallGroup | None = None, inbox: Inbox | None = None,
     ) -> list[Future[Any]]:  # fmt: skip
         """Make one call for each rank. The calls to an elastic role go to one generation of its group, or to none."""
@@ -238,7 +224,7 @@ class Outbound:
             name = member_name(role, ranks[0])
             return [self.submit_encoded(name, method, frames[0], options, None, ANY_INCARNATION, reply, group, inbox)]
         names = [member_name(role, rank) for rank in ranks]
-        if len(set(names)) < len(names) or not names or not self._peers.go_together(role):
+        if len(set(names)) < len(names) or not names or not self.peers.go_together(role):
             return [
                 self.submit_encoded(name, method, part, options, reply=reply, group=group, inbox=inbox)
                 for name, part in zip(names, frames, strict=True)
@@ -251,15 +237,10 @@ class Outbound:
 
         def launch(left_s: float, newer_than: int = -1, group: CallGroup | None = None) -> Cohort:
             parts = [
-                PendingCall(
-                    self._calls, name, method, left_s, chain, None, ANY_INCARNATION,
-                    [] if isinstance(part, PassedArguments) else part, options.queue, group,
-                )
+                PendingCall(self._calls, name, method, left_s, chain, None, ANY_INCARNATION, part, options.queue, group)
                 for name, part in zip(names, frames, strict=True)
-            ]  # fmt: skip
-            for call, part in zip(parts, frames, strict=True):
-                if isinstance(part, PassedArguments):
-                    call.passed = part
+            ]
+            for call in parts:
                 if not reply:
                     call.flags = int(Flag.NO_REPLY)
                     continue
@@ -268,20 +249,17 @@ class Outbound:
                     call.flags = Flag.STREAM | inbox.window << WINDOW_SHIFT
                     call.source = inbox.add(call)
             cohort = Cohort(parts, newer_than)
-            if any(call.passed is not None for call in parts):
-                self._calls.cohorts.start_later(cohort)
-            else:
-                self._calls.cohorts.start(cohort)
+            self._calls.cohorts.start(cohort)
             return cohort
 
         def is_gone() -> bool:
             # Of each rank, since this also forgets lost connections.
-            return True in [self._peers.is_gone(name, None) for name in names]
+            return True in [self.peers.is_gone(name, None) for name in names]
 
         retries: GroupRetries | None = None
         if options.idempotent and reply and inbox is None:
             retries = GroupRetries(
-                launch, self._on_loop_later, is_gone, lambda: self._peers.generation(role), timeout_s, len(names)
+                launch, self._on_loop_later, is_gone, lambda: self.peers.generation(role), timeout_s, len(names)
             )
             futures = retries.futures
         else:

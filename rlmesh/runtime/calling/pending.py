@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import CallError, CallTimeout, Executed, PeerLost, StaleIncarnation
 from rlmesh.runtime.calling.call_stats import CallGroup, CallRecorder
-from rlmesh.runtime.calling.future_arguments import PassedArguments, StoredResult
+from rlmesh.runtime.calling.future_arguments import PassedArguments, Payload, StoredResult
 from rlmesh.runtime.calling.peer_status import Waiting
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel, turn_loops
@@ -75,6 +75,7 @@ class PendingCall:
     """One call to one peer, from ``call()`` to its answer."""
 
     # One is made per call: values that most calls never change are defaults of the class.
+    frames: Frames
     bucket: dict[int, DeadlineEntry] | None = None
     call_id = 0
     sent_bytes = 0
@@ -98,11 +99,14 @@ class PendingCall:
 
     def __init__(
         self, table: CallTable, name: str, method: str, timeout_s: float, chain: tuple[str, ...], endpoint: str | None,
-        incarnation: int, frames: Frames, queue: bool, group: CallGroup | None,
+        incarnation: int, payload: Payload, queue: bool, group: CallGroup | None,
     ) -> None:  # fmt: skip
+        if isinstance(payload, PassedArguments):
+            self.frames, self.passed = [], payload
+        else:
+            self.frames = payload
         self.table, self.name, self.method, self.timeout_s, self.chain = table, name, method, timeout_s, chain
-        self.endpoint, self.incarnation, self.frames, self.queue = endpoint, incarnation, frames, queue
-        self.group = group
+        self.endpoint, self.incarnation, self.queue, self.group = endpoint, incarnation, queue, group
         self.pinned = endpoint is not None
         """True if the call goes to one address, whichever process the address book has there."""
         if endpoint is None and incarnation != ANY_INCARNATION:

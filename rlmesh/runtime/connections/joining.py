@@ -105,7 +105,7 @@ class Follower:
                 now = clock.now()
                 if away_since is None:
                     away_since = now
-                    level = logging.DEBUG if view.ends or self._runtime.job_ends() else logging.WARNING
+                    level = logging.DEBUG if view.ends or self._runtime.outbound.peers.job_end() else logging.WARNING
                     logger.log(level, "the master of job %s is away; it is looked for: %s", view.job_id, error)
                 if now - away_since > MASTER_AWAY_S or (view.ends and now - away_since > _ENDS_S):
                     why = view.ends or f"job {view.job_name} is over: its master has been away for {MASTER_AWAY_S:g} s"
@@ -129,8 +129,9 @@ class Follower:
 
 def tell_end(runtime: Runtime, end: JobEnd) -> None:
     """The job is ending: lost members are the effect of that. Whoever started the job may know more."""
-    before = runtime.job_ends
-    runtime.job_ends = lambda: before() or end
+    peers = runtime.outbound.peers
+    before = peers.job_end
+    peers.job_end = lambda: before() or end
 
 
 class Joining:
@@ -154,7 +155,7 @@ class Joining:
         return {"name": self._options["name"], "network": self._options["network"], "bind": False}
 
     async def _follow(self, runtime: Runtime, view: MembershipUpdate) -> None:
-        runtime.default_timeout_s = view.call_timeout_s
+        runtime.outbound.default_timeout_s = view.call_timeout_s
         await self._stack.enter_async_context(Follower(runtime, self._address, view))
 
     async def __aenter__(self) -> Runtime:

@@ -14,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.future import set_done
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.call_context import current_call
-from rlmesh.runtime.streams import set_done
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Item
 
