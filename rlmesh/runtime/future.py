@@ -156,8 +156,10 @@ class Future(concurrent.futures.Future[T]):
         return "" if origin is None or self.done() else origin.explain()
 
     def done(self) -> bool:
-        """True if the call is over. Its value may still have to come from its producer, if the future was passed on
-        as an argument of another call before."""
+        """True if the call is over.
+
+        If the future was passed on as an argument of another call, its value may still be at the producer.
+        """
         if self._state is not PENDING or self.stored is not None:
             return True
         origin = self._origin
@@ -210,7 +212,7 @@ class Future(concurrent.futures.Future[T]):
             unretrieved.report = report
 
     def mark_retrieved(self) -> None:
-        """Do not log the error when this future is collected: somebody knows of it, or will by other means."""
+        """Do not log the error when this future is collected: it has been retrieved, or is reported elsewhere."""
         self._retrieved = True
         unretrieved, self._unretrieved = self._unretrieved, None
         if unretrieved is not None:
@@ -308,7 +310,7 @@ class Future(concurrent.futures.Future[T]):
             self._run_callback(callback)
 
     def _need_value(self, *, blocks: bool = False) -> None:
-        """Have the value brought here: somebody waits for it."""
+        """Get the value into this process: a thread, a task or a callback waits for it."""
         if self._state is not PENDING:
             return
         if self._fork != forked.count:

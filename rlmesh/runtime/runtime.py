@@ -65,6 +65,7 @@ class Runtime:
 
     Attributes:
         name: this process's name, for peers and logs.
+        key: the secret that peers must hold.
         endpoint: the address at which this process listens; None if it only calls.
         public_endpoint: the address for processes of other nodes, in a job of several nodes.
         outbound: the calls that this process makes.
@@ -83,17 +84,17 @@ class Runtime:
         self.public_endpoint: str | None = None
         self.exit_hook: Callable[[object], None] | None = None
         self.network = network or options_of_environment()
-        self._key = make_key() if key is None else check_key(key)
+        self.key = make_key() if key is None else check_key(key)
         self._node_rank, self._loop, self._embedded = node_rank, loop, embedded
         self._thread_owner: LoopThread | None = None
         self._loop_ident = 0
         self._posts = Posts(loop)
         self._meter = RunQueueMeter()
-        self._handshake = Door(name, self._key)
+        self._handshake = Door(name, self.key)
         self.strangers = self._handshake.strangers
-        self._transports = Transports(self.network, loop, self.post, self._key, self._meter)
+        self._transports = Transports(self.network, loop, self.post, self.key, self._meter)
         self._lending = Lending(
-            name, self._key, job_id, node_rank, loop, self.post,
+            name, self.key, job_id, node_rank, loop, self.post,
             lambda: threading.get_ident() == self._loop_ident,
         )  # fmt: skip
         self._calls = Calls(loop, self._transports.connect, self._handshake.knock, self.post, self._meter)
@@ -105,7 +106,7 @@ class Runtime:
         self._dispatcher = Dispatcher(self, loop)
         self.outbound.results = self._dispatcher.kept
         self.inbound = Inbound(
-            name, loop, self.post, self.network, self._key, self._calls, self._dispatcher, self._lending,
+            name, loop, self.post, self.network, self.key, self._calls, self._dispatcher, self._lending,
             self._handshake, self._transports,
         )  # fmt: skip
         self._transports.receiver = self.inbound
@@ -244,7 +245,8 @@ class Runtime:
     def close(self) -> None:
         """Fail pending calls, send what is queued for at most a second, release everything.
 
-        May be called more than once. Does nothing in a forked child."""
+        May be called more than once. Does nothing in a forked child.
+        """
         if self._closed:
             return
         with self._opening:
@@ -270,8 +272,8 @@ class Runtime:
         self.strangers.settle(at_the_end=True)
 
     def forked(self) -> None:
-        """In a forked child: let all requests to the runtime raise. Nothing of the runtime sends, removes files or
-        ends."""
+        """In a forked child: let all requests to the runtime raise. The child's copy sends nothing, removes no file and
+        ends no thread."""
         self._closed = self._dispatcher.forked = True
         with_threads.discard(self)
         self._posts.forked()
@@ -338,7 +340,7 @@ class Runtime:
         """Let peers call the ``@rpc`` methods of ``obj`` (and ``functions``, by name) under ``name``.
 
         Args:
-            incarnation: which start of the member this is; calls for another one are refused.
+            incarnation: the number of the member's start; calls for another incarnation are refused.
             inline: run ``async def`` methods on the runtime's own loop; always so in an embedded runtime.
             fused: run serial ``def`` methods on the thread of the member that was served first.
         """
@@ -413,11 +415,6 @@ class Runtime:
     def note_methods_on(self, board: Board) -> None:
         """Show the methods that run here on a board that other processes can read."""
         self._dispatcher.board = board
-
-    @property
-    def key(self) -> bytes:
-        """The secret that peers must hold."""
-        return self._key
 
     # The job.
 

@@ -207,9 +207,9 @@ def _error_of_items(error: BaseException) -> BaseException:
     StopIteration, is wrapped."""
     if not isinstance(error, CONTROL_FLOW):
         return error
-    told = RuntimeError(f"the function of a sub-graph raised {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    wrapped = RuntimeError(f"the function of a sub-graph raised {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 _running: set[asyncio.Task[Any]] = set()

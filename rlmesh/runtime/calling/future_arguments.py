@@ -71,11 +71,11 @@ def not_fetched(error: BaseException, what: str, executed: str) -> BaseException
     """The error of a call that needed a result which could not be fetched from its producer."""
     if isinstance(error, CallError) and not isinstance(error, RemoteError):
         text = f"the result of {what}, which is kept there until it is needed, could not be fetched: {error}"
-        told = type(error).__new__(type(error), text)
-        told.args = (text,)
-        told.__dict__.update(error.__dict__, executed=executed)
-        told.__cause__ = error
-        return told
+        wrapped = type(error).__new__(type(error), text)
+        wrapped.args = (text,)
+        wrapped.__dict__.update(error.__dict__, executed=executed)
+        wrapped.__cause__ = error
+        return wrapped
     return error
 
 

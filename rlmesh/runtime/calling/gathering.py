@@ -45,8 +45,7 @@ class GatheredCalls:
     def _text(self, waiting: list[str]) -> str:
         age_s = clock.now() - self._since
         more = f"; and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
-        told = "; ".join(waiting[:_SHOWN]) + more
-        return f"{len(waiting)} of {len(self.futures)} members for {age_s:.1f} s: {told}"
+        return f"{len(waiting)} of {len(self.futures)} members for {age_s:.1f} s: {'; '.join(waiting[:_SHOWN])}{more}"
 
     def cancel(self) -> None:
         for future in self.futures:

@@ -1,5 +1,5 @@
-"""`Outbound`: how calls leave a process. Arguments are captured, then a call is made of them and sent, or kept until it
-can be sent."""
+"""`Outbound`: the calls that leave a process. Arguments are captured, then a call is made of them, which is sent or kept
+until it can be sent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outbound:
         later: runs a function after a pause; on the loop.
 
     Attributes:
-        peers: what this process knows of its peers.
+        peers: addresses, connections and deaths.
         own_endpoints: the addresses at which this process listens.
         results: the results that this process stores for its callers; set by the runtime.
     """

@@ -18,7 +18,7 @@ _OWN = ("@", "weights_")
 
 
 class SharedReport:
-    """Shared by futures of which one error is enough. ``done`` is True once somebody knows of one."""
+    """Shared by futures whose errors are logged as one. ``done`` is True once an error was logged or retrieved."""
 
     __slots__ = ("done",)
 
@@ -27,7 +27,7 @@ class SharedReport:
 
 
 class UnretrievedError:
-    """A future's error until somebody asks for it; logged if it is collected with the future before that."""
+    """A future's error until it is retrieved. Logs the error if the future is collected before that."""
 
     __slots__ = ("_error", "_fork", "report")
 
