@@ -108,10 +108,14 @@ class NoSuchAttribute(UsageError, AttributeError):
 
 
 class MemberHandle(Generic[A]):
-    """One member of a role (``group[i]``), or any served object by its address (``Runtime.peer``)."""
+    """One member of a role (``group[i]``), or any served object by its address (``Runtime.peer``).
+
+    Args:
+        caller: makes the calls; None for the runtime that this process has when it calls.
+    """
 
     def __init__(
-        self, caller: Caller, name: str, *, endpoint: str | None = None, incarnation: int = ANY_INCARNATION,
+        self, caller: Caller | None, name: str, *, endpoint: str | None = None, incarnation: int = ANY_INCARNATION,
         options: CallOptions | None = None,
     ) -> None:  # fmt: skip
         self.name, self.endpoint, self.incarnation = name, endpoint, incarnation
@@ -150,7 +154,7 @@ class MemberHandle(Generic[A]):
         Args:
             method: the function, the method, its stub, or its name.
         """
-        return self._caller.submit(
+        return (self._caller or _default_caller()).submit(
             self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation
         )
 
@@ -162,7 +166,7 @@ class MemberHandle(Generic[A]):
     def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
     def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
         """Call a method without waiting for its end. The member logs errors."""
-        self._caller.submit(
+        (self._caller or _default_caller()).submit(
             self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation, False
         )
 
@@ -183,7 +187,7 @@ class MemberHandle(Generic[A]):
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> Stream[Any]:
         """Call a generator method and take its items with ``for`` or ``async for``."""
         target = (self.name, self.endpoint, self.incarnation)
-        return self._caller.stream([target], method_name(method), args, kwargs, self._options)
+        return (self._caller or _default_caller()).stream([target], method_name(method), args, kwargs, self._options)
 
     def options(
         self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
@@ -204,21 +208,12 @@ class MemberHandle(Generic[A]):
         return f"<MemberHandle {self.name}{' at ' + self.endpoint if self.endpoint else ''}>"
 
 
-class _DefaultRuntime:
-    """Makes calls by the runtime that this process has at that moment."""
+def _default_caller() -> Caller:
+    """The calls of the runtime that this process has at this moment."""
+    from rlmesh.runtime.default_runtime import default_runtime
 
-    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._outbound().submit(*args, **kwargs)
-
-    def stream(self, *args: Any, **kwargs: Any) -> Stream[Any]:
-        return self._outbound().stream(*args, **kwargs)
-
-    @staticmethod
-    def _outbound() -> Caller:
-        from rlmesh.runtime.default_runtime import default_runtime
-
-        return default_runtime().outbound
+    return default_runtime().outbound
 
 
 def _arrived(name: str, endpoint: str | None, incarnation: int, options: CallOptions) -> MemberHandle[Any]:
-    return MemberHandle(_DefaultRuntime(), name, endpoint=endpoint, incarnation=incarnation, options=options)
+    return MemberHandle(None, name, endpoint=endpoint, incarnation=incarnation, options=options)

@@ -1,5 +1,7 @@
-"""`Outbound`: the calls that leave a process. Arguments are captured, then a call is made of them, which is sent or kept
-until it can be sent."""
+"""`Outbound`: the calls that leave a process.
+
+Arguments are captured. Then a call is made of them and sent, or kept until it can be sent.
+"""
 
 from __future__ import annotations
 
