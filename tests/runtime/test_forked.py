@@ -284,7 +284,8 @@ def test_forks_at_any_moment_of_calls(tmp_path: Path) -> None:
                 pending = RoleGroup("ECHO").call_rank0("echo", 1)
                 if (pid := os.fork()) == 0:
                     refused = 0
-                    for ask in (lambda: RoleGroup("ECHO").call_rank0("echo", 1), cluster.caller.waiting,
+                    for ask in (lambda: RoleGroup("ECHO").call_rank0("echo", 1),
+                                lambda: cluster.caller.activity.waiting(),
                                 lambda: RoleGroup("ECHO").call_rank0("echo", np.zeros(1 << 16))):
                         try: ask()
                         except UsageError: refused += 1
