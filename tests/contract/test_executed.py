@@ -124,7 +124,7 @@ def test_what_is_too_large_is_refused_where_it_is_made(mesh: Mesh) -> None:
     member = Member()
     group = mesh.serve("A", member)
     for runtime in mesh.runtimes:
-        runtime.network = replace(runtime.network, max_payload_bytes=1 << 20)
+        runtime.outbound.network = replace(runtime.network, max_payload_bytes=1 << 20)
     with pytest.raises(PayloadTooLarge, match=r"2,000,\d+ bytes are more than .* 1,048,576 bytes"):
         group[0].call("hold", bytes(2_000_000))
     assert member.ran == []

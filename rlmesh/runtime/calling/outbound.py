@@ -56,7 +56,7 @@ class Outbound:
     ) -> None:  # fmt: skip
         self.name, self.default_timeout_s = name, default_timeout_s
         self.own_endpoints: set[str] = set()
-        self.peers, self._calls, self._buffers, self._network = calls.peers, calls, buffers, network
+        self.peers, self._calls, self._buffers, self.network = calls.peers, calls, buffers, network
         self._post, self._later = post, later
 
     def forked(self, inherited: Any) -> None:
@@ -83,7 +83,7 @@ class Outbound:
         Raises:
             PayloadTooLarge: the message is above the cap.
         """
-        self._network.check_payload(sum(buffer.nbytes for buffer in buffers) + rest_bytes)
+        self.network.check_payload(sum(buffer.nbytes for buffer in buffers) + rest_bytes)
         return self._buffers.capture(buffers) if buffers else ()
 
     def encode_calls(self, method: str, calls: list[Arguments]) -> list[Payload]:
