@@ -58,7 +58,7 @@ def copy_to_process(shapes: Shapes, device: int, times: int) -> float:
 
 
 def _sum_beside(nbytes: int, barrier: Any, answers: Any, copies: bool, times: int) -> None:
-    from rlmesh.weights.transfer.checksum import checksums, copy_with_checksums
+    from rlmesh.weights.transfer.tensor_bytes import checksums, copy_with_checksums
 
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes if copies else 1, np.uint8)
     taken = []

@@ -1,4 +1,4 @@
-"""Three greeters and a trainer that calls them, each in a process of its own: python examples/hello.py"""
+"""Three greeters and a trainer that calls them, each in its own process: python examples/hello.py"""
 
 from rlmesh import DLJobBuilder, RoleGroup, current_worker, rpc
 

@@ -1,7 +1,7 @@
-"""Settings of an example: fields of a frozen dataclass, each with an option on its script's command line.
+"""Settings of an example: fields of a frozen dataclass, each with a command line option.
 
-What is wrong with a command line is told at once, all of it, before any process of the job starts. No torch here: the
-submitter imports this too.
+All faults of a command line are reported together, before any process of the job starts. The module has no torch, since
+the submitter imports it too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a setting may be: ``least`` and ``most`` are allowed themselves, ``above`` is not."""
+    """Allowed values of a setting: ``least`` and ``most`` are included, ``above`` is not."""
 
     least: float | None = None
     most: float | None = None
@@ -28,7 +28,7 @@ class Limits:
     choices: tuple[str, ...] = ()
 
     def fault(self, value: Any) -> str:
-        """Why ``value`` is none; empty if it is one."""
+        """The reason why ``value`` is not allowed; empty if it is."""
         if isinstance(value, float) and not math.isfinite(value):
             return "it is a finite number"
         if self.choices and value not in self.choices:
@@ -43,23 +43,23 @@ class Limits:
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
-    """A field of the dataclass, with its `Limits`."""
+    """A field of a settings dataclass, with its `Limits`."""
     return field(default=default, metadata={"help": help, "limits": Limits(**limits)})
 
 
 class SettingsParser(argparse.ArgumentParser):
-    """A parser that collects what is wrong instead of ending at the first of it.
+    """A parser that collects all faults instead of exiting at the first.
 
-    ``check`` looks at all values together, once each is right by itself, and gives what is wrong with them.
+    ``check`` gets all values, once each is valid by itself, and returns faults of their combination.
     """
 
     def __init__(self, *args: Any, check: Callable[[argparse.Namespace], Sequence[str]] | None = None, **kw: Any):
         super().__init__(*args, allow_abbrev=False, **kw)
         self._check = check
-        self._wrong: list[str] = []
+        self._faults: list[str] = []
 
     def add_setting(self, parser: Any, name: str, default: Any, limits: Limits, help: str = "") -> None:
-        """Add the option ``--name`` to this parser or to a group of it."""
+        """Add the option ``--name`` to this parser or one of its groups."""
         of = type(default)
         if of is bool:
             parser.add_argument(f"--{name}", default=default, help=help, action=argparse.BooleanOptionalAction)
@@ -68,7 +68,7 @@ class SettingsParser(argparse.ArgumentParser):
                 name, of, default, limits))  # fmt: skip
 
     def add_settings(self, parser: Any, kind: type[Any]) -> None:
-        """An option for each field of a dataclass."""
+        """Add an option for each field of a dataclass."""
         for each in fields(kind):
             self.add_setting(parser, each.name, each.default, each.metadata["limits"], each.metadata["help"])
 
@@ -80,51 +80,48 @@ class SettingsParser(argparse.ArgumentParser):
             except ValueError:
                 value, fault = default, f"it is {'a whole number' if of is int else 'a number'}"
             if fault:
-                self._wrong.append(f"--{name} {text}: {fault}")
+                self._faults.append(f"--{name} {text}: {fault}")
                 return default
             return value
 
         return read
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What was given.
-
-        Exits with code 2 and a list of all faults if something is wrong.
-        """
-        self._wrong = []
+        """Parse the command line; exits with code 2 and a list of all faults if there are any."""
+        self._faults = []
         parsed, left = self.parse_known_args(_joined(sys.argv[1:] if args is None else args), namespace)
         names = [name for name in self._option_string_actions if name.startswith("--")]
         for word in left:
             name = word.partition("=")[0]
             if word.startswith("-"):
-                self._wrong.append(f"{name}: there is no such option" + _nearest(name, names))
-            elif not (left.index(word) and left[left.index(word) - 1].startswith("-")):  # else it is that one's value
-                self._wrong.append(f"{word}: there are options only, no words beside them")
-        if not self._wrong and self._check is not None:
-            self._wrong += self._check(parsed)
-        if self._wrong:
-            self._tell()
+                self._faults.append(f"{name}: there is no such option" + _nearest(name, names))
+            elif not (left.index(word) and left[left.index(word) - 1].startswith("-")):  # else an option's value
+                self._faults.append(f"{word}: there are options only, no words beside them")
+        if not self._faults and self._check is not None:
+            self._faults += self._check(parsed)
+        if self._faults:
+            self._exit()
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Exit with what ``argparse`` itself cannot read, such as an option without its value, and all else."""
-        self._wrong.append(message)
-        self._tell()
+        """Exit with all faults and one of ``argparse`` itself, such as an option without its value."""
+        self._faults.append(message)
+        self._exit()
 
-    def _tell(self) -> NoReturn:
-        count = len(self._wrong)
+    def _exit(self) -> NoReturn:
+        count = len(self._faults)
         head = "an option is wrong" if count == 1 else f"{count} options are wrong"
-        lines = "".join(f"\n  {fault}" for fault in self._wrong)
+        lines = "".join(f"\n  {fault}" for fault in self._faults)
         self.exit(2, f"{self.prog}: {head}, and nothing was started:{lines}\n--help lists all options\n")
 
 
 def settings_of(args: argparse.Namespace, kind: type[S]) -> S:
-    """What was given on the command line."""
+    """The settings of a parsed command line."""
     return kind(**{each.name: getattr(args, each.name) for each in fields(kind)})  # type: ignore[arg-type]
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """``--lr -1e-3`` as one word: argparse takes the number for an option."""
+    """Join ``--lr -1e-3`` into one word, since argparse would take the number for an option."""
     joined: list[str] = []
     for word in words:
         number = re.fullmatch(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|-inf|-nan", word)

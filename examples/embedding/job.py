@@ -2,8 +2,8 @@
 
     rlmesh launch examples/embedding/job.py -- --steps 600
 
-The model is a table of which word follows which, so that it runs anywhere; the shape is that of a real job: a
-trainer that drives, and rollout members that serve whatever policy they were given last.
+The model is a table of successors of words, so that it runs anywhere. The structure is that of a real job: a trainer
+that controls it, and rollout members that serve the last policy that they got.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ TEXT = """the trainer asks the rollout for text and the rollout writes text for 
 and the reward reads the text the trainer learns from the reward and the rollout gets the weights of the trainer"""
 
 Table = dict[str, list[str]]
-"""Which words follow a word, as often as they do."""
+"""Word → its successors in the text, with repetitions."""
 
 
 class Generation(TypedDict):
-    """What was written, and the version of the policy that wrote it. Plain data, so that processes which do not
-    import this script can read it."""
+    """A generated text, and the version of its policy. Plain data, for processes that do not import this script."""
 
     text: str
     policy_version: int
@@ -39,7 +38,7 @@ class Rollout:
 
     @rpc
     def update(self, version: int, table: Table) -> None:
-        """Take a new policy."""
+        """Replace the policy."""
         self.version, self.table = version, table
 
     @rpc

@@ -2,8 +2,8 @@
 
     python examples/embedding/service.py --address unix:///…/master --key-file …/key
 
-It joins the job on its own event loop, without a thread or a signal handler of rlmesh's, and leaves it when it
-ends; the job goes on. `rlmesh ps JOB` shows address and key file.
+It joins the job on its own event loop, without threads or signal handlers of rlmesh, and leaves it at its end; the job
+continues. `rlmesh ps JOB` shows address and key file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def generate(request: Request) -> JSONResponse:
 
 
 async def health(request: Request) -> JSONResponse:
-    """GET: how many rollout members there are."""
+    """GET: the number of rollout members."""
     return JSONResponse({"rollout_members": len(request.app.state.rollout)})
 
 

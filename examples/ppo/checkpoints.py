@@ -1,5 +1,4 @@
-"""Where the job goes on from: checkpoints of actor and critic, with what the trainer itself has to know, and how many
-steps were lost on the way."""
+"""Checkpoints of the job: states of actor and critic, the trainer's history, and the number of lost steps."""
 
 from __future__ import annotations
 
@@ -12,15 +11,16 @@ from . import remote_call
 from .common import write_atomically
 
 KEPT = 2
-"""The latest, and the one before it."""
+"""Number of stored checkpoints."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state of the whole job: after ``step`` steps, with the metrics of all steps so far, from step 0 on.
+    """The state of the job after ``step`` steps.
 
     Attributes:
-        lost: steps that were made and lost to restarts so far, all in all.
+        history: metrics of all steps, from step 0 on.
+        lost: total number of steps that restarts have undone.
     """
 
     step: int
@@ -29,14 +29,13 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The folder ``step-000010``, ``step-000020``, … of a run. One counts only if it is complete: its
-    ``trainer.json`` is written last."""
+    """The folders ``step-000010``, ``step-000020``, … of a run; ``trainer.json``, written last, marks complete ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def save(self, step: int, history: list[dict[str, float]]) -> None:
-        """Write one, and remove those that are no longer needed."""
+        """Write a checkpoint, and remove old ones."""
         path = self._path(step)
         remote_call.save_checkpoint(str(path), step)
         text = json.dumps({"step": step, "history": history})
@@ -45,7 +44,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def restore(self) -> Checkpoint:
-        """Put actor and critic back to the latest, and give the rest of it; without any, the state before step 1."""
+        """Restore actor and critic from the latest checkpoint and return it; without any, the state before step 1."""
         complete = self._complete()
         found = Checkpoint(0, [])
         if complete:
@@ -57,7 +56,7 @@ class Checkpoints:
         return replace(found, lost=lost)
 
     def reached(self, step: int, lost: int) -> None:
-        """Note the last step that was made, and how many were lost: of use also to a trainer that is restarted."""
+        """Store the last finished step and the number of lost steps, for a restarted trainer."""
         text = json.dumps({"step": step, "lost": lost})
         write_atomically(self.folder / "progress.json", lambda file: file.write(text.encode()))
 

@@ -1,4 +1,4 @@
-"""The values that roles pass to each other, and what several roles need."""
+"""Types that roles pass to each other, and functions that several roles use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlmesh.rl.engines.rollout import Sample
 from .config import PPOConfig
 
 MAX_LENGTH = 64
-"""Longest sequence that the model has positions for, in tokens."""
+"""Length limit of sequences in tokens: the model's number of positions."""
 
 
 def job_config() -> PPOConfig:
@@ -40,7 +40,7 @@ class Batch:
     """Samples as tensors: prompts padded on the left, responses on the right.
 
     Shapes: ``sequences`` and ``attention_mask`` are ``[batch, prompt + response]``; ``action_mask`` is
-    ``[batch, response]``, True at the tokens that the policy chose.
+    ``[batch, response]``, True at the tokens that the policy sampled.
     """
 
     sequences: Tensor
@@ -56,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Experience:
-    """A batch with all that the updates need; the last four are ``[batch, response]``."""
+    """A batch with all inputs of the updates; the last four are ``[batch, response]``."""
 
     sequences: Tensor
     attention_mask: Tensor
@@ -79,26 +79,26 @@ class Experience:
 
 
 def left_pad(rows: Sequence[Sequence[int]], fill: int) -> tuple[Tensor, Tensor]:
-    """Tokens ``[batch, longest]`` with the padding first, and where they are real."""
+    """Tokens ``[batch, longest]`` with the padding first, and a mask of real tokens."""
     width = max(map(len, rows))
     tokens = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows])
     return tokens, torch.arange(width) >= width - torch.tensor([len(row) for row in rows]).unsqueeze(1)
 
 
 def right_pad(rows: Sequence[Sequence[int]], fill: int) -> tuple[Tensor, Tensor]:
-    """Tokens ``[batch, longest]`` with the padding last, and where they are real."""
+    """Tokens ``[batch, longest]`` with the padding last, and a mask of real tokens."""
     width = max(map(len, rows))
     tokens = torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows])
     return tokens, torch.arange(width) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
 
 
 def pad_values(rows: Sequence[Sequence[float]], width: int) -> Tensor:
-    """Numbers ``[batch, width]`` with zeros last."""
+    """Numbers ``[batch, width]``, padded with zeros."""
     return torch.tensor([list(row) + [0.0] * (width - len(row)) for row in rows])
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file so that ``path`` is, at any moment and after any crash, absent, the old one or the new one."""
+    """Write a file so that, even after a crash, ``path`` is absent, the old file or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

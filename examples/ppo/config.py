@@ -1,4 +1,4 @@
-"""The job's settings. No torch here: the submitter imports this too."""
+"""The job's settings. The module has no torch, since the submitter imports it too."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from job_settings import setting
 
 ENGINES = ("fsdp2", "ddp", "zero1", "zero2", "zero3")
 PROMPTS = 8**5 - 256
-"""All strings of five of eight letters, without those of the validation (`data.py`)."""
+"""All strings of five of eight letters, without those for validation (`data.py`)."""
 
 
 @dataclass(frozen=True)
 class PPOConfig:
     """All settings of the job; ``main.py`` has an option for each."""
 
-    seed: int = setting(0, "decides data, weights and draws", least=0)
+    seed: int = setting(0, "determines data, weights and samples", least=0)
     steps: int = setting(150, "steps of PPO", least=1)
     data_dir: str = setting("", "folder of the parquet files, made if missing; empty: in the run's folder")
-    warmup_accuracy: float = setting(0.25, "how often the policy is right before PPO starts", least=0, most=1)
+    warmup_accuracy: float = setting(0.25, "accuracy of the policy at which PPO starts", least=0, most=1)
 
     rollout_engine: str = setting(
         "transformers",
@@ -26,7 +26,7 @@ class PPOConfig:
         choices=("transformers", "vllm", "vllm-async"),
     )
     batch_size: int = setting(512, "prompts per step", least=1, most=PROMPTS)
-    max_new_tokens: int = setting(6, "longest response, in tokens", least=1, most=58)
+    max_new_tokens: int = setting(6, "token limit of a response", least=1, most=58)
     temperature: float = setting(1.0, "of sampling, and of the log-probabilities in training", above=0)
     eval_every: int = setting(10, "steps between two validations", least=1)
 
@@ -35,14 +35,14 @@ class PPOConfig:
     lam: float = setting(0.95, "lambda of generalized advantage estimation", least=0, most=1)
 
     actor_engine: str = setting(
-        "fsdp2", "what trains the actor: fsdp2, ddp, or DeepSpeed's zero1, zero2, zero3", choices=ENGINES
+        "fsdp2", "engine of the actor: fsdp2, ddp, or DeepSpeed's zero1, zero2, zero3", choices=ENGINES
     )
-    critic_engine: str = setting("fsdp2", "what trains the critic", choices=ENGINES)
-    activation_checkpointing: bool = setting(False, "compute activations again in backward passes: less memory")
+    critic_engine: str = setting("fsdp2", "engine of the critic", choices=ENGINES)
+    activation_checkpointing: bool = setting(False, "recompute activations in backward passes: less memory")
     actor_lr: float = setting(5e-4, "peak learning rate of the actor", above=0)
     critic_lr: float = setting(1e-3, "peak learning rate of the critic", above=0)
-    lr_warmup_steps: int = setting(10, "steps until the learning rates have risen to their peak", least=1)
-    lr_final_share: float = setting(0.1, "share of the peak that is left at the last step", least=0, most=1)
+    lr_warmup_steps: int = setting(10, "steps until the learning rates reach their peak", least=1)
+    lr_final_share: float = setting(0.1, "learning rates at the last step, as a share of the peak", least=0, most=1)
     ppo_epochs: int = setting(1, "passes over each batch", least=1)
     minibatches: int = setting(2, "optimizer steps per pass", least=1)
     micro_batch_size: int = setting(256, "rows per forward and backward pass", least=1)
@@ -57,7 +57,7 @@ class PPOConfig:
     save_every: int = setting(10, "steps between two checkpoints", least=1)
 
     def lr_share(self, step: int) -> float:
-        """The learning rate after ``step`` steps, as a share of its peak: up, then down in a straight line."""
+        """The learning rate after ``step`` steps, as a share of its peak: linear warm-up, then linear decay."""
         up = (step + 1) / self.lr_warmup_steps
         down = 1 - (1 - self.lr_final_share) * step / self.steps
         return min(up, down)

@@ -2,8 +2,8 @@
 
     python data.py --out DIR --seed 0
 
-writes ``train.parquet`` (32,512 prompts) and ``validation.parquet`` (256). Together they are all strings of
-five letters from a to h, so no validation prompt is ever trained on. The same seed gives the same files.
+writes ``train.parquet`` (32,512 prompts) and ``validation.parquet`` (256): together all strings of five letters from a
+to h, so no validation prompt is used for training. The same seed gives the same files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SOURCE = "reverse-5"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a file: the text of the prompt, and the answer that is right."""
+    """One line of a file: the text of the prompt, and the right answer."""
 
     prompt: str
     answer: str
 
 
 def write(directory: Path, seed: int) -> None:
-    """Write both files; an existing one is replaced as a whole."""
-    # Imported here, since importing pyarrow starts a thread, and processes that have one cannot be forked from.
+    """Write both files; existing ones are replaced atomically."""
+    # Imported here, since importing pyarrow starts a thread, and a process with threads must not be forked.
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -61,13 +61,13 @@ def read(path: Path) -> list[Row]:
 
 
 def batches(rows: list[Row], size: int, seed: int) -> Iterator[list[Row]]:
-    """Batches without end: :func:`batch` 0, 1, 2, …"""
+    """An endless sequence of batches: :func:`batch` 0, 1, 2, …"""
     return (batch(rows, size, seed, number) for number in itertools.count())
 
 
 def batch(rows: list[Row], size: int, seed: int, number: int) -> list[Row]:
-    """One batch, by its number. Each epoch has every row at most once, in an order of its own; what is left of an
-    epoch and fills no batch is dropped."""
+    """One batch, by its number. Each epoch has every row at most once, in a different order; the rest of an epoch that
+    fills no batch is dropped."""
     if size > len(rows):
         raise ValueError(f"a batch of {size} rows cannot be drawn from {len(rows)} rows")
     epoch, place = divmod(number, len(rows) // size)

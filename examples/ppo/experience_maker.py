@@ -1,4 +1,4 @@
-"""Samples become experience: scores, log-probabilities and values from four roles at once, then GAE."""
+"""Experience from samples: scores, log-probabilities and values of four roles, computed in parallel, then GAE."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MadeExperience:
 
 
 def require_version(samples: Sequence[Sample], version: int) -> None:
-    """Refuse samples of weights other than the expected ones.
+    """Check that all samples are of the expected version.
 
     Raises:
         RuntimeError: at least one sample has another version.
@@ -43,7 +43,7 @@ def require_version(samples: Sequence[Sample], version: int) -> None:
 def make_experience(
     samples: Sequence[Sample], answers: Sequence[str], config: PPOConfig, pad_token_id: int
 ) -> MadeExperience:
-    """Ask reward, actor, critic and reference side by side, and put their answers together."""
+    """Call reward, actor, critic and reference in parallel, and combine their results."""
     batch = Batch.of(samples, pad_token_id)
     reward = remote_call.reward_forward([s.token_ids for s in samples], answers)
     actor = remote_call.actor_forward(batch)

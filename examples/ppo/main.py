@@ -35,10 +35,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     cluster = parser.add_argument_group("cluster")
     members = Limits(least=1)
-    parser.add_setting(cluster, "device_per_node", 8, members, "virtual slots, since this runs on CPU")
+    parser.add_setting(cluster, "device_per_node", 8, members, "virtual slots, since the job runs on CPU")
     for role in ("actor", "critic", "ref", "reward"):
         parser.add_setting(cluster, f"{role}_num_nodes", 1, members, "nodes of the role")
-        parser.add_setting(cluster, f"{role}_num_gpus_per_node", 2 if role == "actor" else 1, members, "ranks on each")
+        parser.add_setting(
+            cluster, f"{role}_num_gpus_per_node", 2 if role == "actor" else 1, members, "ranks on each node"
+        )
     parser.add_setting(cluster, "rollout_num_engines", 2, members, "members of the role")
 
     parser.add_settings(parser.add_argument_group("training"), PPOConfig)
@@ -47,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def faults(args: argparse.Namespace) -> list[str]:
-    """What is wrong with the options together."""
+    """The faults of the options' combination."""
     found = []
     for role in ("actor", "critic"):
         ranks = getattr(args, f"{role}_num_nodes") * getattr(args, f"{role}_num_gpus_per_node")

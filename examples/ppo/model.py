@@ -1,7 +1,7 @@
-"""A tokenizer of characters and a Qwen2 of 0.34 million parameters, built on the spot: nothing is downloaded.
+"""A character tokenizer and a Qwen2 of 0.34 million parameters, built here without downloads.
 
-The model is warmed up by supervised learning until it is right now and then, as a pretrained one would be:
-PPO has nothing to go by while every reward is 0.
+The model is warmed up by supervised learning until some answers are right, like those of a pretrained model: PPO cannot
+learn while every reward is 0.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def build_model(seed: int) -> Qwen2ForCausalLM:
 
 
 class ValueModel(nn.Module):
-    """A policy's backbone with a head that gives one number per token ``[batch, time, 1]``, 0 at first."""
+    """A policy's backbone with a head for one number per token ``[batch, time, 1]``, initially 0."""
 
     def __init__(self, policy: Qwen2ForCausalLM) -> None:
         super().__init__()
@@ -79,21 +79,21 @@ class ValueModel(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         hidden = self.backbone(input_ids, attention_mask, position_ids, use_cache=False).last_hidden_state
         values: Tensor = self.head(hidden)
-        return values.clone()  # FSDP2 warns of outputs that are views, as a linear layer's are
+        return values.clone()  # FSDP2 warns of outputs that are views, such as those of a linear layer
 
 
 def make_pretrained(path: Path, rows: Sequence[Row], *, seed: int, accuracy: float) -> float:
     """Build a model, warm it up, and save it with its tokenizer to ``path``.
 
     Returns:
-        the accuracy of sampled answers that it reached.
+        the reached accuracy of sampled answers.
     """
     tokenizer, model = build_tokenizer(), build_model(seed)
     reached = warm_up(model, tokenizer, rows, seed=seed, accuracy=accuracy)
     aside = path.with_name(f".{path.name}.tmp")
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
-    aside.replace(path)  # so that it is never there by half
+    aside.replace(path)  # atomic: the folder is never incomplete
     return reached
 
 
@@ -110,7 +110,7 @@ def warm_up(
     """Supervised learning until sampled answers are right with the given frequency; see :func:`make_pretrained`.
 
     Raises:
-        RuntimeError: it was not reached within ``max_steps``.
+        RuntimeError: the accuracy was not reached within ``max_steps``.
     """
     rng = random.Random(seed)
 

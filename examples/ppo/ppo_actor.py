@@ -84,11 +84,11 @@ class PolicyModelActor(SendsWeights):
     @rpc(remote_call.restore)
     def restore(self, directory: str) -> None:
         self.learner.engine.load(Path(directory) / "actor")
-        # A push refuses an actor that lost steps; this says which version these weights are.
+        # Report the version of the restored weights: a push refuses an actor that lost steps without reporting it.
         self.send_weights(self.learner.engine.named_tensors(), restored=self.learner.updates)
 
     @rpc(remote_call.end_job)
     def end_job(self) -> None:
-        """Leave the trained policy as a folder that `from_pretrained` reads."""
+        """Export the trained policy to a folder for `from_pretrained`."""
         self.learner.engine.export(trained())
         self.experience = None

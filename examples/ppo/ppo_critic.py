@@ -1,4 +1,4 @@
-"""The critic: estimates, before each token, what reward is still to come."""
+"""The critic: estimates the future reward before each token."""
 
 from __future__ import annotations
 

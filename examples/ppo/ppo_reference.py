@@ -1,4 +1,4 @@
-"""The reference: the policy as it was before PPO, which the KL penalty holds the actor to."""
+"""The reference: the policy before PPO, from which the KL penalty measures the actor's divergence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward: 1 for exactly the right answer, ended by the policy itself; 0 for all else."""
+"""The reward: 1 for exactly the right answer, ended by the policy itself; otherwise 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .common import pretrained
 
 
 def exact_match(text: str, ended: bool, answer: str) -> float:
-    """Score of one response; ``ended`` tells whether it stopped by the end token rather than by the limit."""
+    """The score of a response; ``ended`` is true if it stopped by the end token, not by the limit."""
     return float(ended and text == answer)
 
 

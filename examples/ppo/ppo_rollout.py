@@ -1,4 +1,4 @@
-"""A rollout engine: samples responses with the weights that it was pushed last."""
+"""A rollout engine: samples responses with the weights of the last push."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RolloutActor(ReceivesWeights):
         self.rank = current_worker().rank
 
     def on_restart(self, event: RestartEvent) -> None:
-        """A process that takes another's place refuses to sample until it is pushed the weights."""
+        """Set up a restarted process, which refuses to sample until the next push."""
         self.init(str(pretrained()))
 
     @rpc(remote_call.rollout_init)
     def init(self, model_path: str) -> None:
-        """Called again when the learners go back to a checkpoint: the engine stays, and is pushed their weights."""
+        """Make the engine; called again when the learners go back to a checkpoint, where the engine stays."""
         if self.engine is None:
             self.engine = make_engine(job_config().rollout_engine, model_path)
             self.receive_weights(self.engine.sink)
@@ -50,7 +50,7 @@ class RolloutActor(ReceivesWeights):
 
 
 def make_engine(kind: str, model_path: str) -> RolloutEngine:
-    """An engine that serves nothing before it is pushed the weights."""
+    """An engine that serves nothing before the first push."""
     if kind == "transformers":
         return TransformersEngine(Qwen2ForCausalLM.from_pretrained(model_path).eval(), pad_token_id=PAD_ID)
     from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine

@@ -1,4 +1,4 @@
-"""The trainer role: prepares data and model, sets the other roles up, and runs the loop of ``trainer.py``."""
+"""The trainer role: prepares data and model, sets up the other roles, and runs the loop of ``trainer.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .model import make_pretrained
 from .trainer import PPOTrainer
 
 ENDS = 5
-"""Steps over which the reward is averaged at each end of its curve."""
+"""Number of steps over which the first and last rewards are averaged."""
 
 
 class PPOTrainerActor:
@@ -64,8 +64,8 @@ class PPOTrainerActor:
 
 
 def summarize(config: PPOConfig, history: list[dict[str, float]], lost: int = 0) -> dict[str, float]:
-    """Both ends of both curves: the reward of sampled answers, and the greedy accuracy on held-out prompts; and how
-    many steps were made again, since a restart had lost them."""
+    """First and last values of the reward of sampled answers and of the greedy accuracy on held-out prompts, and the
+    number of steps that restarts have undone."""
     steps = [step for step in history if "reward_mean" in step]
     rewards = [step["reward_mean"] for step in steps]
     heldout = [step["heldout_accuracy"] for step in history if "heldout_accuracy" in step]

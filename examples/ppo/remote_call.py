@@ -1,12 +1,12 @@
 """All calls between the roles.
 
 Each function is both the name of a remote method and the way to call it: a role binds its method with
-``@rpc(remote_call.reward_forward)``, and anybody calls ``remote_call.reward_forward(…)`` as a plain function.
-Those that start work on other processes return a ``Future`` or ``FutureSequence`` at once, so that several can
-run side by side; waiting is up to whoever needs the result.
+``@rpc(remote_call.reward_forward)``, and callers use ``remote_call.reward_forward(…)`` as a plain function. Functions
+that start work on other processes return a ``Future`` or ``FutureSequence`` at once, so that several calls can run at
+the same time; the user of the result waits.
 
-Calls to :func:`again` are made again if the member's process was replaced meanwhile: the same arguments give the
-same answer. Those to actor and critic are not: one rank alone cannot take a step that all take together.
+Calls to :func:`again` are repeated if the member's process is replaced: the same arguments give the same answer. Calls
+to actor and critic are not repeated: one rank alone cannot make a collective step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def group(role: RLRoleType) -> RoleGroup:
 
 
 def again(role: RLRoleType) -> RoleGroup:
-    """The group of a role, for calls that may be made twice."""
+    """The group of a role, for calls that may be repeated."""
     return group(role).options(idempotent=True)
 
 
@@ -53,13 +53,13 @@ def rollout_init(model_path: str) -> Future[list[None]]:
 
 
 def rollout_generate(prompt_token_ids: Sequence[list[int]], params: SamplingParams) -> FutureSequence[Sample]:
-    """One sample per prompt; the prompts are spread over the engines."""
+    """One sample per prompt; the prompts are distributed over the engines."""
     return again(RLRoleType.ROLLOUT).call_batch(rollout_generate, len(prompt_token_ids), prompt_token_ids, params)
 
 
 @cache
 def weight_sync() -> WeightSync:
-    """From the actor's ranks to the engines."""
+    """The weight sync from the actor's ranks to the engines."""
     return WeightSync(group(RLRoleType.ACTOR), group(RLRoleType.ROLLOUT))
 
 
@@ -95,12 +95,12 @@ def actor_init(model_path: str) -> Future[list[None]]:
 
 
 def actor_forward(batch: Batch) -> FutureSequence[Tensor]:
-    """Log-probabilities of each response's tokens under the actor; every rank takes its share."""
+    """Log-probabilities of each response's tokens under the actor; every rank computes a share."""
     return _forward(RLRoleType.ACTOR, actor_forward, batch)
 
 
 def actor_update() -> Future[list[dict[str, float]]]:
-    """Train on the experience that was appended; the statistics are the same on every rank."""
+    """Train on the appended experience; the statistics are equal on every rank."""
     return group(RLRoleType.ACTOR).call(actor_update)
 
 
@@ -124,7 +124,7 @@ def critic_update() -> Future[list[dict[str, float]]]:
 
 
 def append_experience(experience: Experience) -> None:
-    """Give the actor and the critic the experience, each rank its share."""
+    """Send the experience to actor and critic, to each rank its share."""
     futures = [
         group(role).call(append_experience, experience.split(len(group(role))), _scatter=True)
         for role in [RLRoleType.ACTOR, RLRoleType.CRITIC]
@@ -141,14 +141,14 @@ def save_checkpoint(directory: str, step: int) -> None:
 
 
 def restore(directory: str) -> None:
-    """The actor and the critic take back the state that they wrote to ``directory``."""
+    """The actor and the critic load the state that they wrote to ``directory``."""
     futures = [group(role).call(restore, directory) for role in [RLRoleType.ACTOR, RLRoleType.CRITIC]]
     for future in futures:
         future.result()
 
 
 def end_job(with_reference: bool) -> None:
-    """Tell every role that no more calls will come; a job without KL penalty has no reference."""
+    """Tell every role that the job ends; a job without KL penalty has no reference."""
     futures = [
         group(role).call(end_job)
         for role in [

@@ -20,12 +20,14 @@ from .model import encode
 
 PUSHES = 5
 NEWS_S = 2.0
-"""How long after a failed call the news may come that the reason was a restart, in seconds."""
+"""Seconds to wait, after a failed call, for the event of a restart that caused it."""
 
 
 def learners_restarted() -> bool:
-    """Was a failed call due to a restart of actor or critic? They have lost what they had learnt: both go back to the
-    latest checkpoint. The other roles help themselves, and their calls are made again; news of them may come first."""
+    """True if a failed call was caused by a restart of actor or critic: both must go back to the latest checkpoint.
+
+    Other roles recover by themselves, and their calls are repeated; their events may come first.
+    """
     deadline = time.monotonic() + NEWS_S
     while (left_s := deadline - time.monotonic()) > 0:
         if {event.role for event in current_worker().events(left_s)} & {"ACTOR", "CRITIC"}:
@@ -34,8 +36,12 @@ def learners_restarted() -> bool:
 
 
 class PPOTrainer:
-    """Drives the other roles through PPO; ``history`` keeps the metrics, from step 0, before training, on, and ``lost``
-    counts the steps that were made and lost to restarts."""
+    """Controls the other roles.
+
+    Attributes:
+        history: metrics of each step, from step 0 (before training) on.
+        lost: number of steps that restarts have undone.
+    """
 
     def __init__(
         self, config: PPOConfig, tokenizer: PreTrainedTokenizerFast, train: list[Row], validation: list[Row]
@@ -66,7 +72,7 @@ class PPOTrainer:
         remote_call.end_job(with_reference=self.config.init_kl_coef != 0)
 
     def begin(self, checkpoints: Checkpoints) -> None:
-        """From the latest checkpoint, or from step 0."""
+        """Start from the latest checkpoint, or from step 0."""
         found = checkpoints.restore()
         if found.lost > self.lost:
             print(f"back to step {found.step}: {found.lost - self.lost} steps were lost to a restart", flush=True)
@@ -75,7 +81,7 @@ class PPOTrainer:
         if not self.history:
             self.history.append({"heldout_accuracy": self.validate()})
             checkpoints.save(0, self.history)
-            # Also closes the account of the calls made so far: they are part of no step.
+            # The report also ends the count of calls so far, which belong to no step.
             current_worker().report(step=0, total_steps=self.config.steps, **self.history[0])
 
     def step(self, checkpoints: Checkpoints) -> None:
@@ -102,7 +108,7 @@ class PPOTrainer:
         current_worker().report(step=step, steps_lost=self.lost, **metrics)
 
     def publish(self) -> None:
-        """Push the actor's weights to the engines, under the current version."""
+        """Push the actor's weights to the engines, as the current version."""
         for _ in range(PUSHES):
             try:
                 remote_call.weight_sync().push(self.version).result()
@@ -110,7 +116,7 @@ class PPOTrainer:
             except WeightSyncError as error:
                 if error.receiver is None:
                     raise
-                # An engine was lost in the middle. The others have the old weights; the next push waits for its return.
+                # An engine was lost. The others serve the old weights; the next push waits until it has restarted.
         raise RuntimeError(f"version {self.version} could not be pushed in {PUSHES} attempts")
 
     def generate(self, rows: list[Row], temperature: float, seed: int = 0) -> list[Sample]:
@@ -126,7 +132,7 @@ class PPOTrainer:
         return samples
 
     def validate(self) -> float:
-        """Share of held-out prompts that the policy answers right when it takes its likeliest token each time."""
+        """The share of held-out prompts that greedy sampling answers right."""
         samples = self.generate(self.validation, temperature=0)
         scores = remote_call.reward_forward([s.token_ids for s in samples], [r.answer for r in self.validation])
         return sum(scores) / len(scores)

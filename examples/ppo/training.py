@@ -1,4 +1,4 @@
-"""A model in training on the ranks of its role: what the actor and the critic have in common."""
+"""Training of a model on the ranks of its role: the common part of actor and critic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LossFunction = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
 
 def make_engine(kind: str, model: nn.Module, config: PPOConfig, *, lr: float) -> TrainingEngine:
-    """The model under ``fsdp2``, ``ddp``, ``zero1``, ``zero2`` or ``zero3``; all of them train alike."""
+    """The engine ``fsdp2``, ``ddp``, ``zero1``, ``zero2`` or ``zero3`` for a model; all train in the same way."""
     per_update = config.ppo_epochs * config.minibatches
     options = TrainingOptions(
         lr=lr,
@@ -34,7 +34,7 @@ def make_engine(kind: str, model: nn.Module, config: PPOConfig, *, lr: float) ->
     if kind == "fsdp2":
         from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
 
-        return FSDP2Engine(model, options, layers=[])  # a tiny model does not need its layers gathered one by one
+        return FSDP2Engine(model, options, layers=[])  # a tiny model is gathered as a whole
     if kind == "ddp":
         from rlmesh.rl.engines.training.ddp import DDPEngine
 
@@ -55,16 +55,16 @@ class Learner:
 
     @property
     def updates(self) -> int:
-        """How many steps of PPO these weights have seen, checkpoints included."""
+        """The number of PPO steps of these weights, including those before a loaded checkpoint."""
         return self.engine.steps // (self.config.ppo_epochs * self.config.minibatches)
 
     def update(self, experience: Experience, loss_function: LossFunction) -> dict[str, float]:
         """Train on this rank's share of a batch.
 
         Returns:
-            means over the whole batch and all passes over it, the same on every rank, and ``grad_norm``.
+            means over the whole batch and all passes, equal on every rank, and ``grad_norm``.
         """
-        # Of the step, not of the process: who goes back to a checkpoint draws what was drawn before.
+        # The seed depends on the step: after going back to a checkpoint the same minibatches are drawn.
         self.generator.manual_seed(self.config.seed + 7919 * self.engine.rank + 104_729 * self.updates)
         reports = []
         for minibatch in self._minibatches(experience):

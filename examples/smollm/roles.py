@@ -1,4 +1,4 @@
-"""The three roles: an actor that trains, a vLLM engine that samples, and the trainer that drives both."""
+"""The three roles: an actor that trains, a vLLM engine that samples, and the trainer that controls both."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Actor(SendsWeights):
 
     @rpc
     def init(self) -> int:
-        """Read the model, and save it for the engine, which wants a folder. Go on from the last checkpoint if there is
-        one; gives its step."""
+        """Load the model, save it to a folder for the engine, and load the last checkpoint if there is one; returns its
+        step."""
         model, tokenizer = load()
         model.save_pretrained(model_folder())
         tokenizer.save_pretrained(model_folder())
@@ -91,7 +91,7 @@ class Actor(SendsWeights):
         self.engine = DDPEngine(model.eval(), options)
         if (checkpoint() / "current.json").exists():
             self.engine.load(checkpoint())
-        # An actor that was restarted says what it has: a push refuses one that lost steps without a word.
+        # Report the restored step: a push refuses a restarted actor that lost steps without reporting it.
         self.send_weights(self.engine.named_tensors(), restored=self.engine.steps)
         return self.engine.steps
 
@@ -128,7 +128,7 @@ class Rollout(ReceivesWeights):
     @rpc
     def init(self) -> None:
         if hasattr(self, "engine"):
-            return  # the actor went back, and this engine is pushed its weights
+            return  # the actor went back to a checkpoint; this engine stays and gets its weights by a push
         from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
 
         self.engine = VllmEngine(str(model_folder()), dtype="float32", max_model_len=256, max_num_seqs=64)
@@ -171,7 +171,7 @@ class Trainer:
                         self.actor.call("save").result()
                 except (CallError, WeightSyncError) as error:
                     if not current_worker().events(wait_s=2.0):
-                        raise  # nobody has restarted: the error is one of this program
+                        raise  # no member has restarted: the error is in this program
                     print(f"goes back to the last checkpoint: {error}", flush=True)
                     step = None
                     continue
@@ -186,7 +186,7 @@ class Trainer:
         print(f"{mean(found['seconds']):.1f} s per step", flush=True)
 
     def begin(self, sync: WeightSync) -> int:
-        """Set both roles up, or up again after a restart; gives the step that they stand at."""
+        """Set up both roles, also after a restart; returns the step of their weights."""
         step: int = self.actor.call("init").result()[0]
         self.rollout.call("init").result()
         from transformers import AutoTokenizer
@@ -207,7 +207,7 @@ class Trainer:
         return {"reward_mean": mean(rewards), **report}
 
     def accuracy(self, tasks: Tasks) -> float:
-        """Of greedy answers to tasks that are not trained on."""
+        """The accuracy of greedy answers to held-out tasks."""
         numbers = list(range(self.config.heldout))
         samples = self.generate(tasks, numbers, SamplingParams(self.config.max_new_tokens, temperature=0))
         return mean(self.scores(tasks, numbers, samples))

@@ -1,6 +1,6 @@
-"""Tasks of reasoning-gym: their texts, and how answers are scored.
+"""Tasks of reasoning-gym, and the scores of answers.
 
-Sums of two one-digit numbers unless another is asked for: the model gets these right now and then from the start.
+The default are sums of two one-digit numbers: the untrained model solves some of them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import re
 from typing import Any
 
 EASY = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
-"""Settings of data sets that are made easy."""
+"""Settings that make data sets easy."""
 WORDING = {"chain_sum": "What is {expression}?"}
-"""Words that so small a model understands better than the data set's own, from a task's metadata: of sums it gets two
-of three right by greedy answers then, and one of three with the data set's words."""
+"""Wordings, from a task's metadata, that a small model understands better than the data set's own: it answers two of
+three sums right with this wording, and one of three with the data set's."""
 
 
 class Tasks:
@@ -30,6 +30,6 @@ class Tasks:
         return f"{text} Answer with the number only."
 
     def score(self, number: int, text: str) -> float:
-        """1 for the right answer, by the data set's own scorer: of the last number in the text, if there is one."""
+        """The data set's score, 1 if right, of the last number in the text, or of the whole text without numbers."""
         numbers = re.findall(r"-?\d+", text)
         return float(self._data.score_answer(numbers[-1] if numbers else text.strip(), self._data[number]))

@@ -1,7 +1,7 @@
-"""The RL layer: what turns prompts and rewards into gradients.
+"""The RL layer: from prompts and rewards to gradients.
 
-The maths knows nothing of processes or calls: a function gets tensors and gives tensors, so that it can be tested,
-read and copied alone. Import from the modules themselves:
+The maths is independent of processes and calls: functions take and return tensors, so that each can be tested, read
+and copied alone. Import from the modules themselves:
 
 ``types``
     Turns, episodes and groups: token ids with a source, from which masks are derived; outcomes of rewards.
@@ -20,7 +20,7 @@ read and copied alone. Import from the modules themselves:
 ``losses``
     Losses of policy (PPO, GSPO, CISPO, SAPO) and critic, and sums that do not depend on how a batch is split.
 ``correction``
-    Weights for samples of an engine that is not quite the trainer's policy.
+    Importance weights for samples of an engine whose policy differs slightly from the trainer's.
 ``distillation``
     Divergences from a teacher.
 ``drift``
@@ -32,13 +32,13 @@ read and copied alone. Import from the modules themselves:
 ``rewards``, ``data``
     Functions that score responses, and prompts from files.
 ``engines``
-    What samples and what trains, behind protocols.
+    Rollout and training engines, behind protocols.
 ``reference``
-    The same in plain NumPy loops, for tests and for reading; needs no torch.
+    The same functions as plain NumPy loops, for tests and readers; needs no torch.
 
-Everywhere a batch is ``[batch, time]``, where time counts the tokens of the response, and a mask is True
-where the token counts. What stands in a masked slot, NaN included, changes neither values nor gradients. NaN
-or infinity in a valid slot raises :class:`FloatingPointError` that names the argument and the place.
+A batch is ``[batch, time]``, where time counts the tokens of the response, and a mask is True where the token counts.
+The content of a masked slot, NaN included, changes neither values nor gradients. NaN or infinity in a valid slot raises
+:class:`FloatingPointError` that names the argument and the index.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Returns and advantages of the tokens of a response.
 
-A masked slot inside a row (tool output, say) is a stretch of time in which the policy chose nothing: it
-carries no reward and no advantage, and time goes on, so γ discounts over it. λ does not: it mixes
-estimates of the policy's own decisions. Padding at the end of a row is no time at all.
+A masked slot inside a row (tool output, for instance) is a time step in which the policy did not act: it has no reward
+and no advantage, but γ discounts over it. λ does not, since it mixes estimates of the policy's own decisions. Padding
+at the end of a row is no time step.
 
 The recurrences over time run as a scan: log2(time) passes over the batch instead of one pass per token.
 """
@@ -20,8 +20,8 @@ __all__ = ["discounted_returns", "gae", "reinforce_plus_plus", "suffix_scan"]
 def suffix_scan(inputs: Tensor, decays: Tensor) -> Tensor:
     """The linear recurrence ``y[t] = inputs[t] + decays[t] · y[t + 1]``, from the end of the last axis backwards.
 
-    Recursive doubling (Hillis & Steele 1986): after pass p each slot holds the sum over the 2^p slots from its own
-    on, so log2(time) passes suffice. A decay of 0 ends a stretch: nothing of what stands behind it is read.
+    Recursive doubling (Hillis & Steele 1986): after pass p each slot holds the sum over the 2^p slots that begin with
+    it, so log2(time) passes suffice. A decay of 0 ends a segment: slots behind it are not read.
 
     Args:
         inputs: ``[…, time]``, finite.
@@ -35,7 +35,7 @@ def suffix_scan(inputs: Tensor, decays: Tensor) -> Tensor:
     while reach < time:
         ahead = torch.nn.functional.pad(sums[..., reach:], (0, reach))
         sums = sums + products * ahead
-        # A product that reaches beyond the end multiplies nothing any more.
+        # A product that reaches beyond the end is not used.
         products = products * torch.nn.functional.pad(products[..., reach:], (0, reach))
         reach *= 2
     return sums
@@ -81,16 +81,16 @@ def gae(
     (Schulman et al. 2015, arXiv:1506.02438, equation 16, where every n is 1). After the last valid token,
     A is 0 and V is ``last_values``, one step on.
 
-    Advantages come unscaled: whiten them with :func:`rlmesh.rl.masking.masked_whiten` over the whole batch.
-    The returns, the critic's targets, belong to the unscaled ones.
+    Advantages are unscaled: whiten them with :func:`rlmesh.rl.masking.masked_whiten` over the whole batch. The
+    returns, the critic's targets, belong to the unscaled advantages.
 
     Args:
         rewards: ``[batch, time]``.
-        values: V before each token was chosen, ``[batch, time]``.
+        values: V before each token was sampled, ``[batch, time]``.
         mask: ``[batch, time]``.
         gamma, lam: in [0, 1].
         last_values: V after the last valid token, ``[batch]``, for rows that were cut off rather than ended.
-            ``None``: every row ended, and nothing comes after.
+            ``None``: every row ended, and V after it is 0.
 
     Returns:
         advantages and returns, each ``[batch, time]`` and 0 in masked slots. No gradient flows to them.
@@ -104,18 +104,18 @@ def gae(
     value = keep(values.detach(), valid, name="values")
     if not value.shape[1]:
         return torch.zeros_like(value), torch.zeros_like(value)
-    # Between two valid tokens γ counts each step; behind the last one no time passes.
+    # Between two valid tokens γ applies to each step; behind the last valid token there are no steps.
     later_valid = valid.flip(1).cumsum(1).flip(1) - valid.long() > 0
     gap = torch.ones_like(value).masked_fill(later_valid, gamma)
-    seen_value = suffix_scan(value, gap.masked_fill(valid, 0.0))
+    following_value = suffix_scan(value, gap.masked_fill(valid, 0.0))
     if last_values is not None:
         last = keep(last_values.detach().to(value.dtype), valid.any(1), name="last_values")
-        # The value after the row is seen by the last valid token, and by the padding behind that token.
-        seen_value = torch.where(later_valid | valid, seen_value, last.unsqueeze(1))
+        # The value after the row applies to the last valid token, and to the padding behind it.
+        following_value = torch.where(later_valid | valid, following_value, last.unsqueeze(1))
         end = last.unsqueeze(1)
     else:
         end = value.new_zeros(value.shape[0], 1)
-    next_value = torch.cat([seen_value[:, 1:], end], 1)
+    next_value = torch.cat([following_value[:, 1:], end], 1)
     delta = keep(reward + gamma * next_value - value, valid, name="temporal differences")
     advantages = suffix_scan(delta, gap.masked_fill(valid, gamma * lam))
     advantages = keep(advantages, valid, name="advantages")
@@ -126,12 +126,12 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) ->
     """REINFORCE++: discounted returns of the tokens, whitened over the whole batch.
 
     ``A = (G − mean G) / std G`` with G of :func:`discounted_returns` and the statistics over all valid tokens of the
-    batch (Hu et al. 2025, arXiv:2501.03262). The KL penalty belongs into the rewards
+    batch (Hu et al. 2025, arXiv:2501.03262). The KL penalty belongs in the rewards
     (:func:`rlmesh.rl.kl.token_rewards`).
 
     Args:
         rewards: per token, ``[batch, time]``.
-        mask: ``[batch, time]``; of the *whole* batch, as the statistics are.
+        mask: ``[batch, time]``; of the *whole* batch, over which the statistics are taken.
         gamma: discount in [0, 1].
 
     Returns:

@@ -1,4 +1,4 @@
-"""Distribution of work over bins: ranks, and the micro-batches of a rank. Pure; no torch."""
+"""Distribution of work over bins: ranks, and the micro-batches of a rank. No torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["fill", "spread_evenly"]
 
 
 def spread_evenly(costs: Sequence[float], bins: int) -> list[list[int]]:
-    """Distribute items so that the costliest bin is cheap.
+    """Distribute items so that the cost of the costliest bin is low.
 
-    The longest-processing-time rule (Graham 1969): items by falling cost, each into the cheapest bin so far. The
-    costliest bin is at most 4/3 − 1/(3 · bins) of the best possible.
+    The longest-processing-time rule (Graham 1969): items in order of falling cost, each into the cheapest bin so far.
+    The costliest bin is at most 4/3 − 1/(3 · bins) of the optimum.
 
     Args:
         costs: of each item, ≥ 0.
@@ -36,18 +36,18 @@ def spread_evenly(costs: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def fill(sizes: Sequence[int], capacity: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Distribute items over as few bins as needed, none beyond ``capacity``, all about equally full.
+    """Distribute items over few bins of at most ``capacity``, all about equally full.
 
-    Tries the smallest number of bins that the sum allows, and one step more until all items fit by the rule of
+    Starts with the smallest number of bins that the sum allows, and adds bins until all items fit by the rule of
     :func:`spread_evenly`. An item larger than the capacity gets a bin of its own.
 
     Args:
         sizes: of each item, ≥ 0.
         capacity: of a bin, ≥ 1.
-        multiple_of: the number of bins is a multiple of this, so that each rank gets as many.
+        multiple_of: the number of bins is a multiple of this, so that each rank gets equally many.
 
     Returns:
-        the indices of each bin's items, in their original order; bins may be empty where there are few items.
+        the indices of each bin's items, in their original order; bins may be empty if there are few items.
 
     Raises:
         ValueError: ``capacity`` or ``multiple_of`` is below 1.

@@ -1,12 +1,11 @@
 """The loss of a training step on packs: three components with per-token weights, each with its own normaliser.
 
-:mod:`rlmesh.rl.algorithms.protocol` says what the components are, and an algorithm gives the weights. The share of one
-pack *adds up* with those of all other packs and ranks to the loss of the whole batch, whatever the cut.
+:mod:`rlmesh.rl.algorithms.protocol` defines the components, and an algorithm gives the weights. The shares of all packs
+and ranks *add up* to the loss of the whole batch, however it is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,39 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Normalisers, PolicyLoss, TokenWeights, policy_terms
+from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Normalisers, TokenWeights, policy_terms
 from rlmesh.rl.head import TokenTerms
-from rlmesh.rl.kl import KLEstimator, kl_estimate
+from rlmesh.rl.kl import kl_estimate
 from rlmesh.rl.losses import value_clip_loss
 from rlmesh.rl.packing import Pack
 
-__all__ = ["Columns", "LossSettings", "policy_share", "value_share"]
-
-
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """What of an algorithm the loss needs.
-
-    Attributes:
-        policy_loss, policy_options: the term of the policy component.
-        entropy: weight of the entropy bonus.
-        kl_estimator: of the divergence component.
-    """
-
-    policy_loss: PolicyLoss
-    policy_options: Mapping[str, Any]
-    entropy: float
-    kl_estimator: KLEstimator
-
-    @classmethod
-    def of(cls, algorithm: Algorithm) -> LossSettings:
-        estimator: KLEstimator = getattr(algorithm, "kl_estimator", "k3")
-        return cls(algorithm.policy_loss, algorithm.policy_options, algorithm.entropy_coefficient, estimator)
+__all__ = ["Columns", "policy_share", "value_share"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """What the loss needs of each target of a pack, ``[targets]`` each, on the device of the model.
+    """The inputs of the loss for each target of a pack, ``[targets]`` each, on the device of the model.
 
     Attributes:
         rows: the episode of each target.
@@ -70,7 +48,7 @@ class Columns:
     def of(
         cls, pack: Pack, batch: Evaluated, weights: TokenWeights, device: torch.device | str, dtype: torch.dtype
     ) -> Columns:
-        """The entries of a pack's targets, out of tensors ``[episodes, time]`` (time counts an episode's tokens)."""
+        """Select a pack's targets from tensors ``[episodes, time]`` (time counts an episode's tokens)."""
         rows, places = torch.from_numpy(pack.rows), torch.from_numpy(pack.places)
 
         def take(matrix: Tensor | None) -> Tensor | None:
@@ -93,7 +71,7 @@ class Columns:
 
 
 def policy_share(
-    terms: TokenTerms, columns: Columns, normalisers: Normalisers, settings: LossSettings
+    terms: TokenTerms, columns: Columns, normalisers: Normalisers, algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A pack's share of the policy's loss, and shares of statistics over the tokens of the policy component.
 
@@ -104,7 +82,7 @@ def policy_share(
         terms: log-probabilities and entropy of the pack's targets, with gradient.
         columns: of the same targets.
         normalisers: of the whole batch.
-        settings: of the algorithm.
+        algorithm: gives the term of the policy component, the entropy bonus and the estimator of the divergence.
 
     Returns:
         a scalar with gradient, and scalars without: ``tokens`` and sums of ``ratio``, ``clipped``, ``entropy`` and
@@ -116,20 +94,21 @@ def policy_share(
     """
     log_probs = terms.log_probs
     trained = policy_terms(
-        settings.policy_loss,
+        algorithm.policy_loss,
         log_probs,
         columns.old_log_probs,
         columns.advantages,
         rows=columns.rows,
-        options=settings.policy_options,
+        options=algorithm.policy_options,
     )
     share = (columns.policy * trained.loss).sum() / normalisers.policy
     share = share - (columns.likelihood * log_probs).sum() / normalisers.likelihood
-    if settings.entropy:
-        share = share - settings.entropy * (columns.policy * terms.entropy).sum() / normalisers.policy
+    if algorithm.entropy_coefficient:
+        share = share - algorithm.entropy_coefficient * (columns.policy * terms.entropy).sum() / normalisers.policy
     every = torch.ones_like(log_probs, dtype=torch.bool)
     if columns.ref_log_probs is not None:
-        kl = kl_estimate(log_probs, columns.ref_log_probs, every, settings.kl_estimator, unbiased_gradient=True)
+        estimator = algorithm.divergence_estimator
+        kl = kl_estimate(log_probs, columns.ref_log_probs, every, estimator, unbiased_gradient=True)
         share = share + (columns.divergence * kl).sum() / normalisers.divergence
     with torch.no_grad():
         counted = (columns.policy > 0) | (columns.likelihood > 0)

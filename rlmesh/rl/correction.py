@@ -1,16 +1,16 @@
-"""Corrections for samples of another policy than the one that the trainer computes.
+"""Importance weights for samples of a policy that differs from the trainer's.
 
 An engine samples with its own kernels, dtypes and sometimes older weights, so the behaviour policy μ differs a
 little from the trainer's policy π_old of the same weights. The gradient of a sample is right on average only if it is
 weighted by ``w = π_old / μ``. Long products of such weights have a large variance, so weights are bounded
-(``truncated``), or what lies too far off leaves the batch (``masked``, ``rejected``).
+(``truncated``), or tokens and sequences with extreme weights leave the batch (``masked``, ``rejected``).
 
-What is bounded and what leaves are two things: a weight of 0 would leave the token in the divisor of the loss. So
-:func:`correct` gives both weights and the mask of what stays.
+A weight of 0 would leave the token in the divisor of the loss. So :func:`correct` returns both the weights and the mask
+of the tokens that stay.
 
 Top-p, top-k and min-p sampling renormalise over the kept tokens: an engine then reports log-probabilities of the
 truncated distribution, which differ from those of the whole vocabulary by the log of the kept mass.
-:func:`whole_vocabulary` takes that mass out again.
+:func:`whole_vocabulary` removes that difference.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from rlmesh.rl.masking import keep, masked_mean, masked_sum, require_mask
 __all__ = ["Corrected", "Correction", "Level", "correct", "whole_vocabulary"]
 
 Level = Literal["token", "sequence", "geometric"]
-"""What one weight belongs to: each token by itself; a sequence, the product over its tokens; or a sequence, the
-geometric mean over its tokens, which does not grow with its length."""
+"""The scope of a weight: each token; a sequence, as the product over its tokens; or a sequence, as the geometric mean
+over its tokens, which does not grow with its length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How samples of the engine are weighted, and which of them leave the batch.
+    """Settings for the weights of an engine's samples, and for the samples that leave the batch.
 
     Attributes:
-        level: what one weight belongs to.
-        upper: bound of the weight, ≥ 1.
-        lower: lower bound in [0, 1], or ``None`` for none.
-        beyond: what happens beyond the bounds. ``"truncate"``: the weight is set to the bound (truncated importance
+        level: scope of a weight.
+        upper: upper bound of the weight, ≥ 1.
+        lower: lower bound in [0, 1], or ``None`` for no bound.
+        beyond: action beyond the bounds. ``"truncate"``: the weight is set to the bound (truncated importance
             sampling, Ionides 2008; for engines: Yao et al. 2025). ``"mask"``: the token or sequence leaves the batch.
         reject_below: a sequence in which one token's own ratio is below this leaves the batch (for example 1e-4);
             ``None`` rejects none.
-        weigh: False gives weights of 1, so that the bounds only decide what leaves the batch.
+        weigh: False sets all weights to 1, so that the bounds only decide which samples leave the batch.
     """
 
     level: Level = "token"
@@ -100,7 +100,7 @@ def correct(log_probs: Tensor, sampled_log_probs: Tensor, mask: Tensor, how: Cor
     else:
         reduce = masked_sum if how.level == "sequence" else masked_mean
         log_weight = reduce(gap, valid, dim=1).unsqueeze(1).expand_as(gap)
-    # Compared and bounded as logarithms: the product over a long sequence overflows, its logarithm does not.
+    # Logarithms are compared and bounded: the product over a long sequence overflows, its logarithm does not.
     low = -torch.inf if how.lower is None or how.lower == 0 else float(torch.tensor(how.lower).double().log())
     high = float(torch.tensor(how.upper).double().log())
     beyond = valid & ((log_weight > high) | (log_weight < low))

@@ -1,6 +1,6 @@
 """Divergences between a student and a teacher at each token, for distillation on the student's own samples.
 
-Two sources of the teacher's opinion are enough: its log-probability of the sampled token, or its k most likely tokens.
+The input from the teacher is its log-probability of the sampled token, or those of its k most likely tokens.
 
 With the sampled tokens, the reverse divergence is a policy gradient: :func:`sampled_reverse_kl_advantages` gives the
 advantages for the policy component of the loss. With the teacher's top k, :func:`top_k_kl` is a loss by itself.
@@ -18,8 +18,8 @@ from rlmesh.rl.masking import keep, require_finite, require_mask
 __all__ = ["Direction", "sampled_reverse_kl_advantages", "top_k_kl"]
 
 Direction = Literal["forward", "reverse"]
-"""``forward``: KL(teacher ‖ student), which covers all that the teacher does. ``reverse``: KL(student ‖ teacher), which
-keeps to what the teacher does most."""
+"""``forward``: KL(teacher ‖ student), which covers all modes of the teacher. ``reverse``: KL(student ‖ teacher), which
+concentrates on the teacher's main modes."""
 
 
 def sampled_reverse_kl_advantages(log_probs: Tensor, teacher_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def top_k_kl(
         log_probs: of the student, for the teacher's top tokens, ``[batch, time, k]``.
         teacher_log_probs: of the teacher, for the same tokens, ``[batch, time, k]``; no gradient flows to it.
         mask: ``[batch, time]``.
-        direction: which divergence.
-        tail: count everything else as one event.
+        direction: forward or reverse.
+        tail: treat all other tokens as one event.
 
     Returns:
         ``[batch, time]``, 0 in masked slots.

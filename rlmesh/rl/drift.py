@@ -1,8 +1,8 @@
-"""Whether an engine and the trainer still hold the same weights: their log-probs of the same tokens, compared.
+"""Comparison of the log-probs of an engine and the trainer, to detect that they have different weights.
 
-Both compute the same function by different kernels, so a gap is always there; how large a one is allowed depends on the
-type that the coarser of the two computes in. A gap beyond that means other weights, another temperature, or a fault of
-an engine, and it spoils the ratio of every policy-gradient loss.
+Both compute the same function with different kernels, so there is always a gap; the allowed gap depends on the coarser
+of their dtypes. A larger gap means different weights, another temperature, or a fault of the engine, and falsifies the
+ratio of every policy-gradient loss.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Over the tokens of one batch, in nats.
+    """The gap over the tokens of one batch, in nats.
 
     Attributes:
         mean_abs: mean of ``|d|``, with d = log p_trainer − log p_engine of a token.
         max_abs: the largest ``|d|``.
         k3: mean of ``e^d − 1 − d``, an estimate of KL(engine ‖ trainer) from the engine's own samples, unbiased and
             never negative (J. Schulman, "Approximating KL divergence", 2020).
-        tokens: how many.
+        tokens: the number of tokens.
     """
 
     mean_abs: float
@@ -44,8 +44,8 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class DriftLimits:
-    """What numerics allow for the means. One token may be far off where its probability is tiny, so there is no limit
-    for the largest gap."""
+    """Limits of the means that rounding explains. There is no limit for the largest gap: that of a token with a tiny
+    probability may be large."""
 
     mean_abs: float
     k3: float
@@ -57,11 +57,11 @@ LIMITS = {
     "bfloat16": DriftLimits(5e-2, 1e-2),
     "float8_e4m3fn": DriftLimits(0.2, 0.1),
 }
-"""By the coarser of the types that the two compute in.
+"""Limits by the coarser of the dtypes of engine and trainer.
 
 A type with s significant bits rounds by 2^-s of a value, so logits of size 10 are off by 10 · 2^-s: 6e-7 in float32,
-5e-3 in float16, 0.04 in bfloat16. Layers add to that, signs take away; 1e-5 to 1e-4 was seen in float32. k3 is about
-half the mean square of the gap.
+5e-3 in float16, 0.04 in bfloat16. Errors of layers add up and partly cancel; 1e-5 to 1e-4 was measured in float32. k3
+is about half the mean square of the gap.
 """
 
 
@@ -69,8 +69,8 @@ def drift(trainer: Tensor, engine: Tensor, mask: Tensor) -> Drift:
     """Compare log-probs of the same tokens, at the same temperature.
 
     Args:
-        trainer: by the weights that are trained, ``[batch, time]``, without gradient.
-        engine: as the engine gave them when it sampled, ``[batch, time]``.
+        trainer: of the trainer's weights, ``[batch, time]``, without gradient.
+        engine: as reported by the engine when it sampled, ``[batch, time]``.
         mask: ``[batch, time]``, True at the tokens that the engine sampled.
 
     Raises:
@@ -90,17 +90,17 @@ def drift(trainer: Tensor, engine: Tensor, mask: Tensor) -> Drift:
 
 
 class DriftAlarm:
-    """Speaks when the gap is larger than numerics allow: a warning in the log, a metric for the report, and when it
-    begins an alarm among the job's events, which ``rlmesh status`` shows::
+    """Reports gaps beyond the limits: a warning in the log, a metric for the report, and once per episode of drift an
+    alarm among the job's events, which ``rlmesh status`` shows::
 
         alarm = DriftAlarm("float32")
         …
         metrics |= alarm.check(drift(log_probs, sampled_log_probs, mask), version=version)
 
     Args:
-        limits: of one of `LIMITS`, by its name, or of your own.
-        patience: how many batches in a row must be beyond before it speaks.
-        stop: raise instead of going on.
+        limits: the name of one of `LIMITS`, or your own.
+        patience: number of consecutive batches beyond the limits before it reports.
+        stop: raise instead of only reporting.
     """
 
     def __init__(self, limits: str | DriftLimits, *, patience: int = 1, stop: bool = False) -> None:
@@ -110,18 +110,18 @@ class DriftAlarm:
             limits = LIMITS[limits]
         self.limits, self.patience, self.stop = limits, patience, stop
         self.beyond = 0
-        """How many batches in a row were."""
+        """The number of consecutive batches beyond the limits."""
 
     def check(self, found: Drift, *, version: int, who: str = "the rollout engines") -> dict[str, float]:
-        """Compare with the limits; gives metrics: the gaps, and ``drift_alarm``, 1 while it speaks.
+        """Compare with the limits; returns metrics: the gaps, and ``drift_alarm``, 1 while it reports.
 
         Raises:
             RuntimeError: the gap is beyond the limits and ``stop`` is set.
         """
         too_far = found.mean_abs > self.limits.mean_abs or found.k3 > self.limits.k3
         self.beyond = self.beyond + 1 if too_far else 0
-        speaks = self.beyond >= self.patience
-        if speaks:
+        alarmed = self.beyond >= self.patience
+        if alarmed:
             most = self.limits
             text = (
                 f"log-probs of trainer and {who} differ by {found.mean_abs:.3g} on average over {found.tokens} tokens "
@@ -133,11 +133,11 @@ class DriftAlarm:
                 raise RuntimeError(text)
             logger.warning("%s", text)
             if self.beyond == self.patience:
-                with suppress(UsageError):  # outside of a job the log is all there is
+                with suppress(UsageError):  # outside of a job there is only the log
                     current_worker().alarm(text)
         return {
             "log_prob_gap": found.max_abs,
             "log_prob_gap_mean": found.mean_abs,
             "log_prob_k3": found.k3,
-            "drift_alarm": float(speaks),
+            "drift_alarm": float(alarmed),
         }

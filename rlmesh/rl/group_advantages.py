@@ -1,9 +1,9 @@
 """Advantages of whole responses, by comparison with other responses to the same prompt.
 
-Each function takes one reward per response and gives one advantage per response; :func:`spread` gives the advantage of
-a response to all of its tokens. A response whose reward is missing (the scorer failed or abstained) is not ``valid``:
-it takes no part in the mean and the deviation of its group, and its advantage is 0. A group in which nothing can be
-compared (one valid response, or equal rewards) has advantages of 0.
+Each function takes one reward per response and returns one advantage per response; :func:`spread` copies the advantage
+of a response to all of its tokens. A response whose reward is missing (the scorer failed or abstained) is not
+``valid``: it takes no part in the mean and the deviation of its group, and its advantage is 0. A group without
+differences (one valid response, or equal rewards) has advantages of 0.
 
 Everything is computed in the dtype of the rewards, float64 included.
 """
@@ -66,7 +66,7 @@ class _Groups:
         return torch.zeros_like(self.counts).scatter_add(0, self.place, torch.where(self.valid, x, 0.0).to(x.dtype))
 
     def of_each(self, per_group: Tensor) -> Tensor:
-        """``[batch]``: what ``per_group`` ``[groups]`` says of each response's group, 0 where invalid."""
+        """``[batch]``: the entry of ``per_group`` ``[groups]`` for each response's group, 0 where invalid."""
         return torch.where(self.valid, per_group[self.place], 0.0).to(per_group.dtype)
 
     def mean(self) -> Tensor:
@@ -87,7 +87,7 @@ def grpo(
 
     Args:
         rewards: one per response, ``[batch]``.
-        groups: ``[batch]``, integers; equal where the prompt is.
+        groups: ``[batch]``, integers; equal for responses to one prompt.
         scale: divide by the standard deviation.
         eps: added to the standard deviation.
         valid: ``[batch]``, False where the reward is missing; ``None``: all are valid.
@@ -170,7 +170,7 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor, *, valid: Tensor | Non
 
 
 def pass_at_k(correct: Tensor, groups: Tensor, *, k: int, valid: Tensor | None = None) -> Tensor:
-    """Pass@k training: the advantages by which the probability that one of k responses is right grows.
+    """Pass@k training: advantages that raise the probability that at least one of k responses is right.
 
     With n valid responses of a group, w of them wrong, and ``R = 1 − C(w, k) / C(n, k)`` the group's pass@k,
     ``s = √(R · (1 − R))``:
@@ -229,7 +229,7 @@ def reinforce_plus_plus_baseline(
 
 
 def spread(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Give each response's advantage to all of its valid tokens.
+    """Copy each response's advantage to all of its valid tokens.
 
     Args:
         advantages: ``[batch]``.

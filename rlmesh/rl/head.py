@@ -18,7 +18,7 @@ from rlmesh.rl.masking import keep, require_mask
 __all__ = ["TokenTerms", "chunk_size", "chunked_log_probs", "entropy", "token_log_probs"]
 
 CHUNK_BYTES = 256 * 2**20
-"""What the float32 logits of one chunk may take, unless the caller says otherwise."""
+"""Default memory limit of the float32 logits of one chunk."""
 
 
 class TokenTerms(NamedTuple):
@@ -120,7 +120,7 @@ def chunked_log_probs(
 
 
 def chunk_size(vocabulary: int, dtype: torch.dtype, *, limit_bytes: int = CHUNK_BYTES) -> int:
-    """How many tokens' logits take at most ``limit_bytes`` in the dtype in which they are reduced; at least 1."""
+    """The number of tokens whose logits take at most ``limit_bytes`` in the dtype of the reduction; at least 1."""
     return max(1, limit_bytes // (vocabulary * (8 if dtype == torch.float64 else 4)))
 
 
@@ -151,7 +151,7 @@ class _ChunkedHead(torch.autograd.Function):
         hidden, weight, bias, tokens, normalisers, entropies = ctx.saved_tensors
         grad_log_probs, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Sums over chunks are kept wide: in bfloat16 many small chunks would lose what they add.
+        # Sums over chunks use the wide type: in bfloat16 the contributions of many small chunks would be lost.
         wide = normalisers.dtype
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None

@@ -1,7 +1,7 @@
-"""Facts that hold at every step of a healthy run, as checks that a trainer makes every few steps.
+"""Invariants of a healthy run, as checks that a trainer makes every few steps.
 
-A run that violates one of them goes on and learns something else than its author means. Each check raises
-:class:`InvariantViolated` with the numbers, the likely cause and what to do.
+A run that violates an invariant continues, but optimises something else than intended. Each check raises
+:class:`InvariantViolated` with the numbers, the likely cause and the remedy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Cause = Literal["none", "dtype", "truncation", "template", "stale weights", "unk
 
 
 class InvariantViolated(ArithmeticError):
-    """A fact does not hold that a correct training step guarantees."""
+    """A condition is violated that a correct training step guarantees."""
 
 
 def require_tokens(mask: Tensor, *, what: str = "the batch") -> None:
@@ -38,7 +38,7 @@ def require_tokens(mask: Tensor, *, what: str = "the batch") -> None:
 
     Args:
         mask: any shape.
-        what: named in the message.
+        what: name of the batch in the message.
 
     Raises:
         InvariantViolated: the mask is empty.
@@ -129,7 +129,7 @@ def require_centred(advantages: Tensor, groups: Tensor, *, valid: Tensor | None 
 
 @dataclass(frozen=True, slots=True)
 class EngineGap:
-    """The gap ``trainer − engine`` of the log-probabilities of a batch, by what tells its causes apart.
+    """The gap ``trainer − engine`` of the log-probabilities of a batch, in numbers that distinguish its causes.
 
     Attributes:
         mean_abs: mean of ``|gap|``, in nats.
@@ -150,7 +150,7 @@ class EngineGap:
         """Compare ``[batch, time]`` log-probabilities of the same tokens.
 
         Args:
-            first_tokens: how many valid tokens at the beginning of each row count as its first.
+            first_tokens: number of valid tokens at the beginning of each row that count as its first tokens.
 
         Raises:
             ValueError: shapes differ.
@@ -170,20 +170,21 @@ class EngineGap:
 def name_cause(
     gap: EngineGap, limits: DriftLimits, *, versions_behind: int = 0, truncated: bool = False, same_prompt: bool = True
 ) -> tuple[Cause, str]:
-    """The most likely cause of a gap between an engine and the trainer, and a sentence on what to do.
+    """The most likely cause of a gap between an engine and the trainer, and a sentence with the remedy.
 
-    Facts decide first (another prompt, older weights), then the shape of the gap: a truncated distribution moves all
-    log-probabilities the same way, and a wrong template spoils the first tokens most.
+    Known facts decide first (another prompt, older weights), then the shape of the gap: a truncated distribution shifts
+    all log-probabilities in the same direction, and a wrong template affects the first tokens most.
 
     Args:
-        gap: what was measured.
-        limits: what the coarser dtype of the two explains (:data:`rlmesh.rl.drift.LIMITS`).
-        versions_behind: how many pushes older the sampling weights are than the trainer's.
-        truncated: the engine sampled with top-p, top-k or min-p, and its log-probabilities are of what was kept.
+        gap: the measured gap.
+        limits: the gap that the coarser dtype explains (:data:`rlmesh.rl.drift.LIMITS`).
+        versions_behind: number of versions by which the sampling weights are older than the trainer's.
+        truncated: the engine sampled with top-p, top-k or min-p, and its log-probabilities are those of the truncated
+            distribution.
         same_prompt: the token ids of the prompt are equal on both sides.
 
     Returns:
-        the cause, ``"none"`` if there is no gap to speak of, and the sentence.
+        the cause, ``"none"`` if the gap is negligible, and the sentence.
     """
     text = f"mean |gap| {gap.mean_abs:.3g} nats over {gap.tokens} tokens (limit {limits.mean_abs:g})"
     if not same_prompt:

@@ -1,4 +1,4 @@
-"""The divergence of a policy from its reference, and rewards that carry it as a penalty."""
+"""The divergence of a policy from its reference, and rewards that include it as a penalty."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def kl_estimate(
 
     Source: J. Schulman, "Approximating KL divergence" (2020), for tokens sampled by the policy itself.
 
-    ``k1`` is for rewards, where no gradient flows. As a term of a *loss* its gradient is ∇ log π, the
-    same whatever the reference is, and zero on average: it regularises nothing. Hence it is refused where a
-    gradient would flow. Use ``k2`` there, or ``unbiased_gradient``.
+    ``k1`` is for rewards, where no gradient flows. As a term of a *loss* its gradient is ∇ log π, which does not
+    depend on the reference and is zero on average: it regularises nothing. So ``k1`` is refused where a gradient would
+    flow. Use ``k2`` there, or ``unbiased_gradient``.
 
     The gradient of ``k3`` as a loss is that of the reverse divergence, KL(reference ‖ policy), to first order. With
     ``unbiased_gradient`` the value is the estimator's and the gradient is d · ∇ log π, that of ``k2``, whose mean over
@@ -78,16 +78,16 @@ def kl_estimate(
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, coefficient: float) -> Tensor:
-    """Reward of each token: the KL penalty, and at the last valid token of a row its score besides.
+    """The reward of each token: the KL penalty, plus the score of the row at its last valid token.
 
     ``r[b, t] = −coefficient · kl[b, t] + (t is the last valid of b) · scores[b]``, as in Ouyang et al. 2022
-    (InstructGPT), arXiv:2203.02155, and Ziegler et al. 2019, arXiv:1909.08593. The mask comes first: the
-    KL of tokens that the policy did not choose (tool output, padding) is no part of any return.
+    (InstructGPT), arXiv:2203.02155, and Ziegler et al. 2019, arXiv:1909.08593. The mask is applied first: the KL of
+    tokens that the policy did not sample (tool output, padding) is in no return.
 
     Args:
         scores: one per sequence, ``[batch]``.
         kl: ``[batch, time]``.
-        mask: ``[batch, time]``; a row without valid tokens gets no reward, for there is no token to carry it.
+        mask: ``[batch, time]``; a row without valid tokens gets no reward.
         coefficient: weight of the penalty, ≥ 0.
 
     Returns:
@@ -108,14 +108,14 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, coefficient: floa
 
 @dataclass(frozen=True, slots=True)
 class KLController:
-    """The coefficient of the KL penalty: fixed, or steered so that the KL stays near ``target``.
+    """The coefficient of the KL penalty: fixed, or controlled so that the KL stays near ``target``.
 
     Adaptive (Ziegler et al. 2019, arXiv:1909.08593, section 2.2): with e = clip(kl / target − 1, ±0.2),
     ``coefficient ← coefficient · (1 + e · samples / horizon)``.
 
     Attributes:
-        coefficient: the present value, ≥ 0.
-        target: wanted KL per sequence, in nats; ``None`` keeps the coefficient fixed.
+        coefficient: the current value, ≥ 0.
+        target: desired KL per sequence, in nats; ``None`` keeps the coefficient fixed.
         horizon: number of samples after which a steady error of 0.2 has changed it by about 20 %.
     """
 

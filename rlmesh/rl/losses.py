@@ -1,7 +1,7 @@
 """Losses of policy and critic per token, and sums of them that do not depend on how a batch is split.
 
-Each loss is a tensor ``[batch, time]``; :func:`aggregate` makes it a number. The two are apart because the
-divisor belongs to the whole batch, while a call sees one micro-batch of one rank::
+Each loss is a tensor ``[batch, time]``; :func:`aggregate` reduces it to a number. The two are separate because the
+divisor belongs to the whole batch, while a call has one micro-batch of one rank::
 
     n = valid_count(whole_batch_mask, "token-mean")      # summed over all ranks
     for part in micro_batches:
@@ -40,14 +40,14 @@ __all__ = [
 ]
 
 Aggregation = Literal["token-mean", "sequence-mean", "constant"]
-"""``token-mean``: every valid token weighs the same. ``sequence-mean``: every sequence that has a valid token
-does, and within it every token. ``constant``: every valid token weighs the same, and the divisor is the number of
-sequences times a constant, whatever the lengths are."""
+"""``token-mean``: all valid tokens have the same weight. ``sequence-mean``: all sequences with a valid token have the
+same weight, and so have the tokens within a sequence. ``constant``: all valid tokens have the same weight, and the
+divisor is the number of sequences times a constant, independent of their lengths."""
 
 
 class PolicyTerms(NamedTuple):
-    """Per token, each ``[batch, time]``: the loss, the probability ratio (1 in masked slots, detached), and
-    whether clipping took the gradient away."""
+    """Per token, each ``[batch, time]``: the loss, the probability ratio (1 in masked slots, detached), and a flag that
+    clipping removed the gradient."""
 
     loss: Tensor
     ratio: Tensor
@@ -55,7 +55,7 @@ class PolicyTerms(NamedTuple):
 
 
 class ValueTerms(NamedTuple):
-    """Per token, each ``[batch, time]``: the loss, and whether clipping took the gradient away."""
+    """Per token, each ``[batch, time]``: the loss, and a flag that clipping removed the gradient."""
 
     loss: Tensor
     clipped: Tensor
@@ -76,7 +76,7 @@ def ppo_clip_loss(
     With r = exp(log π − log π_old): ``loss = −min(r · A, clip(r, 1 − clip_low, 1 + clip_high) · A)``
     (Schulman et al. 2017, arXiv:1707.06347, equation 7). A ``clip_high`` above ``clip_low`` leaves unlikely
     tokens more room to grow (Yu et al. 2025, arXiv:2503.14476, "clip-higher"). With ``dual_clip`` c, the loss of a
-    token with A < 0 is at most ``−c · A``, whatever its ratio (Ye et al. 2019, arXiv:1912.09729, equation 4).
+    token with A < 0 is at most ``−c · A`` for any ratio (Ye et al. 2019, arXiv:1912.09729, equation 4).
 
     Args:
         log_probs: of the policy that is trained, ``[batch, time]``.
@@ -253,7 +253,7 @@ def value_clip_loss(
 
 
 def valid_count(mask: Tensor, mode: Aggregation) -> Tensor:
-    """What :func:`aggregate` divides by, for the part of the batch that ``mask`` belongs to.
+    """The divisor of :func:`aggregate` for the part of the batch that ``mask`` belongs to.
 
     Sum it over all micro-batches and ranks (one ``all_reduce``).
 
@@ -270,7 +270,7 @@ def valid_count(mask: Tensor, mode: Aggregation) -> Tensor:
 def aggregate(
     per_token: Tensor, mask: Tensor, mode: Aggregation, *, denominator: Tensor | float, constant: float | None = None
 ) -> Tensor:
-    """This part's share of a mean over the whole batch.
+    """The share of this part in a mean over the whole batch.
 
     * ``token-mean``: Σ over the valid tokens / denominator (Yu et al. 2025, arXiv:2503.14476, section 3.3);
     * ``sequence-mean``: Σ over the sequences of the mean of their valid tokens / denominator (Shao et al.
@@ -285,14 +285,14 @@ def aggregate(
         mask: ``[batch, time]``.
         mode: see :data:`Aggregation`.
         denominator: :func:`valid_count` of the *whole* batch.
-        constant: for the mode ``constant`` only, > 0: usually the most tokens that a response may have.
+        constant: for the mode ``constant`` only, > 0: usually the token limit of a response.
 
     Returns:
-        a scalar; 0, with gradients 0, where nothing is valid here.
+        a scalar; 0, with gradients 0, if no slot of this part is valid.
 
     Raises:
-        ValueError: shapes differ, the mode is unknown, ``constant`` is missing or not wanted, or the denominator is
-            below the count at hand, so that it cannot be that of the whole batch.
+        ValueError: shapes differ, the mode is unknown, ``constant`` is missing or not allowed, or the denominator is
+            below this part's count, so that it cannot be that of the whole batch.
         FloatingPointError: a valid slot is not finite.
     """
     if (mode == "constant") != (constant is not None) or (constant is not None and constant <= 0):
@@ -331,7 +331,7 @@ def _clip_range(clip_low: float, clip_high: float | None) -> tuple[float, float]
 def _ratio_terms(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Checked and masked: log π, log π − log π_old, the advantages, and the mask as booleans."""
+    """The checked and masked log π, log π − log π_old and advantages, and the mask as booleans."""
     valid = require_mask(mask, like=log_probs, name="log_probs")
     advantage = keep(advantages.detach(), valid, name="advantages")
     new = keep(log_probs, valid, name="log_probs")

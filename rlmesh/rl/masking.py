@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """One check whose outcome is still on the device.
+    """A check whose result is still on the device.
 
     Attributes:
         failed: a scalar; not 0 if the check failed.
@@ -54,13 +54,13 @@ _deferred: ContextVar[list[_Check] | None] = ContextVar("_deferred", default=Non
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Collect the checks of the block and look at their outcome once, at the end of the block.
+    """Collect the checks of the block and evaluate them once, at its end.
 
-    On a GPU each check costs a wait for the device; one training step makes about twenty. In this block the checks
-    compute their outcome on the device, and one transfer at the end brings all of them. The first check that failed
-    raises. A block that raises on its own raises that error: its collected checks are dropped.
+    On a GPU each check waits for the device; one training step makes about twenty. In this block the checks compute
+    their results on the device, and one transfer at the end fetches all of them. The first failed check raises. If the
+    block itself raises, its checks are dropped.
 
-    Blocks may be nested: the inner block's checks are looked at where the inner block ends.
+    Blocks may be nested: the checks of the inner block are evaluated at its own end.
 
     Raises:
         FloatingPointError: a valid slot was not finite.
@@ -105,13 +105,13 @@ def require(failed: Tensor, error: Callable[..., Exception], *details: Tensor) -
 def require_mask(mask: Tensor, *, like: Tensor, name: str) -> Tensor:
     """``mask`` as booleans, after a check that its shape is that of ``like``.
 
-    Broadcasting is refused, since a mask of shape ``[batch, 1]`` or ``[time]`` is far more often a mistake
-    than a wish, and one that changes every mean without an error.
+    Broadcasting is refused, since a mask of shape ``[batch, 1]`` or ``[time]`` is usually a mistake, which would change
+    every mean without an error.
 
     Args:
         mask: boolean, or numbers of which all but 0 count as True.
         like: the tensor that it belongs to.
-        name: what ``like`` is called in the message.
+        name: name of ``like`` in the message.
 
     Raises:
         ValueError: the shapes differ.
@@ -132,10 +132,10 @@ def require_finite(x: Tensor, mask: Tensor, *, name: str) -> None:
     Args:
         x: any shape.
         mask: boolean, the same shape.
-        name: what ``x`` is called in the message.
+        name: name of ``x`` in the message.
 
     Raises:
-        FloatingPointError: at least one does; the message gives how many, where, and the first value.
+        FloatingPointError: at least one does; the message has their number, the first index, and the first value.
     """
     if not x.numel():
         return
@@ -155,13 +155,13 @@ def require_finite(x: Tensor, mask: Tensor, *, name: str) -> None:
 def keep(x: Tensor, mask: Tensor, *, name: str = "x") -> Tensor:
     """``x`` where the mask is True, 0 elsewhere; the gradient of masked slots is 0 too.
 
-    Apply it *before* a function whose slope could be infinite (``exp``, ``log``): masking its result leaves
+    Apply it *before* a function whose slope may be infinite (``exp``, ``log``): masking the result would leave
     0 · inf = NaN in the backward pass.
 
     Args:
         x: any shape.
         mask: the same shape.
-        name: what ``x`` is called in messages.
+        name: name of ``x`` in messages.
 
     Raises:
         ValueError: the shapes differ.
@@ -181,7 +181,7 @@ def masked_sum(x: Tensor, mask: Tensor, *, dim: int | None = None, name: str = "
 def masked_mean(x: Tensor, mask: Tensor, *, dim: int | None = None, name: str = "x") -> Tensor:
     """Mean over the valid slots, of all of ``x`` or along ``dim``; 0 where none is valid.
 
-    This is the mean of *what is at hand*. For a loss that is split over micro-batches or ranks, use
+    This is the mean of *this tensor alone*. For a loss that is split over micro-batches or ranks, use
     :func:`rlmesh.rl.losses.aggregate`, which divides by the count of the whole batch.
     """
     total = masked_sum(x, mask, dim=dim, name=name)
@@ -194,11 +194,11 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: floa
     """Scale the valid slots to variance 1 and, with ``shift_mean``, to mean 0; masked slots become 0.
 
     ``(x − mean) / sqrt(var + eps)`` with the population variance (divided by n, as in Ziegler et al. 2019,
-    arXiv:1909.08593, whose rewards and advantages are whitened so), hence defined for a single value.
+    arXiv:1909.08593), so it is defined for a single value.
 
     Args:
-        x: any shape, usually advantages ``[batch, time]`` of the *whole* batch: whitening the shards of a
-            batch each by itself is another function.
+        x: any shape, usually advantages ``[batch, time]`` of the *whole* batch: whitening each shard of a batch alone
+            gives another result.
         mask: the same shape.
         shift_mean: False keeps the mean and scales only.
         eps: added to the variance.

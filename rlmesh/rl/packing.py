@@ -1,13 +1,13 @@
-"""Packs: episodes laid end to end in one row, without padding, and with the prompt of a group only once.
+"""Packs: episodes concatenated in one row, without padding, and with the prompt of a group only once.
 
-A row of a rectangular batch is as long as its longest episode: with long-tailed lengths, half of the computation and
-more goes into padding, and a prompt with eight responses is computed eight times. A pack is one row of tokens made of
-segments. A segment attends to itself (causally) and, if it has a prefix, to that whole prefix. So the prompt of a group
-is one segment, and each of its episodes' remaining tokens are one more, with the prompt as prefix.
+A row of a rectangular batch is as long as its longest episode: with long-tailed lengths, more than half of the
+computation is padding, and a prompt with eight responses is computed eight times. A pack is one row of tokens made of
+segments. A segment attends to itself (causally) and, if it has a prefix, to the whole prefix. So the prompt of a group
+is one segment, and the remaining tokens of each episode are another, with the prompt as prefix.
 
-Each token keeps the position that it has in its episode, so a pack computes what the episodes alone compute.
+Each token keeps its position within its episode, so a pack gives the same results as the episodes alone.
 
-Pure NumPy: :mod:`rlmesh.rl.prefix` has the attention over a pack.
+NumPy only: :mod:`rlmesh.rl.prefix` has the attention over a pack.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a pack's tokens.
+    """A contiguous range of a pack's tokens.
 
     Attributes:
         start, length: the tokens ``[start, start + length)`` of the pack.
-        prefix_start, prefix_length: the tokens that the segment attends to besides its own; none if the length is 0.
+        prefix_start, prefix_length: the tokens that the segment attends to besides its own; length 0: none.
     """
 
     start: int
@@ -44,10 +44,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """One forward pass.
+    """The input of one forward pass.
 
-    ``targets`` are the policy's tokens, in a fixed order. Everything per target (log-probabilities, advantages,
-    weights) is ``[targets]`` in that order.
+    ``targets`` are the policy's tokens, in a fixed order. All values per target (log-probabilities, advantages,
+    weights) are ``[targets]`` in that order.
 
     Attributes:
         ids, positions: ``[tokens]``.
@@ -55,7 +55,7 @@ class Pack:
         sources: ``[targets]``, the token whose state predicts the target.
         targets: ``[targets]``, the target's id.
         rows: ``[targets]``, the target's episode, as an index into the episodes that were packed.
-        places: ``[targets]``, the target's place among its episode's tokens.
+        places: ``[targets]``, the target's index among its episode's tokens.
     """
 
     ids: Index
@@ -67,11 +67,11 @@ class Pack:
     places: Index
 
     def __len__(self) -> int:
-        """How many tokens are computed."""
+        """The number of tokens that are computed."""
         return len(self.ids)
 
     def take(self, per_episode: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
-        """``[targets]`` of one array per episode, each ``[tokens of the episode]``."""
+        """Select ``[targets]`` from one array per episode, each ``[tokens of the episode]``."""
         if not len(self.targets):
             return np.zeros(0, dtype=per_episode[0].dtype if len(per_episode) else np.float32)
         edges = np.flatnonzero(np.diff(self.rows)) + 1
@@ -84,14 +84,14 @@ class Packs:
     """The packs of a batch, rank by rank.
 
     Attributes:
-        by_rank: ``by_rank[rank][i]``; each rank has equally many, the last of which may be empty.
+        by_rank: ``by_rank[rank][i]``; all ranks have equally many packs, the last of which may be empty.
         episode_tokens: tokens of all episodes, each prompt counted once per episode.
     """
 
     by_rank: tuple[tuple[Pack, ...], ...]
     episode_tokens: int
     tokens: int = field(init=False)
-    """Tokens that are computed, over all ranks."""
+    """The number of tokens that are computed, over all ranks."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", sum(len(each) for packs in self.by_rank for each in packs))
@@ -112,14 +112,14 @@ def pack(
 ) -> Packs:
     """Distribute episodes over packs and ranks.
 
-    Episodes of one group stay together where the budget allows, so that their prompt is computed once; a group that
-    does not fit is split, and its prompt is computed once per part.
+    Episodes of one group stay together if the budget allows, so that their prompt is computed once; a group that does
+    not fit is split, and its prompt is computed once per part.
 
     Args:
         episodes: of the whole batch.
-        token_budget: the most tokens of a pack. An episode that is longer gets a pack of its own.
-        ranks: how many get packs.
-        groups: ``[episodes]``, equal where the prompt is; ``None``: each episode is a group of its own.
+        token_budget: token limit of a pack. A longer episode gets a pack of its own.
+        ranks: number of ranks that get packs.
+        groups: ``[episodes]``, equal for episodes of one prompt; ``None``: each episode is a group of its own.
         share_prompts: False computes a prompt once per episode.
 
     Raises:
@@ -135,7 +135,7 @@ def pack(
     sizes = [_size(episodes, unit) for unit in units]
     bins = fill(sizes, token_budget, multiple_of=ranks)
     bins.sort(key=lambda items: -sum(sizes[i] for i in items))
-    # Dealt out by falling size, to and fro, the ranks get about equally many tokens.
+    # Dealt by falling size, forwards and backwards over the ranks, so that these get about equally many tokens.
     by_rank: list[list[Pack]] = [[] for _ in range(ranks)]
     for turn, items in enumerate(bins):
         lap, place = divmod(turn, ranks)

@@ -1,8 +1,8 @@
-"""Attention over a pack: each segment sees itself causally, and its prefix whole.
+"""Attention over a pack: each segment attends to itself causally, and to its whole prefix.
 
-On CUDA the segments go through torch's variable-length kernel: keys and values of a prefix are repeated per segment,
-queries and everything outside of attention are not. On CPU, short segments of about equal length go through one batched
-call with a small mask, and long ones one by one, by blocks of queries, so that no mask is large.
+On CUDA, torch's variable-length kernel computes all segments: keys and values of a prefix are repeated per segment,
+queries and everything outside of attention are not. On CPU, short segments of similar length are batched in one call
+with a small mask; long segments are computed one by one, in blocks of queries, so that no mask is large.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlmesh.rl.packing import Segment
 __all__ = ["PrefixLayout", "packed_attention"]
 
 LONG = 1024
-"""Segments that see more tokens than this go alone, and in blocks of this many queries."""
+"""Segments that attend to more tokens than this are computed alone, in blocks of this many queries."""
 WASTE = 0.25
-"""The most padding of a batched call, as a share of its scores."""
+"""Limit of the padding of a batched call, as a share of its scores."""
 
 
 class _Batch(NamedTuple):
@@ -31,9 +31,9 @@ class _Batch(NamedTuple):
     Attributes:
         queries: ``[segments, longest]``, token indices; the padding repeats the segment's last token.
         keys: ``[segments, longest]``, likewise.
-        mask: ``[segments, 1, queries, keys]``, True where a query sees a key; padding sees the first key.
-        where: ``[tokens of the segments]``, the places of real queries in the flattened ``queries``.
-        tokens: ``[tokens of the segments]``, the token of each of these.
+        mask: ``[segments, 1, queries, keys]``, True where a query attends to a key; padding attends to the first key.
+        where: ``[tokens of the segments]``, indices of real queries in the flattened ``queries``.
+        tokens: ``[tokens of the segments]``, the token of each real query.
     """
 
     queries: Tensor
@@ -45,7 +45,7 @@ class _Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixLayout:
-    """The segments of a pack, prepared for the attention of every layer.
+    """The prepared segments of a pack, used by the attention of every layer.
 
     Attributes:
         tokens: length of the pack.
@@ -198,14 +198,14 @@ def _batch(segments: Sequence[Segment]) -> _Batch:
     queries = starts + torch.minimum(q, lengths - 1)
     keys = torch.where(k < prefixes, prefix_starts + k, starts + torch.minimum(k - prefixes, lengths - 1))
     real = q < lengths
-    sees = (k <= prefixes.unsqueeze(1) + q.unsqueeze(1)) & (k < (prefixes + lengths).unsqueeze(1))
-    # A padded query sees all that its segment has: a row without any key would be NaN.
+    attends = (k <= prefixes.unsqueeze(1) + q.unsqueeze(1)) & (k < (prefixes + lengths).unsqueeze(1))
+    # A padded query attends to all tokens of its segment: a row without keys would be NaN.
     where = real.flatten().nonzero().squeeze(1)
-    return _Batch(queries, keys, sees.unsqueeze(1), where, queries.flatten()[where])
+    return _Batch(queries, keys, attends.unsqueeze(1), where, queries.flatten()[where])
 
 
 def _keys(segment: Segment) -> Tensor:
-    """The tokens that a segment sees, in order."""
+    """The tokens to which a segment attends, in order."""
     prefix = torch.arange(segment.prefix_start, segment.prefix_start + segment.prefix_length)
     return torch.cat([prefix, torch.arange(segment.start, segment.start + segment.length)])
 

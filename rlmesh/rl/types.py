@@ -1,10 +1,10 @@
-"""Turns, episodes and groups: what sampling gives and training takes.
+"""Turns, episodes and groups: the output of sampling and the input of training.
 
-An episode is a list of turns, and a turn is token ids with one source: the policy chose them, or the environment said
-them (a prompt, a tool's answer). Masks are derived from that and cannot be given wrongly. Text is a view for people:
-nothing is ever tokenised twice.
+An episode is a list of turns, and a turn is token ids from one source: the policy sampled them, or the environment gave
+them (a prompt, a tool's answer). Masks are derived from the sources, so they cannot be wrong. Text is for people only:
+nothing is tokenised twice.
 
-No torch here: ids and numbers are NumPy arrays, so that they travel between processes without copies.
+The module has no torch: ids and numbers are NumPy arrays, which travel between processes without copies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlmesh.rl.engines.rollout import Sample
 __all__ = ["Abstain", "Episode", "Failed", "Group", "Outcome", "Score", "Source", "Turn"]
 
 Source = Literal["policy", "environment"]
-"""Who chose the tokens of a turn."""
+"""The source of a turn's tokens."""
 
 Ids = NDArray[np.int32]
 Numbers = NDArray[np.float32]
@@ -50,7 +50,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """The scorer has no opinion on this episode: it takes no part in its group, and is no failure.
+    """The scorer does not apply to this episode, which takes no part in its group and is no failure.
 
     Attributes:
         reason: for the count in the report.
@@ -61,30 +61,30 @@ class Abstain:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The scorer failed on this episode: it takes no part in its group, and is counted. It never becomes 0.
+    """The scorer failed on this episode, which takes no part in its group and is counted. The reward is not 0.
 
     Attributes:
-        reason: what happened, such as ``"timeout"`` or the text of an exception.
+        reason: the cause, such as ``"timeout"`` or the text of an exception.
     """
 
     reason: str
 
 
 Outcome = Score | Abstain | Failed
-"""What a reward function says of an episode."""
+"""The result of a reward function for an episode."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """Token ids with one source.
+    """Token ids from one source.
 
     Attributes:
         ids: ``[tokens]``, int32.
-        source: who chose them.
-        log_probs: of a policy's turn: log-probability of each token under the distribution that was sampled from,
-            ``[tokens]``, in nats. ``None`` for an environment's turn.
-        kept_log_mass: of a policy's turn under truncated sampling (top-p, top-k, min-p): the log of the mass of the
-            kept tokens, ``[tokens]``; ``None`` where nothing was left out.
+        source: the policy or the environment.
+        log_probs: of a policy's turn: log-probability of each token under the sampling distribution, ``[tokens]``, in
+            nats. ``None`` for an environment's turn.
+        kept_log_mass: of a policy's turn under truncated sampling (top-p, top-k, min-p): the log of the probability
+            mass of the kept tokens, ``[tokens]``; ``None`` without truncation.
         version_spans: of a policy's turn: (version, first token, token after the last), in order and without gaps.
     """
 
@@ -132,13 +132,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """The turns from a prompt to the end, and what is known of them.
+    """The turns from a prompt to the end, and their rewards.
 
     Attributes:
         turns: in order; the first is the environment's, the prompt.
-        finish_reason: why the last turn ended: ``"stop"``, ``"length"``, ``"abort"``, or a name of the agent's own.
-        outcomes: what each reward said, by its name.
-        extras: whatever a user wants to keep with the episode.
+        finish_reason: the reason for the end of the last turn: ``"stop"``, ``"length"``, ``"abort"``, or a value of the
+            agent.
+        outcomes: reward name → outcome.
+        extras: the user's data for this episode.
     """
 
     turns: tuple[Turn, ...]
@@ -156,12 +157,12 @@ class Episode:
         return cls((Turn.said(sample.prompt_token_ids), Turn.sampled(sample)), sample.finish_reason)
 
     def __len__(self) -> int:
-        """How many tokens, the prompt included."""
+        """The number of tokens, the prompt included."""
         return sum(map(len, self.turns))
 
     @property
     def prompt_ids(self) -> Ids:
-        """The first turn."""
+        """The token ids of the first turn."""
         return self.turns[0].ids
 
     @property
@@ -171,7 +172,7 @@ class Episode:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """``[tokens]``, True at the tokens that the policy chose."""
+        """``[tokens]``, True at the tokens that the policy sampled."""
         return np.concatenate([np.full(len(turn), turn.source == "policy") for turn in self.turns])
 
     def per_token(self, name: Literal["log_probs", "kept_log_mass"]) -> Numbers:
@@ -186,12 +187,12 @@ class Episode:
 
     @property
     def response_tokens(self) -> int:
-        """How many tokens the policy chose."""
+        """The number of tokens that the policy sampled."""
         return sum(len(turn) for turn in self.turns if turn.source == "policy")
 
     @property
     def policy_version(self) -> int | None:
-        """The oldest version that took part, which staleness is counted from. ``None``: the policy chose nothing."""
+        """The oldest version of any token, from which staleness is counted; ``None`` without tokens of the policy."""
         return min((span[0] for turn in self.turns for span in turn.version_spans), default=None)
 
 
@@ -200,7 +201,7 @@ class Group:
     """All episodes of one prompt.
 
     Attributes:
-        key: names the prompt within the run, such as (epoch, row).
+        key: identifies the prompt within the run, such as (epoch, row).
         episodes: at least one; they may share more than the prompt.
         row: the data set's row, for rewards.
     """

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import Event
+from typing import TYPE_CHECKING
 
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.peer_status import Serving, Waiting
@@ -14,7 +15,9 @@ from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.dispatch import Dispatcher
 from rlmesh.runtime.serving.served_calls import is_shown, serving_of
-from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey, blocked_calls, refuse_queued
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey
 
 _ANSWERS_POLL_S = 0.005
 
@@ -87,12 +90,16 @@ class RuntimeActivity:
         Args:
             older_s: report nothing unless a call has been here for so many seconds.
         """
+        from rlmesh.runtime.serving.wait_report import blocked_calls
+
         what, since = self._main_work
         age_s = clock.now() - since if what else 0.0
         return blocked_calls(self._dispatcher, self._name, (what, age_s), time.perf_counter_ns(), older_s)
 
     def refuse_queued(self, calls: Collection[CallKey], text: str) -> None:
         """Let calls that have not begun fail with `WouldDeadlock`."""
+        from rlmesh.runtime.serving.wait_report import refuse_queued
+
         self._post(refuse_queued, self._dispatcher, self._loop, frozenset(calls), text)
 
     # Signs of life.

@@ -13,16 +13,3 @@ from rlmesh.testing.faults import faulty as faulty
 from rlmesh.testing.in_process import InProcessCluster as InProcessCluster
 from rlmesh.testing.local_cluster import LocalCluster as LocalCluster
 from rlmesh.testing.loopback import LoopbackNetwork as LoopbackNetwork
-
-__all__ = [
-    "FakeGpu",
-    "FakeNvml",
-    "FakeSlice",
-    "FaultPlan",
-    "InProcessCluster",
-    "LocalCluster",
-    "LoopbackNetwork",
-    "NothingLeft",
-    "VirtualLoop",
-    "faulty",
-]

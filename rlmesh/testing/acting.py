@@ -1,4 +1,4 @@
-"""Members without processes: what ``current_worker()`` is to a role's object that a test serves itself."""
+"""Members without processes: the ``current_worker()`` of a role's object that a test serves itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ActingMember", "RecordingLink"]
 
 
 class RecordingLink:
-    """A way to a job that is not there: keeps what is said, knows of no restarts, stops nobody."""
+    """A link to a job that does not exist: records reports and alarms, has no restarts, and never stops a member."""
 
     def __init__(self, reports: list[MetricRecord], alarms: list[Alarm]) -> None:
         self._reports, self._alarms = reports, alarms
@@ -49,7 +49,7 @@ class RecordingLink:
 
 
 class ActingMember:
-    """One member of a role, built as a worker builds it: without arguments, then ``setup()``; both as itself."""
+    """A member of a role, made as a worker makes it: without arguments, then ``setup()``, as ``current_worker()``."""
 
     def __init__(
         self, kind: Callable[[], Any], role: str, rank: int, world_size: int, *, job: JobInfo, run_dir: Path,
@@ -64,12 +64,12 @@ class ActingMember:
         self.hook("setup")
 
     def hook(self, name: str) -> None:
-        """Call one of the object's hooks, if it has it."""
+        """Call a hook of the object, if it exists."""
         hook = getattr(self.object, name, None)
         if callable(hook):
             with acting_as(self.context):
                 call_plainly(f"{type(self.object).__name__}.{name}()", hook)
 
     def functions(self) -> Mapping[str, Callable[..., Any]]:
-        """Its ``@rpc`` methods, by name; within each, ``current_worker()`` is this member."""
+        """The object's ``@rpc`` methods, by name; within each, ``current_worker()`` is this member."""
         return {name: acting_for(self.context, method) for name, method in exported(self.object).items()}

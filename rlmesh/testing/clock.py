@@ -1,12 +1,12 @@
-"""A loop whose time does not pass by itself: where it would wait for a timer, it jumps to it.
+"""`VirtualLoop`: an event loop in virtual time, which jumps to the next timer instead of waiting for it.
 
 ::
 
     with VirtualLoop() as loop:
         loop.run(main())        # minutes of timeouts, in milliseconds
 
-Deadlines of calls follow the loop's time while its ``with`` block lasts. Sockets work, as long as both ends belong
-to this loop: other threads and processes live in real time, and would find that hours pass in a moment.
+Within its ``with`` block, deadlines of calls follow the loop's time. Sockets work if both ends belong to this loop:
+other threads and processes run in real time, in which hours of the loop pass in a moment.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlmesh.runtime.process import clock
 T = TypeVar("T")
 
 REAL_LIMIT_S = 5.0
-"""Real seconds that the loop waits for something from outside when it has no timer to jump to."""
+"""Real seconds that the loop waits for I/O when it has no timer to jump to."""
 
 
 class NothingLeft(RuntimeError):
-    """The loop waits for something that cannot happen: no timer is set, and nothing came from outside."""
+    """The loop would wait for ever: no timer is set, and no I/O arrived."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Looks at the sockets without waiting, and moves the time on instead."""
+    """Polls the sockets without waiting, and advances the virtual time instead."""
 
     loop: VirtualLoop
 
@@ -52,10 +52,10 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop in virtual time; use it as a context manager.
+    """An event loop in virtual time; use it as a context manager.
 
     Args:
-        start_s: the time that it begins with.
+        start_s: the initial time in seconds.
     """
 
     def __init__(self, start_s: float = 1000.0) -> None:
@@ -68,15 +68,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual_s
 
     def jump(self, seconds: float) -> None:
-        """Let time pass, without running what is due."""
+        """Advance the time without running due callbacks."""
         self._virtual_s += seconds
 
     def advance(self, seconds: float) -> None:
-        """Run everything that happens in the next ``seconds``."""
+        """Run all callbacks of the next ``seconds``."""
         self.run_until_complete(asyncio.sleep(seconds))
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end."""
+        """Run a coroutine until it completes."""
         return self.run_until_complete(main)
 
     def __enter__(self) -> VirtualLoop:

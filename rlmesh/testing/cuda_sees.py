@@ -1,4 +1,4 @@
-"""What CUDA itself shows under a mask: a program that asks the driver, and nothing else, in a process of its own."""
+"""The devices that CUDA shows under a mask, found by a separate process that only queries the driver."""
 
 from __future__ import annotations
 

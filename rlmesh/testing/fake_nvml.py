@@ -1,4 +1,4 @@
-"""GPUs on a machine without any: a library with the functions of pynvml that rlmesh uses.
+"""Simulated GPUs: a library with the functions of pynvml that rlmesh uses.
 
 ::
 
@@ -8,9 +8,8 @@
     with LocalCluster(nodes=1, nvml="fleet:gpus"):
         job.submit("test")
 
-Jobs are placed on these GPUs, their members' environment names them, and each member finds there what it was
-given. What happens to a GPU while a job runs is written into a file (:meth:`FakeNvml.happen`), which the processes
-of the job read.
+Jobs are placed on these GPUs, which the environment of their members names. Events of a GPU during a job are written
+to a file (:meth:`FakeNvml.happen`), which the processes of the job read.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class FakeSlice:
 
 @dataclass(frozen=True, slots=True)
 class FakeGpu:
-    """One GPU. ``links`` has the other end's UUID and the number of NVLinks; ``switch`` connects it to all GPUs
-    that are on the switch too."""
+    """A GPU. ``links`` has the other end's UUID and the number of NVLinks; ``switch`` connects it to all GPUs on the
+    switch."""
 
     uuid: str
     bus_id: str
@@ -63,11 +62,11 @@ _TEXTS = {3: "Not Supported", 6: "Not Found", 9: "Driver Not Loaded", 10: "Timeo
 
 @dataclass
 class FakeNvml:
-    """The library. The order of ``gpus`` is the order of NVML's own indexes.
+    """The library. The order of ``gpus`` is that of NVML's indexes.
 
     Args:
-        events: file of what happens to GPUs, one JSON object per line; read at each call.
-        broken: number of the error with which it refuses to start.
+        events: file of the GPUs' events, one JSON object per line; read at each call.
+        broken: number of the error with which initialisation fails.
     """
 
     gpus: Sequence[FakeGpu]
@@ -92,8 +91,8 @@ class FakeNvml:
     nvmlEventTypeXidCriticalError = 8
 
     def happen(self, uuid: str, what: str, value: int = 1) -> None:
-        """Let something happen to a GPU: ``xid`` (with its number), ``ecc`` (so many errors), ``lost``, ``remap``,
-        ``uuid`` (it shows ``<uuid>-other`` from now on)."""
+        """Add an event of a GPU: ``xid`` (with its number), ``ecc`` (number of errors), ``lost``, ``remap``, ``uuid``
+        (its UUID becomes ``<uuid>-other``)."""
         assert self.events is not None
         with self.events.open("a") as file:
             file.write(json.dumps([uuid, what, value]) + "\n")

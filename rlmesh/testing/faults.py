@@ -1,13 +1,13 @@
-"""Networks that misbehave: packets that are lost, late, doubled or out of order, connections that go silent.
+"""Faulty networks: packets that are lost, late, duplicated or out of order, and connections that go silent.
 
 ::
 
     plan = FaultPlan(seed=7, drop=0.01, delay_s=(0.0, 0.2))
     options = NetworkOptions(transports={"unix": faulty(unix, plan)})
 
-The contract of a transport says that packets of a link arrive in order and whole, or that the link is lost. TCP and
-Unix sockets keep it; a plan breaks it on purpose. What must hold under every plan: each call ends by its deadline,
-with its own right answer or with an error, and the runtime works on.
+A transport guarantees that packets of a link arrive in order and whole, or that the link is lost. TCP and Unix sockets
+keep this guarantee; a plan breaks it on purpose. Under every plan, each call must end by its deadline, with its own
+correct answer or with an error, and the runtime must continue to work.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from rlmesh.runtime.transport.base import Link, PacketReceiver, Rejection, Trans
 from rlmesh.wire.envelope import Frames
 
 REORDER_LIMIT_S = 0.05
-"""A packet that waits to be overtaken goes out after so long if nobody overtakes it."""
+"""A packet that is held back for reordering is sent after this time, if no packet has overtaken it."""
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What happens to packets as they are sent. The same seed and the same packets give the same faults.
+    """Faults of sent packets. The same seed and the same packets give the same faults.
 
     Attributes:
-        seed: of all decisions.
-        drop: share of packets that never arrive.
-        duplicate: share that arrive twice.
-        reorder: share that are overtaken by the next packet of their link.
-        delay_s: between which times each packet is late; their order stays.
-        half_open: share of packets after which their link carries nothing more in that direction, though neither
-            side is told.
-        alter: share of packets one byte of whose headers is another one when they arrive.
-        spare: so many first packets of each link's direction pass unharmed; 2 spare the greeting.
-        done: what happened so far, by kind.
+        seed: of all random decisions.
+        drop: share of packets that are lost.
+        duplicate: share of packets that arrive twice.
+        reorder: share of packets that the next packet of their link overtakes.
+        delay_s: range of the packets' delay; their order is kept.
+        half_open: share of packets after which their link silently drops all packets in that direction.
+        alter: share of packets with one changed byte in their headers.
+        spare: number of first packets per link and direction without faults; 2 spare the handshake.
+        done: number of injected faults, by kind.
     """
 
     seed: int = 0
@@ -71,7 +70,7 @@ class FaultPlan:
 
 
 def faulty(factory: TransportFactory, plan: FaultPlan) -> TransportFactory:
-    """A transport that behaves as ``plan`` says, in both directions of the links of its runtime."""
+    """A transport with the faults of ``plan``, in both directions of the links of its runtime."""
     numbers = itertools.count()
 
     def make(
@@ -83,7 +82,7 @@ def faulty(factory: TransportFactory, plan: FaultPlan) -> TransportFactory:
 
 
 class _FaultyLink:
-    """A link whose packets meet the plan before they are sent."""
+    """A link that applies the plan to packets before it sends them."""
 
     def __init__(
         self, inner: Link, plan: FaultPlan, number: int, loop: asyncio.AbstractEventLoop, post: Callable[..., None]
@@ -96,7 +95,7 @@ class _FaultyLink:
         self._silent = self._closed = False
         self._queue: deque[Frames] = deque()
         self._due_s = 0.0
-        self._overtaken: Frames | None = None
+        self._held_back: Frames | None = None
 
     @property
     def peer(self) -> str:
@@ -107,7 +106,7 @@ class _FaultyLink:
         if self._sent <= self._plan.spare:
             self.inner.send(frames)
         else:
-            self._post(self._meet, frames)
+            self._post(self._apply_plan, frames)
 
     def trust(self) -> None:
         self.inner.trust()
@@ -118,31 +117,31 @@ class _FaultyLink:
 
     # On the loop.
 
-    def _meet(self, frames: Frames) -> None:
+    def _apply_plan(self, frames: Frames) -> None:
         plan = self._plan
-        lost, twice, late, silent, altered = (self._random.random() for _ in range(5))
-        self._silent = self._silent or silent < plan.half_open
-        if self._silent or lost < plan.drop:
+        drop, duplicate, reorder, half_open, alter = (self._random.random() for _ in range(5))
+        self._silent = self._silent or half_open < plan.half_open
+        if self._silent or drop < plan.drop:
             plan.done["half-open" if self._silent else "drop"] += 1
             return
-        if altered < plan.alter:
+        if alter < plan.alter:
             plan.done["alter"] += 1
             headers = bytearray(frames[0])
             headers[self._random.randrange(len(headers))] ^= self._random.randrange(1, 256)
             frames = [bytes(headers), *frames[1:]]
-        if late < plan.reorder and self._overtaken is None:
+        if reorder < plan.reorder and self._held_back is None:
             plan.done["reorder"] += 1
-            self._overtaken = frames
-            self._loop.call_later(REORDER_LIMIT_S, self._let_go)
+            self._held_back = frames
+            self._loop.call_later(REORDER_LIMIT_S, self._release)
             return
         self._schedule(frames)
-        if twice < plan.duplicate:
+        if duplicate < plan.duplicate:
             plan.done["duplicate"] += 1
             self._schedule(frames)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
-        frames, self._overtaken = self._overtaken, None
+    def _release(self) -> None:
+        frames, self._held_back = self._held_back, None
         if frames is not None:
             self._schedule(frames)
 
@@ -161,7 +160,7 @@ class _FaultyLink:
 
 
 class _FaultyTransport:
-    """Stands between a transport and its runtime."""
+    """Wraps a transport, and forwards between it and its runtime."""
 
     def __init__(
         self, factory: TransportFactory, plan: FaultPlan, numbers: itertools.count[int], receiver: PacketReceiver,

@@ -1,4 +1,6 @@
-"""A job's roles within one process, for tests of code that makes calls: no launcher, no agent, no other process.
+"""`InProcessCluster`: a job's roles within one process, for tests of code that makes calls.
+
+There is no launcher, no agent and no other process.
 
 ::
 
@@ -19,8 +21,8 @@
             cluster.serve("ACTOR", Actor())
             await train()               # which calls RoleGroup("ACTOR")
 
-Each member has a runtime of its own. Messages are encoded, authenticated and decoded as those of a job are, and pass a
-transport of your choice.
+Each member has its own runtime. Messages are encoded, authenticated and decoded as in a job, and use a transport of
+your choice.
 """
 
 from __future__ import annotations
@@ -57,27 +59,27 @@ from rlmesh.testing.loopback import LoopbackNetwork
 TransportName = Literal["loop", "unix", "ipc", "tcp"]
 
 _TAKEN_S = 5.0
-"""So long may a runtime's thread take to do what it was given."""
+"""Timeout of work that is posted to a runtime's thread."""
 
 
 class InProcessCluster:
     """Objects that are served as members of roles, and a runtime, ``caller``, that calls them.
 
-    With ``with``, each runtime has a loop on a thread of its own. With ``async with``, all of them run on the running
-    loop; it may be a `VirtualLoop` if the served methods are ``async def``. Within the block, ``RoleGroup("ACTOR")``
-    finds the cluster's members.
+    With ``with``, each runtime has a loop on its own thread. With ``async with``, all runtimes use the running loop; it
+    may be a `VirtualLoop` if the served methods are ``async def``. Within the block, ``RoleGroup("ACTOR")`` finds the
+    cluster's members.
 
     Args:
-        transport: what messages pass: ``loop`` (no sockets), ``unix`` (Unix sockets), ``ipc`` (ZeroMQ over Unix
+        transport: transport of messages: ``loop`` (no sockets), ``unix`` (Unix sockets), ``ipc`` (ZeroMQ over Unix
             sockets) or ``tcp`` (ZeroMQ over TCP, on loopback).
-        plan: faults that messages meet.
+        plan: faults to inject into messages.
         network: limits of the runtimes.
         key: the job's key; None makes one.
-        config: what members find in ``current_worker().job_info.user_config``.
+        config: value of ``current_worker().job_info.user_config`` in members.
 
     Attributes:
-        reports: what members reported by ``current_worker().report(…)``, in that order.
-        alarms: the same for ``current_worker().alarm(…)``.
+        reports: records of ``current_worker().report(…)`` in members, in order.
+        alarms: records of ``current_worker().alarm(…)``.
     """
 
     def __init__(
@@ -135,13 +137,12 @@ class InProcessCluster:
         forked.forget_in_children(self)
 
     def forked(self) -> None:
-        """In a forked child: members are torn down and the folder is removed where they were made."""
+        """Forget members and the folder in a forked child: the parent tears them down."""
         self._members, self._stack = {}, ExitStack()
         self._folder._finalizer.detach()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Let members that were added tear down, the last one first, and close all runtimes: calls that are pending
-        fail."""
+        """Call ``teardown()`` of added members, the last one first, and close all runtimes: pending calls fail."""
         try:
             while self._members:
                 _, member = self._members.popitem()
@@ -152,7 +153,7 @@ class InProcessCluster:
             self._stack.close()
 
     def start(self, name: str, *, bind: bool = True) -> Runtime:
-        """One more runtime of the cluster, which serves nothing yet."""
+        """Start another runtime of the cluster, which serves nothing yet."""
         address = self._address() if bind else False
         if self._embedded:
             runtime = Runtime._make(name, self.key, None, address, None, None, 0, self.network, None)
@@ -185,13 +186,13 @@ class InProcessCluster:
         self, role: str, kind: Callable[[], Any], total: int = 1, *, axes: Mapping[str, int] | None = None,
         groups: Mapping[str, int] | None = None,
     ) -> RoleGroup[Any]:  # fmt: skip
-        """Make a role's members as a job makes them: ``kind()``, then ``setup()``, and serve them. To their code,
+        """Make a role's members as a job makes them: ``kind()``, then ``setup()``, and serve them. In their code,
         ``current_worker()`` is the member; ``teardown()`` is called when the cluster is closed. There is no process
-        group: what needs torch.distributed between ranks needs a `LocalCluster`.
+        group: code that uses torch.distributed between ranks needs a `LocalCluster`.
 
         Args:
             kind: the role's class, built without arguments.
-            total: how many members.
+            total: number of members.
             axes, groups: as for `serve`.
         """
         of_rank = _group_of_each(role, total, groups)
@@ -199,10 +200,10 @@ class InProcessCluster:
         return self._serve(role, [partial(_serve_member, member) for member in made], of_rank, axes)
 
     def run(self, role: str, kind: Callable[[], Any]) -> Any:
-        """Make a member of ``role`` as `add` does, and call its ``run()`` here, on this thread. Gives its object.
+        """Make a member of ``role`` as `add` does, and call its ``run()`` on this thread; returns its object.
 
         Raises:
-            UsageError: under ``async with``: the loop that carries the calls would stand still.
+            UsageError: under ``async with``, where ``run()`` would block the loop that carries its calls.
         """
         if self._embedded:
             raise UsageError("run() would block the loop that carries its calls: use 'with InProcessCluster()'")
@@ -244,7 +245,7 @@ class InProcessCluster:
         return RoleGroup(role, runtime=self.caller)
 
     def kill(self, role: str, rank: int) -> None:
-        """End a member without a word, as SIGKILL would; the others are told how it ended, as their agent would."""
+        """End a member abruptly, as SIGKILL would, and report its end to the others, as their agent would."""
         name = member_name(role, rank)
         for runtime in self.runtimes:
             if runtime.name == name:
@@ -260,7 +261,7 @@ class InProcessCluster:
         self._settle()
 
     def publish(self, *more: MemberAddress) -> None:
-        """Hand out the address book, with these members besides."""
+        """Send the address book to all runtimes, with additional members."""
         self.addresses += more
         self._version += 1
         book = AddressBook(self._version, tuple(self.addresses), tuple(self.meshes.items()))
@@ -269,7 +270,7 @@ class InProcessCluster:
         self._settle()
 
     def _settle(self) -> None:
-        """Wait until what the runtimes were told has arrived."""
+        """Wait until the runtimes have processed all posted work."""
         if self._embedded:
             return
         for runtime in self.runtimes:

@@ -5,8 +5,8 @@
     with LocalCluster(nodes=3, devices_per_node=2):
         job.submit("test")
 
-Each node is a real agent under a real guardian, with its own sockets and its own members. Devices are virtual
-slots: they are counted and shared by placement as real ones are, for jobs of device type CPU and GPU alike.
+Each node is a real agent under a real guardian, with its own sockets and members. Devices are virtual slots, which
+placement counts and assigns like real devices, for jobs of device type CPU and GPU alike.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ END_S = 15.0
 
 
 class LocalCluster:
-    """Jobs that are submitted inside its ``with`` block run on its nodes; on exit nothing of them is left.
-    No report is drawn for them.
+    """Runs the jobs that are submitted inside its ``with`` block on virtual nodes; nothing of them is left on exit.
+
+    No report is drawn for these jobs.
 
     Args:
-        nodes: how many.
-        devices_per_node: virtual accelerators of each.
-        view: how jobs are shown for which ``submit`` does not say it.
+        nodes: number of nodes.
+        devices_per_node: virtual accelerators of each node.
+        view: view of jobs for which ``submit`` sets none.
         run_root: folder for the jobs' run directories; ``runs`` if not given.
         limits: deadlines of the jobs' phases.
-        nvml: ``module:attribute`` of a :class:`FakeNvml`, whose GPUs every node then has in place of virtual slots.
+        nvml: ``module:attribute`` of a :class:`FakeNvml`, whose GPUs every node has instead of virtual slots.
     """
 
     def __init__(

@@ -6,8 +6,8 @@
     options = NetworkOptions(transports=network.transports)
     async with Runtime.open(name="A:0", key=key, bind="loop://a", network=options) as a: ...
 
-It keeps the contract of a transport: packets of one link arrive in order and whole, and who is gone is told of.
-The runtimes may have loops and threads of their own.
+It keeps the guarantees of a transport: packets of one link arrive in order and whole, and lost peers are reported.
+The runtimes may have different loops and threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RETRY_S = 0.02
 
 
 class LoopbackNetwork:
-    """The addresses of one process. ``transports`` is what `NetworkOptions` takes."""
+    """The addresses of one process. ``transports`` is an argument of `NetworkOptions`."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, _LoopbackTransport] = {}
@@ -45,7 +45,7 @@ class LoopbackNetwork:
         return _LoopbackTransport(self, receiver, loop, post)
 
     def disconnect(self, endpoint: str) -> None:
-        """Break all connections that were made to ``endpoint``; both sides are told."""
+        """Break all connections to ``endpoint``; both sides get ``on_lost``."""
         listener = self.listeners[endpoint]
         listener.post(listener.break_accepted, "the connection was broken by the test")
 
@@ -66,7 +66,7 @@ class _LoopbackLink:
         self._closed = False
 
     def join(self, other: _LoopbackLink) -> None:
-        """From the connecting side's loop: what was sent before goes out."""
+        """Connect to the other end, and send the packets that waited for it. Called on the connecting side's loop."""
         self.other = other
         early, self._early = self._early, []
         for frames in early:
@@ -75,7 +75,7 @@ class _LoopbackLink:
     def send(self, frames: Frames) -> None:
         if self._closed:
             return
-        # The receiver owns what it gets, as behind a socket.
+        # The receiver owns its copy, as behind a socket.
         copied: Frames = [bytes(frame) if len(frame) < 4096 else bytearray(frame) for frame in frames]
         if self.other is None:
             self.transport.post(self._send_later, copied)
@@ -143,7 +143,7 @@ class _LoopbackTransport:
 
     def bind(self, address: str) -> str:
         if address in self._network.listeners:
-            raise UsageError(f"somebody listens at {address} already")
+            raise UsageError(f"the address {address} is in use")
         self._network.listeners[address] = self
         self._address = address
         return address

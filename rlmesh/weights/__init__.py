@@ -1,5 +1,5 @@
-"""Weight sync: from the ranks that train to the members that sample.
+"""Weight sync: transfers weights from the ranks that train to the members that sample.
 
-`sync.WeightSync` is the way in; the plan, manifests and states are pure; `channels` carry the bytes. No module here
-needs torch unless its tensors are torch's.
+Start at `sync.WeightSync`. `planning` has no I/O, `transfer` runs a push, `channels` move the bytes, `cuda` has copies
+and checksums on GPUs. No module needs torch unless its tensors are torch's.
 """

@@ -1,4 +1,4 @@
-"""Weights as NumPy arrays: `ArraySource` and `ArraySink`. No torch."""
+"""`ArraySource` and `ArraySink`: weights as NumPy arrays, without torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlmesh.weights.planning.plan import Mode
 from rlmesh.weights.protocols import Framework
 from rlmesh.weights.transfer.tensor_bytes import dtype_name
 
-OTHER = "its weights have other names, shapes or types than when the plan was made. The next push makes a new plan"
+CHANGED = "its weights have other names, shapes or types than when the plan was made. The next push makes a new plan"
 
 
 def manifest_of(arrays: Mapping[str, Any]) -> Manifest:
-    """Names, shapes and types; arrays that are the same memory are tied.
+    """Names, shapes and types; arrays that share memory are tied.
 
     Raises:
-        UsageError: these are no arrays by name.
+        UsageError: ``arrays`` has other keys than names or other values than arrays.
         WeightSyncError: an array's elements cannot be synced.
     """
     import numpy as np
@@ -41,8 +41,20 @@ def manifest_of(arrays: Mapping[str, Any]) -> Manifest:
     return Manifest(tuple(specs))
 
 
+def _form(array: Any) -> tuple[object, ...]:
+    return array.shape, array.strides, array.dtype
+
+
+def _same(arrays: Mapping[str, Any], known: Sequence[tuple[str, Any, object]]) -> bool:
+    """True for the same array objects under the same names, with the same shapes and types."""
+    return len(arrays) == len(known) and all(
+        array is before and name == name_before and _form(array) == form
+        for (name, array), (name_before, before, form) in zip(arrays.items(), known, strict=False)
+    )
+
+
 class ArraySource:
-    """Arrays by name. Change their contents in place; call `changed` if a fenced push is to notice.
+    """Arrays by name. Change their contents in place; call `changed` so that a fenced push notices the change.
 
     Args:
         arrays: name → array of any shape and strides.
@@ -55,23 +67,19 @@ class ArraySource:
         require("ArraySource(arrays)", arrays, Mapping, "a mapping of name → NumPy array")
         self.arrays = arrays
         self._changes = 0
-        self._seen: list[tuple[str, Any, Any]] = []
+        self._known: list[tuple[str, Any, Any]] = []
         self._manifest = Manifest(())
 
     def changed(self) -> None:
-        """The contents are others now."""
+        """Report a change of the contents."""
         self._changes += 1
 
     def manifest(self) -> Manifest:
-        now, seen = self.arrays, self._seen
-        same = len(now) == len(seen) and all(
-            array is known and name == called and (array.shape, array.strides, array.dtype) == form
-            for (name, array), (called, known, form) in zip(now.items(), seen, strict=False)
-        )
-        if not same or not seen:
-            made = manifest_of(now)
+        arrays = self.arrays
+        if not self._known or not _same(arrays, self._known):
+            made = manifest_of(arrays)
             self._manifest = self._manifest if made == self._manifest else made
-            self._seen = [(name, array, (array.shape, array.strides, array.dtype)) for name, array in now.items()]
+            self._known = [(name, array, _form(array)) for name, array in arrays.items()]
         return self._manifest
 
     @contextmanager
@@ -83,12 +91,13 @@ class ArraySource:
 
 
 class ArraySink:
-    """Arrays by name, in ``arrays``: take it anew for each request, since a flip of a `double_buffer` sink replaces it.
+    """Arrays by name, in the attribute ``arrays``: read it anew for each request, since a flip of a `double_buffer`
+    sink replaces it.
 
     Args:
-        arrays: name → array; shapes, types and ties are what it takes, contents are not looked at.
+        arrays: name → array; gives shapes, types and ties, not contents.
         mode: see `WeightSink`.
-        keep_shared: use memory that the source shares, as it is, instead of copying it. It is read-only.
+        keep_shared: use memory that the source shares directly, instead of copying it. It is read-only.
     """
 
     framework: Framework = "numpy"
@@ -106,12 +115,12 @@ class ArraySink:
         self._spare: dict[str, Any] = {}
 
     def manifest(self) -> Manifest:
-        if not self._fits():
+        if not self._is_current():
             self._manifest = manifest_of(self.arrays)
         return self._manifest
 
-    def _fits(self) -> bool:
-        """Are the arrays that are written over still what the plan was made for?"""
+    def _is_current(self) -> bool:
+        """True if the arrays that an ``in_place`` sink overwrites have the manifest's shapes and types."""
         return self.mode != "in_place" or all(
             spec.name in self.arrays
             and self.arrays[spec.name].shape == spec.shape
@@ -120,9 +129,9 @@ class ArraySink:
         )
 
     def begin(self, version: int) -> None:
-        if not self._fits():
-            raise WeightSyncError(OTHER)
-        # Copies go into the memory of the version before, which nobody can go back to any more.
+        if not self._is_current():
+            raise WeightSyncError(CHANGED)
+        # Copies go into the memory of the version before, since no rollback follows.
         self._spare = {} if self._keep else self._previous
         self._previous, self._staged = {}, {}
 
@@ -147,8 +156,7 @@ class ArraySink:
     def flip(self, version: int) -> None:
         if self.mode == "in_place":
             return
-        names = [spec.name for spec in self._manifest]
-        staged = {name: self._staged[self._manifest.owner(name).name] for name in names}
+        staged = {spec.name: self._staged[spec.owner_name] for spec in self._manifest.tensors}
         self._previous, self.arrays, self._staged = self.arrays, staged, {}
 
     def rollback(self) -> None:

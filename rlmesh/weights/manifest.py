@@ -1,6 +1,6 @@
-"""What a source has and what a sink takes: names, shapes, element types, ties. Pure.
+"""`Manifest`: the tensors of a source or a sink: names, shapes, element types, ties. No I/O.
 
-Tensors that share memory (tied embeddings) appear under each of their names; all but the first say ``alias_of``.
+Tensors that share memory (tied embeddings) appear under each of their names; all but the first have ``alias_of``.
 """
 
 from __future__ import annotations
@@ -14,21 +14,48 @@ from math import prod
 from typing import Any, Literal, TypeVar
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.weights.planning.dtypes import ITEM_BYTES, is_float
 
 T = TypeVar("T")
 Kind = Literal["parameter", "buffer"]
 
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "complex64": 8,
+}
+"""Bytes per element of every type that weights may have, by torch's name."""
+
+FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
+"""Types between which casts may be allowed."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor, whole (not a shard). ``alias_of`` is the name under which its memory is sent."""
+    """One whole tensor (not a shard). ``alias_of`` is the name under which its memory is sent, if it is tied."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: Kind = "parameter"
     alias_of: str | None = None
+
+    @property
+    def owner_name(self) -> str:
+        """The name under which this tensor's memory is sent."""
+        return self.name if self.alias_of is None else self.alias_of
 
     @property
     def numel(self) -> int:
@@ -45,11 +72,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors of one side, in order. ``excluded`` are names that it has and keeps to itself."""
+    """All tensors of one side, in order. ``excluded`` are names of its tensors that are not synced."""
 
     tensors: tuple[TensorSpec, ...]
     excluded: tuple[str, ...] = ()
     _by_name: dict[str, TensorSpec] = field(init=False, repr=False, compare=False, hash=False)
+    _owners: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         by_name = {spec.name: spec for spec in self.tensors}
@@ -58,10 +86,11 @@ class Manifest:
         for spec in self.tensors:
             if spec.dtype not in ITEM_BYTES:
                 raise WeightSyncError(f"{spec}: elements of this type cannot be synced; known are {_list(ITEM_BYTES)}")
-            owner = by_name.get(spec.alias_of) if spec.alias_of is not None else spec
+            owner = by_name.get(spec.owner_name)
             if owner is None or owner.alias_of is not None:
                 raise WeightSyncError(f"{spec}: the name that it is tied to owns no memory")
         object.__setattr__(self, "_by_name", by_name)
+        object.__setattr__(self, "_owners", {spec.name: spec.owner_name for spec in self.tensors})
 
     def __iter__(self) -> Iterator[TensorSpec]:
         return iter(self.tensors)
@@ -73,21 +102,20 @@ class Manifest:
         return self._by_name.get(name)
 
     def owner(self, name: str) -> TensorSpec:
-        """The tensor whose memory ``name`` shows."""
-        spec = self._by_name[name]
-        return self._by_name[spec.alias_of] if spec.alias_of is not None else spec
+        """The tensor that owns the memory of ``name``."""
+        return self._by_name[self._owners[name]]
 
     def by_owner(self, tensors: Mapping[str, T]) -> dict[str, T]:
-        """Of tensors that came, one for each memory that they go to; names that are tied here came with the same."""
-        return {self.owner(name).name: tensor for name, tensor in tensors.items()}
+        """One received tensor per memory, by the owner's name; tied names have the same tensor."""
+        return {self._owners[name]: tensor for name, tensor in tensors.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, tied ones once."""
+        """The size of all tensors in bytes; tied ones count once."""
         return sum(spec.nbytes for spec in self.tensors if spec.alias_of is None)
 
     def digest(self) -> str:
-        """Equal for equal manifests."""
+        """A hash, equal for equal manifests."""
         text = repr([(s.name, s.shape, s.dtype, s.kind, s.alias_of) for s in self.tensors])
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
@@ -103,14 +131,14 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Casts:
-    """Which changes of the element type are allowed, by (from, to). ``everything`` allows all between floats."""
+    """Allowed changes of the element type, as (from, to); ``everything`` allows all between float types."""
 
     pairs: frozenset[tuple[str, str]] = frozenset()
     everything: bool = False
 
     @classmethod
     def of(cls, allow: bool | Mapping[str, str] | Iterable[tuple[str, str]]) -> Casts:
-        """From what users write: ``True``, ``{"float32": "bfloat16"}``, or pairs.
+        """Parse the option ``allow_cast``: ``True``, ``{"float32": "bfloat16"}``, or pairs.
 
         Raises:
             UsageError: it is none of these.
@@ -128,17 +156,17 @@ class Casts:
     def allow(self, source: str, sink: str) -> bool:
         if source == sink:
             return True
-        return (source, sink) in self.pairs or (self.everything and is_float(source) and is_float(sink))
+        return (source, sink) in self.pairs or (self.everything and {source, sink} <= FLOATS)
 
 
 NO_CASTS = Casts()
 
 
 def misfits(source: Manifest, sink: Manifest, casts: Casts) -> list[str]:
-    """Why these two do not fit together: one line for each fault, none if they fit.
+    """The faults that keep these two from fitting together, one line each.
 
-    A sink may have a name of its own for memory that the source ties to another name; the reverse is refused, since
-    the source's two tensors could differ and the sink has room for one.
+    A sink may have separate memory for names that the source ties; the reverse is refused, since the source's two
+    tensors could differ and the sink has memory for one.
     """
     faults = _name_faults(source, sink)
     owners: dict[str, TensorSpec] = {}
@@ -151,7 +179,7 @@ def misfits(source: Manifest, sink: Manifest, casts: Casts) -> list[str]:
         if not casts.allow(theirs.dtype, mine.dtype):
             advice = (
                 f"; allow it with allow_cast={{{theirs.dtype!r}: {mine.dtype!r}}}"
-                if is_float(theirs.dtype) and is_float(mine.dtype)
+                if {theirs.dtype, mine.dtype} <= FLOATS
                 else ""
             )
             faults.append(f"{mine.name}: the source has {theirs.dtype}, the sink {mine.dtype}{advice}")

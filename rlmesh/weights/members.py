@@ -1,4 +1,4 @@
-"""`ReceivesWeights` and `SendsWeights`: what a role class inherits so that a `WeightSync` can command it.
+"""The commands of weight sync: `ReceivesWeights` and `SendsWeights` export them, `MemberEndpoint` sends them.
 
 ::
 
@@ -16,22 +16,26 @@
             step = self.load_checkpoint()               # None: there is none yet
             self.send_weights(ModuleSource(self.model), restored=step)
 
-The commands to a sink run one after the other beside the member's own thread, so that a bucket is staged while the
-member generates. What a source gathers runs on the member's main thread, in its turn: never beside an optimizer step.
+A role class inherits from `ReceivesWeights` or `SendsWeights`. The commands to a sink run one at a time on other
+threads than the member's own, so that a bucket is staged while the member generates. A source gathers on the member's
+main thread, in the order of calls: never at the same time as an optimizer step.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future as PlainFuture
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.job.context import current_worker
 from rlmesh.runtime.argument_types import require_number
+from rlmesh.runtime.connections.address_book import AddressBook, member_name
 from rlmesh.runtime.default_runtime import default_runtime
-from rlmesh.runtime.future import Future
+from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
@@ -42,27 +46,30 @@ from rlmesh.weights.transfer.sender import OpenedRoute, RouteStart, Sender, Send
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 MOST_VERSION = (1 << 63) - 1
-BESIDE = 8
-"""Calls of a method that may wait for each other beside the member's own thread."""
+CONCURRENT = 8
+"""Limit of running calls per command, on other threads than the member's own."""
+
+
+Incarnations = Mapping[str, int]
 
 
 def commander(runtime: Runtime) -> Command:
-    """Commands to members by ordinary calls of ``runtime``."""
+    """A `Command` that calls members through ``runtime``."""
 
     @lru_cache(maxsize=1024)
-    def handle(sink: str, incarnation: int, timeout_s: float) -> MemberHandle[Any]:
-        return MemberHandle[Any](runtime.outbound, sink, incarnation=incarnation).options(timeout_s=timeout_s)
+    def handle(member: str, incarnation: int, timeout_s: float) -> MemberHandle[Any]:
+        return MemberHandle[Any](runtime.outbound, member, incarnation=incarnation).options(timeout_s=timeout_s)
 
     def command(
-        sink: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
-    ) -> Future[Any]:
-        return handle(sink, incarnation, timeout_s).call(method, *args)
+        member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
+    ) -> PlainFuture[Any]:
+        return handle(member, incarnation, timeout_s).call(method, *args)
 
     return command
 
 
 def origin_of(runtime: Runtime) -> SenderOrigin:
-    """The job of this process; outside of a job, one of its own."""
+    """The job of this process; outside of a job, a random job id."""
     private, host = runtime.network.private, _host_of(runtime.endpoint)
     try:
         worker = current_worker()
@@ -72,14 +79,14 @@ def origin_of(runtime: Runtime) -> SenderOrigin:
 
 
 def _host_of(endpoint: str | None) -> str:
-    """Where this process can be reached: as its calls are, or by the loopback if these never leave the machine."""
+    """The address at which calls reach this process; loopback if calls do not leave the machine."""
     if endpoint is None or not endpoint.startswith("tcp://"):
         return "127.0.0.1"
     return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 class ReceivesWeights:
-    """A member whose weights come from a `WeightSync`. Call `receive_weights` before the first push."""
+    """A member that gets its weights from a `WeightSync`. Call `receive_weights` before the first push."""
 
     __receiver: Receiver | None = None
 
@@ -87,17 +94,17 @@ class ReceivesWeights:
         self, sink: WeightSink, *, name: str | None = None, incarnation: int | None = None, node: str | None = None,
         tap: Tap | None = None,
     ) -> Receiver:  # fmt: skip
-        """Say where weights go. Name, incarnation and node are those of the worker unless they are given.
+        """Set the sink of this member. Name, incarnation and node default to those of the worker.
 
-        Called again, it leaves the weight syncs of the sink before; the next push finds the new one.
+        A second call leaves the weight syncs of the previous sink; the next push finds the new one.
         """
         if name is None:
             worker = current_worker()
             name, incarnation, node = worker.name, worker.incarnation, node or worker.node_name or None
         self.close_weights()
-        left = self.__receiver.left if self.__receiver is not None else None
+        last_commit = self.__receiver.last_commit if self.__receiver is not None else None
         self.__receiver = Receiver(sink, name, incarnation=incarnation or 0, node=node, tap=tap)
-        self.__receiver.left = left
+        self.__receiver.last_commit = last_commit
         return self.__receiver
 
     @property
@@ -110,25 +117,25 @@ class ReceivesWeights:
         return self.__receiver
 
     def close_weights(self) -> None:
-        """Leave all weight syncs; what is served stays."""
+        """Leave all weight syncs; the member serves its version on."""
         if self.__receiver is not None:
             self.__receiver.close()
 
-    # Of these only `Receiver` knows the order; it lets one in at a time.
+    # Commands; the receiver runs one at a time, in order.
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_sink_describe(self) -> dict[str, Any]:
         return self.weights.describe()
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_sink_has(self, session: str) -> bool:
         return self.weights.has(session)
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_attach(self, opened: OpenedRoute, buckets: Sequence[Any]) -> None:
         self.weights.attach(opened.settings, opened.channel, buckets, opened.info)
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_detach(self, session: str) -> None:
         self.weights.detach(session)
 
@@ -139,21 +146,21 @@ class ReceivesWeights:
     ) -> None:  # fmt: skip
         self.weights.stage(session, push, version, source, turn, buckets, payload, checksums, flip_s)
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_flip(self, push: int, version: int, flip_s: float, alone: bool, left: Sequence[Any]) -> None:
         self.weights.flip(push, version, flip_s, alone, left)
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_conclude(self, push: int) -> None:
         self.weights.conclude(push)
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_abort(self, session: str, push: int) -> int | None:
         self.weights.abort(push)
         self.weights.detach(session)
         return self.weights.version
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_rollback(self, flip_s: float) -> int | None:
         return self.weights.rollback(flip_s)
 
@@ -167,15 +174,15 @@ class SendsWeights:
         self, source: WeightSource, *, restored: int | None = None, name: str | None = None,
         incarnation: int | None = None, node: str | None = None, runtime: Runtime | None = None,
     ) -> Sender:  # fmt: skip
-        """Say where weights come from. Name, incarnation and node are those of the worker unless they are given.
+        """Set the source of this member. Name, incarnation and node default to those of the worker.
 
-        Called again, it leaves the weight syncs of the source before; the next push finds the new one. Without
-        ``restored`` the weights are then taken to be those that were trained here so far.
+        A second call leaves the weight syncs of the previous source; the next push finds the new one. Without
+        ``restored`` the new source's weights are assumed to continue those of the previous one.
 
         Args:
             source: the weights.
-            restored: the version that these weights were restored from, as a checkpoint says; None: they were not
-                restored. A push refuses a source that restarted and lost versions (`SourceRestarted`).
+            restored: the version that these weights were restored from, as the checkpoint says; None: not restored. A
+                push refuses a source that restarted and lost versions (`SourceRestarted`).
         """
         if restored is not None:
             require_number("send_weights(restored=…)", restored, 0, MOST_VERSION)
@@ -213,7 +220,7 @@ class SendsWeights:
     def weights_source_describe(self) -> dict[str, Any]:
         return self.weights_source.describe()
 
-    @rpc(concurrent=BESIDE)
+    @rpc(concurrent=CONCURRENT)
     def weights_source_has(self, session: str) -> bool:
         return self.weights_source.has(session)
 
@@ -243,3 +250,97 @@ class SendsWeights:
     @rpc
     def weights_close(self, session: str) -> None:
         self.weights_source.close_session(session)
+
+
+class Endpoint(Protocol):
+    """One side of a `WeightSync`: its source or its sinks.
+
+    Attributes:
+        is_local: the side is in this process: a command has ended when `command` returns.
+    """
+
+    is_local: bool
+
+    @property
+    def command(self) -> Command:
+        """Sends a command to a member; if an incarnation is given, to no other incarnation."""
+        ...
+
+    def incarnations(self) -> Incarnations:
+        """The current members, and the number of restarts of each."""
+        ...
+
+
+class MemberEndpoint:
+    """All members of some roles."""
+
+    is_local = False
+
+    def __init__(self, groups: Sequence[RoleGroup[Any]], runtime: Runtime) -> None:
+        self._groups, self._runtime = groups, runtime
+        self.command = commander(runtime)
+        self._known: tuple[AddressBook, Incarnations] | None = None
+
+    def incarnations(self) -> Incarnations:
+        book = self._runtime.address_book()
+        if self._known is not None and self._known[0] is book:
+            return self._known[1]
+        found: dict[str, int] = {}
+        for group in self._groups:
+            for rank in group.ranks:
+                member = book.find(group.role, rank)
+                found[member_name(group.role, rank)] = member.incarnation if member is not None else -1
+        self._known = book, found
+        return found
+
+    def behind(self, version: int, timeout_s: float) -> frozenset[str]:
+        """The sinks that serve another version, or none."""
+        asked = {m: self.command(m, "weights_sink_describe", timeout_s=timeout_s) for m in self.incarnations()}
+        return frozenset(member for member, answer in asked.items() if answer.result()["version"] != version)
+
+    def rollback(self, flip_s: float, timeout_s: float) -> int:
+        """Let all sinks go back to the version before; returns it.
+
+        Raises:
+            WeightSyncError: a sink could not.
+        """
+        asked = {m: self.command(m, "weights_rollback", flip_s, timeout_s=timeout_s) for m in self.incarnations()}
+        served: dict[str, int | None] = {}
+        faults = []
+        for member, answer in asked.items():
+            try:
+                served[member] = answer.result()
+            except Exception as error:
+                faults.append(f"{member}: {error}")
+        versions = set(served.values())
+        if faults or len(versions) != 1 or None in versions:
+            now = ", ".join(f"{member} serves {version}" for member, version in served.items()) or "none did"
+            raise WeightSyncError(f"not all sinks could go back: {'; '.join(faults)}. {now}. Push a version to all")
+        return next(version for version in versions if version is not None)
+
+
+class LocalSource(SendsWeights):
+    """A source in this process; its commands are method calls, which have ended when `command` returns."""
+
+    is_local = True
+
+    def __init__(self, source: WeightSource, runtime: Runtime) -> None:
+        try:
+            worker = current_worker()
+            self.name, incarnation, node = worker.name, worker.incarnation, worker.node_name or None
+        except UsageError:
+            self.name, incarnation, node = f"process {os.getpid()}", 0, None
+        self.send_weights(source, name=self.name, incarnation=incarnation, node=node, runtime=runtime)
+
+    def incarnations(self) -> Incarnations:
+        return {self.name: self.weights_source.incarnation}
+
+    def command(
+        self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
+    ) -> PlainFuture[Any]:
+        future: PlainFuture[Any] = PlainFuture()
+        try:
+            future.set_result(getattr(self, method)(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future

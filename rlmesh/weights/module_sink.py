@@ -1,4 +1,4 @@
-"""Weights of torch modules that are used: `ModuleSink`."""
+"""`ModuleSink`: weights of a torch module that is used, for instance by an engine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.arrays import OTHER
-from rlmesh.weights.manifest import Kind, Manifest
-from rlmesh.weights.module_source import manifest_of, named_tensors
+from rlmesh.weights.arrays import CHANGED
+from rlmesh.weights.cuda.copies import AddressedTensors
+from rlmesh.weights.manifest import Manifest
+from rlmesh.weights.module_tensors import ModuleTensors, manifest_of, module_tensors
 from rlmesh.weights.planning.plan import Mode
 from rlmesh.weights.protocols import Framework
 from rlmesh.weights.transfer.module_snapshot import ModuleSnapshot
-from rlmesh.weights.transfer.tensor_bytes import Placed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,39 +22,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class _Memory:
-    """One memory for all weights, by the names of their owners; a `double_buffer` sink has two, used in turn.
+class _WeightBuffer:
+    """Memory for all weights, by the names of their owners; a `double_buffer` sink alternates between two.
 
     Attributes:
-        tensors: empty while it is in use: then it is the module's alone, which may be moved, or let go of.
-        addresses: of its tensors, in the order of the sink's.
-        lent: it is shared with the source, and must not be written to.
-        layouts: entries that it has room for, as was found out in an earlier push, and their owners.
+        tensors: empty while the buffer is in use: then only the module refers to it, and may move or free it.
+        addresses: of its tensors, in the order of the sink's tensors.
+        borrowed: it is the source's memory, and must not be written to.
+        layouts: entries that fit into it, as found by an earlier push, with their owners and addresses.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     addresses: list[int] = field(default_factory=list)
-    lent: bool = False
+    borrowed: bool = False
     layouts: dict[int, tuple[Sequence[BucketEntry], list[str], tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _Swap:
-    """All that is to know of a swap before it is done.
+    """A prepared swap of the module's memory.
 
     Attributes:
         pairs: tensors of the module, and the memory that each gets.
         addresses: of that memory, in the order of the sink's tensors.
-        before, tensors: the memory that is in use, and its tensors by owner.
+        before, tensors: the buffer in use until the swap, and its tensors by owner.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
     addresses: list[int]
-    before: _Memory
+    before: _WeightBuffer
     tensors: dict[str, Tensor]
 
-    def do(self) -> _Memory:
-        """Gives what was in use."""
+    def do(self) -> _WeightBuffer:
+        """Swap; returns the buffer that was in use."""
         for target, memory in self.pairs:
             target.data = memory
         self.before.tensors = self.tensors
@@ -62,20 +62,20 @@ class _Swap:
 
 
 class ModuleSink:
-    """A module that is used here.
+    """The weights of a module in this process.
 
-    A `double_buffer` sink swaps the memory of its parameters and buffers at the flip (``tensor.data``): the module, its
-    parameters and ties stay the same objects. Where something holds on to that memory itself (CUDA graphs, packed
-    weights), use ``in_place``.
+    A `double_buffer` sink swaps the memory of parameters and buffers at the flip (``tensor.data``): the module, its
+    parameters and ties stay the same objects. If other code refers to that memory (CUDA graphs, packed weights), use
+    ``in_place``.
 
     Args:
-        module: its parameters and persistent buffers are what the sink takes.
+        module: the sink takes its parameters and persistent buffers.
         mode: see `WeightSink`.
-        keep_shared: use memory that the source shares, as it is, instead of copying it.
+        keep_shared: use memory that the source shares directly, instead of copying it.
         exclude: names that are not synced.
-        lora: "adapter": of a peft model take one adapter's tensors only.
-        adapter: which one.
-        after_flip: called when the weights are new: reset caches of old ones here.
+        lora: "adapter": take only the tensors of one adapter of a peft model.
+        adapter: name of the adapter.
+        after_flip: called after each change of the weights: reset caches of old weights here.
     """
 
     framework: Framework = "torch"
@@ -85,75 +85,68 @@ class ModuleSink:
         exclude: Collection[str] = (), lora: Literal["", "adapter"] = "", adapter: str = "default",
         after_flip: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        self._module, self._asked = module, (tuple(exclude), lora, adapter)
+        self._module, self._options = module, (tuple(exclude), lora, adapter)
         self.mode: Mode = mode
         self._keep, self._after_flip = keep_shared, after_flip or (lambda: None)
-        self._seen: ModuleSnapshot | None = None
+        self._snapshot: ModuleSnapshot | None = None
         self._manifest = Manifest(())
-        self._look()
+        self._refresh()
 
-    def _look(self) -> None:
-        """Take what the module has now, if it is not what it had; memory for the tensors before is of no use then."""
-        if self._seen is None or not self._seen.is_current():
-            tensors, kinds, excluded = self._found()
-            seen, self._seen = self._seen, ModuleSnapshot(self._module, tensors, places=False)
-            if seen is None or not seen.has(tensors):
-                self._take(tensors, kinds, excluded)
+    def _refresh(self) -> None:
+        """Take the module's current tensors, if they have changed; buffers for the old tensors are dropped then."""
+        if self._snapshot is None or not self._snapshot.is_current():
+            found = self._module_tensors()
+            before, self._snapshot = self._snapshot, ModuleSnapshot(self._module, found.tensors, places=False)
+            if before is None or not before.has(found.tensors):
+                self._take(found)
 
-    def _found(self) -> tuple[dict[str, Tensor], dict[str, Kind], tuple[str, ...]]:
-        """Tensors by name, what kind each is, and the names that are left out."""
-        exclude, lora, adapter = self._asked
-        if lora:
-            from rlmesh.weights.lora import lora_tensors
+    def _module_tensors(self) -> ModuleTensors:
+        return module_tensors(self._module, *self._options, strict=False)
 
-            tensors, _, kinds, left = lora_tensors(self._module, lora, adapter)
-        else:
-            tensors, kinds, left = named_tensors(self._module)
-        return {name: tensor for name, tensor in tensors.items() if name not in exclude}, kinds, (*exclude, *left)
-
-    def _take(self, tensors: dict[str, Tensor], kinds: dict[str, Kind], excluded: tuple[str, ...]) -> None:
-        manifest = manifest_of(tensors, kinds, excluded)
+    def _take(self, found: ModuleTensors) -> None:
+        tensors = found.tensors
+        manifest = manifest_of(tensors, found.kinds, found.excluded)
         self._manifest = self._manifest if manifest == self._manifest else manifest
         self.device = str(next(iter(tensors.values())).device) if tensors else "cpu"
-        # All objects that show one memory: each gets the new one.
+        # All tensor objects that share one memory: each gets the new memory.
         self._targets: dict[str, list[Tensor]] = {}
         for name, tensor in tensors.items():
             same = self._targets.setdefault(self._manifest.owner(name).name, [])
             if all(known is not tensor for known in same):
                 same.append(tensor)
         self._staged: dict[str, Tensor] = {}
-        self._staged_is_lent = False
+        self._staged_is_borrowed = False
         self._next: _Swap | None = None
-        self._spare = _Memory()
-        self._current: _Memory | None = None
-        self._previous: _Memory | None = None
+        self._spare = _WeightBuffer()
+        self._current: _WeightBuffer | None = None
+        self._previous: _WeightBuffer | None = None
         self._owners: dict[str, tuple[tuple[str, ...], str | None]] = {}
         self._specs = {name: (same[0].dtype, same[0].numel()) for name, same in self._targets.items()}
 
     def _must_be_current(self) -> None:
-        if self._seen is None or (not self._seen.is_current(forms=False) and not self._seen.has(self._found()[0])):
+        snapshot = self._snapshot
+        if snapshot is None or not (snapshot.is_current(forms=False) or snapshot.has(self._module_tensors().tensors)):
             raise WeightSyncError(
                 "the engine replaced parameters of its module during the push: the next one finds them"
             )
 
     def manifest(self) -> Manifest:
-        self._look()
+        self._refresh()
         return self._manifest
 
     def begin(self, version: int) -> None:
         before = self._manifest
-        self._look()
+        self._refresh()
         if self._manifest is not before:
-            raise WeightSyncError(OTHER)
-        # Copies go into the memory of the version before, which nobody can go back to any more; not if it is the
-        # source's.
+            raise WeightSyncError(CHANGED)
+        # Copies go into the buffer of the version before, since no rollback follows; not if it is the source's memory.
         if self._previous is not None:
-            self._spare = _Memory() if self._previous.lent else self._previous
-        self._previous, self._next, self._staged, self._staged_is_lent = None, None, {}, False
+            self._spare = _WeightBuffer() if self._previous.borrowed else self._previous
+        self._previous, self._next, self._staged, self._staged_is_borrowed = None, None, {}, False
 
     def let_go(self) -> None:
-        """Free all memory that is not in use; there is nothing to go back to then."""
-        self._previous, self._next, self._staged, self._spare = None, None, {}, _Memory()
+        """Free all memory that is not in use; `rollback` does nothing then."""
+        self._previous, self._next, self._staged, self._spare = None, None, {}, _WeightBuffer()
 
     def stage(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
         import torch
@@ -166,15 +159,15 @@ class ModuleSink:
                     target.copy_(sent, non_blocking=True)
                 elif keep and self._keep and sent.dtype == target.dtype and sent.device == target.device:
                     self._staged[owner] = sent
-                    self._staged_is_lent = True
+                    self._staged_is_borrowed = True
                 else:
                     back = self._staged[owner] = self._back(owner, target)
                     back.copy_(sent, non_blocking=True)
         if not self.device.startswith("cpu"):
-            # What was copied from may be used again when this returns.
+            # The source of the copies may be reused when this returns.
             torch.cuda.current_stream(torch.device(self.device)).synchronize()
 
-    # Memory that whoever receives writes to.
+    # Memory into which the receiver writes.
 
     def rooms(self, entries: Sequence[BucketEntry], *, keep: bool) -> Sequence[Tensor | None]:
         if self.mode == "in_place":
@@ -188,12 +181,12 @@ class ModuleSink:
             owners = [owner for owner in map(self._owner, entries) if owner is not None]
             self._staged.update((owner, spare.tensors[owner]) for owner in owners)
             if all(room is not None for room in rooms) and len(set(owners)) == len(rooms):
-                spare.layouts[id(entries)] = entries, owners, Placed(rooms).addresses
+                spare.layouts[id(entries)] = entries, owners, AddressedTensors(rooms).addresses
             return rooms
         _, owners, addresses = known
         filled = {owner: spare.tensors[owner] for owner in owners}
         self._staged.update(filled)
-        return Placed(filled.values(), addresses)
+        return AddressedTensors(filled.values(), addresses)
 
     def _room(self, entry: BucketEntry, owner: str | None) -> Tensor | None:
         if owner is None:
@@ -202,12 +195,12 @@ class ModuleSink:
         if self.mode == "double_buffer":
             target = self._back(owner, target)
         dtype, numel = self._specs[owner]
-        # An engine that sleeps may have let go of its memory.
-        there = target.numel() == numel and (bool(target.data_ptr()) or not numel)
-        return target if there and target.dtype is dtype is _wire_type(entry) and target.is_contiguous() else None
+        # A sleeping engine may have freed its memory.
+        has_memory = target.numel() == numel and (bool(target.data_ptr()) or not numel)
+        return target if has_memory and target.dtype is dtype is _wire_type(entry) and target.is_contiguous() else None
 
     def _owner(self, entry: BucketEntry) -> str | None:
-        """Whose memory a tensor goes to; None if it goes to several, which the source ties and this module does not."""
+        """The owner of the memory that an entry is written to; None if there are several, tied only at the source."""
         known = self._owners.get(entry.name)
         if known is None or known[0] != entry.tied:
             names = (entry.name, *entry.tied)
@@ -219,7 +212,7 @@ class ModuleSink:
         return all(same[0].is_contiguous() for same in self._targets.values())
 
     def _back(self, owner: str, target: Tensor) -> Tensor:
-        """Memory beside what is in use."""
+        """Memory for a tensor in the buffer that is not in use."""
         import torch
 
         back = self._spare.tensors.get(owner)
@@ -227,10 +220,10 @@ class ModuleSink:
             back = self._spare.tensors[owner] = torch.empty_like(target, requires_grad=False)
         return back
 
-    # Which memory is in use.
+    # Swapping buffers.
 
     def prepare_flip(self) -> None:
-        """While the last copies are under way: whatever of a flip can be done before. Nothing if more is to come."""
+        """Prepare the swap while the last copies run; does nothing if tensors are missing."""
         if self.mode == "double_buffer" and self._staged.keys() == self._targets.keys():
             self._next = self._swap_to(self._staged)
 
@@ -242,23 +235,23 @@ class ModuleSink:
                 if missing:
                     raise WeightSyncError(f"{sorted(missing)[:5]} did not come")
                 swap = self._swap_to(self._staged)
-            staged = _Memory(lent=True) if self._staged_is_lent else self._spare
+            staged = _WeightBuffer(borrowed=True) if self._staged_is_borrowed else self._spare
             self._previous = swap.do()
             staged.addresses, staged.tensors = swap.addresses, {}
-            self._current, self._staged, self._spare = staged, {}, _Memory()
+            self._current, self._staged, self._spare = staged, {}, _WeightBuffer()
         else:
             self._must_be_current()
         self._after_flip()
 
     def _swap_to(self, new: Mapping[str, Tensor]) -> _Swap:
-        """Using other memory instead of what is in use."""
+        """A swap to other memory."""
         self._must_be_current()
         old = [same[0].data for same in self._targets.values()]
         addresses = [tensor.data_ptr() for tensor in old]
         before = self._current
-        if before is None or before.addresses != addresses or before.lent:
-            # It came with the module, or was moved since.
-            before = _Memory(addresses=addresses, lent=before is not None and before.lent)
+        if before is None or before.addresses != addresses or before.borrowed:
+            # The memory came with the module, or was moved since.
+            before = _WeightBuffer(addresses=addresses, borrowed=before is not None and before.borrowed)
         pairs = [(target, new[owner]) for owner, same in self._targets.items() for target in same]
         addresses = [new[owner].data_ptr() for owner in self._targets]
         return _Swap(pairs, addresses, before, dict(zip(self._targets, old, strict=True)))
@@ -268,7 +261,7 @@ class ModuleSink:
             back = self._previous
             new = self._swap_to(back.tensors).do()
             back.tensors = {}
-            self._spare = _Memory() if new.lent else new
+            self._spare = _WeightBuffer() if new.borrowed else new
             self._current, self._previous = back, None
         self._after_flip()
 
@@ -277,7 +270,7 @@ class ModuleSink:
 
 
 def _wire_type(entry: BucketEntry) -> object:
-    """torch's type of what travels."""
+    """Torch's type of a transferred entry."""
     import torch
 
     return getattr(torch, entry.dtype)

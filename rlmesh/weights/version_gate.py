@@ -1,12 +1,12 @@
-"""`VersionGate`: requests run while the weights stand still, and know their version; flips wait for them.
+"""`VersionGate`: keeps weights and their version constant while requests run; flips wait for running requests.
 
 ::
 
-    with gate.serving() as version:     # for as long as the weights must not change
+    with gate.serving() as version:     # the weights do not change inside this block
         …
 
-One request may hold it for one token or for all of its tokens: what it holds it for is made by one version. A flip
-that waits goes before requests that come later, so that it is not starved.
+A request may hold the gate for one token or for all of its tokens: everything inside one block is computed by one
+version. A waiting flip goes before later requests, so that it is not starved.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from rlmesh.runtime.process import clock
 
 
 class VersionGate:
-    """Thread-safe. ``who`` is in the texts of errors.
+    """Thread-safe.
 
     Args:
-        who: the member's name.
-        clock: seconds.
+        who: the member's name, for error texts.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, who: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.who = who
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._version: int | None = None
         self._why_none = "no weights have come yet"
         self._closed_for: str | None = None
@@ -41,12 +42,12 @@ class VersionGate:
 
     @property
     def version(self) -> int | None:
-        """What is served now; None while nothing is."""
+        """The version that is served; None: no version is."""
         return self._version
 
     @contextmanager
     def serving(self, timeout_s: float = 60.0) -> Iterator[int]:
-        """Hold the weights still; gives their version. Waits while a flip is under way.
+        """Keep the weights constant within the block; yields their version. Waits while a flip is under way.
 
         Raises:
             WeightsNotReady: there are no weights of a known version, or the flip took longer than ``timeout_s``.
@@ -57,7 +58,7 @@ class VersionGate:
             yield version
         finally:
             self._own.depth -= 1
-            with self._changed:
+            with self._lock:
                 self._inside -= 1
                 self._changed.notify_all()
 
@@ -65,14 +66,14 @@ class VersionGate:
         return int(getattr(self._own, "depth", 0))
 
     def _enter(self, timeout_s: float) -> int:
-        with self._changed:
-            # Whoever is inside already may go deeper: the flip waits for the outermost anyway.
+        with self._lock:
+            # A thread that is inside may enter again: the flip waits for its outermost block anyway.
             if not self._depth():
                 clock.wait_for(self._changed, lambda: self._closed_for is None, timeout_s)
                 if self._closed_for is not None:
                     raise WeightsNotReady(
                         f"{self.who} cannot serve: {self._closed_for} since {self._clock() - self._closed_at:.1f} s, "
-                        "and whoever pushes the weights has not concluded it. It serves again after the next push"
+                        "and the pushing process has not concluded it. It serves again after the next push"
                     )
             if self._version is None:
                 raise WeightsNotReady(
@@ -83,15 +84,15 @@ class VersionGate:
             return self._version
 
     def close(self, why: str, timeout_s: float) -> None:
-        """Let nobody in, and wait until everybody is out.
+        """Let no request in, and wait until all running requests have left.
 
         Raises:
-            WeightSyncError: somebody stayed; the gate is open again.
+            WeightSyncError: a request stayed longer than ``timeout_s``; the gate is open again.
         """
-        with self._changed:
+        with self._lock:
             if self._closed_for is None:
                 self._closed_for, self._closed_at = why, self._clock()
-            if not clock.wait_for(self._changed, lambda: self._inside == 0, timeout_s):
+            if self._inside and not clock.wait_for(self._changed, lambda: self._inside == 0, timeout_s):
                 self._closed_for = None
                 self._changed.notify_all()
                 raise WeightSyncError(
@@ -100,12 +101,14 @@ class VersionGate:
                 )
 
     def set_version(self, version: int | None, why_none: str = "") -> None:
-        with self._changed:
+        """Set the version that requests get; ``why_none`` says in errors why there is none."""
+        with self._lock:
             if version is None and self._version is not None:
                 self._none_since = self._clock()
             self._version, self._why_none = version, why_none or self._why_none
 
     def open(self) -> None:
-        with self._changed:
+        """Let requests in again."""
+        with self._lock:
             self._closed_for = None
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""`VersionSpans`: which tokens of a sample were made by which version of the policy."""
+"""`VersionSpans`: the policy version of each token of a sample."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class VersionSpans:
-    """Grows with a sample::
+    """Versions of a growing sample, as spans of tokens::
 
         spans = VersionSpans()
         for _ in range(max_tokens):
             with weights.serving() as version:
-                …                       # one token
+                …                       # sample one token
             spans.add(version)
         sample = Sample(…, policy_version=spans.policy_version, version_spans=spans.spans)
 
@@ -23,7 +23,7 @@ class VersionSpans:
     spans: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, version: int, tokens: int = 1) -> None:
-        """The next tokens were made by this version."""
+        """Append tokens of this version."""
         if tokens < 1:
             return
         end = len(self)
@@ -34,16 +34,16 @@ class VersionSpans:
             self.spans.append((version, end, end + tokens))
 
     def __len__(self) -> int:
-        """How many tokens."""
+        """The number of tokens."""
         return self.spans[-1][2] if self.spans else 0
 
     @property
     def policy_version(self) -> int | None:
-        """The oldest version that took part: what staleness is counted from. None for no tokens."""
+        """The oldest version of any token, from which staleness is counted; None without tokens."""
         return min((version for version, _, _ in self.spans), default=None)
 
     def staleness(self, trained: int) -> int:
-        """By how many versions the oldest part is behind the trainer's."""
+        """The number of versions by which the oldest token is behind the trainer's version."""
         oldest = self.policy_version
         return 0 if oldest is None else trained - oldest
 

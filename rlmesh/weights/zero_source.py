@@ -1,7 +1,7 @@
 """`ZeroSource`: weights of a module that DeepSpeed trains with ZeRO.
 
-In stages 1 and 2 every rank has all weights. In stage 3 a parameter is empty between passes and each rank has a part of
-it: a bucket's parameters are made whole by all ranks together, handed on, and given up again.
+In stages 1 and 2 every rank has all weights. In stage 3 each rank has a part of every parameter, which is empty between
+passes: all ranks gather a bucket's parameters together, send them, and free them again.
 """
 
 from __future__ import annotations
@@ -10,33 +10,30 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.weights.lora import BASE, base_name
-from rlmesh.weights.manifest import Kind, Manifest, TensorSpec
-from rlmesh.weights.module_source import Lora, tensors_to_send
+from rlmesh.errors import UsageError
+from rlmesh.weights.manifest import Manifest
+from rlmesh.weights.module_tensors import BASE_LAYER, Lora, base_name, manifest_of, module_tensors
 from rlmesh.weights.transfer.module_snapshot import ModuleSnapshot
-from rlmesh.weights.transfer.tensor_bytes import dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def _is_partitioned(tensor: Any) -> bool:
-    return hasattr(tensor, "ds_id")
-
-
 class ZeroSource:
-    """What a DeepSpeed engine trains.
+    """The weights of a DeepSpeed engine.
 
     Args:
-        engine: what ``deepspeed.initialize`` gave. Names are those of the plain module. Elements are of the type that
-            the engine computes in: the float32 copies of its optimizer are not synced.
+        engine: the engine that ``deepspeed.initialize`` returned. Names are those of the plain module. Elements have
+            the type that the engine computes in: the optimizer's float32 copies are not synced.
         exclude: names that are not synced.
         lora: see `ModuleSource`.
-        adapter: which adapter.
+        adapter: name of the adapter.
 
     Attributes:
         tensors: name → parameter or buffer, as it is on this rank.
+
+    Raises:
+        UsageError: ``engine`` is no DeepSpeed engine, or see `ModuleSource`.
     """
 
     lasting = False
@@ -50,41 +47,41 @@ class ZeroSource:
                 "ModuleSource"
             )
         self._engine = engine
-        self._asked = tuple(exclude), lora, adapter
-        self._seen: ModuleSnapshot | None = None
+        self._options = tuple(exclude), lora, adapter
+        self._snapshot: ModuleSnapshot | None = None
         self._manifest = Manifest(())
-        self._looks = 0
-        self._look()
+        self._refreshes = 0
+        self._refresh()
 
-    def _look(self) -> None:
-        """Take what the engine's module has now, if it is not what it had."""
-        if self._seen is not None and self._seen.is_current():
+    def _refresh(self) -> None:
+        """Take the current tensors of the engine's module, if they have changed."""
+        if self._snapshot is not None and self._snapshot.is_current():
             return
         module: nn.Module = self._engine.module
-        self.tensors, self._makers, kinds, left = tensors_to_send(module, *self._asked)
-        manifest = _manifest(self.tensors, kinds, left)
+        self.tensors, self._makers, kinds, excluded = module_tensors(module, *self._options, strict=True)
+        manifest = manifest_of(self.tensors, kinds, excluded)
         self._manifest = self._manifest if manifest == self._manifest else manifest
-        # What a computed tensor is computed from must be whole too.
-        self._needs = {
-            base_name(f"{name}.{BASE}weight"): list(layer.parameters())
+        # The inputs of a computed tensor must be gathered too.
+        self._inputs = {
+            base_name(f"{name}.{BASE_LAYER}weight"): list(layer.parameters())
             for name, layer in module.named_modules()
-            if hasattr(layer, "get_delta_weight") and base_name(f"{name}.{BASE}weight") in self._makers
+            if hasattr(layer, "get_delta_weight") and base_name(f"{name}.{BASE_LAYER}weight") in self._makers
         }
         self._watched = list(module.parameters())
         self.device = str(next(iter(self.tensors.values())).device) if self.tensors else "cpu"
-        self._seen = ModuleSnapshot(module, self.tensors, places=False)
-        self._looks += 1
+        self._snapshot = ModuleSnapshot(module, self.tensors, places=False)
+        self._refreshes += 1
 
     def manifest(self) -> Manifest:
-        self._look()
+        self._refresh()
         return self._manifest
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
         import torch
 
-        parted = [p for name in names for p in self._needs.get(name, [self.tensors[name]]) if _is_partitioned(p)]
-        with torch.no_grad(), _whole(parted):
+        inputs = [p for name in names for p in self._inputs.get(name, [self.tensors[name]])]
+        with torch.no_grad(), _gathered([p for p in inputs if hasattr(p, "ds_id")]):
             made = {}
             for name in names:
                 make = self._makers.get(name)
@@ -92,14 +89,14 @@ class ZeroSource:
             yield made
 
     def stamp(self) -> object:
-        """DeepSpeed changes weights behind torch's counters, but counts its steps."""
-        self._look()
-        changes = self._looks, tuple(getattr(p, "ds_tensor", p)._version for p in self._watched)
+        """DeepSpeed's counts of steps, since it changes weights without torch's counters; and these counters."""
+        self._refresh()
+        changes = self._refreshes, tuple(getattr(p, "ds_tensor", p)._version for p in self._watched)
         return self._engine.global_steps, self._engine.skipped_steps, changes
 
 
 @contextmanager
-def _whole(parameters: Sequence[Any]) -> Iterator[None]:
+def _gathered(parameters: Sequence[Any]) -> Iterator[None]:
     if not parameters:
         yield
         return
@@ -107,17 +104,3 @@ def _whole(parameters: Sequence[Any]) -> Iterator[None]:
 
     with deepspeed.zero.GatheredParameters(parameters):
         yield
-
-
-def _manifest(tensors: Mapping[str, Any], kinds: Mapping[str, Kind], excluded: tuple[str, ...]) -> Manifest:
-    """Parameters that are tied are one object: a partitioned one has no memory to go by."""
-    owners: dict[int, str] = {}
-    specs = []
-    for name, tensor in tensors.items():
-        if tensor.is_meta:
-            raise WeightSyncError(f"{name} has no memory yet (it is on the meta device): load the weights first")
-        owner = owners.setdefault(id(tensor), name)
-        tie = owner if owner != name else None
-        shape = tuple(tensor.ds_shape) if _is_partitioned(tensor) else tuple(tensor.shape)
-        specs.append(TensorSpec(name, shape, dtype_name(tensor), kinds.get(name, "parameter"), tie))
-    return Manifest(tuple(specs), excluded)

@@ -16,17 +16,17 @@ from rlmesh.rl.losses import aggregate, value_clip_loss
 PROMPT, RESPONSE, VOCABULARY = 4, 5, 50
 
 
-def build_policy(seed: int = 0, *, tied: bool = True) -> Qwen2ForCausalLM:
+def build_policy(seed: int = 0, *, tied: bool = True, vocabulary: int = VOCABULARY) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
-            max_position_embeddings=32,
+            max_position_embeddings=64,
             tie_word_embeddings=tied,
             bos_token_id=None,
         )

@@ -229,19 +229,19 @@ def test_a_write_that_torch_does_not_count_is_seen_by_the_checksums(
 
     with sinks.sync(Sly(source)) as sync:
         sync.push(1).result(60)
-        from rlmesh.weights.channels.cuda_ipc import CudaOutlet
+        from rlmesh.weights.channels.cuda_ipc import CudaIpcSender
 
-        put = CudaOutlet.put
+        put = CudaIpcSender.put
 
-        def altered(self: CudaOutlet, *args: Any) -> Any:
-            parcel = put(self, *args)
+        def altered(self: CudaIpcSender, *args: Any) -> Any:
+            transfer = put(self, *args)
             with torch.no_grad():
                 source.rows[5].view(-1)[12345] += 1
             torch.cuda.synchronize()
-            return parcel
+            return transfer
 
         with monkeypatch.context() as patched:
-            patched.setattr(CudaOutlet, "put", altered)
+            patched.setattr(CudaIpcSender, "put", altered)
             with pytest.raises(WeightSyncError, match=r"arrived altered: the checksums of rows.5"):
                 sync.push(2).result(60)
         sync.push(3).result(60)
@@ -288,22 +288,22 @@ def test_a_snapshot_is_what_the_weights_were(mode: str, verify: bool) -> None:
 
 @pytest.mark.case("O18")
 def test_a_snapshot_that_is_altered_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlmesh.weights.channels.cuda_ipc import CudaOutlet
+    from rlmesh.weights.channels.cuda_ipc import CudaIpcSender
 
-    put = CudaOutlet.put
+    put = CudaIpcSender.put
 
-    def altered(self: CudaOutlet, *args: Any) -> Any:
-        parcel = put(self, *args)
-        assert not parcel.checksums, "they lie in the memory of the snapshot"
+    def altered(self: CudaIpcSender, *args: Any) -> Any:
+        transfer = put(self, *args)
+        assert not transfer.checksums, "they lie in the memory of the snapshot"
         torch.cuda.synchronize()
-        parcel.data[0].targets[1].view(-1)[5] ^= 1
+        transfer.data[0].targets[1].view(-1)[5] ^= 1
         torch.cuda.synchronize()
-        return parcel
+        return transfer
 
     with announced_early("double_buffer") as (members, _source, sync):
         sync.push(1).result(60)
         with monkeypatch.context() as patched:
-            patched.setattr(CudaOutlet, "put", altered)
+            patched.setattr(CudaIpcSender, "put", altered)
             with pytest.raises(WeightSyncError, match=r"arrived altered: the checksums of 1 "):
                 sync.push(2).result(60)
         assert [served for served, _ in members.ask("SINK", "state")] == [1, 1]

@@ -11,32 +11,15 @@ import torch
 import torch.distributed as dist
 
 from rlmesh.rl.algorithms import GRPO, Evaluated, TokenWeights
-from rlmesh.rl.components import Columns, LossSettings, padded, policy_share
+from rlmesh.rl.components import Columns, padded, policy_share
 from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedPart
 from rlmesh.rl.engines.training.protocol import TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import pack
+from tests.engines.training_model import build_policy
 from tests.rl.episodes import VOCABULARY, episodes_of
 
 ALGORITHM = GRPO(samples=3, loss="dapo", entropy=0.01)
 DRAWN = episodes_of([(3, [4, 0, 7]), (9, [5, 11, 3]), (5, [1, 2, 2]), (2, [6, 6, 1])], 11)
-
-
-def build_model() -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-        )
-    )
 
 
 def build_engine(kind: str) -> TrainingEngine:
@@ -45,19 +28,19 @@ def build_engine(kind: str) -> TrainingEngine:
     if kind == "ddp":
         from rlmesh.rl.engines.training.ddp import DDPEngine
 
-        return DDPEngine(build_model(), options)
+        return DDPEngine(build_policy(vocabulary=VOCABULARY), options)
     if kind == "fsdp2":
         from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
 
-        return FSDP2Engine(build_model(), options)
+        return FSDP2Engine(build_policy(vocabulary=VOCABULARY), options)
     from rlmesh.rl.engines.training.zero import DeepSpeedEngine
 
-    return DeepSpeedEngine(build_model(), options, stage=int(kind[-1]))  # type: ignore[arg-type]
+    return DeepSpeedEngine(build_policy(vocabulary=VOCABULARY), options, stage=int(kind[-1]))  # type: ignore[arg-type]
 
 
 def loss_of(model: Any, part: PackedPart, *, weights: TokenWeights) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     terms = model(packed=part.inputs)
-    return policy_share(terms, part.columns, weights.normalisers, LossSettings.of(ALGORITHM))
+    return policy_share(terms, part.columns, weights.normalisers, ALGORITHM)
 
 
 def train(engine: TrainingEngine, rank: int, ranks: int, token_budget: int) -> dict[str, Any]:

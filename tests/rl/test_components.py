@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlmesh.rl import reference
 from rlmesh.rl.algorithms import GRPO, PPO, SFT, Algorithm, Evaluated, OnPolicyDistillation
-from rlmesh.rl.components import Columns, LossSettings, padded, policy_share, value_share
+from rlmesh.rl.components import Columns, padded, policy_share, value_share
 from rlmesh.rl.head import TokenTerms
 from rlmesh.rl.packing import pack
 from tests.rl.episodes import Episodes, episodes_of, groups_of_episodes
@@ -54,18 +54,18 @@ def evaluated(drawn: Episodes) -> tuple[Evaluated, torch.Tensor, torch.Tensor]:
 
 def by_numpy(algorithm: Algorithm, batch: Evaluated, now: torch.Tensor, entropy: torch.Tensor) -> float:
     """The loss of the whole batch, from the twins, in one piece."""
-    weights, settings = algorithm.weigh(batch), LossSettings.of(algorithm)
+    weights = algorithm.weigh(batch)
     mask = batch.mask.numpy()
-    name = {"ppo": "ppo_clip_loss"}.get(settings.policy_loss, f"{settings.policy_loss}_loss")
+    name = {"ppo": "ppo_clip_loss"}.get(algorithm.policy_loss, f"{algorithm.policy_loss}_loss")
     loss = getattr(reference, name)(
-        now.numpy(), batch.log_probs.numpy(), weights.advantages.numpy(), mask, **settings.policy_options
+        now.numpy(), batch.log_probs.numpy(), weights.advantages.numpy(), mask, **algorithm.policy_options
     )[0]
     assert batch.ref_log_probs is not None
-    kl = reference.kl_estimate(now.numpy(), batch.ref_log_probs.numpy(), mask, settings.kl_estimator)
+    kl = reference.kl_estimate(now.numpy(), batch.ref_log_probs.numpy(), mask, algorithm.divergence_estimator)
     total = 0.0
     for b, t in zip(*np.nonzero(mask), strict=True):
         policy = weights.policy[b, t] / weights.normalisers.policy
-        total += float(policy * (loss[b, t] - settings.entropy * entropy[b, t]))
+        total += float(policy * (loss[b, t] - algorithm.entropy_coefficient * entropy[b, t]))
         total -= float(weights.likelihood[b, t] / weights.normalisers.likelihood * now[b, t])
         total += float(weights.divergence[b, t] / weights.normalisers.divergence * kl[b, t])
     return total
@@ -78,7 +78,7 @@ def test_any_cut_gives_the_loss_and_gradient_of_the_whole(
     algorithm: Algorithm, drawn: Episodes, budget: int, ranks: int, share: bool
 ) -> None:
     batch, now, entropy = evaluated(drawn)
-    weights, loss_settings = algorithm.weigh(batch), LossSettings.of(algorithm)
+    weights = algorithm.weigh(batch)
 
     def total(**cut: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
         leaf = now.clone().requires_grad_()
@@ -89,7 +89,7 @@ def test_any_cut_gives_the_loss_and_gradient_of_the_whole(
                 rows, places = torch.from_numpy(one.rows), torch.from_numpy(one.places)
                 columns = Columns.of(one, batch, weights, "cpu", torch.float64)
                 terms = TokenTerms(leaf[rows, places], entropy[rows, places])
-                part, statistics = policy_share(terms, columns, weights.normalisers, loss_settings)
+                part, statistics = policy_share(terms, columns, weights.normalisers, algorithm)
                 part.backward()
                 shares.append(part.item())
                 for name, value in statistics.items():

@@ -1,4 +1,4 @@
-"""One suite for every channel: what `channels.base` promises, tried on outlet and inlets without any calls between."""
+"""One suite for every channel: the contract of `channels.base`, with sender and receivers but no calls between."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 import xxhash
 
-from rlmesh.weights.channels.base import ChannelBroken, ChannelReceiver, ChannelSender, RouteSettings
-from rlmesh.weights.channels.registry import open_inlet, open_outlet
+from rlmesh.weights.channels.base import (
+    ChannelBroken,
+    ChannelReceiver,
+    ChannelSender,
+    RouteSettings,
+    open_receiver,
+    open_sender,
+)
 from rlmesh.weights.manifest import Manifest, TensorSpec
 from rlmesh.weights.planning.buckets import Bucket, cut
-from rlmesh.weights.transfer.checksum import UNIT_BYTES
-from rlmesh.weights.transfer.tensor_bytes import checksums_of
+from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES, checksums_of
 from tests.stalls import HANG_S
 from tests.weights.mesh import segments
 
@@ -35,7 +40,7 @@ def some(seed: int) -> dict[str, Any]:
 
 
 class Route:
-    """An outlet and its inlets, connected."""
+    """A channel sender and its receivers, connected."""
 
     def __init__(self, channel: str, *, keep: bool = False, timeout_s: float = HANG_S) -> None:
         # An address that is no loopback by its name, so that the stream is encrypted.
@@ -43,28 +48,28 @@ class Route:
         settings = RouteSettings("s", "job", 0, "A:0", SINKS, keep, timeout_s, host=host)
         kind: Any = channel.split()[0]
         self.threads = ThreadPoolExecutor(8)
-        self.outlet: ChannelSender = open_outlet(kind, settings)
-        infos = {sink: dict(self.outlet.info(sink)) for sink in SINKS}
+        self.sender: ChannelSender = open_sender(kind, settings)
+        infos = {sink: dict(self.sender.info(sink)) for sink in SINKS}
         for info in infos.values():
             if "address" in info:
                 info["address"] = info["address"].replace("0.0.0.0", "127.0.0.1")
-        opening = [self.threads.submit(open_inlet, kind, settings, sink, infos[sink]) for sink in SINKS]
-        self.outlet.connect()
-        self.inlets: list[ChannelReceiver] = [each.result(HANG_S) for each in opening]
+        opening = [self.threads.submit(open_receiver, kind, settings, sink, infos[sink]) for sink in SINKS]
+        self.sender.connect()
+        self.receivers: list[ChannelReceiver] = [each.result(HANG_S) for each in opening]
 
     def send(self, bucket: Bucket, tensors: dict[str, Any], stopped: Callable[[], bool] = lambda: False) -> Any:
-        parcel = self.outlet.put(bucket, tensors)
+        transfer = self.sender.put(bucket, tensors)
         taking = [
-            self.threads.submit(inlet.take, bucket, self.outlet.payload(parcel, sink), 5.0)
-            for sink, inlet in zip(SINKS, self.inlets, strict=True)
+            self.threads.submit(receiver.take, bucket, self.sender.payload(transfer, sink), 5.0)
+            for sink, receiver in zip(SINKS, self.receivers, strict=True)
         ]
-        self.outlet.transmit(parcel, stopped)
-        return parcel, [each.result(HANG_S) for each in taking]
+        self.sender.transmit(transfer, stopped)
+        return transfer, [each.result(HANG_S) for each in taking]
 
     def close(self) -> None:
-        for inlet in self.inlets:
-            inlet.close()
-        self.outlet.close()
+        for receiver in self.receivers:
+            receiver.close()
+        self.sender.close()
         self.threads.shutdown()
 
 
@@ -80,37 +85,37 @@ def test_every_sink_gets_every_byte_and_the_right_checksums(route: Route) -> Non
     assert len(BUCKETS) > 1
     for push in range(3):
         tensors = some(push)
-        for inlet in route.inlets:
-            inlet.settle()
+        for receiver in route.receivers:
+            receiver.settle()
         for bucket in BUCKETS:
-            parcel, taken = route.send(bucket, tensors)
+            transfer, taken = route.send(bucket, tensors)
             wanted = [tensors[entry.name].tobytes() for entry in bucket.entries]
             units = [data[at : at + UNIT_BYTES] for data in wanted for at in range(0, max(1, len(data)), UNIT_BYTES)]
-            assert parcel.checksums == [xxhash.xxh3_64_intdigest(unit) for unit in units]
+            assert transfer.checksums == [xxhash.xxh3_64_intdigest(unit) for unit in units]
             for pieces in taken:
                 assert [piece.tobytes() for piece in pieces] == wanted
-                assert [one for each in checksums_of(pieces) for one in each] == parcel.checksums
+                assert [one for each in checksums_of(pieces) for one in each] == transfer.checksums
                 assert not wanted[0] or not np.shares_memory(pieces[0], tensors[bucket.entries[0].name])
             del taken, pieces
-            for inlet in route.inlets:
-                inlet.done()
-            route.outlet.taken(parcel)
+            for receiver in route.receivers:
+                receiver.done()
+            route.sender.taken(transfer)
 
 
 def test_what_may_be_kept_stays_as_it_was(route: Route) -> None:
-    if not all(inlet.keeps for inlet in route.inlets):
+    if not all(receiver.keeps for receiver in route.receivers):
         pytest.skip("this channel's pieces are valid until done()")
     tensors = some(1)
     taken: Any = None
     pieces: Any = None
     kept, wanted = [], []
     for _ in range(4):
-        parcel, taken = route.send(BUCKETS[0], tensors)
+        transfer, taken = route.send(BUCKETS[0], tensors)
         kept.append(taken)
         wanted.append(tensors["a"].copy())
-        for inlet in route.inlets:
-            inlet.done()
-        route.outlet.taken(parcel)
+        for receiver in route.receivers:
+            receiver.done()
+        route.sender.taken(transfer)
         tensors["a"] += 1
     for expected, taken in zip(wanted, kept, strict=True):
         for pieces in taken:
@@ -124,36 +129,36 @@ def test_a_snapshot_is_taken_when_put_returns(channel: str) -> None:
     route = Route(channel, keep=True)
     tensors = some(1)
     wanted = [[tensors[entry.name].tobytes() for entry in bucket.entries] for bucket in BUCKETS]
-    parcels = [route.outlet.put(bucket, tensors) for bucket in BUCKETS]
+    transfers = [route.sender.put(bucket, tensors) for bucket in BUCKETS]
     for value in tensors.values():
         value[...] = 0
-    for bucket, parcel, expected in zip(BUCKETS, parcels, wanted, strict=True):
+    for bucket, transfer, expected in zip(BUCKETS, transfers, wanted, strict=True):
         taking = [
-            route.threads.submit(inlet.take, bucket, route.outlet.payload(parcel, sink), 5.0)
-            for sink, inlet in zip(SINKS, route.inlets, strict=True)
+            route.threads.submit(receiver.take, bucket, route.sender.payload(transfer, sink), 5.0)
+            for sink, receiver in zip(SINKS, route.receivers, strict=True)
         ]
-        route.outlet.transmit(parcel, lambda: False)
+        route.sender.transmit(transfer, lambda: False)
         assert [[piece.tobytes() for piece in each.result(HANG_S)] for each in taking] == [expected, expected]
         taking.clear()
-        for inlet in route.inlets:
-            inlet.done()
-        route.outlet.taken(parcel)
+        for receiver in route.receivers:
+            receiver.done()
+        route.sender.taken(transfer)
     route.close()
 
 
 def test_a_sink_that_does_not_come_holds_nobody_up(route: Route) -> None:
     """It has answered that it failed: the source stops, and lets the other sink go."""
-    if route.inlets[0].keeps:
+    if route.receivers[0].keeps:
         pytest.skip("nobody waits for anybody in this channel")
     bucket, failed = BUCKETS[-1], threading.Event()
-    parcel = route.outlet.put(bucket, {"big": np.zeros((300, 1000), np.float32), "b": some(1)["b"]})
-    waiting = route.threads.submit(route.inlets[0].take, bucket, None, 20.0)
+    transfer = route.sender.put(bucket, {"big": np.zeros((300, 1000), np.float32), "b": some(1)["b"]})
+    waiting = route.threads.submit(route.receivers[0].take, bucket, None, 20.0)
     threading.Timer(0.1, failed.set).start()
     try:
-        route.outlet.transmit(parcel, failed.is_set)
+        route.sender.transmit(transfer, failed.is_set)
     except ChannelBroken:
         pass  # buffers of the system may have taken it all
-    route.outlet.abandon()
+    route.sender.abandon()
     try:
         waiting.result(HANG_S)
     except ChannelBroken:
@@ -165,12 +170,12 @@ def test_a_sink_that_does_not_come_holds_nobody_up(route: Route) -> None:
 def test_strangers_get_no_weights(channel: str) -> None:
     host = "0.0.0.0" if "CURVE" in channel else "127.0.0.1"
     settings = RouteSettings("s", "job", 0, "A:0", ("R:0",), False, 1.0, host=host)
-    outlet = open_outlet("stream", settings)
-    info = dict(outlet.info("R:0"))
+    sender = open_sender("stream", settings)
+    info = dict(sender.info("R:0"))
     info["address"] = info["address"].replace("0.0.0.0", "127.0.0.1")
     with ThreadPoolExecutor(2) as threads:
-        stranger = threads.submit(open_inlet, "stream", settings, "R:0", {**info, "secret": bytes(32)})
+        stranger = threads.submit(open_receiver, "stream", settings, "R:0", {**info, "secret": bytes(32)})
         with pytest.raises(ChannelBroken, match="R:0 did not connect to"):
-            outlet.connect()
+            sender.connect()
         assert isinstance(stranger.exception(5), OSError)
-    outlet.close()
+    sender.close()

@@ -8,8 +8,8 @@ import xxhash
 
 from rlmesh.errors import WeightSyncError
 from rlmesh.weights.planning.buckets import Bucket, BucketEntry
-from rlmesh.weights.transfer.bucket_check import BucketCheck
-from rlmesh.weights.transfer.checksum import UNIT_BYTES, checksums, copy_with_checksums, units
+from rlmesh.weights.transfer.staging import BucketCheck
+from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES, checksum_count, checksums, copy_with_checksums
 
 SIZES = [0, 1, 8, 4096, UNIT_BYTES - 1, UNIT_BYTES, UNIT_BYTES + 1, 3 * UNIT_BYTES + 77]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -27,7 +27,7 @@ def test_they_are_of_each_unit(size: int, misaligned: int) -> None:
     plain = data.tobytes()
     cut = [plain[at : at + UNIT_BYTES] for at in range(0, max(1, size), UNIT_BYTES)]
     assert checksums(data) == copy_with_checksums(data, target) == [xxhash.xxh3_64_intdigest(unit) for unit in cut]
-    assert len(cut) == units(size)
+    assert len(cut) == checksum_count(size)
     np.testing.assert_array_equal(data, target)
 
 
@@ -61,14 +61,14 @@ def test_readers_of_one_memory_share_every_unit(readers: int) -> None:
     bucket = bucket_of(SIZES)
     checks = [BucketCheck(bucket, pieces, lambda: sent, (reader, readers)) for reader in range(readers)]
     for check in checks:
-        check.looked_at(which, pieces, shared=True)
+        check.sum_and_compare(which, pieces, shared=True)
     for i, size in enumerate(SIZES):
-        for unit in range(units(size) if size else 0):
+        for unit in range(checksum_count(size) if size else 0):
             pieces[i][unit * UNIT_BYTES] ^= 1
             complained = []
             for reader, check in enumerate(checks):
                 try:
-                    check.looked_at(which, pieces, shared=True)
+                    check.sum_and_compare(which, pieces, shared=True)
                 except WeightSyncError as error:
                     assert f"bucket 4 arrived altered: the checksums of t{i} (1 of {len(SIZES)} tensors)" in str(error)
                     complained.append(reader)
@@ -84,9 +84,9 @@ def test_who_looks_at_other_memory_sees_that_however_small_it_is(sizes: list[int
     sent = [one for piece in pieces for one in checksums(piece)]
     for reader in range(8):
         check = BucketCheck(bucket_of(sizes), pieces, lambda: sent, (reader, 8))
-        check.looked_at(which, pieces, shared=True)
+        check.sum_and_compare(which, pieces, shared=True)
         with pytest.raises(WeightSyncError, match="arrived altered"):
-            check.looked_at(which, others, shared=True)
+            check.sum_and_compare(which, others, shared=True)
 
 
 def test_who_copies_compares_everything() -> None:
@@ -95,13 +95,13 @@ def test_who_copies_compares_everything() -> None:
     sent = [one for piece in pieces for one in checksums(piece)]
     check = BucketCheck(bucket_of(SIZES), pieces, lambda: sent, (1, 3))
     found = [checksums(piece) for piece in pieces]
-    check.copied(which, found)
-    check.looked_at(which, pieces, shared=False)
+    check.compare(which, found)
+    check.sum_and_compare(which, pieces, shared=False)
     found[-1][2] ^= 1
     found[3][0] ^= 1
     with pytest.raises(WeightSyncError, match=r"checksums of t3, t7 \(2 of 8 tensors\)"):
-        check.copied(which, found)
-    check.copied([0, 7], [checksums(pieces[0]), checksums(pieces[7])])
+        check.compare(which, found)
+    check.compare([0, 7], [checksums(pieces[0]), checksums(pieces[7])])
     pieces[5][-1] ^= 1
     with pytest.raises(WeightSyncError, match=r"checksums of t5 \(1 of 8 tensors\)"):
-        check.looked_at(which, pieces, shared=False)
+        check.sum_and_compare(which, pieces, shared=False)

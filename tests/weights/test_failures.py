@@ -12,8 +12,10 @@ import pytest
 from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.memory.layout import TABLE_BYTES
 from rlmesh.weights.arrays import ArraySink, ArraySource
+from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.planning.plan import Mode
-from rlmesh.weights.transfer.checksum import UNIT_BYTES
+from rlmesh.weights.protocols import WeightSink
+from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES
 from tests.stalls import HANG_S, Stalls
 from tests.weights.mesh import WeightMesh, arrays, segments
 
@@ -125,16 +127,16 @@ def test_bytes_that_change_on_the_way_are_found_out(mesh: WeightMesh, monkeypatc
     sink = ArraySink(arrays(0))
     member = mesh.add_sink(sink, 0)
     sync = mesh.sync(ArraySource(arrays(1)))
-    from rlmesh.weights.channels.shm import ShmInlet
+    from rlmesh.weights.channels.shm import ShmReceiver
 
-    take = ShmInlet.take
+    take = ShmReceiver.take
 
-    def altered(self: ShmInlet, *args: Any) -> Any:
+    def altered(self: ShmReceiver, *args: Any) -> Any:
         pieces = take(self, *args)
         pieces[1][-1] ^= 1
         return pieces
 
-    monkeypatch.setattr(ShmInlet, "take", altered)
+    monkeypatch.setattr(ShmReceiver, "take", altered)
     with pytest.raises(WeightSyncError, match=r"bucket 0 arrived altered: the checksums of layer.1 \(1 of 5 tensors\)"):
         sync.push(1).result(HANG_S)
     assert member.weights.version is None
@@ -192,6 +194,25 @@ def test_memory_for_one_bucket_is_enough_where_sinks_copy(
         sync.push(version).result(HANG_S)
         for sink, member in zip(sinks, members, strict=True):
             check_serves(sink, member, version, weights)
+
+
+def test_optional_members_of_a_sink_have_defaults() -> None:
+    class Plain(WeightSink):
+        mode, framework, device = "double_buffer", "numpy", "cpu"
+
+        def manifest(self) -> Manifest | None:
+            return None
+
+        def begin(self, version: int) -> None: ...
+        def stage(self, tensors: Any, *, keep: bool) -> None: ...
+        def flip(self, version: int) -> None: ...
+        def rollback(self) -> None: ...
+        def discard(self) -> None: ...
+
+    sink: Any = Plain()
+    assert sink.gate is None and sink.rooms([None, None], keep=True) == [None, None] and not sink.takes_parts()
+    sink.prepare_flip()
+    sink.conclude(1)
 
 
 def test_a_sink_that_concluded_too_late_goes_back() -> None:
@@ -310,7 +331,7 @@ def test_two_pushes_one_after_the_other_and_a_snapshot_that_stands_still(mesh: W
     before = {name: value.copy() for name, value in weights.items()}
     future = sync.push(2)
     # The source takes its next call: it is free, and nothing has arrived at the sink.
-    sync._source.call("ACTOR:0", "weights_source_describe", timeout_s=5).result(HANG_S)
+    sync._source.command("ACTOR:0", "weights_source_describe", timeout_s=5).result(HANG_S)
     for value in weights.values():
         value += 1
     assert not future.done() and member.weights.version == 1

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from rlmesh.errors import UsageError, WeightSyncError
-from rlmesh.weights.cuda.copies import _plainly
+from rlmesh.weights.cuda.copies import _copy_by_torch
 from rlmesh.weights.cuda.devices import reference, sum_by_torch
 from rlmesh.weights.module_sink import ModuleSink
-from rlmesh.weights.module_source import ModuleSource, whole_name
+from rlmesh.weights.module_source import ModuleSource
+from rlmesh.weights.module_tensors import plain_name
 from rlmesh.weights.planning.plan import Mode
 from tests.stalls import HANG_S
 from tests.weights.mesh import WeightMesh
@@ -139,7 +140,7 @@ def test_rollback_is_the_version_before(mesh: WeightMesh) -> None:
 
 
 def test_names_of_wrappers_are_taken_off() -> None:
-    assert whole_name("module._orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
+    assert plain_name("module._orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
     with pytest.raises(UsageError, match=r"exclude: the module has no \['nothing'\]"):
         ModuleSource(Model(1), exclude=["nothing"])
     with torch.device("meta"), pytest.raises(WeightSyncError, match="has no memory yet"):
@@ -161,6 +162,6 @@ def test_torch_sums_as_the_definition_says(size: int) -> None:
     piece = torch.randint(0, 256, (size + 3,), dtype=torch.uint8)[3:]
     target = torch.zeros(size + 5, dtype=torch.uint8)
     assert sum_by_torch(piece) == reference(bytes(piece.tolist()))
-    assert _plainly([piece], [target], [5], True) == [sum_by_torch(piece)] and torch.equal(piece, target[5:])
-    assert _plainly([piece], None, None, True) == [sum_by_torch(piece)]
-    assert _plainly([piece], None, None, False) == []
+    assert _copy_by_torch([piece], [target], [5], True) == [sum_by_torch(piece)] and torch.equal(piece, target[5:])
+    assert _copy_by_torch([piece], None, None, True) == [sum_by_torch(piece)]
+    assert _copy_by_torch([piece], None, None, False) == []

@@ -21,19 +21,19 @@ SPECS = Manifest(
 )
 
 
-def party(
+def member(
     name: str, node: str = "a", device: str = "", *, peers: tuple[str, ...] = (), ipc: bool = True
 ) -> Participant:
-    place = DeviceLocation(
+    location = DeviceLocation(
         node, f"shm-{node}", device, peers, bool(device) and ipc, "" if ipc else "expandable segments"
     )
-    return Participant(name, 0, place, SPECS)
+    return Participant(name, 0, location, SPECS)
 
 
 def routes(
-    sources: list[Participant], sinks: list[Participant], **wishes: object
+    sources: list[Participant], sinks: list[Participant], **options: object
 ) -> list[tuple[str, str, tuple[str, ...]]]:
-    plan = make_plan(sources, sinks, SyncOptions(**wishes))  # type: ignore[arg-type]
+    plan = make_plan(sources, sinks, SyncOptions(**options))  # type: ignore[arg-type]
     return [(route.channel, route.source, route.sinks) for route in plan.routes]
 
 
@@ -53,37 +53,40 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_they_may(sizes: list[in
 
 
 def test_one_node_is_written_once_for_all_its_sinks() -> None:
-    assert routes([party("A:0"), party("A:1", "b")], [party("R:0"), party("R:1"), party("R:2", "b")]) == [
+    assert routes([member("A:0"), member("A:1", "b")], [member("R:0"), member("R:1"), member("R:2", "b")]) == [
         ("shm", "A:0", ("R:0", "R:1")),
         ("shm", "A:1", ("R:2",)),
     ]
-    assert routes([party("A:0")], [party("R:0", "b")]) == [("stream", "A:0", ("R:0",))]
+    assert routes([member("A:0")], [member("R:0", "b")]) == [("stream", "A:0", ("R:0",))]
 
 
 def test_gpus_take_the_rank_that_is_nearest() -> None:
-    sources = [party("A:0", device="gpu-0", peers=("gpu-1",)), party("A:1", device="gpu-1", peers=("gpu-0",))]
-    sinks = [party("R:0", device="gpu-1", peers=("gpu-0",)), party("R:1", device="gpu-0", peers=("gpu-1",))]
+    sources = [
+        member("A:0", device="gpu-0", peers=("gpu-1",)),
+        member("A:1", device="gpu-1", peers=("gpu-0",)),
+    ]
+    sinks = [member("R:0", device="gpu-1", peers=("gpu-0",)), member("R:1", device="gpu-0", peers=("gpu-1",))]
     assert routes(sources, sinks) == [("cuda_ipc", "A:1", ("R:0",)), ("cuda_ipc", "A:0", ("R:1",))]
-    far = [party("R:0", "b", device="gpu-9")]
+    far = [member("R:0", "b", device="gpu-9")]
     assert routes(sources, far) == [("collective", "A:0", ("R:0",))]
 
 
 def test_what_makes_ipc_impossible_is_said() -> None:
-    sources = [party("A:0", device="gpu-0", ipc=False)]
-    assert routes(sources, [party("R:0", device="gpu-0")])[0][0] == "shm"
+    sources = [member("A:0", device="gpu-0", ipc=False)]
+    assert routes(sources, [member("R:0", device="gpu-0")])[0][0] == "shm"
     with pytest.raises(WeightSyncError, match="no channel leads from A:0 to R:0: cuda_ipc: expandable segments"):
-        routes(sources, [party("R:0", device="gpu-0")], channel="cuda_ipc")
+        routes(sources, [member("R:0", device="gpu-0")], channel="cuda_ipc")
     with pytest.raises(UsageError, match="each is 'auto' or one of"):
-        routes(sources, [party("R:0")], channel="pigeon")
+        routes(sources, [member("R:0")], channel="pigeon")
 
 
 def test_channels_can_be_told_by_role_and_member() -> None:
-    chosen = routes([party("A:0")], [party("R:0"), party("R:1")], channel={"R": "stream", "R:1": "shm"})
+    chosen = routes([member("A:0")], [member("R:0"), member("R:1")], channel={"R": "stream", "R:1": "shm"})
     assert chosen == [("stream", "A:0", ("R:0",)), ("shm", "A:0", ("R:1",))]
 
 
 def test_the_plan_can_be_printed() -> None:
-    text = str(make_plan([party("A:0")], [party("R:0")], SyncOptions(bucket_bytes=4000)))
+    text = str(make_plan([member("A:0")], [member("R:0")], SyncOptions(bucket_bytes=4000)))
     assert text == (
         "3.5 KiB in 3 tensors (1 tied names), 1 buckets of at most 3.8 KiB; source fenced\n"
         "  A:0 → R:0 (double_buffer) by shm: same node"
@@ -93,14 +96,14 @@ def test_the_plan_can_be_printed() -> None:
 def test_what_does_not_fit_is_told_sink_by_sink() -> None:
     other = Participant("R:1", 0, DeviceLocation("a", "shm-a"), Manifest((TensorSpec("embed", (100, 8), "bfloat16"),)))
     with pytest.raises(WeightSyncError, match="do not fit R:0, R:1; nothing was sent") as told:
-        make_plan([party("A:0")], [party("R:0"), other], SyncOptions())
+        make_plan([member("A:0")], [member("R:0"), other], SyncOptions())
     assert "R:1: the sink has no w, b, head" in str(told.value) and "R:0:" not in str(told.value)
     assert (
-        make_plan([party("A:0")], [party("R:0")], SyncOptions(casts=Casts.of(True))).nbytes == 100 * 32 + 10 * 32 + 32
+        make_plan([member("A:0")], [member("R:0")], SyncOptions(casts=Casts.of(True))).nbytes == 100 * 32 + 10 * 32 + 32
     )
 
 
 def test_ranks_of_a_source_hold_the_same() -> None:
     other = Participant("A:1", 0, DeviceLocation("a", "shm-a"), Manifest((TensorSpec("embed", (100, 8), "float32"),)))
     with pytest.raises(WeightSyncError, match="the ranks of the source hold different weights: A:0 and A:1"):
-        make_plan([party("A:0"), other], [party("R:0")], SyncOptions())
+        make_plan([member("A:0"), other], [member("R:0")], SyncOptions())

@@ -1,4 +1,4 @@
-"""Algorithms: pure functions from the episodes of a batch to the weights of what is trained.
+"""Algorithms: functions without state from the episodes of a batch to the weights of the loss.
 
 =========================  ======================================================================
 `GRPO`                     responses to one prompt compared with each other; all of its relatives
@@ -12,20 +12,13 @@
 
 from __future__ import annotations
 
-from rlmesh.rl.algorithms.grpo import GRPO
-from rlmesh.rl.algorithms.ppo import PPO, ReinforcePlusPlus
-from rlmesh.rl.algorithms.protocol import Algorithm, Evaluated, Normalisers, TokenWeights
-from rlmesh.rl.algorithms.supervised import SFT, BehaviourCloning, OnPolicyDistillation
-
-__all__ = [
-    "GRPO",
-    "PPO",
-    "SFT",
-    "Algorithm",
-    "BehaviourCloning",
-    "Evaluated",
-    "Normalisers",
-    "OnPolicyDistillation",
-    "ReinforcePlusPlus",
-    "TokenWeights",
-]
+from rlmesh.rl.algorithms.grpo import GRPO as GRPO
+from rlmesh.rl.algorithms.ppo import PPO as PPO
+from rlmesh.rl.algorithms.ppo import ReinforcePlusPlus as ReinforcePlusPlus
+from rlmesh.rl.algorithms.protocol import Algorithm as Algorithm
+from rlmesh.rl.algorithms.protocol import Evaluated as Evaluated
+from rlmesh.rl.algorithms.protocol import Normalisers as Normalisers
+from rlmesh.rl.algorithms.protocol import TokenWeights as TokenWeights
+from rlmesh.rl.algorithms.supervised import SFT as SFT
+from rlmesh.rl.algorithms.supervised import BehaviourCloning as BehaviourCloning
+from rlmesh.rl.algorithms.supervised import OnPolicyDistillation as OnPolicyDistillation

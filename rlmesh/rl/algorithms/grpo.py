@@ -18,15 +18,15 @@ from rlmesh.rl.losses import Aggregation
 __all__ = ["GRPO", "Advantage", "Loss", "overlong_penalty"]
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "remax", "opo", "pass_at_k", "reinforce++"]
-"""How responses are compared: :mod:`rlmesh.rl.group_advantages` has one function for each."""
+"""The comparison of the responses of a group: :mod:`rlmesh.rl.group_advantages` has a function for each."""
 
 Loss = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
-"""A published combination of term, clip bounds and aggregation; single settings of :class:`GRPO` override it."""
+"""A published combination of term, clip bounds and aggregation; settings of :class:`GRPO` override parts of it."""
 
 
 @dataclass(frozen=True)
 class _Preset:
-    """What a name of `Loss` stands for."""
+    """The settings behind a name of `Loss`."""
 
     policy_loss: PolicyLoss
     aggregation: Aggregation
@@ -55,13 +55,13 @@ class GRPO(Algorithm):
         aggregation, clip_low, clip_high: ``None``: those of the variant.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`; for the term of PPO only.
         kl: weight of the divergence from the reference in the loss; 0 needs no reference.
-        kl_estimator: of that divergence. Its gradient is unbiased whatever the estimator is.
-        correction: weights for what engine and trainer compute differently: ``None``, a level, or a
+        kl_estimator: of that divergence. Its gradient is unbiased with every estimator.
+        correction: weights for the difference between engine and trainer: ``None``, a level, or a
             :class:`rlmesh.rl.correction.Correction`.
         entropy: weight of the entropy bonus.
         k: of ``pass_at_k``.
         constant: divisor per response of the aggregation ``constant``: usually the most tokens of a response.
-        overlong: (most tokens, tokens before that over which a penalty grows to 1), or ``None``
+        overlong: (token limit, number of tokens before it over which a penalty grows to 1), or ``None``
             (:func:`overlong_penalty`).
         skip_cut_off: responses that a limit cut off take no part in the loss ("overlong filtering").
     """
@@ -130,6 +130,10 @@ class GRPO(Algorithm):
         return self.entropy
 
     @property
+    def divergence_estimator(self) -> KLEstimator:
+        return self.kl_estimator
+
+    @property
     def _aggregation(self) -> Aggregation:
         return self.aggregation or PRESETS[self.loss].aggregation
 
@@ -191,7 +195,7 @@ def aggregated(
 
     Args:
         mask: ``[episodes, time]``, the policy's tokens.
-        kept: ``[episodes, time]``, those that take part.
+        kept: ``[episodes, time]``, the tokens that take part.
         weights: ``[episodes, time]``, of each token that takes part.
         aggregation, constant: see :func:`rlmesh.rl.losses.aggregate`.
         advantages: one per episode or per token.

@@ -1,4 +1,4 @@
-"""PPO: one response per prompt, and a critic that says what was to be expected."""
+"""PPO: one response per prompt, and a critic that estimates the expected reward."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["PPO", "ReinforcePlusPlus"]
 
 @dataclass(frozen=True)
 class _TokenLevel(Algorithm):
-    """What PPO and REINFORCE++ have in common: rewards per token, with a KL penalty in them.
+    """The common part of PPO and REINFORCE++: rewards per token, which include a KL penalty.
 
     Attributes:
         samples: responses per prompt.
         gamma: discount per token, in [0, 1].
         kl: weight of the KL penalty in the rewards, ≥ 0; 0 needs no reference.
         kl_loss: weight of the divergence in the loss, ≥ 0.
-        kl_estimator: of the divergence in the loss. Its gradient is unbiased whatever the estimator is.
+        kl_estimator: of the divergence in the loss. Its gradient is unbiased with every estimator.
         clip_low, clip_high: of the ratio; ``clip_high=None``: as ``clip_low``.
         dual_clip: see :func:`rlmesh.rl.losses.ppo_clip_loss`.
         aggregation: of tokens; ``token-mean`` or ``sequence-mean``.
@@ -75,8 +75,12 @@ class _TokenLevel(Algorithm):
     def entropy_coefficient(self) -> float:
         return self.entropy
 
+    @property
+    def divergence_estimator(self) -> KLEstimator:
+        return self.kl_estimator
+
     def _advantages(self, rewards: Tensor, batch: Evaluated) -> tuple[Tensor, Tensor | None]:
-        """From rewards per token to advantages and, of a critic, returns; each ``[episodes, time]``."""
+        """Advantages and, with a critic, returns from rewards per token; each ``[episodes, time]``."""
         raise TypeError(f"{type(self).__name__} defines no advantages")
 
     def weigh(self, batch: Evaluated) -> TokenWeights:

@@ -1,18 +1,18 @@
-"""`Algorithm`: from the episodes of a batch to the weights of what is trained.
+"""`Algorithm`: from the episodes of a batch to the per-token weights of the loss.
 
-The trainer knows no algorithm. Each token of the policy has a weight in three components of the loss:
+The trainer is independent of the algorithm. Each token of the policy has a weight in three components of the loss:
 
 ``policy``
-    The clipped ratio: pulls the probability of the token up or down, by its advantage.
+    The clipped ratio: raises or lowers the probability of the token, by its advantage.
 ``likelihood``
-    Cross-entropy: pulls the probability of the token up.
+    Cross-entropy: raises the probability of the token.
 ``divergence``
     The divergence from a reference policy or a teacher.
 
 The loss is the sum over the components of ``Σ weight · term / normaliser``, over all micro-batches and ranks. PPO, GRPO
 and its relatives, supervised fine-tuning, behaviour cloning and distillation are different weights of the same step.
 
-An algorithm of one's own is a class with `weigh`::
+A custom algorithm is a class with `weigh`::
 
     @dataclass(frozen=True)
     class BestOnly(Algorithm):
@@ -33,13 +33,14 @@ import torch
 from torch import Tensor
 
 from rlmesh.rl.group_advantages import spread
+from rlmesh.rl.kl import KLEstimator
 from rlmesh.rl.losses import PolicyTerms, cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
 
 __all__ = ["Algorithm", "Evaluated", "Need", "Normalisers", "PolicyLoss", "TokenWeights", "policy_terms"]
 
 Need = Literal["critic", "reference", "greedy"]
-"""What an algorithm asks for besides rewards: values of a critic, log-probabilities of the reference policy, the
-reward of a greedy response to each prompt."""
+"""An input that an algorithm needs besides rewards: values of a critic, log-probabilities of the reference policy, or
+the reward of a greedy response to each prompt."""
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
 """The term of the policy component: :mod:`rlmesh.rl.losses` has one function for each."""
@@ -47,17 +48,17 @@ PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluated:
-    """A batch with all that the roles say of it. Time counts all tokens of an episode, the prompt included.
+    """A batch with the results of all roles. Time counts all tokens of an episode, the prompt included.
 
     Attributes:
-        mask: ``[episodes, time]``, True at the tokens that the policy chose.
-        groups: ``[episodes]``, equal where the prompt is.
-        rewards: ``[episodes]``, float64; anything where not valid.
+        mask: ``[episodes, time]``, True at the tokens that the policy sampled.
+        groups: ``[episodes]``, equal for episodes of one prompt.
+        rewards: ``[episodes]``, float64; undefined where not valid.
         valid: ``[episodes]``, False where the reward failed or abstained.
         log_probs: ``[episodes, time]``, by the trainer's weights before the step.
         sampled_log_probs: ``[episodes, time]``, by the engine when it sampled, of the whole vocabulary.
         ref_log_probs: ``[episodes, time]``, by the reference policy, for an algorithm that needs it.
-        values: ``[episodes, time]``, before each token was chosen, for an algorithm that needs a critic.
+        values: ``[episodes, time]``, before each token was sampled, for an algorithm that needs a critic.
         greedy_rewards: ``[episodes]``, for an algorithm that needs them.
         cut_off: ``[episodes]``, True where the episode was ended by a limit.
     """
@@ -80,7 +81,7 @@ class Evaluated:
 
     @property
     def lengths(self) -> Tensor:
-        """``[episodes]``, tokens that the policy chose."""
+        """``[episodes]``, the number of tokens that the policy sampled."""
         return self.mask.sum(1)
 
 
@@ -94,7 +95,7 @@ class Normalisers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenWeights:
-    """What one step trains.
+    """The weights of one training step.
 
     Attributes:
         advantages: ``[episodes, time]``, of the policy component.
@@ -125,14 +126,14 @@ class TokenWeights:
         returns: Tensor | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> TokenWeights:
-        """Weights from what is at hand: a number for all tokens, one per episode, or one per token.
+        """Expand weights that are given as one number, one per episode, or one per token.
 
         Args:
             mask: ``[episodes, time]``; outside of it every weight is 0.
             advantages: one per episode or per token.
             policy, likelihood, divergence: a number, ``[episodes]`` or ``[episodes, time]``.
             normalisers: ``None``: of each component the sum of its weights, at least 1.
-            returns, metrics: as they are.
+            returns, metrics: stored unchanged.
         """
         wide = torch.float64
 
@@ -157,7 +158,7 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What every algorithm says of itself; `weigh` is what makes it one.
+    """Base class of algorithms; subclasses define `weigh`.
 
     Attributes:
         samples: responses per prompt.
@@ -170,7 +171,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What `Evaluated` must have besides rewards and log-probabilities."""
+        """The inputs that `Evaluated` must have besides rewards and log-probabilities."""
         return frozenset()
 
     @property
@@ -183,10 +184,15 @@ class Algorithm:
         """The weight of the entropy bonus, on the tokens of the policy component."""
         return 0.0
 
+    @property
+    def divergence_estimator(self) -> KLEstimator:
+        """The estimator of the divergence component."""
+        return "k3"
+
     def weigh(self, batch: Evaluated) -> TokenWeights:
         """The weights of one step.
 
-        Pure: the same batch gives the same weights, and the trainer may call it on another process than the last time.
+        It must be a pure function: the same batch gives the same weights, and the trainer may call it in any process.
         """
         raise TypeError(f"{type(self).__name__} is no algorithm: it defines no weigh(batch) that gives TokenWeights")
 
@@ -209,7 +215,7 @@ def policy_terms(
     Args:
         log_probs: with gradient.
         old_log_probs, advantages: without.
-        rows: ``[targets]``, the episode of each target: a pack holds episodes whole, which sequence-level ratios need.
+        rows: ``[targets]``, the episode of each target: packs hold whole episodes, which sequence-level ratios need.
         options: of the loss function.
     """
     every = torch.ones_like(log_probs, dtype=torch.bool)

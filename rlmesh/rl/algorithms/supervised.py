@@ -12,7 +12,7 @@ __all__ = ["SFT", "BehaviourCloning", "OnPolicyDistillation"]
 
 @dataclass(frozen=True)
 class SFT(Algorithm):
-    """Supervised fine-tuning: cross-entropy of the given responses, every token weighs the same."""
+    """Supervised fine-tuning: cross-entropy of the given responses; every token has the same weight."""
 
     def weigh(self, batch: Evaluated) -> TokenWeights:
         return TokenWeights.of(batch.mask, likelihood=1.0)
@@ -38,7 +38,7 @@ class BehaviourCloning(Algorithm):
 class OnPolicyDistillation(Algorithm):
     """The reverse divergence from a teacher on the student's own samples, as a policy gradient.
 
-    The teacher takes the place of the reference policy; rewards are not looked at
+    The teacher takes the place of the reference policy; rewards are not used
     (:func:`rlmesh.rl.distillation.sampled_reverse_kl_advantages`).
     """
 

@@ -1,10 +1,10 @@
-"""Prompts: data sets, chat templates, an order that can be resumed, and the preparation of well-known sets.
+"""Prompts: data sets, chat templates, a resumable order, and the preparation of well-known data sets.
 
 ::
 
     data = RLHFDataset("data/train.parquet", tokenizer, max_prompt_tokens=512)
     loader = PromptLoader(data, batch_size=128, seed=1)
-    rows = loader.batch(step)        # a function of step, seed and the data alone
+    rows = loader.batch(step)        # depends on step, seed and the data alone
 """
 
 from __future__ import annotations

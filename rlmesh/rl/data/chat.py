@@ -1,4 +1,4 @@
-"""From the prompt of a row to token ids: plain text, or chat messages by the tokenizer's template."""
+"""Token ids of a row's prompt: plain text, or chat messages with the tokenizer's template."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Message = Mapping[str, Any]
 def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], **template: Any) -> list[int]:
     """Token ids of a prompt.
 
-    Text is tokenised as it is, with the tokenizer's special tokens; messages go through its chat template, with the
-    mark at which the assistant begins.
+    Text is tokenised unchanged, with the tokenizer's special tokens; messages are formatted by its chat template, with
+    the prefix of the assistant's turn.
 
     Args:
         tokenizer: of transformers.

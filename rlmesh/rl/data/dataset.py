@@ -1,4 +1,4 @@
-"""`RLHFDataset`: prompts as token ids, with the rows that they come from."""
+"""`RLHFDataset`: prompts as token ids, with their rows."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many rows there were, and why some are left out.
-
-    Attributes:
-        read, too_long, empty, left: rows.
-    """
+    """Numbers of rows: read, left out since they are too long or empty, and left."""
 
     read: int
     too_long: int
@@ -54,15 +50,15 @@ class RLHFDataset:
     """Prompts of parquet, JSON-lines or JSON files; a sequence of `Prompt`.
 
     The column ``prompt`` is a text or a list of chat messages. Other columns are kept for rewards: ``data_source``,
-    ``reward_model`` (with ``ground_truth``), ``extra_info``, and any of one's own.
+    ``reward_model`` (with ``ground_truth``), ``extra_info``, and any others.
 
-    All rows are tokenised when the data set is made, so that every fault of the data is known before anything starts.
+    All rows are tokenised when the data set is made, so that faults of the data are found before a run starts.
 
     Args:
         data: a file, a folder, several of them, or rows.
         tokenizer: of transformers.
         prompt_key: the column of the prompts.
-        max_prompt_tokens: prompts beyond that are left out, and counted.
+        max_prompt_tokens: longer prompts are left out, and counted.
         limit: use the first rows only.
         template: further arguments of the chat template.
 

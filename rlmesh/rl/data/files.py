@@ -17,7 +17,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 def expand(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that are meant: themselves, and those of folders in the order of their names.
+    """Expand folders to their data files, in the order of their names; files stay as they are.
 
     Raises:
         UsageError: a file does not exist, a folder has none that can be read, or a suffix is unknown.
@@ -54,7 +54,7 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> list[Row]:
 
 
 def write_parquet(rows: Iterable[Row], path: Path) -> int:
-    """Write rows to a parquet file, whole or not at all; gives how many there are.
+    """Write rows to a parquet file, atomically; returns their number.
 
     Raises:
         UsageError: there is no row.

@@ -1,6 +1,6 @@
-"""`PromptLoader`: which prompts a step takes, as a function of step, seed and the data alone.
+"""`PromptLoader`: the prompts of a step, as a function of step, seed and data alone.
 
-Nothing has to be saved to go on exactly: the position in the data is the number of the step.
+Nothing has to be saved to resume exactly: the position in the data follows from the number of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Drawn", "Mixture", "PromptLoader", "Prompts", "order"]
 
 
 class Prompts(Protocol):
-    """A sequence of prompts: a `RLHFDataset`, a `Mixture`, or one's own."""
+    """A sequence of prompts: a `RLHFDataset`, a `Mixture`, or a class of your own."""
 
     def __len__(self) -> int: ...
 
@@ -33,7 +33,7 @@ class Drawn:
     """A prompt with its place in the run.
 
     Attributes:
-        key: (epoch, index in the data): each comes up exactly once in a run.
+        key: (epoch, index in the data): unique within a run.
         prompt: the prompt.
     """
 
@@ -50,14 +50,14 @@ def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 class PromptLoader:
     """Batches of prompts.
 
-    Epochs follow each other without a gap: a batch at the edge takes the rest of one and the beginning of the next, so
-    that all batches are of one size and each prompt comes up exactly once per epoch.
+    Epochs follow each other without a gap: a batch may take the end of one epoch and the beginning of the next, so that
+    all batches have the same size and each prompt occurs exactly once per epoch.
 
     Args:
         data: the prompts.
         batch_size: prompts per step.
         seed: of the order.
-        shuffle: False takes them as they come.
+        shuffle: False keeps the order of the data.
 
     Raises:
         UsageError: there are fewer prompts than a batch has, or the batch size is below 1.
@@ -89,19 +89,19 @@ class PromptLoader:
         return Drawn((epoch, index), self.data[index])
 
     def steps_of(self, epochs: int) -> int:
-        """Steps after which so many epochs are complete."""
+        """The number of steps after which ``epochs`` epochs are complete."""
         return -(-epochs * len(self.data) // self.batch_size)
 
 
 class Mixture:
     """Several data sets as one, mixed by weight.
 
-    The mixture has as many prompts as the data sets can give in these proportions without one being repeated: the data
-    set that is scarcest for its weight comes up whole, of the others a part that ``seed`` determines.
+    The mixture has as many prompts as the data sets allow in these proportions without repetition: the data set that is
+    smallest for its weight is used whole, of the others a subset that ``seed`` determines.
 
     Args:
         data: the data sets.
-        weights: of each, > 0; ``None``: as they are, each prompt once.
+        weights: of each, > 0; ``None``: all prompts, each once.
         seed: determines which prompts of a larger set are taken.
 
     Raises:

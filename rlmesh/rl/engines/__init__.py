@@ -1,13 +1,13 @@
-"""Engines: what trains and what samples, each behind a small protocol.
+"""Training and rollout engines, each behind a small protocol.
 
 ``training``
-    `TrainingEngine`: a model, its optimizer and how both are spread over ranks.
+    `TrainingEngine`: a model and its optimizer, distributed over ranks.
 ``rollout``
-    `RolloutEngine`, what every engine that samples offers, and the values that go in and out. No torch.
+    `RolloutEngine`, the interface of engines that sample, with its input and output types. No torch.
 ``sampling``
-    Tokens from logits, as pure functions.
+    Tokens from logits.
 ``transformers``
-    A rollout engine that needs nothing but torch and transformers.
+    A rollout engine that needs only torch and transformers.
 
 Import from the modules themselves: each needs the library that it is for.
 """

@@ -1,7 +1,8 @@
-"""`Growing`: a response as it grows, over one stretch of sampling or several. Pure.
+"""`Growing`: an unfinished response, sampled in one stretch or several. No I/O.
 
-A stretch is what one version samples without a break. An engine that keeps a request over a push ends it and starts it
-again with what there is so far as part of the prompt: `context` and `left` are what the next stretch begins with.
+A stretch is a run of tokens that one version samples without interruption. An engine that keeps a request over a push
+ends the request and starts another, with the tokens so far as part of the prompt: `context` is its prompt, and `left`
+its token limit.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ __all__ = ["Growing"]
 
 
 class Growing:
-    """One response.
+    """An unfinished response.
 
     Args:
-        prompt: what it continues.
+        prompt: the prompt's token ids.
         params: of the request.
-        row: its place in the request.
+        row: index of the response in the request.
     """
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, row: int = 0) -> None:
@@ -32,23 +33,23 @@ class Growing:
 
     @property
     def context(self) -> list[int]:
-        """What the next stretch continues."""
+        """The prompt of the next stretch."""
         return [*self.prompt, *self.tokens]
 
     @property
     def left(self) -> int:
-        """How many tokens may still come."""
+        """The number of tokens that may still be sampled."""
         return self.params.max_tokens - len(self.tokens)
 
     @property
     def seed(self) -> int | None:
-        """Of the next stretch: rows and stretches draw differently, and each the same when it is run again."""
+        """The seed of the next stretch: different for each row and stretch, and reproducible."""
         if self.params.seed is None:
             return None
         return (self.params.seed * 1_000_003 + self.row * 8191 + len(self.tokens)) % (1 << 31)
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int) -> None:
-        """The next tokens, made by ``version``."""
+        """Append tokens that ``version`` sampled."""
         self.tokens += tokens
         self.log_probs += log_probs
         self.spans.add(version, len(tokens))
@@ -57,5 +58,5 @@ class Growing:
         self.finish_reason = reason
 
     def sample(self) -> Sample:
-        """What there is."""
+        """The response so far, as a sample."""
         return Sample(self.prompt, self.tokens, self.log_probs, self.finish_reason or "abort", self.spans.spans)

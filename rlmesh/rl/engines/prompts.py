@@ -1,4 +1,4 @@
-"""What an engine is asked to continue, checked before anything is sampled. Pure."""
+"""Checks of an engine's inputs, before anything is sampled. No I/O."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MOST_FAULTS = 5
 
 
 def checked_rows(rows: object, vocabulary: int | None, *, what: str) -> list[list[int]]:
-    """Lists of token ids, of at least one token each.
+    """Convert rows to lists of token ids, of at least one token each.
 
     Args:
         rows: lists, tuples, arrays or tensors of whole numbers.
-        vocabulary: ids are below it; None: it is not known.
-        what: "prompt" or "sequence", in the text of the error.
+        vocabulary: ids are below it; None: unknown.
+        what: "prompt" or "sequence", for the text of the error.
 
     Raises:
-        UsageError: some are none; names the rows, and what is wrong with each.
+        UsageError: rows are no lists of token ids; names these rows and their faults.
     """
     given = rows.tolist() if hasattr(rows, "tolist") else rows
     if isinstance(given, str | bytes | dict) or not isinstance(given, Iterable):
@@ -42,7 +42,7 @@ def checked_rows(rows: object, vocabulary: int | None, *, what: str) -> list[lis
 
 
 def _checked(row: Any, vocabulary: int | None) -> tuple[list[int], str]:
-    """Its tokens, and what is wrong with them."""
+    """The tokens of a row, and its fault."""
     if hasattr(row, "tolist"):
         row = row.tolist()
     if isinstance(row, str | bytes | dict) or not isinstance(row, Sequence):

@@ -1,4 +1,4 @@
-"""`RolloutEngine`: what an engine that samples must offer, and the values that go in and out.
+"""`RolloutEngine`: the interface of engines that sample, with its input and output types.
 
 ::
 
@@ -8,9 +8,9 @@
     samples = engine.generate(prompts, SamplingParams(max_tokens=64))
 
 An engine never samples with weights that are absent, half written or of an unknown version: `generate` raises
-`WeightsNotReady` then. Every sample says which version made which of its tokens.
+`WeightsNotReady` then. Every sample has the version of each of its tokens.
 
-docs/writing-an-engine.md writes one from the start. No torch here.
+docs/writing-an-engine.md explains how to write an engine. The module has no torch.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from rlmesh import VersionGate, VersionSpans, WeightSink
 __all__ = ["FinishReason", "PauseMode", "RolloutEngine", "Sample", "SamplingParams", "SleepLevel"]
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of running requests when the engine pauses. ``abort``: they end where they are. ``wait``: they run to
-their end first. ``keep``: they stand still, and go on afterwards, with the weights that are there then."""
+"""The treatment of running requests in a pause. ``abort``: they end at once. ``wait``: the pause begins when they have
+ended. ``keep``: they stop, and continue after the pause, with the weights of that time."""
 
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: an end token, which is the last of the tokens. ``length``: ``max_tokens``. ``abort``: a pause."""
 
 SleepLevel = Literal[1, 2]
-"""1: weights go to the host, caches are dropped. 2: weights are dropped too, and must be pushed again."""
+"""1: weights are moved to the host, caches are dropped. 2: weights are dropped too, and must be pushed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. For several samples of one prompt, give the prompt several times.
+    """Parameters of sampling. For several samples of one prompt, pass the prompt several times.
 
     Attributes:
-        max_tokens: at most so many tokens, ≥ 1.
+        max_tokens: token limit of a response, ≥ 1.
         temperature: ≥ 0; 0 takes the likeliest token.
         top_k: only the k likeliest tokens; 0: all.
         top_p: only the likeliest tokens that together have this probability, in (0, 1].
         stop_token_ids: tokens that end a response, besides the model's own end token.
-        seed: decides the draws of a call: the same weights, prompts and parameters give the same samples, unless other
-            requests or a pause came between. None: another draw each time.
+        seed: makes a call reproducible: the same weights, prompts and parameters give the same samples, unless other
+            requests or a pause interfere. None: different samples each time.
     """
 
     max_tokens: int
@@ -78,11 +78,11 @@ class Sample:
     """One response.
 
     Attributes:
-        prompt_token_ids: what it continues.
-        token_ids: what was sampled, the end token included where there is one; nothing else is ever appended.
-        log_probs: one per token, in nats, under the distribution that was sampled from: temperature, top_k and top_p
-            applied; at temperature 0, of the plain softmax.
-        finish_reason: why it ends.
+        prompt_token_ids: the prompt.
+        token_ids: the sampled tokens, with the end token if there is one; nothing else is appended.
+        log_probs: one per token, in nats, under the sampling distribution: temperature, top_k and top_p applied; at
+            temperature 0, of the plain softmax.
+        finish_reason: the reason for the end.
         version_spans: (version, first token, token after the last), in order and without gaps, over ``token_ids``.
     """
 
@@ -97,14 +97,14 @@ class Sample:
         cls, prompt_token_ids: Sequence[int], token_ids: Sequence[int], log_probs: Sequence[float], version: int,
         finish_reason: FinishReason = "stop",
     ) -> Sample:  # fmt: skip
-        """A sample that one version made."""
+        """A sample whose tokens are all of one version."""
         spans = VersionSpans()
         spans.add(version, len(token_ids))
         return cls(list(prompt_token_ids), list(token_ids), list(log_probs), finish_reason, spans.spans)
 
     @property
     def policy_version(self) -> int | None:
-        """The oldest version that took part, which staleness is counted from. None for no tokens."""
+        """The oldest version of any token, from which staleness is counted; None without tokens."""
         return VersionSpans(self.version_spans).policy_version
 
     def __post_init__(self) -> None:
@@ -118,23 +118,25 @@ class Sample:
 class RolloutEngine(Protocol):
     """An engine that samples.
 
-    All methods may be called from any thread; `generate` from several at once. A weight sync commands the engine
-    through `sink`, on yet another thread.
+    All methods may be called from any thread, `generate` from several at once. A weight sync calls `sink` on another
+    thread.
+
+    Attributes:
+        pause_modes: the supported pause modes.
+        gate: holds the version, and lets requests in. ``sink`` has the same gate as an attribute.
     """
 
     pause_modes: frozenset[PauseMode]
-    """What it can do with running requests."""
     gate: VersionGate
-    """Knows the version, and lets requests in or not. ``sink`` has the same one as an attribute."""
 
     @property
     def sink(self) -> WeightSink:
-        """Where a `WeightSync` brings weights; what `ReceivesWeights.receive_weights` takes."""
+        """The sink of a `WeightSync`, for `ReceivesWeights.receive_weights`."""
         ...
 
     @property
     def version(self) -> int | None:
-        """Of the weights that are served; None: none are."""
+        """The version of the weights that are served; None: no weights are."""
         ...
 
     def generate(
@@ -145,15 +147,15 @@ class RolloutEngine(Protocol):
         Raises:
             UsageError: a prompt is empty, or has ids that the model has no embedding for; names the row. Nothing was
                 sampled.
-            WeightsNotReady: there are no weights of a known version, or the engine sleeps, or the weights were lost
-                to a push that failed while the samples were made.
-            TimeoutError: it took longer than ``timeout_s``; what ran is given up.
+            WeightsNotReady: there are no weights of a known version, the engine sleeps, or a push that failed during
+                the call destroyed the weights.
+            TimeoutError: it took longer than ``timeout_s``; the samples are given up.
         """
         ...
 
     def log_probs(self, sequences: Sequence[Sequence[int]], *, timeout_s: float = 60.0) -> list[list[float]]:
-        """Log-probabilities, in nats at temperature 1, of each token but the first, given those before it: for a
-        sequence of n tokens, n - 1 numbers. Nothing cached is used: a probe of the weights as they are.
+        """Log-probabilities, in nats at temperature 1, of each token but the first, given the tokens before it: n - 1
+        numbers for a sequence of n tokens. No cache is used: this probes the current weights.
 
         Raises:
             UsageError: as for `generate`.
@@ -162,34 +164,34 @@ class RolloutEngine(Protocol):
         ...
 
     def pause(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
-        """Returns when nothing runs any more; new requests wait until `resume`.
+        """Stop sampling; returns when no request runs. New requests wait until `resume`.
 
         Raises:
-            UsageError: the engine cannot do this; see ``pause_modes``.
+            UsageError: the engine does not support ``mode``; see ``pause_modes``.
             WeightSyncError: requests still ran after ``timeout_s``; the engine is not paused.
         """
         ...
 
     def resume(self) -> None:
-        """Let requests in, and those that were kept go on."""
+        """Let requests in, and continue the kept requests."""
         ...
 
     def sleep(self, level: SleepLevel = 1) -> None:
-        """Free memory for others. Running requests end first. `generate` raises `WeightsNotReady` until `wake`."""
+        """Free memory. Running requests end first; `generate` raises `WeightsNotReady` until `wake`."""
         ...
 
     def wake(self) -> None:
-        """Take the memory back. After level 2 there is no version until the next push."""
+        """Allocate the memory again. After level 2 there is no version until the next push."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed for earlier prompts. A push does this by itself."""
+        """Drop cached computations for earlier prompts. A push does this too."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Numbers for a report; names end in their unit."""
+        """Metrics for a report; names end in their unit."""
         ...
 
     def close(self) -> None:
-        """End it, with all threads and processes that it started. Running requests fail."""
+        """End the engine and all its threads and processes. Running requests fail."""
         ...

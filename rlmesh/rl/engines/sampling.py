@@ -1,4 +1,4 @@
-"""Tokens from logits: temperature, top-k, top-p. Pure but for the generator's state."""
+"""Tokens from logits: temperature, top-k, top-p. The only state is the generator's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["draw", "log_distribution"]
 
 
 def log_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that is sampled from, as log-probabilities: ``log softmax(logits / temperature)``, with -inf for
-    tokens outside of top-k and top-p, and what is left scaled to sum to 1.
+    """The sampling distribution, as log-probabilities: ``log softmax(logits / temperature)``, with -inf for tokens
+    outside of top-k and top-p, and the rest normalised to sum to 1.
 
     top-p (Holtzman et al. 2020, arXiv:1904.09751) keeps the smallest set of likeliest tokens whose probabilities reach
     ``top_p``, after top-k. At temperature 0 it is the plain softmax.
@@ -39,9 +39,9 @@ def log_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """One token per row, and its log-probability.
+    """Sample one token per row; returns it with its log-probability.
 
-    Drawn as the largest of ``log p + Gumbel noise``, which has the distribution p (Maddison et al. 2014,
+    The token is the largest of ``log p + Gumbel noise``, which has the distribution p (Maddison et al. 2014,
     arXiv:1411.0030) and needs no pass for cumulative sums.
 
     Args:
@@ -54,7 +54,7 @@ def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> 
     if params.temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        # An exponential draw E gives the noise: -log E is Gumbel.
+        # If E is exponentially distributed, -log E is Gumbel noise.
         noise = torch.empty_like(log_probs).exponential_(generator=generator)
         tokens = (log_probs - noise.log()).argmax(-1)
     return tokens, log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

@@ -1,8 +1,8 @@
-"""`TransformersEngine`: a rollout engine of torch and transformers alone. No GPU is needed.
+"""`TransformersEngine`: a rollout engine that needs only torch and transformers, and no GPU.
 
-It samples token by token, with a key-value cache, and holds the gate for one token at a time: a flip comes between two
-tokens. What becomes of a batch that runs then is its ``pause_mode``: it ends (``abort``), goes on with the new weights,
-its cache computed anew (``keep``), or the flip waits for it (``wait``).
+It samples token by token, with a key-value cache, and holds the gate for one token at a time: a flip happens between
+two tokens. The ``pause_mode`` decides about the running batch: it ends (``abort``), it continues with the new weights
+and a recomputed cache (``keep``), or the flip waits for its end (``wait``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlmesh.rl.engines.sampling import draw
 __all__ = ["TransformersEngine", "sample_batch"]
 
 Hold = Callable[[], AbstractContextManager[int]]
-"""Enters with the version of the weights, which stand still until it exits."""
+"""A context manager that gives the version of the weights, and keeps them unchanged until it exits."""
 
 
 class TransformersEngine:
@@ -36,12 +36,12 @@ class TransformersEngine:
 
     Args:
         model: a causal language model of transformers, in eval mode, on a CPU or a GPU.
-        pad_token_id: what shorter prompts are filled with; masked, so any token that exists will do.
+        pad_token_id: padding of shorter prompts; masked, so any existing token will do.
         stop_token_ids: tokens that end a response. None: those of the model's configuration.
-        pause_mode: what becomes of the batch that runs when weights come.
+        pause_mode: treatment of the running batch when weights come.
         mode: of the sink: `double_buffer` keeps a second set of weights, `in_place` overwrites.
-        version: what the weights are that the model has now; None: serve nothing before the first push.
-        who: name in errors, until a receiver gives its own.
+        version: the version of the model's current weights; None: serve nothing before the first push.
+        who: name in errors, until a receiver sets its own.
     """
 
     pause_modes: frozenset[PauseMode] = frozenset({"abort", "wait", "keep"})
@@ -108,7 +108,7 @@ class TransformersEngine:
         with self._serving(timeout_s):
             device = next(self.model.parameters()).device
             tokens = torch.tensor([[*row, *[self._pad] * (width - len(row))] for row in sequences], device=device)
-            # Padding stands on the right, where a causal model does not look.
+            # Padding is on the right, to which a causal model does not attend.
             logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits.float().log_softmax(-1)
             found = logits.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1).tolist()
         return [row[: len(given) - 1] for row, given in zip(found, sequences, strict=True)]
@@ -119,7 +119,7 @@ class TransformersEngine:
         if mode == "abort":
             self._ending.set()
         try:
-            if mode in ("abort", "wait"):  # whoever has the turn ends; whoever comes later waits at the gate
+            if mode in ("abort", "wait"):  # the running batch ends; later batches wait at the gate
                 with self._take_turn(self._clock() + timeout_s, "the batch that runs"):
                     self.gate.close(f"the engine is paused ({mode})", timeout_s)
             else:
@@ -150,7 +150,7 @@ class TransformersEngine:
         self._asleep = None
 
     def reset_prefix_cache(self) -> None:
-        """There is none: a cache lives as long as its batch."""
+        """Does nothing: a cache lives as long as its batch."""
 
     def metrics(self) -> Mapping[str, float]:
         return {"generated_tokens": float(self._tokens), "generating_s": self._busy_s}
@@ -176,7 +176,7 @@ class TransformersEngine:
 
 
 class _Sink(ModuleSink):
-    """A module's sink that shares the engine's gate, and lets the memory go while the engine sleeps."""
+    """A module's sink that shares the engine's gate, and frees the memory while the engine sleeps."""
 
     def __init__(self, model: nn.Module, mode: Any, gate: VersionGate) -> None:
         super().__init__(model, mode)
@@ -193,7 +193,7 @@ class _Sink(ModuleSink):
         elif level == 2:
             self._gone = {}
             for tensors in self._targets.values():
-                bare = torch.empty_like(tensors[0])  # its own memory: what is in use may be somebody else's
+                bare = torch.empty_like(tensors[0])  # new memory: the memory in use may be the source's
                 self._gone[id(tensors[0])] = bare.untyped_storage().nbytes()
                 bare.untyped_storage().resize_(0)
                 for tensor in tensors:
@@ -230,7 +230,7 @@ class _Sink(ModuleSink):
 
 
 def _vocabulary_of(model: Any) -> int | None:
-    """How many tokens it has embeddings for; None: it does not say."""
+    """The number of tokens for which the model has embeddings; None: unknown."""
     try:
         return int(model.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError):
@@ -256,8 +256,8 @@ def sample_batch(
     Args:
         model: a causal language model of transformers.
         hold: entered for each token.
-        keep: go on when the version changed between two tokens, with the cache made anew; else end there.
-        ending: asked before each token: end now, with what there is.
+        keep: continue when the version changes between two tokens, with a new cache; else end there.
+        ending: called before each token; if true, sampling ends with the tokens so far.
     """
     prompts = checked_rows(prompts, _vocabulary_of(model), what="prompt")
     if not prompts:
@@ -293,8 +293,8 @@ def sample_batch(
 
 
 class _Cache:
-    """Keys and values of all rows, computed by one version; ``tokens`` are what it has not seen yet, ``[batch, new]``,
-    with the padding on the left."""
+    """Keys and values of all rows, computed by one version; ``tokens`` are those not processed yet, ``[batch, new]``,
+    padded on the left."""
 
     def __init__(self, version: int, rows: Sequence[Growing], pad: int, device: torch.device) -> None:
         known = [row.context for row in rows]

@@ -7,61 +7,32 @@ in float64; masked slots of results are 0.
 
 from __future__ import annotations
 
-from rlmesh.rl.reference.advantages import discounted_returns, gae, reinforce_plus_plus
-from rlmesh.rl.reference.correction import correct, whole_vocabulary
-from rlmesh.rl.reference.distillation import sampled_reverse_kl_advantages, top_k_kl
-from rlmesh.rl.reference.drift import drift
-from rlmesh.rl.reference.group_advantages import (
-    dr_grpo,
-    grpo,
-    opo,
-    pass_at_k,
-    reinforce_plus_plus_baseline,
-    remax,
-    rloo,
-    spread,
-)
-from rlmesh.rl.reference.head import entropy, token_log_probs
-from rlmesh.rl.reference.kl import kl_estimate, token_rewards
-from rlmesh.rl.reference.losses import (
-    aggregate,
-    cispo_loss,
-    gspo_loss,
-    ppo_clip_loss,
-    sapo_loss,
-    valid_count,
-    value_clip_loss,
-)
-from rlmesh.rl.reference.masking import masked_mean, masked_whiten
-
-__all__ = [
-    "aggregate",
-    "cispo_loss",
-    "correct",
-    "discounted_returns",
-    "dr_grpo",
-    "drift",
-    "entropy",
-    "gae",
-    "grpo",
-    "gspo_loss",
-    "kl_estimate",
-    "masked_mean",
-    "masked_whiten",
-    "opo",
-    "pass_at_k",
-    "ppo_clip_loss",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "sampled_reverse_kl_advantages",
-    "sapo_loss",
-    "spread",
-    "token_log_probs",
-    "token_rewards",
-    "top_k_kl",
-    "valid_count",
-    "value_clip_loss",
-    "whole_vocabulary",
-]
+from rlmesh.rl.reference.advantages import discounted_returns as discounted_returns
+from rlmesh.rl.reference.advantages import gae as gae
+from rlmesh.rl.reference.advantages import reinforce_plus_plus as reinforce_plus_plus
+from rlmesh.rl.reference.correction import correct as correct
+from rlmesh.rl.reference.correction import whole_vocabulary as whole_vocabulary
+from rlmesh.rl.reference.distillation import sampled_reverse_kl_advantages as sampled_reverse_kl_advantages
+from rlmesh.rl.reference.distillation import top_k_kl as top_k_kl
+from rlmesh.rl.reference.drift import drift as drift
+from rlmesh.rl.reference.group_advantages import dr_grpo as dr_grpo
+from rlmesh.rl.reference.group_advantages import grpo as grpo
+from rlmesh.rl.reference.group_advantages import opo as opo
+from rlmesh.rl.reference.group_advantages import pass_at_k as pass_at_k
+from rlmesh.rl.reference.group_advantages import reinforce_plus_plus_baseline as reinforce_plus_plus_baseline
+from rlmesh.rl.reference.group_advantages import remax as remax
+from rlmesh.rl.reference.group_advantages import rloo as rloo
+from rlmesh.rl.reference.group_advantages import spread as spread
+from rlmesh.rl.reference.head import entropy as entropy
+from rlmesh.rl.reference.head import token_log_probs as token_log_probs
+from rlmesh.rl.reference.kl import kl_estimate as kl_estimate
+from rlmesh.rl.reference.kl import token_rewards as token_rewards
+from rlmesh.rl.reference.losses import aggregate as aggregate
+from rlmesh.rl.reference.losses import cispo_loss as cispo_loss
+from rlmesh.rl.reference.losses import gspo_loss as gspo_loss
+from rlmesh.rl.reference.losses import ppo_clip_loss as ppo_clip_loss
+from rlmesh.rl.reference.losses import sapo_loss as sapo_loss
+from rlmesh.rl.reference.losses import valid_count as valid_count
+from rlmesh.rl.reference.losses import value_clip_loss as value_clip_loss
+from rlmesh.rl.reference.masking import masked_mean as masked_mean
+from rlmesh.rl.reference.masking import masked_whiten as masked_whiten

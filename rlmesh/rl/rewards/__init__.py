@@ -1,6 +1,6 @@
 """Rewards: functions that score responses, run safely, and combined.
 
-A reward is `Score`, `Abstain` or `Failed`. A failed response leaves its group and is counted; it never becomes 0.
+An outcome is `Score`, `Abstain` or `Failed`. A failed response leaves its group and is counted; its reward is not 0.
 
 ::
 
@@ -25,7 +25,7 @@ __all__ = ["Abstain", "Failed", "Response", "Reward", "Rewards", "Score"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs more packages when it is used."""
+    """Import on first use, since `Rewards` needs more packages."""
     if name == "Rewards":
         from rlmesh.rl.rewards.scoring import Rewards
 

@@ -35,7 +35,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def to_fraction(answer: object) -> Fraction:
-    """The number that a data set gives as its answer.
+    """The number in a data set's answer.
 
     Args:
         answer: a number, or a text that is one.

@@ -1,4 +1,4 @@
-"""From what reward functions return to outcomes, and from several outcomes to one. Pure."""
+"""Outcomes from the return values of reward functions, and combinations of outcomes. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["combine", "metrics_of", "to_outcome"]
 
 
 def to_outcome(value: Any) -> Outcome:
-    """What a reward function returned, as an outcome.
+    """The outcome for a return value of a reward function.
 
     ============================  ==========================================================================
     a number, also of NumPy       its score; NaN and infinity are failures
@@ -47,8 +47,8 @@ def to_outcome(value: Any) -> Outcome:
 def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Outcome:
     """One outcome of an episode from those of its rewards.
 
-    A failure of one reward is a failure of the whole: a sum without it would be another reward. Rewards that abstain
-    are left out of the sum; if all abstain, so does the whole.
+    If one reward fails, the episode fails: a sum without that reward would be another reward. Rewards that abstain are
+    left out of the sum; if all abstain, the episode abstains.
 
     Args:
         outcomes: by the name of the reward.

@@ -1,7 +1,7 @@
-"""`ScoringPool`: reward functions in processes of their own, with a deadline and a memory limit for each call.
+"""`ScoringPool`: reward functions in separate processes, with a deadline and a memory limit for each call.
 
-A scorer that loops, calls into C for minutes or eats memory is killed alone: its sample is `Failed`, and a new process
-takes its place. Deadlines by signals cannot do that: they work on main threads only, and not inside of C.
+A scorer that loops, stays in C code for minutes or uses too much memory is killed alone: its sample is `Failed`, and a
+new process takes its place. Deadlines by signals cannot do that: they work only on main threads, and not in C code.
 
 The pool is pebble's (``pip install rlmesh[rewards]``).
 """
@@ -50,7 +50,7 @@ class ScoringPool:
         functions: by name. They are sent once to each process, by cloudpickle.
         workers: processes.
         timeout_s: of one call, from its start.
-        memory_bytes: what one process may allocate beyond what it has once the functions are loaded.
+        memory_bytes: memory that a process may allocate after the functions are loaded.
 
     Raises:
         ValueError: a setting is out of range.
@@ -78,7 +78,7 @@ class ScoringPool:
             workers,
             initializer=_begin,
             initargs=(_pickled(functions), memory_bytes),
-            # Forked children inherit the threads' locks of this process, in whatever state they are.
+            # Forked children would inherit locks of this process's threads, possibly locked.
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -90,7 +90,7 @@ class ScoringPool:
             arguments: of the call; they must be picklable.
 
         Returns:
-            a future that never raises: whatever goes wrong is a `Failed`.
+            a future that never raises: every error is a `Failed`.
 
         Raises:
             KeyError: no function has that name.
@@ -128,10 +128,10 @@ class ScoringPool:
         return result
 
     def close(self) -> None:
-        """End all processes; calls that still run are failed. Twice is once."""
+        """End all processes; running calls become `Failed`. May be called twice."""
         self._pool.stop()  # type: ignore[no-untyped-call]
         self._pool.join()
-        # What ran when the pool was stopped is never answered by the pool itself.
+        # The pool itself never answers calls that ran when it was stopped.
         for outcome in list(self._waiting):
             self._finish(outcome, Failed("the pool was closed"))
 
@@ -162,7 +162,7 @@ def _begin(functions: bytes, memory_bytes: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         _functions.update(cloudpickle.loads(functions))
-    except BaseException as error:  # told with each sample: a pool whose initializer fails only breaks
+    except BaseException as error:  # reported with each sample: a failing initializer would only break the pool
         _broken = f"the reward functions cannot be loaded in the scorer's process: {type(error).__name__}: {error}"
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory_bytes

@@ -37,13 +37,13 @@ _BATCHED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Response:
-    """A response as reward functions see it.
+    """A response, as passed to reward functions.
 
     Attributes:
-        token_ids: all tokens that the policy chose.
-        text: of all tokens that the policy chose, without special tokens.
+        token_ids: all tokens that the policy sampled.
+        text: the text of these tokens, without special tokens.
         prompt: the text of the prompt.
-        episode: turn by turn.
+        episode: the whole episode, turn by turn.
     """
 
     token_ids: Sequence[int]
@@ -53,17 +53,17 @@ class Response:
 
     @property
     def finish_reason(self) -> str:
-        """Why the response ended."""
+        """The reason for the end of the response."""
         return self.episode.finish_reason
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function and how it counts.
+    """A reward function, with its weight and settings.
 
-    The function names what it wants by its parameters, in any order: ``sample``, ``row``, ``response`` (or
+    The names of the function's parameters select its inputs, in any order: ``sample``, ``row``, ``response`` (or
     ``solution_str``), ``prompt``, ``ground_truth``, ``data_source``, ``extra_info``. With the plurals (``samples``,
-    ``rows``, …) it gets lists and returns a list of the same length. It may be ``async``. What it may return says
+    ``rows``, …) it gets lists and returns a list of the same length. It may be ``async``. For return values, see
     :func:`rlmesh.rl.rewards.outcomes.to_outcome`.
 
     Attributes:
@@ -71,7 +71,7 @@ class Reward:
         weight: in the sum of an episode's rewards.
         name: in metrics; ``""``: that of the function.
         sources: names of data sets whose rows it scores; it abstains on others. Empty: all rows.
-        inline: call it in this process. Plain functions run in a process pool otherwise, which ends what hangs.
+        inline: call it in this process. Otherwise plain functions run in a process pool, which kills calls that hang.
         timeout_s: of one call.
         options: further keyword arguments of the function.
     """
@@ -106,10 +106,10 @@ class Reward:
         return any(name in _BATCHED for name in self.wanted())
 
     def wanted(self) -> tuple[str, ...]:
-        """The names of what the function wants of a response and its row.
+        """The names of the function's inputs.
 
         Raises:
-            UsageError: it wants something that there is not, or single values and lists at once.
+            UsageError: an input does not exist, or single values and lists are mixed.
         """
         parameters = inspect.signature(self.function).parameters.values()
         known = {**_SINGLE, **_BATCHED}
@@ -139,14 +139,14 @@ class Reward:
         return tuple(wanted)
 
     def scores(self, row: Mapping[str, Any]) -> bool:
-        """The reward is for this row."""
+        """True if the reward is for this row."""
         return not self.sources or row.get("data_source") in self.sources
 
     def arguments(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The keyword arguments of a call: for one response, or for a batch of them.
+        """The keyword arguments of a call, for one response or a batch.
 
         Raises:
-            UsageError: a row lacks what the function wants.
+            UsageError: a row lacks an input of the function.
         """
         found: dict[str, Any] = dict(self.options)
         for name in self.wanted():

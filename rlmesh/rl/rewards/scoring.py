@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """What of a tokenizer is needed: tokenizers of transformers have it."""
+    """The required part of a tokenizer; tokenizers of transformers have it."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
 
@@ -67,14 +67,14 @@ class Rewards:
         self._workers, self._memory_bytes = workers, memory_bytes
 
     def response(self, episode: Episode) -> Response:
-        """An episode as reward functions see it."""
+        """The `Response` of an episode."""
         chosen = episode.ids[episode.mask].tolist()
         text = self.tokenizer.decode(chosen, skip_special_tokens=True)
         prompt = self.tokenizer.decode(episode.prompt_ids.tolist(), skip_special_tokens=False)
         return Response(chosen, text, prompt, episode)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The same groups, whose episodes have the outcome of each reward."""
+        """The same groups, with the outcome of each reward in their episodes."""
         responses = [self.response(episode) for group in groups for episode in group.episodes]
         rows = [group.row for group in groups for _ in group.episodes]
         outcomes = self.outcomes(responses, rows)
@@ -126,7 +126,7 @@ class Rewards:
         }
 
     def close(self) -> None:
-        """End the processes. Twice is once."""
+        """End the processes. May be called twice."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
@@ -168,7 +168,7 @@ class Rewards:
 
 
 def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Outcome]]) -> None:
-    """Note what a call gave for its responses."""
+    """Store the outcomes of a call for its responses."""
     if not reward.batched:
         found[places[0]][reward.name] = to_outcome(value)
         return

@@ -23,6 +23,7 @@ from typing import Any
 from rlmesh.errors import MalformedFrame
 from rlmesh.runtime.calling.pending import PendingCall
 from rlmesh.runtime.future import Future
+from rlmesh.runtime.serving.reply_backlog import is_large
 from rlmesh.runtime.transport.base import Link
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import Frames, Message, Reply, TakenReplies, unpack
@@ -111,7 +112,7 @@ class BusyPoll:
             assert isinstance(reply, Reply)
             channel = call.peer.channel
             self._on_reply(link, reply, frames)
-            if count := channel.backlog.took(frames):
+            if is_large(frames) and (count := channel.backlog.took(frames)):
                 channel.send(TakenReplies(count), [])
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import CallCancelled, CallError, Executed, MailboxFull, RoleNotFound, ShuttingDown
 from rlmesh.runtime.calling.busy_poll import BusyPoll
 from rlmesh.runtime.calling.call_stats import CallRecorder
-from rlmesh.runtime.calling.future_arguments import StoredResult
 from rlmesh.runtime.calling.generations import CohortSender, first_parts
 from rlmesh.runtime.calling.peer_connections import PeerConnections
 from rlmesh.runtime.calling.peer_table import PeerTable
@@ -281,6 +280,8 @@ class Calls:
 
     def on_stored_reply(self, link: Link, reply: StoredReply) -> None:
         """End the call whose result its producer stores."""
+        from rlmesh.runtime.calling.future_arguments import StoredResult
+
         peer = self.peers.by_link.get(link)
         if peer is None:
             return

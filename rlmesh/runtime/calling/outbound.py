@@ -6,15 +6,12 @@ Arguments are captured. Then a call is made of them and sent, or kept until it c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import Unserializable, UsageError
-from rlmesh.runtime.batch_split import named_arguments
 from rlmesh.runtime.calling.call_stats import CallGroup
 from rlmesh.runtime.calling.calls import Calls
-from rlmesh.runtime.calling.future_arguments import PassedArguments, Payload
 from rlmesh.runtime.calling.pending import Cohort, PendingCall
-from rlmesh.runtime.calling.retry import GroupRetries, Retries
 from rlmesh.runtime.connections.address_book import AddressBook, member_name
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.connections.shm_transfer import Lending
@@ -22,10 +19,14 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions
 from rlmesh.runtime.serving.call_context import CallContext, current_call, served_call
 from rlmesh.runtime.serving.result_store import FETCH, ResultStore
-from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag
-from rlmesh.wire.passed import RemoteRef
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.calling.future_arguments import Payload
+    from rlmesh.runtime.calling.retry import GroupRetries
+    from rlmesh.runtime.streams import Inbox, Stream
+    from rlmesh.wire.passed import RemoteRef
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -105,6 +106,8 @@ class Outbound:
         try:
             return codec.encode(call, self.capture)
         except codec.Deferred:
+            from rlmesh.runtime.calling.future_arguments import PassedArguments
+
             passed = PassedArguments(call, self.capture)
             passed.gather(store=store)
             return passed
@@ -190,6 +193,8 @@ class Outbound:
         endpoint: str | None, incarnation: int, queue: bool, context: CallContext | None,
     ) -> Future[Any]:  # fmt: skip
         """Make a call that is repeated where `pause_before_retry` allows it."""
+        from rlmesh.runtime.calling.retry import Retries
+
         retries = Retries(
             lambda left_s: self._launch(name, method, frames, left_s, chain, endpoint, incarnation, queue),
             self._on_loop_later,
@@ -209,6 +214,8 @@ class Outbound:
         kwargs: dict[str, Any], options: CallOptions,
     ) -> Stream[Any]:  # fmt: skip
         """Ask members, each by name, endpoint (or None) and incarnation, for the items of a generator method."""
+        from rlmesh.runtime.streams import Inbox, Stream
+
         frames = self._encode(method, (args, kwargs))
         inbox = Inbox(options.window)
         for name, endpoint, incarnation in targets:
@@ -260,6 +267,8 @@ class Outbound:
 
         retries: GroupRetries | None = None
         if options.idempotent and reply and inbox is None:
+            from rlmesh.runtime.calling.retry import GroupRetries
+
             retries = GroupRetries(
                 launch, self._on_loop_later, is_gone, lambda: self.peers.generation(role), timeout_s, len(names)
             )
@@ -279,6 +288,8 @@ class Outbound:
         options: CallOptions,
     ) -> Stream[Any]:  # fmt: skip
         """Ask members of a role for the items of a generator method."""
+        from rlmesh.runtime.streams import Inbox, Stream
+
         frames = self._encode(method, (args, kwargs))
         inbox = Inbox(options.window)
         self.submit_group(role, ranks, method, [frames] * len(ranks), options, inbox=inbox)
@@ -300,6 +311,8 @@ def _not_captured(buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequenc
 
 def _naming_the_argument(method: str, call: Arguments, error: Unserializable) -> Unserializable:
     """The same error, with the name of the argument that cannot be sent."""
+    from rlmesh.runtime.batch_split import named_arguments
+
     for name, value in named_arguments(*call):
         try:
             codec.encode(value, _not_captured)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import CallError, CallTimeout, Executed, PeerLost, StaleIncarnation
 from rlmesh.runtime.calling.call_stats import CallGroup, CallRecorder
-from rlmesh.runtime.calling.future_arguments import PassedArguments, Payload, StoredResult
 from rlmesh.runtime.calling.peer_status import Waiting
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel, turn_loops
@@ -27,6 +26,7 @@ from rlmesh.wire.envelope import ANY_INCARNATION, Flag, Frames
 
 if TYPE_CHECKING:
     from rlmesh.job.status import ExitInfo
+    from rlmesh.runtime.calling.future_arguments import PassedArguments, Payload, StoredResult
 
 LOOP_MEMORY_NS = 1_000_000_000
 """A call that failed, or a notification that was sent, longer ago than this belongs to no loop that still runs."""
@@ -101,10 +101,10 @@ class PendingCall:
         self, table: CallTable, name: str, method: str, timeout_s: float, chain: tuple[str, ...], endpoint: str | None,
         incarnation: int, payload: Payload, queue: bool, group: CallGroup | None,
     ) -> None:  # fmt: skip
-        if isinstance(payload, PassedArguments):
-            self.frames, self.passed = [], payload
-        else:
+        if isinstance(payload, list):
             self.frames = payload
+        else:
+            self.frames, self.passed = [], payload
         self.table, self.name, self.method, self.timeout_s, self.chain = table, name, method, timeout_s, chain
         self.endpoint, self.incarnation, self.queue, self.group = endpoint, incarnation, queue, group
         self.pinned = endpoint is not None

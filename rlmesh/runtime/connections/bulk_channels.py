@@ -10,22 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import MalformedFrame
-from rlmesh.runtime.connections.bulk_channel import BulkReceiver, LaneHost, LaneLink, Outgoing
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.transport.base import Link
-from rlmesh.runtime.transport.inet import join_host_port, split_host_port
-from rlmesh.wire.envelope import Bulk, BulkPart, Detached, Frames, Header, LaneOffer, OpenLane
-from rlmesh.wire.seal import Seal, Side
+from rlmesh.wire.envelope import Bulk, BulkPart, Call, Detached, Frames, Header, LaneOffer, OpenLane
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.connections.bulk_channel import BulkReceiver, LaneLink, Outgoing
+    from rlmesh.wire.seal import Seal, Side
 
 _NAME = "~lane:"
 SEALED_BYTES = 1 << 20
 """Payloads on an unencrypted connection are cut into parts of this size: each is hashed in one go, and the loop does
 other things in between."""
+
+
+class LaneHost(Protocol):
+    """What a lane needs of its runtime, on the loop."""
+
+    def deliver(self, channel: Channel, header: Header, payload: Frames) -> None:
+        """Handle a message as if it had just arrived whole."""
+        ...
+
+    def order_of(self, call: Call) -> Hashable | None:
+        """What a call has in common with those that must start in the order they were made."""
+        ...
 
 
 class LanesHost(LaneHost, Protocol):
@@ -147,6 +160,9 @@ class Lanes:
     # The side that was called.
 
     def _prepare(self, channel: Channel, called: str | None, address: str) -> None:
+        from rlmesh.runtime.connections.bulk_channel import BulkReceiver
+        from rlmesh.runtime.transport.inet import split_host_port
+
         lane = self._lanes[channel] = _Lane(channel, BulkReceiver(self._host, channel))
         channel.incoming = lane.incoming
         if called is not None:
@@ -164,6 +180,8 @@ class Lanes:
     # The side that called.
 
     def _offered(self, lane: _Lane, offer: LaneOffer) -> None:
+        from rlmesh.runtime.transport.inet import join_host_port, split_host_port
+
         if lane.outgoing is not None:
             raise MalformedFrame("a lane was offered twice")
         called = lane.channel.link.peer
@@ -186,6 +204,8 @@ class Lanes:
     # Both.
 
     def _divert(self, lane: _Lane, open_lane: Callable[[], None]) -> None:
+        from rlmesh.runtime.connections.bulk_channel import Outgoing
+
         lane.outgoing = Outgoing(self._options.bulk_bytes, self._loop, self._host.post, open_lane)
         lane.channel.divert = lane.outgoing.divert
 
@@ -196,6 +216,8 @@ class Lanes:
         link: LaneLink = carrier.link
         carrier.unseal = _as_it_is
         if self._host.is_plain(carrier.link):
+            from rlmesh.wire.seal import Seal
+
             other: Side = "caller" if side == "listener" else "listener"
             carrier.unseal = Seal(self._key, token, other).open
             link = _SealedLink(carrier.link, Seal(self._key, token, side))

@@ -124,7 +124,8 @@ class Inbound:
             self._buffers.on_give_backs(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
-            self._report_taken(channel, payload)
+            if is_large(payload):
+                self._report_taken(channel, payload)
         elif kind is TakenReplies:
             for incoming in channel.backlog.told(header.total):
                 self._dispatcher.start(incoming)

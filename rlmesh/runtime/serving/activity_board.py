@@ -1,8 +1,9 @@
 """What a process does, for those who look from outside when it cannot answer.
 
 A member that holds the interpreter's lock in C, or that is stopped, answers nobody. So it writes into a page of shared
-memory, a file in the job's private folder, which method began last and when, and once a second that its network loop
-runs. To note a call costs two stores. Times are those of the clock that all processes of a machine share.
+memory, a file in the job's private folder, which method runs and since when, and once a second that its network loop
+runs. To note a call costs two stores. An ``async def`` method is noted each time it goes on, and is not while it waits.
+Times are those of the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ASYNC", "DEF", "Activity", "Board", "board_path", "does_not_answer", "link_board", "look_at"]
+from rlmesh.runtime.process import forked
 
-BEAT, PID, DEF, ASYNC = 0, 1, 2, 4
-"""Words of the page: when the loop ran last, whose page it is; of the last ``def`` and the last ``async def`` method
-that began, when that was, followed by the method's number (0: none runs)."""
+__all__ = ["ASYNC", "DEF", "INLINE", "Activity", "Board", "board_path", "does_not_answer", "link_board", "look_at"]
+
+BEAT, PID, DEF, ASYNC, INLINE = 0, 1, 2, 4, 6
+"""Words of the page: when the loop ran last, whose page it is; of the ``def`` method that began last, of the ``async
+def`` method that has the loop of its kind, and of the one that has the network loop, when it began or went on,
+followed by the method's number (0: none runs)."""
 LATE_S = 2.5
 """The loop says once a second that it runs."""
 _SIZE, _NAMES_AT, _NAME_BYTES = 4096, 256, 64
@@ -46,6 +50,13 @@ class Board:
         self._lock = threading.Lock()
         self.beat()
         os.replace(draft, path)
+        forked.forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child, whose copy of the page is the parent's page: what ends in the child runs on there."""
+        self.words = memoryview(bytearray(_SIZE)).cast("Q")
+        self._page = mmap.mmap(-1, _SIZE)
+        self._lock = threading.Lock()
 
     def beat(self) -> None:
         """The loop runs."""
@@ -71,8 +82,8 @@ class Activity:
     Attributes:
         pid: whose it is.
         silent_s: since its loop ran last.
-        method: that began last and has not ended; empty if none is known.
-        since_s: since then.
+        method: that runs; empty if none is known.
+        since_s: since it began or, of an ``async def`` method, went on.
     """
 
     pid: int
@@ -111,9 +122,13 @@ def look_at(path: Path) -> Activity | None:
     now_ns = time.perf_counter_ns()
     words = memoryview(page).cast("Q")
     running = [(words[at], words[at + 1]) for at in (DEF, ASYNC) if words[at + 1]]
+    if not running and words[INLINE + 1]:
+        running = [(words[INLINE], words[INLINE + 1])]
     method, since_s = "", 0.0
     if running:
-        began_ns, number = min(running)
+        # Of a method that waits on its thread, and one that has gone on since, the latter is known to have had the
+        # interpreter later. The library's own, on the network loop, may only have been interrupted by either.
+        began_ns, number = max(running)
         start = _NAMES_AT + (number - 1) * _NAME_BYTES
         method = page[start : start + _NAME_BYTES].rstrip(b"\0").decode("utf-8", "replace")
         since_s = max(0.0, (now_ns - began_ns) / 1e9)

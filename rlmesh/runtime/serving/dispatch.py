@@ -22,7 +22,6 @@ from rlmesh.errors import (
     StaleIncarnation,
     WouldDeadlock,
 )
-from rlmesh.runtime.calling.future_arguments import ArgumentResolver
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
@@ -30,15 +29,14 @@ from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.forked import end_child
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
 from rlmesh.runtime.sequence import FutureSequence
-from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Board
+from rlmesh.runtime.serving.activity_board import DEF, Board
 from rlmesh.runtime.serving.call_context import InContext, current_call
 from rlmesh.runtime.serving.coroutines import await_elsewhere, cancel_task
 from rlmesh.runtime.serving.incoming import IncomingCall
-from rlmesh.runtime.serving.reply_backlog import is_large
+from rlmesh.runtime.serving.reply_backlog import LIMIT_BYTES, is_large
 from rlmesh.runtime.serving.result_store import FETCH, KEEP_BYTES, ResultStore
 from rlmesh.runtime.serving.served_objects import Method, Served
 from rlmesh.runtime.serving.serving_host import ServingHost
-from rlmesh.runtime.serving.stream_server import Outflow
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import (
     ANY_INCARNATION,
@@ -157,9 +155,13 @@ class Dispatcher:
             except MalformedFrame as error:
                 self.refuse(incoming.channel, call, error)
                 return False
+            from rlmesh.runtime.calling.future_arguments import ArgumentResolver
+
             incoming.passed = ArgumentResolver(values, call.timeout_s, self._host.fetch)
         (self._unawaited if call.flags & _NO_REPLY else self._incoming)[incoming.key] = incoming
         if call.flags & _STREAM:
+            from rlmesh.runtime.serving.stream_server import Outflow
+
             incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
         elif call.flags & _KEEP:
             self.on_keep(incoming.channel, call.call_id)
@@ -334,9 +336,14 @@ class Dispatcher:
         incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
 
     def _coroutine(self, incoming: IncomingCall) -> Coroutine[Any, Any, None]:
-        if incoming.outflow is not None:
-            return incoming.outflow.run_async()
-        return self._run_serially(incoming) if incoming.method.serial else self._run_async(incoming)
+        if incoming.outflow is None and incoming.method.serial:
+            return self._run_serially(incoming)
+        return self._run_alone(incoming)
+
+    async def _run_alone(self, incoming: IncomingCall) -> None:
+        """A stream, or a call of a method that may run several times at once."""
+        run = self._run_async(incoming) if incoming.outflow is None else incoming.outflow.run_async()
+        await InContext(run, copy_context(), self.board, incoming.method)
 
     async def _run_serially(self, first: IncomingCall) -> None:
         """A call of a serial method, and those that queue behind it: a task and a turn of the loop for each would cost
@@ -353,7 +360,7 @@ class Dispatcher:
                 return
             incoming.task = task
             incoming.hands_over = True
-            await InContext(self._run_async(incoming), context.copy())
+            await InContext(self._run_async(incoming), context.copy(), self.board, incoming.method)
             while task.cancelling():
                 task.uncancel()  # That call was cancelled, not those behind it.
             incoming.following, incoming = None, incoming.following
@@ -372,15 +379,16 @@ class Dispatcher:
         return True
 
     async def _run_async(self, incoming: IncomingCall) -> None:
-        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+        if incoming.channel.backlog.owed_bytes >= LIMIT_BYTES and not incoming.cancelled and self._sets_aside(incoming):
             return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = began_ns = time.perf_counter_ns()
+        at = incoming.method.loop_word
         if (board := self.board) is not None:
-            board.words[ASYNC] = began_ns
-            board.words[ASYNC + 1] = incoming.method.number or incoming.method.put_on(board)
+            board.words[at] = began_ns
+            board.words[at + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         current_call.set(incoming.context)
         try:
@@ -394,7 +402,7 @@ class Dispatcher:
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
         if board is not None:
-            board.words[ASYNC + 1] = 0
+            board.words[at + 1] = 0
         ended_ns = time.perf_counter_ns()
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
@@ -403,7 +411,7 @@ class Dispatcher:
 
     def _execute(self, incoming: IncomingCall) -> None:
         served = incoming.method.owner
-        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._sets_aside(incoming):
+        if incoming.channel.backlog.owed_bytes >= LIMIT_BYTES and not incoming.cancelled and self._sets_aside(incoming):
             return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
@@ -439,7 +447,7 @@ class Dispatcher:
     def awaited(self, incoming: IncomingCall, value: Awaitable[Any], *, closing: bool = False) -> Any:
         """As `awaiting.await_elsewhere`, on the loop where an ``async def`` method of this member would run."""
         post = self._loop.call_soon_threadsafe if incoming.method.owner.inline else self._host.post_to_user
-        return await_elsewhere(incoming, value, post, lambda: self.ending, closing=closing)
+        return await_elsewhere(incoming, value, post, lambda: self.ending, self.board, closing=closing)
 
     def finish(self, incoming: IncomingCall, ok: bool, frames: Frames, ended_ns: int) -> None:
         if self.forked:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import CallError, PeerLost, SlotGone
-from rlmesh.runtime.calling.future_arguments import ArgumentResolver
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.call_context import CallContext
 from rlmesh.runtime.serving.served_objects import Method
-from rlmesh.runtime.serving.stream_server import Outflow
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Call, Frames
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.calling.future_arguments import ArgumentResolver
+    from rlmesh.runtime.serving.stream_server import Outflow
 
 
 class IncomingCall:

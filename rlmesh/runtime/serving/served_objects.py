@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from _thread import allocate_lock
 from collections import deque
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import MethodNotFound
 from rlmesh.runtime.rpc import exported_functions, mark_of
-from rlmesh.runtime.serving.activity_board import Board
+from rlmesh.runtime.serving.activity_board import ASYNC, INLINE, Board
 from rlmesh.runtime.serving.executors import SerialExecutor
 from rlmesh.runtime.serving.method_kinds import is_on_loop
-from rlmesh.runtime.serving.stream_server import refuse_call
 
 if TYPE_CHECKING:
     from rlmesh.runtime.serving.incoming import IncomingCall
@@ -31,6 +29,8 @@ class Method:
         self.is_async = is_on_loop(function)
         self.generator = function
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            from rlmesh.runtime.serving.stream_server import refuse_call
+
             self.function = refuse_call(owner.name, name, is_async=self.is_async)
         self.serial = self.concurrent == 1
         self.main_thread = mark is not None and mark.main_thread
@@ -41,12 +41,19 @@ class Method:
         self.lock = allocate_lock()
         self.number = 0
         """On the board of its process; 0: it has not run."""
+        self.loop_word = INLINE if owner.inline else ASYNC
+        """Where on the board it is noted while it has a loop."""
         self._pool: ThreadPoolExecutor | None = None
 
     def put_on(self, board: Board) -> int:
         """It runs for the first time."""
         self.number = board.number_of(self.label)
         return self.number
+
+    def begins(self, board: Board | None, at: int, now_ns: int) -> None:
+        """Note it in the words at ``at``."""
+        if board is not None:
+            board.words[at], board.words[at + 1] = now_ns, self.number or self.put_on(board)
 
     @property
     def label(self) -> str:
@@ -90,6 +97,8 @@ class Served:
         if found is None and (function := exported_functions().get(name)) is not None:
             found = self.methods[name] = Method(self, name, function)
         if found is None:
+            import difflib
+
             near = difflib.get_close_matches(name, self.methods, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             known = ", ".join(sorted(self.methods)) or "none"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import UsageError
 from rlmesh.runtime.future import set_done
 from rlmesh.runtime.process import clock
+from rlmesh.runtime.serving.activity_board import DEF
 from rlmesh.runtime.serving.call_context import current_call
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Item
@@ -65,8 +66,11 @@ class Outflow:
     def run(self) -> None:
         """Make items until there is no credit, or to the end."""
         incoming = self._incoming
+        now_ns = time.perf_counter_ns()
         if not incoming.started_ns:
-            incoming.started_ns = time.perf_counter_ns()
+            incoming.started_ns = now_ns
+        board = self._dispatcher.board
+        incoming.method.begins(board, DEF, now_ns)
         token = current_call.set(incoming.context)
         try:
             if not self._make_items():
@@ -76,6 +80,8 @@ class Outflow:
             ok, frames = False, self._dispatcher.failed(incoming, error)
         finally:
             current_call.reset(token)
+            if board is not None:
+                board.words[DEF + 1] = 0
         self._dispatcher.finish(incoming, ok, frames, time.perf_counter_ns())
 
     def _make_items(self) -> bool:
@@ -116,6 +122,8 @@ class Outflow:
             self._dispatcher.finish(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = time.perf_counter_ns()
+        board, at = self._dispatcher.board, incoming.method.loop_word
+        incoming.method.begins(board, at, incoming.started_ns)
         current_call.set(incoming.context)
         try:
             if incoming.passed is not None:
@@ -128,6 +136,8 @@ class Outflow:
             ok, frames = True, codec.encode(self._sent)
         except BaseException as error:
             ok, frames = False, self._dispatcher.failed(incoming, error)
+        if board is not None:
+            board.words[at + 1] = 0
         self._dispatcher.finish(incoming, ok, frames, time.perf_counter_ns())
 
     async def _make_items_async(self, made: Any) -> None:

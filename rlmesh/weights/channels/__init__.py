@@ -1,1 +1,1 @@
-"""The ways that weights take from process to process; `base` is the contract that all of them keep."""
+"""Channels that move weights between processes; `base` is their common contract."""

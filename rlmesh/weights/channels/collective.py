@@ -1,9 +1,9 @@
-"""Collectives: one broadcast per bucket over a process group of its own, NCCL between GPUs and Gloo between CPUs.
+"""Collectives: one broadcast per bucket over a separate process group, NCCL between GPUs and Gloo between CPUs.
 
-The group is made of the source rank and its sinks for one plan, by a store at the source; torch's default group is
-neither needed nor touched. Nobody enters a broadcast before everybody is there: each sink says in the store that it is
-ready, and the source then says *go*, or *stop* if one of them has failed. So a sink that fails leaves nobody hanging in
-a collective that cannot be cancelled. When a member is lost the group is ended, and the next plan makes another.
+The group consists of the source rank and its sinks for one plan, with a store at the source; torch's default group is
+not used. No member enters a broadcast before all are ready: each sink writes *ready* to the store, and the source then
+writes *go*, or *stop* if a sink has failed. So a failing sink leaves no member in a collective that cannot be
+cancelled. When a member is lost the group is aborted, and the next plan makes another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from rlmesh.runtime.process import clock
 from rlmesh.weights.channels.base import (
-    SOONER,
+    SEND_TIMEOUT_SHARE,
     BucketTransfer,
     ChannelBroken,
     ChannelReceiver,
@@ -26,7 +26,7 @@ from rlmesh.weights.planning.buckets import Bucket
 from rlmesh.weights.transfer.tensor_bytes import checksums_of, host_bytes
 
 POLL_S = 0.0002
-TURNS = 2
+BUFFERS = 2
 STOP = "stop"
 
 
@@ -40,7 +40,7 @@ def _go(number: int) -> str:
 
 def _poll(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Raises:
-    ChannelBroken: it did not come true in time, or the store is gone.
+    ChannelBroken: the condition did not become true in time, or the store is gone.
     """
     end = clock.now() + timeout_s
     try:
@@ -64,7 +64,7 @@ def _make_group(backend: str, store: Any, rank: int, size: int, timeout_s: float
 
 
 def _end_group(group: Any) -> None:
-    """Wakes up whoever waits in it, here and at the others."""
+    """Abort the group, which wakes all members that wait in it."""
     try:
         group.abort()
     except (RuntimeError, NotImplementedError, AttributeError):
@@ -72,10 +72,10 @@ def _end_group(group: Any) -> None:
 
 
 def _broadcast(group: Any, data: Any, timeout_s: float) -> None:
-    """Of rank 0 to all, who are there.
+    """Broadcast from rank 0; all members have said that they are ready.
 
     Raises:
-        ChannelBroken: a member died, or the time is over.
+        ChannelBroken: a member died, or the timeout expired.
     """
     import torch.distributed as dist
 
@@ -92,8 +92,8 @@ def _broadcast(group: Any, data: Any, timeout_s: float) -> None:
         raise ChannelBroken(f"the broadcast failed: {error}") from error
 
 
-class CollectiveOutlet(ChannelSender):
-    """See `channels.base.ChannelSender`. Rank 0 of its group."""
+class CollectiveSender(ChannelSender):
+    """See `channels.base.ChannelSender`. It is rank 0 of its group."""
 
     joins_bytes = 0, 0
 
@@ -106,7 +106,7 @@ class CollectiveOutlet(ChannelSender):
         self._store: Any = TCPStore(settings.host, 0, None, True, timeout, wait_for_workers=False)
         self._group: Any = None
         self._number = 0
-        self._turns: dict[int, Any] = {}
+        self._buffers: dict[int, Any] = {}
 
     def info(self, sink: str) -> Mapping[str, Any]:
         rank = self._settings.sinks.index(sink) + 1
@@ -121,10 +121,10 @@ class CollectiveOutlet(ChannelSender):
 
         on_gpu = next((t.device for t in tensors.values() if self._settings.on_gpu and t.is_cuda), None)
         device = on_gpu or torch.device("cpu")
-        turn = bucket.index if self._settings.keep else bucket.index % TURNS
-        flat = self._turns.get(turn)
+        which = bucket.index if self._settings.keep else bucket.index % BUFFERS
+        flat = self._buffers.get(which)
         if flat is None or flat.numel() < bucket.nbytes or flat.device != device:
-            flat = self._turns[turn] = torch.zeros(max(bucket.nbytes, 1), dtype=torch.uint8, device=device)
+            flat = self._buffers[which] = torch.zeros(max(bucket.nbytes, 1), dtype=torch.uint8, device=device)
         pieces = [flat[entry.offset : entry.offset + entry.nbytes] for entry in bucket.entries]
         for entry, piece in zip(bucket.entries, pieces, strict=True):
             if not entry.nbytes:
@@ -137,20 +137,17 @@ class CollectiveOutlet(ChannelSender):
         sums = [one for each in checksums_of(pieces) for one in each] if self._settings.verify else []
         return BucketTransfer(bucket, sums, flat[: max(bucket.nbytes, 1)])
 
-    def payload(self, parcel: BucketTransfer, sink: str) -> Any:
-        return None
-
-    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
+    def transmit(self, transfer: BucketTransfer, stopped: Callable[[], bool]) -> None:
         self._number += 1
         ready = [_ready(self._number, rank) for rank in range(1, len(self._settings.sinks) + 1)]
 
-        def all_there() -> bool:
+        def all_ready() -> bool:
             if stopped():
                 raise ChannelBroken("a sink has failed")
             return bool(self._store.check(ready))
 
         try:
-            _poll(all_there, SOONER * self._settings.timeout_s, "not all sinks were ready")
+            _poll(all_ready, SEND_TIMEOUT_SHARE * self._settings.timeout_s, "not all sinks were ready")
         except ChannelBroken as error:
             late = [sink for sink, key in zip(self._settings.sinks, ready, strict=True) if not self._is_set(key)]
             if len(late) == 1 and not stopped():
@@ -159,16 +156,13 @@ class CollectiveOutlet(ChannelSender):
         self._store.set(_go(self._number), "")
         for old in (*ready, _go(self._number - 1)):
             self._store.delete_key(old)
-        _broadcast(self._group, parcel.data, self._settings.timeout_s)
+        _broadcast(self._group, transfer.data, self._settings.timeout_s)
 
     def _is_set(self, key: str) -> bool:
         try:
             return bool(self._store.check([key]))
         except RuntimeError:
             return False
-
-    def taken(self, parcel: BucketTransfer) -> None:
-        parcel.data = None
 
     def abandon(self) -> None:
         if self._store is not None:
@@ -178,11 +172,11 @@ class CollectiveOutlet(ChannelSender):
         group, self._group = self._group, None
         if group is not None:
             _end_group(group)
-        self._turns.clear()
+        self._buffers.clear()
         self._store = None
 
 
-class CollectiveInlet(ChannelReceiver):
+class CollectiveReceiver(ChannelReceiver):
     """See `channels.base.ChannelReceiver`."""
 
     keeps = False
@@ -219,12 +213,6 @@ class CollectiveInlet(ChannelReceiver):
         data = flat if flat.is_cuda else flat.numpy()
         return [data[entry.offset : entry.offset + entry.nbytes] for entry in bucket.entries]
 
-    def done(self) -> None:
-        return
-
-    def settle(self) -> None:
-        return
-
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
@@ -232,9 +220,9 @@ class CollectiveInlet(ChannelReceiver):
         self._store = self._buffer = None
 
 
-def open_outlet(settings: RouteSettings) -> CollectiveOutlet:
-    return CollectiveOutlet(settings)
+def open_sender(settings: RouteSettings) -> CollectiveSender:
+    return CollectiveSender(settings)
 
 
-def open_inlet(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> CollectiveInlet:
-    return CollectiveInlet(settings, info)
+def open_receiver(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> CollectiveReceiver:
+    return CollectiveReceiver(settings, info)

@@ -1,21 +1,21 @@
 """CUDA IPC: sinks on the same GPU, or on one that reaches it, copy from the source's own memory.
 
-A fenced source whose weights stay where they are is read as it is: nothing is copied at the source, and its handles
-are opened once. Weights that are gathered, cast or snapshotted go through memory of the outlet's own: two buckets that
-are used in turn, or one per bucket with a snapshot. Memory that has no handles (expandable segments) is found out when
-it is put, and goes the same way.
+The weights of a fenced source at lasting addresses are read in place: nothing is copied at the source, and their
+handles are opened once. Weights that are gathered, cast or snapshotted are copied into memory of the sender: two
+buffers that alternate, or one per bucket with a snapshot. Weights in memory without handles (expandable segments) are
+detected in ``put`` and copied too.
 
-A snapshot on one GPU is announced when its copy has begun, not when it has ended: the sink prepares its own copy
-meanwhile, looks at an event until the source's has ended, and finds the checksums in the memory behind it. It does not
-let its GPU wait for the event: if the source is killed, whose process it looks at too, nobody could end that.
+A snapshot on one GPU is announced when its copy has begun: the sink prepares its own copy meanwhile, polls an event
+until the source's copy has ended, and finds the checksums in the memory behind it. The sink's GPU does not wait for the
+event: if the source were killed, nothing could end that wait. So the sink polls the source's process too.
 
-What takes no memory of the outlet's, or has memory of its own for every bucket, is put in one piece: one message, one
-launch. Only where a kernel of the source has work first (checksums, a snapshot) and a sink is on another GPU are there
-two: while the first is on its way, which takes ten times as long, the source is done with the other. On one GPU they
-would only take turns.
+All buckets are put as one (one message, one launch) if they need no memory of the sender, or each has its own. There
+are two parts only if a kernel of the source works first (checksums, a snapshot) and a sink is on another GPU: the
+source finishes the second part while the first is transferred, which takes ten times as long. On one GPU the two would
+only alternate.
 
-Nobody reads what is freed: a sink answers when its copy has ended, and closes its handles before the source frees
-anything (`Link.close` waits for that).
+No sink reads freed memory: a sink answers when its copy has ended, and closes its handles before the source frees
+memory (`SyncSession.close` waits for that).
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from typing import Any
 from rlmesh.errors import DeviceUnreachable
 from rlmesh.runtime.calling.peer_status import lives
 from rlmesh.weights.channels.base import (
-    SOONER,
+    SEND_TIMEOUT_SHARE,
     BucketTransfer,
     ChannelBroken,
     ChannelReceiver,
     ChannelSender,
     RouteSettings,
 )
-from rlmesh.weights.cuda.copies import copy, start
+from rlmesh.weights.cuda.copies import AddressedTensors, copy, start
 from rlmesh.weights.cuda.devices import MASK, index_of, uuid_of
 from rlmesh.weights.cuda.memory import OpenedAllocations, ShareableAllocation, Unshareable, export, this_process
 from rlmesh.weights.planning.buckets import Bucket
-from rlmesh.weights.transfer.tensor_bytes import Placed
+from rlmesh.weights.transfer.tensor_bytes import dtype_name
 
 logger = logging.getLogger(__name__)
 
-TURNS = 2
-ALL = 1 << 62
-FIRST = 2 << 30
-LOOK_EVERY_S = 5e-5
-LOOKS_A_ROUND = 100
-"""After so many looks at the event comes one at the source's process."""
+BUFFERS = 2
+ALL_BYTES = 1 << 62
+FIRST_BYTES = 2 << 30
+POLL_S = 5e-5
+POLLS_PER_PROCESS_CHECK = 100
+"""Polls of the event between two checks of the source's process."""
 
 _events: dict[bytes, Any] = {}
-"""Those of this process, by their handles: it cannot open these itself."""
+"""The events of this process, by handle: a process cannot open its own handles."""
 
 
 @dataclass(eq=False)
-class _Known:
-    """Where a bucket's tensors are for its sinks: handle and offset of each.
+class _BucketMemory:
+    """The memory in which sinks find a bucket's tensors: handle and offset of each tensor.
 
     Attributes:
-        addresses: for this process. The same address may be another allocation's later:
-        freed: how often torch had given memory back to the driver then;
-        own: or the outlet's allocation, if they are copied there;
-        targets, dtypes: then the tensors' places there, and what types they have;
-        ready: after which their copy may be read, if it is announced before;
-        sums: where it leaves its checksums then, ``[n]`` of int64 behind the tensors.
+        addresses: of the tensors, in this process. They may belong to another allocation later:
+        freed: torch's count of segments given back to the driver when the addresses were valid.
+        own: the sender's allocation, if tensors are copied into it.
+        targets, dtypes: the tensors' places in ``own``, and their types.
+        ready: the event after which the copy may be read, if it is announced before.
+        sums: the checksums of an announced copy, ``[n]`` of int64 behind the tensors.
     """
 
     serial: int
@@ -81,13 +81,13 @@ class _Known:
 
 
 def _freed(device: Any) -> int:
-    """How many times torch has given memory of a GPU back to the driver."""
+    """The number of segments of a GPU that torch has given back to the driver."""
     import torch
 
     return int(torch.cuda.memory_stats_as_nested_dict(device)["segment"]["all"]["freed"])
 
 
-class CudaOutlet(ChannelSender):
+class CudaIpcSender(ChannelSender):
     """See `channels.base.ChannelSender`."""
 
     tells_only = True
@@ -96,33 +96,30 @@ class CudaOutlet(ChannelSender):
         self._settings = settings
         self._own: dict[int, ShareableAllocation] = {}
         self._direct = settings.lasting and not settings.keep
-        # Only weights that stay where they are: what was gathered for this push may be gone before it is copied.
+        # Only weights at lasting addresses: tensors gathered for this push may be freed before they are copied.
         self._early = settings.lasting and settings.keep and settings.same_device and settings.shares_events
-        self._under_way: list[Any] = []
+        self._running: list[Any] = []
         self._device = ""
         self._serial = 0
-        # What the last put of a bucket found out: the same in every push of a steady state.
-        self._known: dict[int, _Known] = {}
-        self._told: dict[tuple[str, int], int] = {}
+        # Found by the last put of a bucket: the same in every push of a steady state.
+        self._known: dict[int, _BucketMemory] = {}
+        self._announced: dict[tuple[str, int], int] = {}
 
     @property
     def joins_bytes(self) -> tuple[int, int]:
         settings = self._settings
         if not settings.keep and not (self._direct and self._known):
-            return 0, 0  # whether the weights can be read where they are is not known before the first push
+            return 0, 0  # before the first push it is unknown whether the weights can be read in place
         works_first = settings.keep or settings.verify
-        return FIRST if works_first and not settings.same_device else ALL, ALL
+        return FIRST_BYTES if works_first and not settings.same_device else ALL_BYTES, ALL_BYTES
 
     def info(self, sink: str) -> Mapping[str, Any]:
         return {}
 
-    def connect(self) -> None:
-        return
-
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> BucketTransfer:
         import torch
 
-        whole = Placed(map(tensors.__getitem__, bucket.names))
+        whole = AddressedTensors(map(tensors.__getitem__, bucket.names))
         device = next((tensor.device for tensor in whole if tensor.is_cuda), None)
         if device is None:
             raise ChannelBroken(f"bucket {bucket.index} is not on a GPU")
@@ -135,22 +132,20 @@ class CudaOutlet(ChannelSender):
             elif self._settings.verify:
                 sums = copy(whole, None, bucket.sizes, summed=True)
             if places.ready is None:
-                # Whoever reads next does so from another process, which knows nothing of this one's streams.
+                # The sinks read from other processes, which do not wait for this process's streams.
                 stream = torch.cuda.current_stream()
-                if not stream.query():  # Takes less time than to wait for nothing.
+                if not stream.query():  # a query is faster than synchronizing an idle stream
                     stream.synchronize()
         return BucketTransfer(bucket, sums, (places, whole))
 
     def captured(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for event in under_way:
+        running, self._running = self._running, []
+        for event in running:
             event.synchronize()
 
-    def _places(self, bucket: Bucket, whole: Placed) -> _Known | None:
-        """Handle and offset of each tensor where it is; None if they must be copied."""
+    def _places(self, bucket: Bucket, whole: AddressedTensors) -> _BucketMemory | None:
+        """Handle and offset of each tensor in place; None if the tensors must be copied."""
         import torch
-
-        from rlmesh.weights.transfer.tensor_bytes import dtype_name
 
         addresses = whole.addresses
         known, freed = self._known.get(bucket.index), _freed(whole[0].device)
@@ -175,10 +170,10 @@ class CudaOutlet(ChannelSender):
         known.addresses, known.freed = addresses, freed
         return known
 
-    def _remember(self, bucket: Bucket, places: list[tuple[bytes, int]]) -> _Known:
+    def _remember(self, bucket: Bucket, places: list[tuple[bytes, int]]) -> _BucketMemory:
         self._serial += 1
         self._forget_event(bucket.index)
-        found = self._known[bucket.index] = _Known(self._serial, places)
+        found = self._known[bucket.index] = _BucketMemory(self._serial, places)
         return found
 
     def _forget_event(self, index: int) -> None:
@@ -186,22 +181,22 @@ class CudaOutlet(ChannelSender):
         if known is not None and known.ready is not None:
             _events.pop(known.ready.ipc_handle(), None)
 
-    def _copy(self, bucket: Bucket, whole: Placed) -> tuple[_Known, list[int]]:
+    def _copy(self, bucket: Bucket, whole: AddressedTensors) -> tuple[_BucketMemory, list[int]]:
         import torch
 
-        turn = bucket.index if self._settings.keep else bucket.index % TURNS
-        own = self._own.get(turn)
+        which = bucket.index if self._settings.keep else bucket.index % BUFFERS
+        own = self._own.get(which)
         sums_at = -(-bucket.nbytes // 8) * 8
         nbytes = sums_at + 8 * len(bucket.entries)
         if own is None or own.nbytes < nbytes:
             if own is not None:
-                self._own.pop(turn).free()
-            own = self._own[turn] = ShareableAllocation(nbytes, torch.device(self._device).index or 0)
+                self._own.pop(which).free()
+            own = self._own[which] = ShareableAllocation(nbytes, torch.device(self._device).index or 0)
         known = self._known.get(bucket.index)
         if known is None or known.own is not own:
             known = self._remember(bucket, [(own.handle, entry.offset) for entry in bucket.entries])
             known.own = own
-            known.targets = Placed(own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries)
+            known.targets = AddressedTensors(own.tensor(entry.offset, entry.nbytes) for entry in bucket.entries)
             known.addresses = known.targets.addresses
             known.dtypes = [getattr(torch, entry.dtype) for entry in bucket.entries]
             if self._early:
@@ -218,15 +213,15 @@ class CudaOutlet(ChannelSender):
             sums = copy(ready, known.targets, bucket.sizes, summed=verify)
         if known.ready is not None:
             known.ready.record()
-            self._under_way.append(known.ready)
+            self._running.append(known.ready)
         return known, sums
 
-    def payload(self, parcel: BucketTransfer, sink: str) -> Any:
-        known, index = parcel.data[0], parcel.bucket.index
-        if self._told.get((sink, index)) == known.serial:
+    def payload(self, transfer: BucketTransfer, sink: str) -> Any:
+        known, index = transfer.data[0], transfer.bucket.index
+        if self._announced.get((sink, index)) == known.serial:
             return [known.serial]
-        # A push that follows this one is of this session, so the sink has heard it.
-        self._told[sink, index] = known.serial
+        # The next push over this session follows only if the sink has taken this one.
+        self._announced[sink, index] = known.serial
         handles = list(dict.fromkeys(handle for handle, _ in known.places))
         number = {handle: i for i, handle in enumerate(handles)}
         import torch
@@ -242,15 +237,6 @@ class CudaOutlet(ChannelSender):
             event = known.ready.ipc_handle(), os.getpid(), (0, offset, known.sums.data_ptr()), len(known.addresses)
         return [known.serial, uuid, this_process(), handles, places, event]
 
-    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
-        return
-
-    def taken(self, parcel: BucketTransfer) -> None:
-        parcel.data = None
-
-    def abandon(self) -> None:
-        return
-
     def close(self) -> None:
         for index in self._known:
             self._forget_event(index)
@@ -261,13 +247,13 @@ class CudaOutlet(ChannelSender):
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """A bucket's pieces, as its sink has them open. Hundreds of tensors have a handle each or share a few.
+class _OpenedBucket:
+    """A bucket's pieces in memory of the source that this sink has open. Tensors may share handles.
 
     Attributes:
-        ready: the source's event after which they may be read; None: at once.
-        source: the process that records it; 0: it cannot be seen from here.
-        sums: where it leaves their checksums then.
+        ready: the source's event after which the pieces may be read; None: at once.
+        source: pid of the process that records the event; 0: it is not visible from here.
+        sums: the memory of the checksums.
     """
 
     serial: int
@@ -278,7 +264,7 @@ class _Taken:
     sums: Any = None
 
 
-class CudaInlet(ChannelReceiver):
+class CudaIpcReceiver(ChannelReceiver):
     """See `channels.base.ChannelReceiver`."""
 
     keeps = False
@@ -291,18 +277,18 @@ class CudaInlet(ChannelReceiver):
         self._sink, self._clock, self._wait = sink, clock, wait
         self._opened = OpenedAllocations(torch.cuda.current_device())
         self._used: set[int] = set()
-        self._known: dict[int, _Taken] = {}
+        self._known: dict[int, _OpenedBucket] = {}
         self._all_used = False
-        self._taken: _Taken | None = None
+        self._taken: _OpenedBucket | None = None
         self._until = 0.0
 
     def take(self, bucket: Bucket, payload: Any, timeout_s: float) -> Sequence[Any]:
         serial, *rest = payload
-        self._until = self._clock() + SOONER * timeout_s
+        self._until = self._clock() + SEND_TIMEOUT_SHARE * timeout_s
         known = self._known.get(bucket.index)
         if known is None or known.serial != serial:
             if not rest:
-                raise ChannelBroken(f"{self._sink} was not told where bucket {bucket.index} is", self._sink)
+                raise ChannelBroken(f"{self._sink} did not get the location of bucket {bucket.index}", self._sink)
             known = self._known[bucket.index] = self._open(bucket, serial, *rest)
             self._all_used = False
         self._used.add(bucket.index)
@@ -312,8 +298,8 @@ class CudaInlet(ChannelReceiver):
     def _open(
         self, bucket: Bucket, serial: int, uuid: str, process: bytes, handles: Sequence[bytes],
         places: Sequence[tuple[int, int, int]], event: Any,
-    ) -> _Taken:  # fmt: skip
-        """See `CudaOutlet.payload`."""
+    ) -> _OpenedBucket:  # fmt: skip
+        """Open the memory that `CudaIpcSender.payload` describes."""
         from rlmesh.memory.cuda import bytes_at, open_event
 
         try:
@@ -334,27 +320,27 @@ class CudaInlet(ChannelReceiver):
                 sums = bytes_at(address_of(place), 8 * count, device, self)
         except (LookupError, Unshareable, DeviceUnreachable) as error:
             raise ChannelBroken(f"{self._sink} cannot open the source's memory: {error}", self._sink) from error
-        pieces = Placed(
+        pieces = AddressedTensors(
             (bytes_at(address, size, device, self) for address, size in zip(addresses, bucket.sizes, strict=True)),
             addresses,
         )
-        return _Taken(serial, frozenset(handle for handle in handles if handle), pieces, ready, source, sums)
+        return _OpenedBucket(serial, frozenset(handle for handle in handles if handle), pieces, ready, source, sums)
 
     def ready(self) -> None:
         taken = self._taken
         if taken is None or taken.ready is None:
             return
-        looks = 0
+        polls = 0
         while not taken.ready.query():
-            looks += 1
-            if looks % LOOKS_A_ROUND == 0:
+            polls += 1
+            if polls % POLLS_PER_PROCESS_CHECK == 0:
                 self._check_source(taken)
             if self._clock() > self._until:
-                raise ChannelBroken("the source has not made its snapshot in time: what else does its GPU do?")
-            self._wait(LOOK_EVERY_S)
-        self._check_source(taken)  # whatever its event says then
+                raise ChannelBroken("the source has not made its snapshot in time: is its GPU busy with other work?")
+            self._wait(POLL_S)
+        self._check_source(taken)  # a dead process's event is not trusted
 
-    def _check_source(self, taken: _Taken) -> None:
+    def _check_source(self, taken: _OpenedBucket) -> None:
         if taken.source and not lives(taken.source):
             raise ChannelBroken(f"the source (pid {taken.source}) ended before it had made its snapshot")
 
@@ -364,11 +350,8 @@ class CudaInlet(ChannelReceiver):
         sums = self._taken.sums if self._taken is not None else None
         return sent if sent or sums is None else [value & MASK for value in sums.view(torch.int64).tolist()]
 
-    def done(self) -> None:
-        return
-
     def settle(self) -> None:
-        """Close what the last push did not use: the source may have freed it."""
+        """Close memory that the last push did not use: the source may have freed it."""
         if not self._all_used or self._used != self._known.keys():
             self._known = {index: known for index, known in self._known.items() if index in self._used}
             self._opened.keep_only(handle for known in self._known.values() for handle in known.handles)
@@ -380,9 +363,9 @@ class CudaInlet(ChannelReceiver):
         self._opened.close()
 
 
-def open_outlet(settings: RouteSettings) -> CudaOutlet:
-    return CudaOutlet(settings)
+def open_sender(settings: RouteSettings) -> CudaIpcSender:
+    return CudaIpcSender(settings)
 
 
-def open_inlet(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> CudaInlet:
-    return CudaInlet(sink)
+def open_receiver(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> CudaIpcReceiver:
+    return CudaIpcReceiver(sink)

@@ -1,12 +1,12 @@
 """Shared memory: a bucket is written once for all sinks of a node, and read in place.
 
-Several sinks of one route verify together (`rlmesh.weights.transfer.bucket_check`): sinks that keep the memory as it
-is look at the same pages, so each sums its own share of them. A sink that copies sums all that it copied.
+Sinks of one route verify together (`rlmesh.weights.transfer.staging.BucketCheck`): sinks that use the memory directly
+read the same pages, so each sums its own share of them. A sink that copies sums all that it copied.
 
-The outlet puts each bucket into a slot of a pool of reused segments (`rlmesh.memory`). The sinks map the slot and hold
+The sender puts each bucket into a slot of a pool of reused segments (`rlmesh.memory`). The sinks map the slot and hold
 its lock; a `double_buffer` sink on a CPU may use that memory as its weights until the next flip, so that nothing is
-copied out. The outlet needs no message to know when a slot is free: the kernel tells whether a lock is held, also after
-a sink has died.
+copied out. No message tells the sender that a slot is free: the kernel reports whether a lock is held, also after a
+sink has died.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.weights.channels.base import BucketTransfer, ChannelBroken, ChannelReceiver, ChannelSender, RouteSettings
 from rlmesh.weights.planning.buckets import Bucket
-from rlmesh.weights.transfer.parallel_copy import ParallelCopy
-from rlmesh.weights.transfer.tensor_bytes import host_bytes
+from rlmesh.weights.transfer.tensor_bytes import ParallelCopy, host_bytes
 
 _POLL_S = 0.002
 
 
 class _BucketFiller:
-    """Writes a bucket's tensors where the pool says; ``summed``: and makes their checksums on the way."""
+    """Writes a bucket's tensors into a slot of the pool, and makes their checksums on the way if ``summed``."""
 
-    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], summed: bool, crew: ParallelCopy) -> None:
-        self._bucket, self._tensors, self._summed, self._crew = bucket, tensors, summed, crew
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Any], summed: bool, copier: ParallelCopy) -> None:
+        self._bucket, self._tensors, self._summed, self._copier = bucket, tensors, summed, copier
         self.checksums: list[int] = []
         self.nbytes = max(bucket.nbytes, 1)
 
@@ -45,10 +44,10 @@ class _BucketFiller:
             (host_bytes(self._tensors[entry.name], entry.dtype), target[entry.offset : entry.offset + entry.nbytes])
             for entry in self._bucket.entries
         ]
-        self.checksums = [one for each in self._crew.copy(work, summed=self._summed) for one in each]
+        self.checksums = [one for each in self._copier.copy(work, summed=self._summed) for one in each]
 
 
-class ShmOutlet(ChannelSender):
+class ShmSender(ChannelSender):
     """See `channels.base.ChannelSender`."""
 
     joins_bytes = 0, 0
@@ -62,28 +61,25 @@ class ShmOutlet(ChannelSender):
         owner = f"n{settings.node_rank}-weights-{plain}-{os.getpid()}-{secrets.token_hex(3)}"
         self._settings, self._clock, self._wait = settings, clock, wait
         self.pool = SegmentPool(settings.job_id, owner, directory=directory)
-        self._crew = ParallelCopy()
+        self._copier = ParallelCopy()
         self._directory = directory
 
     def info(self, sink: str) -> Mapping[str, Any]:
         return {"job_id": self._settings.job_id, "directory": self._directory}
 
-    def connect(self) -> None:
-        return
-
     def put(self, bucket: Bucket, tensors: Mapping[str, Any]) -> BucketTransfer:
         settings = self._settings
-        filler = _BucketFiller(bucket, tensors, settings.verify, self._crew)
+        filler = _BucketFiller(bucket, tensors, settings.verify, self._copier)
         frame = self._written(filler, bucket.index, self._clock() + settings.timeout_s)
-        lent = {sink: self.pool.lend(frame, sink) for sink in settings.sinks}
-        return BucketTransfer(bucket, filler.checksums, lent)
+        references = {sink: self.pool.lend(frame, sink) for sink in settings.sinks}
+        return BucketTransfer(bucket, filler.checksums, references)
 
     def _written(self, filler: _BucketFiller, bucket: int, deadline: float) -> memoryview:
         while True:
             try:
                 return self.pool.put([filler])[0]
             except PoolExhausted as error:
-                # Sinks that copy give slots back one after the other; those that keep them never will.
+                # Sinks that copy release slots one after the other; sinks that keep them never do.
                 if not self.pool.stats().slots or self._clock() >= deadline:
                     raise ChannelBroken(
                         f"bucket {bucket} finds no room in shared memory: {error}. Smaller buckets with in_place "
@@ -93,16 +89,13 @@ class ShmOutlet(ChannelSender):
                     raise ChannelBroken(f"bucket {bucket} is not needed any more") from error
                 self._wait(_POLL_S)
 
-    def payload(self, parcel: BucketTransfer, sink: str) -> Any:
-        return list(parcel.data[sink])
+    def payload(self, transfer: BucketTransfer, sink: str) -> Any:
+        return list(transfer.data[sink])
 
-    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
-        return
-
-    def taken(self, parcel: BucketTransfer) -> None:
-        for sink, lent in parcel.data.items():
-            self.pool.give_back([LoanReturn(lent.segment, lent.slot, lent.generation, 1)], sink)
-        parcel.data = {}
+    def taken(self, transfer: BucketTransfer) -> None:
+        for sink, reference in transfer.data.items():
+            self.pool.give_back([LoanReturn(reference.segment, reference.slot, reference.generation, 1)], sink)
+        transfer.data = {}
 
     def abandon(self) -> None:
         for sink in self._settings.sinks:
@@ -111,10 +104,10 @@ class ShmOutlet(ChannelSender):
 
     def close(self) -> None:
         self.pool.close()
-        self._crew.close()
+        self._copier.close()
 
 
-class ShmInlet(ChannelReceiver):
+class ShmReceiver(ChannelReceiver):
     """See `channels.base.ChannelReceiver`."""
 
     keeps = True
@@ -141,9 +134,9 @@ class ShmInlet(ChannelReceiver):
         self._attachments.close()
 
 
-def open_outlet(settings: RouteSettings) -> ShmOutlet:
-    return ShmOutlet(settings)
+def open_sender(settings: RouteSettings) -> ShmSender:
+    return ShmSender(settings)
 
 
-def open_inlet(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> ShmInlet:
-    return ShmInlet(info)
+def open_receiver(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> ShmReceiver:
+    return ShmReceiver(info)

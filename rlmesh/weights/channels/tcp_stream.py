@@ -1,8 +1,8 @@
-"""Streams: a connection from the source to each sink, for nodes that share nothing.
+"""Streams: a connection from the source to each sink, for nodes that share no memory.
 
-Where the network is the operator's own (``RLMESH_PRIVATE_NETWORK=1``), and on the loopback of one machine, it is plain
-TCP: each side proves that it knows the session's secret, which came with the commands, before a byte of weights goes
-over it. Elsewhere it is ZeroMQ under CURVE, whose keys are made of that secret (`pipes`).
+On a private network (``RLMESH_PRIVATE_NETWORK=1``) and on loopback the connection is plain TCP: each side proves that
+it knows the session's secret, which came with the commands, before weights are sent. Elsewhere it is ZeroMQ under
+CURVE, with keys derived from that secret (`authenticated_stream`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from rlmesh.weights.channels.authenticated_stream import CurveListener, CurvePipe, Pipe, PlainListener, PlainPipe
 from rlmesh.weights.channels.base import (
-    SOONER,
+    SEND_TIMEOUT_SHARE,
     BucketTransfer,
     ChannelBroken,
     ChannelReceiver,
@@ -22,13 +22,12 @@ from rlmesh.weights.channels.base import (
     RouteSettings,
 )
 from rlmesh.weights.planning.buckets import Bucket
-from rlmesh.weights.transfer.checksum import checksums
-from rlmesh.weights.transfer.tensor_bytes import host_bytes
+from rlmesh.weights.transfer.tensor_bytes import checksums, host_bytes
 
 LOOPBACK = ("127.", "::1", "localhost")
 
 
-class StreamOutlet(ChannelSender):
+class StreamSender(ChannelSender):
     """See `channels.base.ChannelSender`."""
 
     joins_bytes = 0, 0
@@ -63,15 +62,12 @@ class StreamOutlet(ChannelSender):
         sums = [one for piece in pieces for one in checksums(piece)] if self._settings.verify else []
         return BucketTransfer(bucket, sums, pieces)
 
-    def payload(self, parcel: BucketTransfer, sink: str) -> Any:
-        return None
-
-    def transmit(self, parcel: BucketTransfer, stopped: Callable[[], bool]) -> None:
-        buffers = [memoryview(piece) for piece in parcel.data if piece.nbytes]
+    def transmit(self, transfer: BucketTransfer, stopped: Callable[[], bool]) -> None:
+        buffers = [memoryview(piece) for piece in transfer.data if piece.nbytes]
 
         def send(sink: str) -> None:
             try:
-                self._pipes[sink].send(buffers, SOONER * self._settings.timeout_s, stopped)
+                self._pipes[sink].send(buffers, SEND_TIMEOUT_SHARE * self._settings.timeout_s, stopped)
             except OSError as error:
                 raise ChannelBroken(f"bytes could not be sent to {sink}: {error}", sink) from error
 
@@ -81,11 +77,8 @@ class StreamOutlet(ChannelSender):
         for sending in [self._threads.submit(send, sink) for sink in self._settings.sinks]:
             sending.result()
 
-    def taken(self, parcel: BucketTransfer) -> None:
-        parcel.data = None
-
     def abandon(self) -> None:
-        """Closing tells the sinks that no more comes."""
+        """Close the connections, at which the sinks stop waiting."""
         self.close()
 
     def close(self) -> None:
@@ -96,8 +89,8 @@ class StreamOutlet(ChannelSender):
         self._threads.shutdown(wait=True)
 
 
-class StreamInlet(ChannelReceiver):
-    """See `channels.base.ChannelReceiver`. One buffer, which every bucket is read into."""
+class StreamReceiver(ChannelReceiver):
+    """See `channels.base.ChannelReceiver`. Every bucket is read into the same buffer."""
 
     keeps = False
 
@@ -118,20 +111,14 @@ class StreamInlet(ChannelReceiver):
             raise ChannelBroken(f"bucket {bucket.index} did not arrive whole: {error}") from error
         return pieces
 
-    def done(self) -> None:
-        return
-
-    def settle(self) -> None:
-        return
-
     def close(self) -> None:
         self._pipe.close()
         self._buffer = None
 
 
-def open_outlet(settings: RouteSettings) -> StreamOutlet:
-    return StreamOutlet(settings)
+def open_sender(settings: RouteSettings) -> StreamSender:
+    return StreamSender(settings)
 
 
-def open_inlet(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> StreamInlet:
-    return StreamInlet(settings, info)
+def open_receiver(settings: RouteSettings, sink: str, info: Mapping[str, Any]) -> StreamReceiver:
+    return StreamReceiver(settings, info)

@@ -1,19 +1,18 @@
-"""Copies between pieces of GPU memory, with their checksums: how they are made is worked out once per set of addresses.
+"""Copies between pieces of GPU memory, with checksums. A set of addresses is prepared once.
 
-In the steady state of a weight sync the same addresses come in every push, so that all of its tensors are one launch.
-On one GPU a kernel copies and sums in one pass (`triton_kernels`), which takes no longer than the copy alone. From
-another GPU the copy engines bring the bytes in groups, and a kernel sums a group where it arrived while the next is on
-its way. What does not fit (odd sizes, no Triton, an older driver) is copied and summed by torch.
+In the steady state of a weight sync every push has the same addresses, so that one launch copies all tensors. On one
+GPU a kernel copies and sums in one pass (`triton_kernels`), which takes no longer than the copy alone. From another GPU
+the copy engines transfer groups of tensors, and a kernel sums each group at its target while the next is transferred.
+Torch copies and sums the rest (odd sizes, no Triton, an older driver).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.weights.cuda.devices import MASK, kernels, sum_by_torch
-from rlmesh.weights.transfer.tensor_bytes import Placed
 
 if TYPE_CHECKING:
     import torch
@@ -22,23 +21,34 @@ if TYPE_CHECKING:
 GROUP_BYTES = 1 << 30
 MAX_PREPARED = 64
 
-_prepared: dict[Any, _Work] = {}
+_prepared: dict[Any, _PreparedCopy] = {}
+
+
+class AddressedTensors(list[Any]):
+    """Tensors that keep their addresses for the life of the list, with these addresses.
+
+    Asking hundreds of tensors for their addresses at every push would take longer than launching their copy.
+    """
+
+    def __init__(self, tensors: Iterable[Any], addresses: Sequence[int] | None = None) -> None:
+        super().__init__(tensors)
+        self.addresses = tuple([t.data_ptr() for t in self] if addresses is None else addresses)
 
 
 def copy(
     sources: Sequence[Tensor], targets: Sequence[Tensor] | None, sizes: Sequence[int], at: Sequence[int] | None = None,
     *, summed: bool, before: Callable[[], object] | None = None, meanwhile: Callable[[], object] | None = None,
 ) -> list[int]:  # fmt: skip
-    """Copy pieces, and wait for the end. Gives the checksums of what was copied; nothing unless ``summed``.
+    """Copy pieces, and wait for the end; returns the checksums of the copies, nothing unless ``summed``.
 
     Args:
-        sources: contiguous tensors of any type and shape, all on one GPU; it may be another one than that of the
-            targets, if that can reach it.
+        sources: contiguous tensors of any type and shape, all on one GPU; it may be another GPU than that of the
+            targets, if that GPU can reach it.
         targets: contiguous tensors of any type and shape, on one GPU; None: sum only, on the current GPU.
         sizes: of the sources, in bytes.
         at: the byte of each target at which its piece begins; None: the first.
-        before: called when all is prepared, before the sources are read.
-        meanwhile: what this thread does while a GPU works.
+        before: called when the copy is prepared, before the sources are read.
+        meanwhile: called while the GPU works.
     """
     import torch
 
@@ -48,53 +58,53 @@ def copy(
         return []
     device = targets[0].device if targets else torch.device("cuda", torch.cuda.current_device())
     with torch.cuda.device(device):
-        work = _work(sources, targets, sizes, at, device)
-        return work.run(sources, targets, at, summed, before, meanwhile)
+        prepared = _prepare(sources, targets, sizes, at, device)
+        return prepared.run(sources, targets, at, summed, before, meanwhile)
 
 
 def start(sources: Sequence[Tensor], targets: Sequence[Tensor], sizes: Sequence[int], sums: Tensor | None) -> bool:
-    """Start to copy pieces on one GPU, on the current stream, and do not wait for the end.
+    """Start to copy pieces on one GPU, on the current stream, without waiting for the end.
 
     Args:
-        sums: ``[len(sizes)]`` of int64 there, into which their checksums are written; None: nothing is summed.
+        sums: ``[len(sizes)]`` of int64 on that GPU, for the checksums; None: nothing is summed.
 
     Returns:
-        Whether that could be done; otherwise nothing was started, and `copy` does it.
+        False if nothing was started, since this copy needs `copy`.
     """
     import torch
 
     with torch.cuda.device(targets[0].device):
-        return _work(sources, targets, sizes, None, targets[0].device).start(sources, targets, sums)
+        return _prepare(sources, targets, sizes, None, targets[0].device).start(sources, targets, sums)
 
 
-def _work(
+def _prepare(
     sources: Sequence[Tensor], targets: Sequence[Tensor] | None, sizes: Sequence[int], at: Sequence[int] | None,
     device: torch.device,
-) -> _Work:  # fmt: skip
-    """Of these addresses, prepared now or before."""
+) -> _PreparedCopy:  # fmt: skip
+    """The copy between these addresses, prepared now or by an earlier call."""
     froms = _addresses(sources)
     tos = _addresses(targets) if targets is not None else None
     if tos is not None and at is not None:
         tos = tuple([to + start for to, start in zip(tos, at, strict=True)])
     key = (device, sources[0].device, froms, tos, tuple(sizes))
-    work = _prepared.get(key)
-    if work is None:
+    prepared = _prepared.get(key)
+    if prepared is None:
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
-        work = _prepared[key] = _Work(froms, tos, sizes, sources[0].device, device)
-    return work
+        prepared = _prepared[key] = _PreparedCopy(froms, tos, sizes, sources[0].device, device)
+    return prepared
 
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tensors.addresses if isinstance(tensors, Placed) else tuple([tensor.data_ptr() for tensor in tensors])
+    return tensors.addresses if isinstance(tensors, AddressedTensors) else tuple([t.data_ptr() for t in tensors])
 
 
 def _nothing() -> None:
     return
 
 
-class _Work:
-    """All that is known of a set of copies from its addresses. Holds no memory but its own tables."""
+class _PreparedCopy:
+    """The kernels' tables and the batches for a set of addresses. Keeps no tensor alive."""
 
     def __init__(
         self, froms: Sequence[int], tos: Sequence[int] | None, sizes: Sequence[int], source: torch.device,
@@ -105,37 +115,37 @@ class _Work:
         self._device, self._count = device, len(sizes)
         self._batches: list[tuple[Any, Any, list[int]]] = []
         self._table: tuple[Any, list[int]] | None = None
-        by_kernel = kernels()
-        fit = [i for i, size in enumerate(sizes) if by_kernel and size and _fits(by_kernel, froms[i], tos, i, size)]
-        if by_kernel is None or not fit:
+        triton = kernels()
+        fit = [i for i, size in enumerate(sizes) if triton and size and _fits(triton, froms[i], tos, i, size)]
+        if triton is None or not fit:
             fit = []
         elif tos is None or source == device:
-            goals = [tos[i] for i in fit] if tos is not None else None
-            self._table = by_kernel.Table([froms[i] for i in fit], goals, [sizes[i] for i in fit], device), fit
+            to_addresses = [tos[i] for i in fit] if tos is not None else None
+            self._table = triton.Table([froms[i] for i in fit], to_addresses, [sizes[i] for i in fit], device), fit
         elif driver().has_batches:
             for group in _groups(fit, sizes):
                 batch = driver().batch([(tos[i], froms[i], sizes[i]) for i in group], source.index, device.index)
-                arrived = by_kernel.Table([tos[i] for i in group], None, [sizes[i] for i in group], device)
+                arrived = triton.Table([tos[i] for i in group], None, [sizes[i] for i in group], device)
                 self._batches.append((batch, arrived, group))
         else:
             fit = []
         self._by_torch = sorted(set(range(self._count)) - set(fit))
 
     def start(self, sources: Sequence[Tensor], targets: Sequence[Tensor], sums: Tensor | None) -> bool:
-        """See the function."""
+        """See the function `start`."""
         if self._table is None or self._batches or (sums is not None and self._by_torch):
             return False
         if sums is not None:
             sums.zero_()
         self._table[0].launch(sums)
-        _plainly(*_only(self._by_torch, sources, targets, None), summed=False)
+        _copy_by_torch(*_only(self._by_torch, sources, targets, None), summed=False)
         return True
 
     def run(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor] | None, at: Sequence[int] | None, summed: bool,
         before: Callable[[], object], meanwhile: Callable[[], object],
     ) -> list[int]:  # fmt: skip
-        """These must be what the addresses are of."""
+        """Copy and wait; ``sources`` and ``targets`` must be the tensors at the prepared addresses."""
         import torch
 
         stream = torch.cuda.current_stream(self._device)
@@ -155,11 +165,11 @@ class _Work:
                     arrived.launch(sums[len(order) : len(order) + len(group)])
                 order = order + group
             stream.wait_stream(side)
-        rest = _plainly(*_only(self._by_torch, sources, targets, at), summed) if self._by_torch else []
+        rest = _copy_by_torch(*_only(self._by_torch, sources, targets, at), summed) if self._by_torch else []
         try:
             meanwhile()
         finally:
-            stream.synchronize()  # whatever fails: nobody may think that the memory is at rest before it is
+            stream.synchronize()  # also after an error: the caller may reuse the memory
         if sums is None:
             return []
         found = dict(zip(order, sums[: len(order)].tolist(), strict=True))
@@ -167,14 +177,14 @@ class _Work:
         return [found[i] & MASK for i in range(self._count)]
 
 
-def _fits(by_kernel: Any, start: int, tos: Sequence[int] | None, i: int, size: int) -> bool:
-    """Whole words at aligned addresses."""
-    unit = by_kernel.ALIGNMENT
+def _fits(triton: Any, start: int, tos: Sequence[int] | None, i: int, size: int) -> bool:
+    """True for whole words at aligned addresses."""
+    unit = triton.ALIGNMENT
     return size % 8 == 0 and start % unit == 0 and (tos is None or tos[i] % unit == 0)
 
 
 def _groups(chosen: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Runs of at most `GROUP_BYTES`, or of one."""
+    """Groups of at most `GROUP_BYTES`, or of one piece."""
     groups: list[list[int]] = []
     filled = GROUP_BYTES
     for i in chosen:
@@ -196,10 +206,10 @@ def _only(
     )
 
 
-def _plainly(
+def _copy_by_torch(
     sources: Sequence[Tensor], targets: Sequence[Tensor] | None, at: Sequence[int] | None, summed: bool
 ) -> list[int]:
-    """By torch, one after the other."""
+    """Copy and sum with torch, one piece after the other."""
     import torch
 
     sums = []
@@ -210,7 +220,7 @@ def _plainly(
             place = bytes_of(targets[i])[start : start + piece.numel()]
             place.copy_(piece, non_blocking=True)
         elif piece.is_cuda:
-            # Kernels of the other GPU do not reach memory that was opened for this one's.
+            # Kernels of the other GPU cannot read memory that was opened for this GPU.
             place = piece.to(torch.device("cuda", torch.cuda.current_device()), non_blocking=True)
         else:
             place = piece
@@ -229,7 +239,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 @cache
 def _side_stream(device: torch.device) -> Any:
-    """For the copy engines: they refuse the default stream."""
+    """A stream for the copy engines, which refuse the default stream."""
     import torch
 
     return torch.cuda.Stream(device)

@@ -1,14 +1,13 @@
-"""GPUs: who they are, and what sums there.
+"""GPUs: their UUIDs, and the checksum that is computed on them.
 
 The checksum of a tensor is a sum of its bytes as 64-bit integers, weighted by their position, modulo 2**64::
 
     checksum = Σ (2·i + 1) · w_i      over the little-endian 64-bit words w_i, the last one padded with zeros
 
-The weights are odd, so that no single flipped bit is lost, and differ, so that words which change places are seen.
-Being a sum of integers it is the same in whatever order it is taken, as thousands of threads do. With Triton (which
-torch for CUDA brings along) a kernel makes it while it copies (`cuda_copies`); without it, torch sums rows and columns,
-which reads the bytes twice more. Triton's kernels are tried on known data once per process before anybody relies on
-them.
+The weights are odd, so that every flipped bit changes the sum, and differ, so that swapped words change it too. A sum
+of integers does not depend on the order, so that thousands of threads can compute it. With Triton (which torch for CUDA
+includes) a kernel sums while it copies (`copies`); without it, torch sums rows and columns, which reads the bytes two
+more times. Triton's kernels are tested on known data once per process before they are used.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ COLUMNS = 4096
 
 
 def describe_device(device: str) -> tuple[str, tuple[str, ...], str]:
-    """UUID of a GPU, UUIDs of those that this process sees and that can be reached from it, and why memory on it cannot
-    be shared with other processes (empty: it can)."""
+    """A GPU's UUID, the UUIDs of the visible GPUs that it can reach, and the reason why its memory cannot be shared
+    with other processes (empty: it can)."""
     import torch
 
     index = torch.device(device).index or 0
@@ -45,7 +44,7 @@ def describe_device(device: str) -> tuple[str, tuple[str, ...], str]:
 
 @cache
 def uuid_of(index: int) -> str:
-    """The name of a GPU in all processes that see it."""
+    """A GPU's UUID, equal in all processes."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(index)
@@ -54,29 +53,29 @@ def uuid_of(index: int) -> str:
 
 
 def index_of(uuid: str) -> int:
-    """The number of a GPU in this process.
+    """The index of a GPU in this process.
 
     Raises:
-        LookupError: this process does not see it.
+        LookupError: the GPU is not visible to this process.
     """
     import torch
 
     for index in range(torch.cuda.device_count()):
         if uuid_of(index) == uuid:
             return index
-    seen = ", ".join(uuid_of(i) for i in range(torch.cuda.device_count()))
-    raise LookupError(f"this process does not see the GPU {uuid}; it sees {seen}")
+    visible = ", ".join(uuid_of(i) for i in range(torch.cuda.device_count()))
+    raise LookupError(f"the GPU {uuid} is not visible to this process; visible are {visible}")
 
 
 def reference(data: bytes) -> int:
-    """The checksum as it is defined, word by word: slow, for tests and for readers."""
+    """The checksum computed word by word from its definition: slow, for tests."""
     padded = data + bytes(-len(data) % 8)
     words = (int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8))
     return sum((2 * i + 1) * word for i, word in enumerate(words)) & MASK
 
 
 def sum_by_torch(piece: Tensor) -> int:
-    """The checksum of bytes ``[n]`` by sums over rows and columns of a table; on any device."""
+    """The checksum of ``[n]`` bytes from sums over rows and columns of a table; on any device."""
     import torch
 
     nbytes = piece.numel()
@@ -104,7 +103,7 @@ def _weighted(words: Tensor, step: int, first: int) -> int:
 
 @cache
 def kernels() -> ModuleType | None:
-    """The module of Triton kernels, if it works here."""
+    """The module of Triton kernels; None if it does not work here."""
     import torch
 
     try:

@@ -1,8 +1,7 @@
-"""GPU memory of a source in its sinks: who has which allocation open, and allocations that can always be shared.
+"""GPU memory that a source shares with its sinks: opened allocations, and allocations that can always be shared.
 
-`rlmesh.memory.cuda_driver` describes the handles, and the memory that has none. Opening a handle takes milliseconds,
-so `OpenedAllocations` keeps each one open. Weights in memory without handles are copied into a `ShareableAllocation`
-before they are shared.
+`rlmesh.memory.cuda_driver` describes handles, and which memory has none. Opening a handle takes milliseconds, so
+`OpenedAllocations` keeps each open. Weights in memory without handles are copied into a `ShareableAllocation` first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Unshareable(Exception):
 
 
 def why_not_shared() -> str:
-    """Why no memory of this process's GPUs can be opened elsewhere; empty if it can."""
+    """The reason why no other process can open this process's GPU memory; empty if it can."""
     try:
         driver()
     except OSError as error:
@@ -33,21 +32,21 @@ def why_not_shared() -> str:
 
 
 def this_process() -> bytes:
-    """Equal for a source and a sink in one process, which cannot open its own handles and need not."""
-    return _name_of(os.getpid())
+    """An identifier of this process: a sink in the source's process cannot open its handles, and need not."""
+    return _process_token(os.getpid())
 
 
 @cache
-def _name_of(pid: int) -> bytes:
-    # Numbers of processes repeat in other containers; and a process that forks is two.
+def _process_token(pid: int) -> bytes:
+    # A pid may occur in several containers; and a forked child gets a token of its own.
     return secrets.token_bytes(8)
 
 
 def export(tensor: Tensor) -> tuple[bytes, int]:
-    """The handle of the allocation that a tensor is in, and the offset inside it; an empty handle for an empty tensor.
+    """The handle of a tensor's allocation, and the tensor's offset in it; an empty handle for an empty tensor.
 
     Raises:
-        Unshareable: it has none (expandable segments, memory of a pool).
+        Unshareable: the allocation has no handle (expandable segments, memory of a pool).
     """
     if not tensor.numel():
         return b"", 0
@@ -58,10 +57,10 @@ def export(tensor: Tensor) -> tuple[bytes, int]:
 
 
 class OpenedAllocations:
-    """Allocations of other processes that this one has open. Not thread-safe.
+    """Allocations of other processes that this process has open. Not thread-safe.
 
     Args:
-        index: the device whose kernels read them, by its number here.
+        index: index of the GPU whose kernels read them.
     """
 
     def __init__(self, index: int) -> None:
@@ -69,7 +68,11 @@ class OpenedAllocations:
         self._addresses: dict[bytes, int] = {}
 
     def address(self, handle: bytes) -> int:
-        """Where an allocation is in this process."""
+        """The address of an allocation in this process.
+
+        Raises:
+            Unshareable: it cannot be opened.
+        """
         found = self._addresses.get(handle)
         if found is None:
             try:
@@ -80,7 +83,7 @@ class OpenedAllocations:
         return found
 
     def keep_only(self, handles: Iterable[bytes]) -> None:
-        """Close all others."""
+        """Close all allocations but these."""
         kept = set(handles)
         for handle in [h for h in self._addresses if h not in kept]:
             driver().close(self._index, self._addresses.pop(handle))
@@ -90,10 +93,10 @@ class OpenedAllocations:
 
 
 class ShareableAllocation:
-    """Memory that can always be shared, outside of torch's allocator. Free it when nobody has it open any more.
+    """GPU memory outside of torch's allocator, which can always be shared. Free it when no process has it open.
 
     Raises:
-        Unshareable: there is no room for it.
+        Unshareable: the GPU has not enough memory.
     """
 
     def __init__(self, nbytes: int, index: int) -> None:
@@ -104,20 +107,20 @@ class ShareableAllocation:
             try:
                 self.address = driver().allocate(index, nbytes)
             except DriverError:
-                torch.cuda.empty_cache()  # torch keeps freed memory to itself
+                torch.cuda.empty_cache()  # torch caches freed memory
                 self.address = driver().allocate(index, nbytes)
             self.handle, _ = driver().export(index, self.address)
         except DriverError as error:
             raise Unshareable(f"{nbytes:,} bytes on GPU {index}: {error}") from None
 
     def tensor(self, offset: int, nbytes: int) -> Any:
-        """Bytes of it, ``[nbytes]``; no copy."""
+        """A part of the memory, ``[nbytes]`` of uint8; no copy."""
         from rlmesh.memory.cuda import bytes_at
 
         return bytes_at(self.address + offset, nbytes, f"cuda:{self._index}", self)
 
     def free(self) -> None:
-        """Only when no kernel and no other process uses it."""
+        """Free the memory; no kernel and no other process may use it."""
         address, self.address = self.address, 0
         if address:
             driver().free(self._index, address)

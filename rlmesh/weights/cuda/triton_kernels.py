@@ -1,4 +1,4 @@
-"""One kernel for many tensors: copies 64-bit words, or sums them up weighted by their position, or both in one pass."""
+"""A kernel for many tensors: copies 64-bit words, or sums them weighted by position, or both in one pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BLOCK_WORDS = 4096
 ALIGNMENT = 16
-"""Of addresses: two words are loaded at a time."""
+"""Alignment of addresses in bytes: two words are loaded at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -26,19 +26,19 @@ def _copy_and_sum(  # type: ignore[no-untyped-def]
     first = tl.load(block_of + program).to(tl.int64) * BLOCK
     source = tl.multiple_of(tl.load(sources + tensor).to(tl.pointer_type(tl.int64)), 16) + first
     count = tl.load(words + tensor) - first
-    lane = tl.arange(0, BLOCK)
+    index = tl.arange(0, BLOCK)
     target = tl.multiple_of(tl.load(targets + tensor).to(tl.pointer_type(tl.int64)), 16) + first
     if count >= BLOCK:
-        values = tl.load(source + lane)
+        values = tl.load(source + index)
         if COPY:
-            tl.store(target + lane, values)
+            tl.store(target + index, values)
     else:
-        inside = lane < count
-        values = tl.load(source + lane, mask=inside, other=0)
+        inside = index < count
+        values = tl.load(source + index, mask=inside, other=0)
         if COPY:
-            tl.store(target + lane, values, mask=inside)
+            tl.store(target + index, values, mask=inside)
     if SUM:
-        here = tl.sum(values * (2 * lane.to(tl.int64) + 1), axis=0)
+        here = tl.sum(values * (2 * index.to(tl.int64) + 1), axis=0)
         tl.atomic_add(sums + tensor, here + 2 * first * tl.sum(values, axis=0))
 
 
@@ -47,7 +47,7 @@ class Table:
 
     Args:
         sources, targets: addresses, multiples of `ALIGNMENT`; no targets: nothing is copied.
-        sizes: bytes, multiples of 8.
+        sizes: in bytes, multiples of 8.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Table:
         first = torch.cumsum(blocks, 0) - blocks
         block_of = torch.arange(int(blocks.sum()), dtype=torch.int64) - first[tensor_of]
         addresses = torch.tensor(sources, dtype=torch.int64)
-        goals = torch.tensor(targets, dtype=torch.int64) if targets is not None else addresses
+        to_addresses = torch.tensor(targets, dtype=torch.int64) if targets is not None else addresses
         self._copies, self._programs = targets is not None, tensor_of.numel()
-        self._tables = [t.to(device) for t in (addresses, goals, counts, tensor_of.int(), block_of.int())]
+        self._tables = [t.to(device) for t in (addresses, to_addresses, counts, tensor_of.int(), block_of.int())]
 
     def launch(self, sums: Tensor | None) -> None:
-        """On the current stream. Adds the checksums to ``sums``, ``[len(sizes)]`` of int64, if it is given."""
+        """Launch on the current stream; adds the checksums to ``sums`` if given, ``[len(sizes)]`` of int64."""
         found = sums if sums is not None else self._tables[2]
         _copy_and_sum[(self._programs,)](
             *self._tables, found, COPY=self._copies, SUM=sums is not None, BLOCK=BLOCK_WORDS, num_warps=8

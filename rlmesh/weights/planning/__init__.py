@@ -1,1 +1,1 @@
-"""The plan of a weight sync: buckets, element types, locations, and the states of both ends."""
+"""The plan of a weight sync: buckets, routes, locations, and the states of source and sinks."""

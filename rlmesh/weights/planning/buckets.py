@@ -1,4 +1,4 @@
-"""Buckets: runs of tensors, or of parts of them, that are staged, acknowledged and named in errors together. Pure."""
+"""Buckets: runs of tensors, or of parts of tensors, that are staged and acknowledged together. No I/O."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.manifest import Manifest, TensorSpec
-from rlmesh.weights.planning.dtypes import ITEM_BYTES
+from rlmesh.weights.manifest import ITEM_BYTES, Manifest
 
 ALIGNMENT = 256
 
@@ -20,10 +19,11 @@ class BucketEntry:
 
     Attributes:
         shape: of the whole tensor.
-        dtype: the one that travels.
-        offset: where it lies in the bucket, in bytes.
-        tied: the source's other names for it.
-        start: where a part begins in the tensor, in bytes of its C order; ``nbytes`` is how long it is.
+        dtype: the type in which it is transferred.
+        offset: in the bucket, in bytes.
+        nbytes: the size of the tensor or part.
+        tied: the source's other names for the tensor.
+        start: offset of a part in the tensor, in bytes of its C order.
     """
 
     name: str
@@ -41,12 +41,13 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """``count``: how many buckets it was joined from, for a channel that takes many at once.
+    """A run of entries.
 
     Attributes:
+        count: the number of buckets that were joined into this one.
         names: of its entries.
-        sizes: bytes of each entry.
-        starts: where each begins in its tensor, in bytes; None: all are whole, or begin at the first byte.
+        sizes: of its entries, in bytes.
+        starts: offsets of the entries in their tensors, in bytes; None: all are 0.
     """
 
     index: int
@@ -78,7 +79,7 @@ class Bucket:
 
 
 def cut(manifest: Manifest, types: Mapping[str, str], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Whole tensors, in the manifest's order, in runs of at most ``bucket_bytes``; tied names travel once."""
+    """Whole tensors, in the manifest's order, in buckets of at most ``bucket_bytes``; tied names travel once."""
     if bucket_bytes < 1:
         raise WeightSyncError(f"bucket_bytes={bucket_bytes}: it is a number of bytes, 1 or more")
     buckets: list[Bucket] = []
@@ -98,7 +99,7 @@ def cut(manifest: Manifest, types: Mapping[str, str], bucket_bytes: int) -> tupl
     for spec in manifest:
         if spec.alias_of is not None:
             continue
-        nbytes = _bytes_as(spec, types[spec.name])
+        nbytes = spec.numel * ITEM_BYTES[types[spec.name]]
         start = _aligned(end)
         if entries and start + nbytes > bucket_bytes:
             close()
@@ -111,18 +112,15 @@ def cut(manifest: Manifest, types: Mapping[str, str], bucket_bytes: int) -> tupl
     return tuple(buckets)
 
 
-def _bytes_as(spec: TensorSpec, dtype: str) -> int:
-    return spec.numel * ITEM_BYTES[dtype]
-
-
 def share_out(
     manifest: Manifest, held: Mapping[str, Mapping[str, tuple[int, int]] | None]
 ) -> dict[str, dict[str, tuple[int, int]]] | None:
-    """Which elements of which tensor each rank sends, (first, how many), so that every element is sent once; what
-    several ranks hold is sent by the first of them. None if the parts leave gaps or overlap in another way.
+    """Rank → tensor → (first, count) of the elements that the rank sends, so that every element is sent once.
+
+    The first of several ranks with equal parts sends them. None if the parts leave gaps or overlap in another way.
 
     Args:
-        held: rank → tensor → the elements that the rank holds, in C order.
+        held: rank → tensor → (first, count) of the elements that the rank holds, in C order.
     """
     shares: dict[str, dict[str, tuple[int, int]]] = {rank: {} for rank in held}
     for spec in manifest:
@@ -145,7 +143,7 @@ def share_out(
 
 
 def parts_of(buckets: Sequence[Bucket], share: Mapping[str, tuple[int, int]]) -> tuple[Bucket, ...]:
-    """Of each bucket what a rank sends; buckets of which it sends nothing are left out."""
+    """The parts of each bucket that a rank sends; buckets of which it sends nothing are left out."""
     cut = []
     for bucket in buckets:
         entries: list[BucketEntry] = []
@@ -164,8 +162,10 @@ def parts_of(buckets: Sequence[Bucket], share: Mapping[str, tuple[int, int]]) ->
 
 
 def join(buckets: Sequence[Bucket], first_bytes: int, most_bytes: int) -> list[Bucket]:
-    """Runs of neighbours as one bucket each, of at most ``most_bytes`` and the first one of ``first_bytes``; a bucket
-    that is larger stays as it is."""
+    """Join runs of neighbours into buckets of at most ``most_bytes``, the first of at most ``first_bytes``.
+
+    A bucket that is larger stays as it is.
+    """
     joined: list[Bucket] = []
     run: list[Bucket] = []
     filled = 0
@@ -179,7 +179,7 @@ def join(buckets: Sequence[Bucket], first_bytes: int, most_bytes: int) -> list[B
 
 
 def join_all(run: Sequence[Bucket]) -> Bucket:
-    """Neighbours as one."""
+    """Join neighbouring buckets into one."""
     if len(run) == 1:
         return run[0]
     entries: list[BucketEntry] = []

@@ -1,4 +1,4 @@
-"""Where this process is, as the plan needs to know it."""
+"""The location of this process's weights, as the plan needs it. Reads the system; `plan` itself has no I/O."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rlmesh.memory.layout import place as shm_place
 from rlmesh.weights.planning.plan import DeviceLocation
 
 
-def place_of(device: str, node: str | None = None) -> DeviceLocation:
-    """The place of weights on ``device`` (``cpu``, ``cuda:0``) of this process.
+def location_of(device: str, node: str | None = None) -> DeviceLocation:
+    """The location of weights on ``device`` (``cpu``, ``cuda:0``) of this process.
 
     Args:
-        node: the node's name in the job; tests pretend to be several.
+        node: the node's name in the job; tests pretend to have several.
     """
     here = node or f"{socket.gethostname()}/{_boot_id()}"
     try:
-        # Virtual nodes of one machine share its memory, but must not be found out to.
+        # Virtual nodes of one machine share its memory, but must look as if they did not.
         shm = f"{shm_place()}/{node or ''}"
     except OSError:
         shm = f"none/{here}/{os.getpid()}"

@@ -1,21 +1,21 @@
-"""`WeightPlan`: which tensors go in which bucket, by which channel to which sink. Pure: values in, values out.
+"""`WeightPlan`: the bucket of each tensor, and the channel to each sink. No I/O: values in, values out.
 
-A bucket is a run of tensors; it is what is staged, acknowledged and named in errors. A route is one source rank, one
-channel and the sinks that it feeds. Where the source is sharded and its memory can be shared with all sinks, every rank
-sends its own shards: there is a route from each rank to each sink, nothing is gathered, and the sinks put the parts
-together. Otherwise every sink is on exactly one route, which carries whole tensors.
+A bucket is a run of tensors that are staged, acknowledged and named in errors together. A route is one source rank, one
+channel and the sinks that it feeds. If the source is sharded and its memory can be shared with all sinks, every rank
+sends its own shards: there is a route from each rank to each sink, nothing is gathered, and the sinks join the parts.
+Otherwise every sink is on exactly one route, which carries whole tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.manifest import NO_CASTS, Casts, Manifest, misfits
 from rlmesh.weights.planning.buckets import Bucket, cut, parts_of, share_out
-from rlmesh.weights.planning.source_state import Left, Standing
+from rlmesh.weights.planning.source_state import LastCommit, RankState
 
 Mode = Literal["double_buffer", "in_place"]
 SourceMode = Literal["fenced", "snapshot"]
@@ -27,8 +27,15 @@ DEFAULT_BUCKET_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """Where a member is. ``shm`` is equal where shared memory can be shared, ``devices`` where GPUs are; ``device`` is
-    the UUID of the GPU that holds the weights, empty on a CPU; ``peers`` are the GPUs that it can reach."""
+    """The location of a member's weights.
+
+    Attributes:
+        node: equal for members of one node.
+        shm: equal for members that can share memory.
+        device: UUID of the GPU that holds the weights; empty on a CPU.
+        peers: UUIDs of the GPUs that this GPU can reach.
+        cuda_ipc: other processes can open this GPU's memory; else ``why_no_ipc`` is the reason.
+    """
 
     node: str
     shm: str
@@ -37,29 +44,50 @@ class DeviceLocation:
     cuda_ipc: bool = False
     why_no_ipc: str = ""
 
+    def to_wire(self) -> list[Any]:
+        return [self.node, self.shm, self.device, list(self.peers), self.cuda_ipc, self.why_no_ipc]
+
 
 @dataclass(frozen=True, slots=True)
 class Participant:
     """One source rank or one sink, as it described itself.
 
     Attributes:
-        parts: of a source rank: which elements of each tensor it holds, in C order: (first, how many). None: all that
-            it can give are whole tensors.
+        parts: of a source rank: tensor → (first, count) of the elements that it holds, in C order; None: it can give
+            whole tensors only.
         takes_parts: of a sink: tensors may come in several parts.
-        standing: of a source rank: where it stands.
-        left: of a sink: what the last commit left that it had a part in.
+        rank_state: of a source rank: the version of its weights.
+        last_commit: of a sink: the last commit that it took part in.
     """
 
     name: str
     incarnation: int
-    place: DeviceLocation
+    location: DeviceLocation
     manifest: Manifest | None
     mode: Mode = "double_buffer"
     channels: tuple[Channel, ...] = CHANNELS
     parts: Mapping[str, tuple[int, int]] | None = None
     takes_parts: bool = False
-    standing: Standing | None = None
-    left: Left | None = None
+    rank_state: RankState | None = None
+    last_commit: LastCommit | None = None
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, Any]) -> Participant:
+        """Parse the description that a member gave of itself."""
+        node, shm, device, peers, ipc, why_not = fields["place"]
+        manifest, parts = fields["manifest"], fields.get("parts")
+        standing, left = fields.get("standing"), fields.get("left")
+        return cls(
+            name=fields["name"],
+            incarnation=fields["incarnation"],
+            location=DeviceLocation(node, shm, device, tuple(peers), ipc, why_not),
+            manifest=Manifest.from_wire(manifest) if manifest is not None else None,
+            mode=fields["mode"],
+            parts={name: (first, count) for name, (first, count) in parts.items()} if parts else None,
+            takes_parts=fields.get("takes_parts", False),
+            rank_state=RankState(*standing) if standing is not None else None,
+            last_commit=LastCommit(*left) if left is not None else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +102,14 @@ class Route:
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """What the user asked for.
+    """Options of a `WeightSync` that decide the plan.
 
     Attributes:
-        bucket_bytes: the most that one bucket holds, unless one tensor is larger.
+        bucket_bytes: size limit of a bucket, unless one tensor is larger.
         casts: allowed changes of the element type.
-        channel: one for all, or by the name of a role or member; "auto" chooses.
+        channel: one channel for all sinks, or role or member → channel; "auto" chooses.
         source_mode: fenced or snapshotted.
-        verify: compare checksums.
+        verify: make and compare checksums.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -104,7 +132,11 @@ class SyncOptions:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Print it: ``str(plan)`` says who gets what from whom, by which channel and why."""
+    """The plan of a `WeightSync`. ``str(plan)`` lists routes, their channels, and why these were chosen.
+
+    Attributes:
+        by_rank: source rank → the buckets that it sends: all buckets, or its shards of them.
+    """
 
     sources: tuple[Participant, ...]
     sinks: tuple[Participant, ...]
@@ -113,34 +145,34 @@ class WeightPlan:
     routes: tuple[Route, ...]
     source_mode: SourceMode
     by_rank: Mapping[str, tuple[Bucket, ...]]
-    """What each source rank sends: all buckets, or its shards of them."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one sink gets."""
+        """The number of bytes that each sink receives."""
         return sum(entry.nbytes for bucket in self.buckets for entry in bucket.entries)
 
     def on_one_gpu(self, route: Route) -> bool:
-        """Are all ends of a route on the same GPU?"""
-        names = {route.source, *route.sinks}
-        devices = {party.place.device for party in (*self.sources, *self.sinks) if party.name in names}
+        """True if source and sinks of a route are on the same GPU."""
+        devices = {location.device for location in self._locations(route)}
         return len(devices) == 1 and "" not in devices
 
     def shares_events(self, route: Route) -> bool:
-        """Do all ends of a route see the same /dev/shm, where the driver keeps events?"""
-        names = {route.source, *route.sinks}
-        return len({p.place.shm for p in (*self.sources, *self.sinks) if p.name in names}) == 1
+        """True if source and sinks of a route see the same /dev/shm, where the driver keeps events."""
+        return len({location.shm for location in self._locations(route)}) == 1
 
     @property
     def sharded(self) -> bool:
-        """Does every rank send its own shards?"""
+        """True if every rank sends its own shards."""
         return any(entry.is_part for cut in self.by_rank.values() for bucket in cut for entry in bucket.entries)
 
     def on_gpus(self, route: Route) -> bool:
-        """Are all ends of a route on GPUs, each on one of its own?"""
-        names = {route.source, *route.sinks}
-        devices = [party.place.device for party in (*self.sources, *self.sinks) if party.name in names]
+        """True if source and sinks of a route are on GPUs, each on a GPU of its own."""
+        devices = [location.device for location in self._locations(route)]
         return all(devices) and len(set(devices)) == len(devices)
+
+    def _locations(self, route: Route) -> list[DeviceLocation]:
+        names = {route.source, *route.sinks}
+        return [member.location for member in (*self.sources, *self.sinks) if member.name in names]
 
     def __str__(self) -> str:
         tied = [spec for spec in self.manifest if spec.alias_of is not None]
@@ -160,11 +192,11 @@ class WeightPlan:
         return "\n".join(lines)
 
 
-def make_plan(sources: Sequence[Participant], sinks: Sequence[Participant], wishes: SyncOptions) -> WeightPlan:
-    """Match, cut and choose.
+def make_plan(sources: Sequence[Participant], sinks: Sequence[Participant], options: SyncOptions) -> WeightPlan:
+    """Match manifests, cut buckets and choose channels.
 
     Raises:
-        WeightSyncError: with all that does not fit, sink by sink.
+        WeightSyncError: manifests do not fit (lists all faults, sink by sink), or no channel leads to a sink.
     """
     if not sources or not sinks:
         raise WeightSyncError(f"a weight sync needs a source and a sink; it has {len(sources)} and {len(sinks)}")
@@ -172,23 +204,23 @@ def make_plan(sources: Sequence[Participant], sinks: Sequence[Participant], wish
     faults = []
     for sink in sinks:
         if sink.manifest is not None:
-            faults += [f"{sink.name}: {fault}" for fault in misfits(manifest, sink.manifest, wishes.casts)]
+            faults += [f"{sink.name}: {fault}" for fault in misfits(manifest, sink.manifest, options.casts)]
     if faults:
         raise WeightSyncError(
             f"the weights of {sources[0].name} do not fit {_names(sinks)}; nothing was sent:\n"
             + "\n".join(f"  {fault}" for fault in faults)
         )
-    buckets = cut(manifest, wire_types(manifest, sinks), wishes.bucket_bytes)
-    routes, by_rank = _shards(manifest, buckets, sources, sinks, wishes)
+    buckets = cut(manifest, wire_types(manifest, sinks), options.bucket_bytes)
+    routes, by_rank = _shards(manifest, buckets, sources, sinks, options)
     if not routes:
-        routes, by_rank = choose_routes(sources, sinks, wishes), {source.name: buckets for source in sources}
-    return WeightPlan(tuple(sources), tuple(sinks), manifest, buckets, routes, wishes.source_mode, by_rank)
+        routes, by_rank = choose_routes(sources, sinks, options), {source.name: buckets for source in sources}
+    return WeightPlan(tuple(sources), tuple(sinks), manifest, buckets, routes, options.source_mode, by_rank)
 
 
 def _one_manifest(sources: Sequence[Participant]) -> Manifest:
     first = sources[0].manifest
     if first is None:
-        raise WeightSyncError(f"{sources[0].name} says nothing of its weights")
+        raise WeightSyncError(f"{sources[0].name} does not describe its weights")
     for other in sources[1:]:
         if other.manifest != first:
             lines = misfits(first, other.manifest or Manifest(()), Casts())
@@ -200,12 +232,12 @@ def _one_manifest(sources: Sequence[Participant]) -> Manifest:
 
 
 def wire_types(manifest: Manifest, sinks: Sequence[Participant]) -> dict[str, str]:
-    """The type that each tensor travels in: the sinks' own if they all have the same, else the source's."""
+    """The type in which each tensor is transferred: that of the sinks if it is the same at all, else the source's."""
     chosen = {}
     for spec in manifest:
         wanted = {found.dtype for s in sinks if s.manifest is not None and (found := s.manifest.find(spec.name))}
-        silent = any(s.manifest is None for s in sinks)
-        chosen[spec.name] = wanted.pop() if len(wanted) == 1 and not silent else spec.dtype
+        unknown = any(s.manifest is None for s in sinks)
+        chosen[spec.name] = wanted.pop() if len(wanted) == 1 and not unknown else spec.dtype
     return chosen
 
 
@@ -217,10 +249,10 @@ def _shards(
     buckets: Sequence[Bucket],
     sources: Sequence[Participant],
     sinks: Sequence[Participant],
-    wishes: SyncOptions,
+    options: SyncOptions,
 ) -> tuple[tuple[Route, ...], dict[str, tuple[Bucket, ...]]]:
-    """Routes from every rank, with its own shards only; none if the shards do not add up, or a channel or sink needs
-    whole tensors."""
+    """Routes from every rank for its own shards; none if the shards do not add up to whole tensors, or if a channel or
+    sink needs whole tensors."""
     shares = share_out(manifest, {source.name: source.parts for source in sources})
     if len(sources) < 2 or shares is None or not all(_takes_parts(sink, buckets) for sink in sinks):
         return (), {}
@@ -228,10 +260,10 @@ def _shards(
     by_rank = {}
     for rank, source in enumerate(sources):
         cut = by_rank[source.name] = parts_of(buckets, shares[source.name])
-        # Each rank begins with another sink, so that no two of them read from the same rank first.
-        turn = rank % len(sinks)
+        # Each rank begins with another sink, so that no two sinks read from the same rank first.
+        first = rank % len(sinks)
         try:
-            mine = choose_routes([source], [*sinks[turn:], *sinks[:turn]], wishes) if cut else ()
+            mine = choose_routes([source], [*sinks[first:], *sinks[:first]], options) if cut else ()
         except WeightSyncError:
             return (), {}
         routes += mine
@@ -241,7 +273,7 @@ def _shards(
 
 
 def _takes_parts(sink: Participant, buckets: Sequence[Bucket]) -> bool:
-    """Has it, for every tensor that travels, one tensor of that very type?"""
+    """True if the sink has exactly one tensor of the transferred dtype per entry."""
     mine = sink.manifest
     if not sink.takes_parts or mine is None:
         return False
@@ -253,12 +285,12 @@ def _takes_parts(sink: Participant, buckets: Sequence[Bucket]) -> bool:
 
 
 def choose_routes(
-    sources: Sequence[Participant], sinks: Sequence[Participant], wishes: SyncOptions
+    sources: Sequence[Participant], sinks: Sequence[Participant], options: SyncOptions
 ) -> tuple[Route, ...]:
-    """One channel per sink, one source rank per channel and place, so that each byte is written as seldom as it can."""
+    """Choose one channel per sink, and one source rank per channel and location, so that few copies are written."""
     grouped: dict[tuple[Channel, str], tuple[list[str], str]] = {}
     for sink in sinks:
-        source, channel, why = _choose(sources, sink, wishes.channel_of(sink.name))
+        source, channel, why = _choose(sources, sink, options.channel_of(sink.name))
         grouped.setdefault((channel, source.name), ([], why))[0].append(sink.name)
     return tuple(Route(channel, source, tuple(names), why) for (channel, source), (names, why) in grouped.items())
 
@@ -266,39 +298,39 @@ def choose_routes(
 def _choose(sources: Sequence[Participant], sink: Participant, wanted: str) -> tuple[Participant, Channel, str]:
     refusals = []
     for channel in CHANNELS if wanted == "auto" else tuple(name for name in CHANNELS if name == wanted):
-        if wanted == "auto" and channel == "collective" and not (sink.place.device and sources[0].place.device):
-            continue  # among CPUs a stream is as fast, and needs no group
+        if wanted == "auto" and channel == "collective" and not (sink.location.device and sources[0].location.device):
+            continue  # between CPUs a stream is as fast, and needs no process group
         best, why = _nearest(sources, sink, channel)
         if best is not None and channel in sink.channels:
-            return best, channel, why if wanted == "auto" else f"{why} (as told)"
+            return best, channel, why if wanted == "auto" else f"{why} (as configured)"
         refusals.append(f"{channel}: {why if best is None else f'{sink.name} does not take it'}")
     raise WeightSyncError(f"no channel leads from {_names(sources)} to {sink.name}: {'; '.join(refusals)}")
 
 
 def _nearest(sources: Sequence[Participant], sink: Participant, channel: Channel) -> tuple[Participant | None, str]:
-    """The source rank that is closest to a sink, as the channel sees it, and why; or why none can."""
-    place = sink.place
+    """The source rank that is nearest to a sink for a channel, and why; or None, and why none can use the channel."""
+    location = sink.location
     if channel == "shm":
-        found = next((s for s in sources if s.place.shm == place.shm), None)
+        found = next((s for s in sources if s.location.shm == location.shm), None)
         return found, "same node" if found else "they do not share /dev/shm"
     if channel == "cuda_ipc":
-        if not place.device:
+        if not location.device:
             return None, f"{sink.name} has its weights on a CPU"
-        on_gpu = [s for s in sources if s.place.device and s.place.node == place.node]
-        unable = next((p for p in (sink, *on_gpu) if not p.place.cuda_ipc), None)
+        on_gpu = [s for s in sources if s.location.device and s.location.node == location.node]
+        unable = next((p for p in (sink, *on_gpu) if not p.location.cuda_ipc), None)
         if not on_gpu or unable is not None:
-            return None, unable.place.why_no_ipc if unable is not None else "the source has no GPU on that node"
-        same = next((s for s in on_gpu if s.place.device == place.device), None)
+            return None, unable.location.why_no_ipc if unable is not None else "the source has no GPU on that node"
+        same = next((s for s in on_gpu if s.location.device == location.device), None)
         if same is not None:
             return same, "same GPU"
-        peer = next((s for s in on_gpu if s.place.device in place.peers), None)
+        peer = next((s for s in on_gpu if s.location.device in location.peers), None)
         return peer, "peer GPUs of one node" if peer else "their GPUs cannot reach each other"
-    near = next((s for s in sources if s.place.node == place.node), sources[0])
-    return near, "same node" if near.place.node == place.node else "other nodes"
+    near = next((s for s in sources if s.location.node == location.node), sources[0])
+    return near, "same node" if near.location.node == location.node else "other nodes"
 
 
-def _names(parties: Sequence[Participant]) -> str:
-    return ", ".join(party.name for party in parties)
+def _names(participants: Sequence[Participant]) -> str:
+    return ", ".join(participant.name for participant in participants)
 
 
 def _size(nbytes: int) -> str:

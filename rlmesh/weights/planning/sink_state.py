@@ -1,4 +1,4 @@
-"""What a sink serves and what it holds besides, as a value: `SinkState`. Pure.
+"""`SinkState`: the version that a sink serves, and the push under way, as an immutable value. No I/O.
 
 ::
 
@@ -6,15 +6,15 @@
       ▲                  │                   │
       └───── abort ──────┴───── abort ───────┘
 
-An ``in_place`` sink has no version from ``begin`` on until ``conclude``, since its weights are overwritten meanwhile;
-``abort`` leaves it with none. A ``double_buffer`` sink keeps serving its version until the flip, and gets it back when
-a flip is aborted. Between flip and conclusion nobody is served: whether the version is the new or the old one is known
+An ``in_place`` sink has no version from ``begin`` until ``conclude``, since its weights are overwritten in between;
+``abort`` leaves it without one. A ``double_buffer`` sink serves its version until the flip, and returns to it if the
+flip is aborted. Between flip and conclusion no request is served: whether the new or the old version is valid is known
 only when all sinks have flipped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from rlmesh.errors import WeightSyncError
@@ -25,14 +25,15 @@ Phase = Literal["idle", "staging", "flipped"]
 
 @dataclass(frozen=True, slots=True)
 class SinkState:
-    """One sink.
+    """The state of one sink.
 
     Attributes:
-        version: what it serves; None: nothing, it refuses.
-        previous: what `rollback` would give back; None: nothing.
-        push: the push under way, by its number.
+        version: the version that it serves; None: it refuses requests.
+        previous: the version that `rollback` returns to; None: there is none.
+        push: the number of the push under way.
         coming: the version that the push brings.
-        staged: buckets that are there and verified.
+        staged: numbers of the buckets that have arrived and are verified.
+        total: the number of buckets of the push.
     """
 
     mode: Mode
@@ -49,26 +50,23 @@ class SinkState:
         return self.phase != "flipped" and self.version is not None
 
     def begin(self, push: int, version: int, total: int) -> SinkState:
-        """Whatever was under way is forgotten: its coordinator gave it up, or is gone."""
-        back = self.abort()
-        kept = None if self.mode == "in_place" else back.version
-        return replace(
-            back,
-            version=kept,
-            previous=None,
-            phase="staging",
-            push=push,
-            coming=version,
-            staged=frozenset(),
-            total=total,
-        )
+        """A new push starts; an unfinished one is aborted, since its coordinator gave up or is gone."""
+        kept = None if self.mode == "in_place" else self.abort().version
+        return SinkState(self.mode, kept, None, "staging", push, version, frozenset(), total)
 
     def add(self, push: int, *buckets: int) -> SinkState:
-        self._must_be("staging", push)
-        return replace(self, staged=self.staged.union(buckets))
+        """Buckets have arrived and are verified."""
+        self._require("staging", push)
+        staged = self.staged.union(buckets)
+        return SinkState(self.mode, self.version, self.previous, "staging", push, self.coming, staged, self.total)
 
     def flip(self, push: int) -> SinkState:
-        self._must_be("staging", push)
+        """The new weights are in use, but requests wait for `conclude`.
+
+        Raises:
+            WeightSyncError: buckets are missing.
+        """
+        self._require("staging", push)
         if len(self.staged) != self.total:
             missing = sorted(set(range(self.total)) - self.staged)
             raise WeightSyncError(
@@ -76,31 +74,35 @@ class SinkState:
                 f"is bucket {missing[0]}"
             )
         previous = self.version if self.mode == "double_buffer" else None
-        return replace(self, version=self.coming, previous=previous, phase="flipped")
+        return SinkState(self.mode, self.coming, previous, "flipped", push, self.coming, self.staged, self.total)
 
     def conclude(self, push: int) -> SinkState:
-        self._must_be("flipped", push)
-        return replace(self, phase="idle", push=None, coming=None, staged=frozenset())
+        """All sinks have flipped: the new version is served."""
+        self._require("flipped", push)
+        return SinkState(self.mode, self.version, self.previous)
 
     def abort(self) -> SinkState:
-        version = self.previous if self.phase == "flipped" else self.version
+        """The push has failed: return to the version before it."""
         if self.phase == "idle":
             return self
-        previous = None if self.phase == "flipped" else self.previous
-        return replace(
-            self, version=version, previous=previous, phase="idle", push=None, coming=None, staged=frozenset()
-        )
+        if self.phase == "flipped":
+            return SinkState(self.mode, self.previous)
+        return SinkState(self.mode, self.version, self.previous)
 
     def rollback(self) -> SinkState:
-        """To the version before."""
+        """Return to the version before the last committed one.
+
+        Raises:
+            WeightSyncError: there is none.
+        """
         if self.phase != "idle" or self.previous is None:
             raise WeightSyncError(
                 "there is no earlier version to go back to: "
                 + ("its memory was needed for the next push" if self.mode == "double_buffer" else "in_place keeps none")
             )
-        return replace(self, version=self.previous, previous=None)
+        return SinkState(self.mode, self.previous)
 
-    def _must_be(self, phase: Phase, push: int) -> None:
+    def _require(self, phase: Phase, push: int) -> None:
         if self.phase != phase or self.push != push:
             now = f"{self.phase}, push {self.push}" if self.push is not None else self.phase
             raise WeightSyncError(f"this command is for push {push} while {phase}, but the sink is {now}")

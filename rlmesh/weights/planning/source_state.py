@@ -1,9 +1,9 @@
-"""Where a source stands, and whether a push may go on from there. Pure.
+"""The version of a source's weights, and the check whether a push may continue from it. No I/O.
 
-A process that restarts has lost what it had learnt. It comes back with its first weights, or with those of a
-checkpoint, and says so when it offers them: ``send_weights(source, restored=12)``. Each commit leaves a note of who
-sent (`Left`), in the `WeightSync` and in the sinks, so that a trainer that restarted finds it too. `check` compares the
-two before a push over a new plan.
+A process that restarts has lost its training since the last checkpoint. It starts with initial weights, or with those
+of a checkpoint, and says so when it offers them: ``send_weights(source, restored=12)``. Each commit is recorded with
+the ranks that sent it (`LastCommit`), in the `WeightSync` and in the sinks, so that a restarted trainer finds it too.
+`check` compares the two before a push over a new plan.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ HELP = (
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """One rank of a source, as it describes itself.
+class RankState:
+    """The state of one rank of a source, as the rank reports it.
 
     Attributes:
-        incarnation: how often the member was restarted.
-        restored: the version that its weights were restored from; None: it said nothing.
+        incarnation: the number of the member's restarts.
+        restored: the version that its weights were restored from; None: not reported.
         sent: the version that it sent last, since it started or was restored; None: none yet.
     """
 
@@ -39,8 +39,8 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What the last commit left: its version, and the incarnation of each rank that sent it."""
+class LastCommit:
+    """A committed version, and the incarnation of each rank that sent it."""
 
     version: int
     ranks: Mapping[str, int]
@@ -51,14 +51,14 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmedVersion:
-    """The caller's word that the source stands at ``version``; it holds for these incarnations only."""
+    """The caller's statement that the source has ``version``; valid for these incarnations only."""
 
     version: int
     ranks: Mapping[str, int]
 
 
-def left_of(notes: Sequence[Left], ranks: Mapping[str, Standing]) -> Left | None:
-    """What the last commit left, from what sinks remember; where no sink does, from what the ranks themselves sent."""
+def last_commit_of(notes: Sequence[LastCommit], ranks: Mapping[str, RankState]) -> LastCommit | None:
+    """The last commit, from the sinks' records, or else from the versions that the ranks themselves sent."""
     known = [note for note in notes if note.ranks.keys() & ranks.keys()]
     if known:
         return max(known, key=lambda note: note.version)
@@ -66,90 +66,93 @@ def left_of(notes: Sequence[Left], ranks: Mapping[str, Standing]) -> Left | None
     if not sent:
         return None
     newest = max(rank.sent for rank in sent.values() if rank.sent is not None)
-    return Left(newest, {name: rank.incarnation for name, rank in sent.items()})
+    return LastCommit(newest, {name: rank.incarnation for name, rank in sent.items()})
 
 
-def check(left: Left | None, ranks: Mapping[str, Standing], told: ConfirmedVersion | None, version: int) -> Left | None:
-    """May these ranks send ``version``? Gives what counts as left from now on.
+def check(
+    last: LastCommit | None, ranks: Mapping[str, RankState], confirmed: ConfirmedVersion | None, version: int
+) -> LastCommit | None:
+    """Check that these ranks may send ``version``; returns the commit that counts as the last one from now on.
 
     They may if each is the process that sent last, or was restored from the version sent last. If all were restored
-    from one other version, the push must show that the caller has gone back to it, or on from it: it brings that
-    version, or one up to the version sent last, or what was restored is the newer of the two.
+    from one other version, the push must show that the caller has gone back to it, or trained on from it: it brings
+    that version, or a version up to the last commit, or the restored version is newer than the last commit.
 
     Raises:
-        SourceRestarted: they may not; names the ranks, and where each stands.
+        SourceRestarted: they may not; names the ranks and the version of each.
     """
-    behind = {name: rank.restored for name, rank in ranks.items() if not _as_left(name, rank, left)}
+    behind = {name: rank.restored for name, rank in ranks.items() if not _is_as_last_sent(name, rank, last)}
     now = {name: rank.incarnation for name, rank in ranks.items()}
-    if told is not None:
-        said = {name: at for name, at in behind.items() if told.ranks.get(name) == now[name]}
-        against = {name: at for name, at in said.items() if at is not None and at != told.version}
-        if against:
-            why = f"WeightSync.source_restored({told.version}) was called, but {_where(against)}"
-            raise _refusal(left, against, ranks, version, why)
-        behind = {name: at for name, at in behind.items() if name not in said}
+    if confirmed is not None:
+        covered = {name: at for name, at in behind.items() if confirmed.ranks.get(name) == now[name]}
+        contradicting = {name: at for name, at in covered.items() if at is not None and at != confirmed.version}
+        if contradicting:
+            why = f"WeightSync.source_restored({confirmed.version}) was called, but {_versions(contradicting)}"
+            raise _refusal(last, contradicting, ranks, version, why)
+        behind = {name: at for name, at in behind.items() if name not in covered}
         if not behind:
-            return Left(told.version, now)
-        left = Left(told.version, now)
+            return LastCommit(confirmed.version, now)
+        last = LastCommit(confirmed.version, now)
     if not behind:
-        return left
-    if left is None:  # nobody remembers a push
-        stand = {name: rank.restored for name, rank in ranks.items()}
-        if len(set(stand.values())) > 1:
-            raise _refusal(left, stand, ranks, version, f"its ranks stand at different versions: {_where(stand)}")
+        return last
+    if last is None:  # no push is recorded
+        restored = {name: rank.restored for name, rank in ranks.items()}
+        if len(set(restored.values())) > 1:
+            why = f"its ranks stand at different versions: {_versions(restored)}"
+            raise _refusal(last, restored, ranks, version, why)
         return None
     versions = set(behind.values())
-    if versions == {left.version}:
-        return Left(left.version, now)
-    whole = len(behind) == len(ranks)
-    if None in versions or not whole or len(versions) > 1:
+    if versions == {last.version}:
+        return LastCommit(last.version, now)
+    all_behind = len(behind) == len(ranks)
+    if None in versions or not all_behind or len(versions) > 1:
         others = [f"{name} is where the last push left it" for name in ranks if name not in behind]
-        raise _refusal(left, behind, ranks, version, "; ".join((_where(behind), *others[:3])))
+        raise _refusal(last, behind, ranks, version, "; ".join((_versions(behind), *others[:3])))
     at = next(at for at in versions if at is not None)
-    if at <= version and (at >= left.version or version <= left.version):
-        return Left(at, now)
-    raise _refusal(left, behind, ranks, version, _where(behind), at)
+    if at <= version and (at >= last.version or version <= last.version):
+        return LastCommit(at, now)
+    raise _refusal(last, behind, ranks, version, _versions(behind), at)
 
 
-def require_same(left: Left | None, version: int) -> None:
-    """May the source give ``version`` once more?
+def require_same(last: LastCommit | None, version: int) -> None:
+    """Check that the source still has ``version``.
 
     Raises:
-        SourceRestarted: it was put to another version since, or the sinks were.
+        SourceRestarted: the source or the sinks were set to another version since.
     """
-    if left is None or left.version == version:
+    if last is None or last.version == version:
         return
     error = SourceRestarted(
-        f"no sink can catch up with version {version}: the source stands at version {left.version}. Push what it has, "
-        f"by push({left.version})"
+        f"no sink can catch up with version {version}: the source stands at version {last.version}. Push what it has, "
+        f"by push({last.version})"
     )
-    error.version, error.sent = version, left.version
+    error.version, error.sent = version, last.version
     raise error
 
 
-def _as_left(name: str, rank: Standing, left: Left | None) -> bool:
-    """Is it the process that sent last, and has not gone back since?"""
-    if left is None:
+def _is_as_last_sent(name: str, rank: RankState, last: LastCommit | None) -> bool:
+    """True if the rank is the process that sent last, and has not gone back since."""
+    if last is None:
         return rank.restored is None and rank.sent is None and rank.incarnation == 0
-    known = left.ranks.get(name)
-    if known is None:  # it had no part in it: whatever it has was not lost, if it has not restarted
+    known = last.ranks.get(name)
+    if known is None:  # it did not send the last commit: its weights were not lost, if it has not restarted
         return rank.restored is None and rank.incarnation == 0
     return rank.incarnation == known and (rank.sent is not None or rank.restored is None)
 
 
-def _where(behind: Mapping[str, int | None]) -> str:
+def _versions(behind: Mapping[str, int | None]) -> str:
     """``ACTOR:0 and ACTOR:1 were restored from version 8``."""
     groups: dict[int | None, list[str]] = {}
     for name, at in behind.items():
         groups.setdefault(at, []).append(name)
-    told = []
+    lines = []
     for at, names in groups.items():
         one = len(names) == 1
         if at is None:
-            told.append(f"{_list(names)} {'does not say what it has' if one else 'do not say what they have'}")
+            lines.append(f"{_list(names)} {'does not say what it has' if one else 'do not say what they have'}")
         else:
-            told.append(f"{_list(names)} {'was' if one else 'were'} restored from version {at}")
-    return "; ".join(told)
+            lines.append(f"{_list(names)} {'was' if one else 'were'} restored from version {at}")
+    return "; ".join(lines)
 
 
 def _list(names: Collection[str], most: int = 4) -> str:
@@ -161,15 +164,15 @@ def _list(names: Collection[str], most: int = 4) -> str:
 
 
 def _refusal(
-    left: Left | None, behind: Mapping[str, int | None], ranks: Mapping[str, Standing], version: int, why: str,
+    last: LastCommit | None, behind: Mapping[str, int | None], ranks: Mapping[str, RankState], version: int, why: str,
     at: int | None = None,
 ) -> SourceRestarted:  # fmt: skip
-    if left is None:
+    if last is None:
         what = "the source was restored"
     else:
-        new = [name for name in behind if ranks[name].incarnation != left.ranks.get(name)]
+        new = [name for name in behind if ranks[name].incarnation != last.ranks.get(name)]
         what = f"{_list(new)} restarted" if new else f"{_list(list(behind))} went back"
-    since = f" since version {left.version} was committed" if left is not None else ""
+    since = f" since version {last.version} was committed" if last is not None else ""
     advice = HELP
     if at is not None:
         advice = (
@@ -179,6 +182,6 @@ def _refusal(
     error = SourceRestarted(f"version {version} was not pushed: {what}{since}, and {why}. {advice}")
     error.version = version
     error.members = tuple(behind)
-    error.sent = left.version if left is not None else None
+    error.sent = last.version if last is not None else None
     error.restored = dict(behind)
     return error

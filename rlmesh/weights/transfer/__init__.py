@@ -1,1 +1,1 @@
-"""One push of weights: sender, receiver, staging, and the session that connects them."""
+"""One push of weights: sender, receiver, staging, and the session that connects sender and receivers."""

@@ -1,10 +1,10 @@
 """`Delivery`: one route of one push. Announces buckets to the route's sinks and waits for their answers.
 
-A channel whose commands carry everything (`ChannelSender.tells_only`) runs on the gathering thread: it sends one
-command after the other and waits for answers when the window is full, and at the end. A channel that moves bytes runs
-on its own thread, so that the next bucket is gathered meanwhile and a snapshotted source trains on. If there is no next
-bucket, it runs on the waiting thread. At most ``window`` buckets of a fenced source are unanswered at a time. The first
-failure ends the delivery: later buckets are dropped, and `result` says which sink failed in which bucket.
+If the channel's commands carry everything (`ChannelSender.tells_only`), the gathering thread sends one command after
+the other, and waits for answers when the window is full and at the end. A channel that moves bytes gets a thread of its
+own, so that the next bucket is gathered meanwhile and a snapshotted source trains on; for a single bucket the waiting
+thread moves the bytes. At most ``window`` buckets of a fenced source are unanswered at a time. The first failure ends
+the delivery: later buckets are dropped, and `result` names the failed sink and bucket.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from rlmesh.wire.envelope import ANY_INCARNATION
 
 WINDOW = 2
 REGULAR_S = 0.05
-TELL_S = 0.3
-"""How long the sinks may take to say what they know of a broken channel."""
+CAUSE_S = 0.3
+"""Time for the sinks to report why a channel broke."""
 
 
 class Command(Protocol):
-    """How to send a command to a sink: what `RoleGroup` and `MemberHandle` do."""
+    """Sends a command to a member, as `MemberHandle` does."""
 
     def __call__(
-        self, sink: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
+        self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
     ) -> PlainFuture[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryFailure:
-    """Who failed, in which bucket (-1: in none), and how. ``error`` is the text; ``kind`` the error's type."""
+    """The failed member, the bucket (-1: none), the error's type ``kind`` and its text ``error``."""
 
     member: str
     bucket: int
@@ -57,7 +57,7 @@ class DeliveryFailure:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What every command of a push says."""
+    """The fields that all commands of a push carry."""
 
     session: str
     push: int
@@ -68,9 +68,9 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    """A bucket that its sinks were told of; ``began`` is of `time.perf_counter`."""
+    """A bucket that was announced to its sinks; ``began`` is a time of `time.perf_counter`."""
 
-    parcel: BucketTransfer
+    transfer: BucketTransfer
     answers: dict[str, PlainFuture[Any]]
     began: float = field(default_factory=time.perf_counter)
 
@@ -79,32 +79,33 @@ class Delivery:
     """See the module.
 
     Args:
-        outlet: the sending half of the route's channel.
-        sinks: who gets the buckets, and which incarnation of it: one that has restarted knows nothing of the push.
+        channel: the sending half of the route's channel.
+        sinks: sink → incarnation: a restarted sink does not take part in the push.
         command: sends a command to a sink.
         header: of the push.
         source: the member that sends, for errors of its own.
-        window: how many buckets may be unanswered.
-        beside: what moves bytes does so on a thread of its own; otherwise in `result`.
-        took: seconds until the sinks had a bucket in the last push, by its number; brought up to date.
+        window: limit of unanswered buckets.
+        threaded: a channel that moves bytes does so on a thread of its own; otherwise in `result`.
+        durations: bucket → seconds until the sinks had it in the last push; updated.
     """
 
     def __init__(
-        self, outlet: ChannelSender, sinks: Mapping[str, int], command: Command, header: Header, source: str, *,
-        window: int = WINDOW, beside: bool = True, took: dict[int, float] | None = None,
+        self, channel: ChannelSender, sinks: Mapping[str, int], command: Command, header: Header, source: str, *,
+        window: int = WINDOW, threaded: bool = True, durations: dict[int, float] | None = None,
     ) -> None:  # fmt: skip
-        self._outlet, self._sinks, self._command, self._header = outlet, dict(sinks), command, header
+        self._channel, self._sinks, self._command, self._header = channel, sinks, command, header
         self._source, self._window = source, window
-        self._parcels: queue.SimpleQueue[BucketTransfer | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(window)
-        self._took = took if took is not None else {}
+        self._transfers: queue.SimpleQueue[BucketTransfer | None] = queue.SimpleQueue()
+        self._durations = durations if durations is not None else {}
         self._unanswered: deque[_Announced] = deque()
         self._failure: DeliveryFailure | None = None
-        self._turn = -1
+        self._sequence_number = -1
         self._thread: threading.Thread | None = None
+        self._room: threading.Semaphore | None = None
         self._done = False
-        self._at_once = outlet.tells_only
-        if beside and not self._at_once:
+        self._at_once = channel.tells_only
+        if threaded and not self._at_once:
+            self._room = threading.Semaphore(window)
             self._thread = threading.Thread(target=self._run, name=f"rlmesh-weights-{source}", daemon=True)
             self._thread.start()
 
@@ -113,41 +114,42 @@ class Delivery:
         return self._failure is not None
 
     def wait_for_room(self) -> None:
-        """Before the next bucket is put, so that at most so many are in memory. Bounded by the buckets' deadlines."""
-        if not self._at_once:
+        """Wait until the next bucket may be put, so that ``window`` buckets are in memory at most. Bounded by the
+        deadlines of the buckets."""
+        if self._room is not None:
             self._room.acquire()
-            return
-        while self._unanswered and (len(self._unanswered) >= self._window or self._failure is not None):
-            self._settle()
+        elif self._at_once:
+            self._settle_to_window()
 
     def skip(self) -> None:
-        """The bucket that there was room for does not come."""
-        self._room.release()
+        """Release the room that `wait_for_room` gave: the bucket does not come."""
+        if self._room is not None:
+            self._room.release()
 
-    def send(self, parcel: BucketTransfer) -> None:
+    def send(self, transfer: BucketTransfer) -> None:
+        """Announce a bucket, or queue it for the thread that does."""
         if not self._at_once:
-            self._parcels.put(parcel)
+            self._transfers.put(transfer)
             return
-        self._announce(parcel)
+        self._announce(transfer)
         self.settle_answered()
 
     def settle_answered(self) -> bool:
-        """Give back the buckets to which all answers have come, as a thread of its own does at any time; whether one of
-        them was a failure."""
+        """Release the buckets to which all answers have come; returns true if the delivery has failed."""
         while self._at_once and self._unanswered and _all_done(self._unanswered[0].answers):
             self._settle()
         return self.failed
 
     def put_failed(self, bucket: int, error: BaseException) -> None:
-        """The source itself could not make a bucket."""
+        """The source could not make a bucket."""
         self._failure = self._failure or DeliveryFailure.of(self._source, bucket, error)
 
     def end(self) -> None:
-        """No more buckets come."""
-        self._parcels.put(None)
+        """All buckets of the push have been given."""
+        self._transfers.put(None)
 
     def result(self) -> DeliveryFailure | None:
-        """Wait for the last answer. Bounded by the deadlines of the buckets."""
+        """Wait for the last answer; returns the first failure. Bounded by the deadlines of the buckets."""
         if self._thread is not None:
             self._thread.join()
         elif not self._done:
@@ -155,77 +157,84 @@ class Delivery:
         return self._failure
 
     def _run(self) -> None:
-        while (parcel := self._parcels.get()) is not None:
+        while (transfer := self._transfers.get()) is not None:
             if self._failure is None:
-                self._announce(parcel)
+                self._announce(transfer)
             else:
-                self._forget(parcel)
-            while self._unanswered and (len(self._unanswered) >= self._window or self._failure is not None):
-                self._settle()
+                self._release(transfer)
+            self._settle_to_window()
         while self._unanswered:
             self._settle()
         self._done = True
         if self._failure is not None:
-            self._outlet.abandon()
+            self._channel.abandon()
 
-    def _announce(self, parcel: BucketTransfer) -> None:
-        header, index = self._header, parcel.bucket.index
+    def _settle_to_window(self) -> None:
+        while self._unanswered and (len(self._unanswered) >= self._window or self._failure is not None):
+            self._settle()
+
+    def _announce(self, transfer: BucketTransfer) -> None:
+        header, bucket = self._header, transfer.bucket
         answers: dict[str, PlainFuture[Any]] = {}
-        self._unanswered.append(_Announced(parcel, answers))
-        self._turn += 1
+        self._unanswered.append(_Announced(transfer, answers))
+        self._sequence_number += 1
         try:
-            for sink in self._sinks:
+            for sink, incarnation in self._sinks.items():
                 answers[sink] = self._command(
                     sink, "weights_stage", header.session, header.push, header.version, self._source,
-                    self._turn, (index, parcel.bucket.count), self._outlet.payload(parcel, sink), parcel.checksums,
-                    header.flip_s, timeout_s=header.bucket_s, incarnation=self._sinks[sink],
+                    self._sequence_number, (bucket.index, bucket.count), self._channel.payload(transfer, sink),
+                    transfer.checksums, header.flip_s, timeout_s=header.bucket_s, incarnation=incarnation,
                 )  # fmt: skip
-            self._outlet.transmit(parcel, lambda: any(_has_failed(answer) for answer in answers.values()))
+            if not self._at_once:
+                self._channel.transmit(transfer, lambda: any(map(_has_failed, answers.values())))
         except ChannelBroken as error:
-            named = DeliveryFailure.of(error.sink or self._source, index, error)
-            told = self._first_told()
-            self._failure = told if told is not None and told.member == (error.sink or told.member) else named
+            named = DeliveryFailure.of(error.sink or self._source, bucket.index, error)
+            reported = self._first_reported()
+            same = reported is not None and reported.member == (error.sink or reported.member)
+            self._failure = reported if same else named
         except Exception as error:
-            self._failure = DeliveryFailure.of(self._source, index, error)
+            self._failure = DeliveryFailure.of(self._source, bucket.index, error)
 
-    def _first_told(self) -> DeliveryFailure | None:
-        """Of the oldest bucket that some sink has failed in."""
-        told = (self._told(one.answers, one.parcel.bucket.index) for one in self._unanswered)
-        return next((failure for failure in told if failure is not None), None)
+    def _first_reported(self) -> DeliveryFailure | None:
+        """The failure that a sink has reported, of the oldest such bucket."""
+        reported = (self._reported(one.answers, one.transfer.bucket.index) for one in self._unanswered)
+        return next((failure for failure in reported if failure is not None), None)
 
-    def _told(self, answers: dict[str, PlainFuture[Any]], bucket: int) -> DeliveryFailure | None:
-        """What the sinks themselves say of a broken channel: whose own fault it is comes before those who only lost
-        their connection."""
-        wait(answers.values(), TELL_S, FIRST_EXCEPTION)
+    def _reported(self, answers: dict[str, PlainFuture[Any]], bucket: int) -> DeliveryFailure | None:
+        """The failure that the sinks report; a sink's own fault comes before a lost connection."""
+        wait(answers.values(), CAUSE_S, FIRST_EXCEPTION)
         failed = [(sink, answer.exception()) for sink, answer in answers.items() if _has_failed(answer)]
-        told = [DeliveryFailure.of(sink, bucket, error) for sink, error in failed if error is not None]
-        return min(told, key=lambda failure: failure.kind == ChannelBroken.__name__, default=None)
+        reported = [DeliveryFailure.of(sink, bucket, error) for sink, error in failed if error is not None]
+        return min(reported, key=lambda failure: failure.kind == ChannelBroken.__name__, default=None)
 
     def _settle(self) -> None:
-        """Wait for the answers to the oldest bucket."""
+        """Wait for the answers to the oldest bucket, and release it."""
         oldest = self._unanswered.popleft()
-        parcel, answers, index = oldest.parcel, oldest.answers, oldest.parcel.bucket.index
+        transfer, answers, index = oldest.transfer, oldest.answers, oldest.transfer.bucket.index
         if self._failure is None:
             if len(answers) == 1:
-                wait_as_last(next(iter(answers.values())), self._took.get(index))
+                wait_as_last_time(next(iter(answers.values())), self._durations.get(index))
             if not _all_done(answers):
                 wait(answers.values(), return_when=FIRST_EXCEPTION)
-            self._took[index] = time.perf_counter() - oldest.began
-            if any(_has_failed(answer) for answer in answers.values()):
-                self._failure = self._told(answers, index)
+            self._durations[index] = time.perf_counter() - oldest.began
+            if any(map(_has_failed, answers.values())):
+                self._failure = self._reported(answers, index)
         for answer in answers.values():
             if not answer.done():
                 answer.cancel()
-        self._forget(parcel)
+        self._release(transfer)
 
-    def _forget(self, parcel: BucketTransfer) -> None:
-        self._outlet.taken(parcel)
-        self._room.release()
+    def _release(self, transfer: BucketTransfer) -> None:
+        self._channel.taken(transfer)
+        self.skip()
 
 
-def wait_as_last(answer: PlainFuture[Any], took_s: float | None) -> None:
-    """Wait for an answer that took so long in the last push: on a GPU it takes as long again, and is looked for then.
-    What takes long is not regular to a fraction of a millisecond, and does not miss one."""
+def wait_as_last_time(answer: PlainFuture[Any], took_s: float | None) -> None:
+    """Wait for an answer with the knowledge that it took ``took_s`` seconds in the last push.
+
+    Work on a GPU takes equally long every time, so the answer is polled for at that time. Long work is not regular to
+    a fraction of a millisecond, and is not polled for.
+    """
     if took_s is not None and took_s < REGULAR_S:
         wait_about(answer, took_s)
 

@@ -1,8 +1,8 @@
-"""`ModuleSnapshot`: the tensors of a module at one moment, and a cheap test whether the module still has them.
+"""`ModuleSnapshot`: the tensors of a module at one moment, and a fast test whether the module still has them.
 
 Parameters are replaced by ``load_state_dict(assign=True)``, by ties, by resized embeddings and by adapters; ``to()``
-and ``half()`` keep the parameter and replace its memory. Whoever holds tensors of a module for longer than a call must
-look again before each use. A look compares identities, some hundred of them in a tenth of a millisecond.
+and ``half()`` keep the parameter and replace its memory. Code that stores a module's tensors for longer than a call
+must test them before each use. The test compares identities, some hundreds in a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class ModuleSnapshot:
-    """What ``module`` has now.
+    """The current tensors of a module.
 
     Args:
         module: with all its submodules.
-        tensors: those of its tensors that are used, by name.
-        places: they must also stay where they are in memory. Who changes the memory itself looks at shapes and types.
+        tensors: the tensors that are used, by name.
+        places: their addresses must stay the same too. Without it the memory may be replaced; shapes and types count.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], *, places: bool) -> None:
@@ -38,46 +38,48 @@ class ModuleSnapshot:
         self._forms = self._forms_now()
 
     def is_current(self, *, forms: bool = True) -> bool:
-        """Does the module have the same tensors still, at the same places? Without ``forms`` shapes and types are not
-        looked at, which takes the most time."""
+        """True if the module still has the same tensors, at the same places; without ``forms``, shapes and types are
+        not compared, which takes the most time."""
         owned = list(chain.from_iterable(map(dict.values, self._dicts)))
         if len(owned) != len(self._owned) or not all(map(is_, owned, self._owned)):
             return False
-        return list(chain.from_iterable(self._dicts)) == self._owned_names and self._are_as_they_were(forms)
+        return list(chain.from_iterable(self._dicts)) == self._owned_names and self._are_unchanged(forms)
 
     def has(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Are these the tensors that are used, at the same places? A module that replaces others of its tensors, such
-        as a mask that it keeps, is another one to `is_current`."""
-        same = tuple(tensors) == self._names and all(map(is_, tensors.values(), self._tensors))
-        return same and self._are_as_they_were(forms=True)
+        """True if these are the tensors that are used, at the same places.
 
-    def _are_as_they_were(self, forms: bool) -> bool:
+        It holds, unlike `is_current`, if the module replaces other tensors, such as a mask.
+        """
+        same = tuple(tensors) == self._names and all(map(is_, tensors.values(), self._tensors))
+        return same and self._are_unchanged(forms=True)
+
+    def _are_unchanged(self, forms: bool) -> bool:
         if self._addresses is not None and self._addresses_now() != self._addresses:
             return False
         return not forms or self._forms_now() == self._forms
 
-    def _here(self) -> Sequence[Any]:
+    def _local(self) -> Sequence[Any]:
         return (
             [getattr(tensor, "_local_tensor", tensor) for tensor in self._tensors] if self._sharded else self._tensors
         )
 
     def _addresses_now(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._here()]
+        return [tensor.data_ptr() for tensor in self._local()]
 
     def _forms_now(self) -> list[object]:
         if self._addresses is not None:
-            return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in self._here()]
+            return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in self._local()]
         return [(getattr(tensor, "ds_shape", tensor.shape), tensor.dtype) for tensor in self._tensors]
 
 
 def has_memory(tensors: Mapping[str, Tensor]) -> bool:
-    """False while the memory of some was given up: offloaded, or asleep."""
-    here: list[Any] = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors.values()]
-    return all(local.is_meta or not local.numel() or local.untyped_storage().nbytes() for local in here)
+    """False while the memory of some tensor is freed: offloaded, or asleep."""
+    local: list[Any] = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors.values()]
+    return all(one.is_meta or not one.numel() or one.untyped_storage().nbytes() for one in local)
 
 
 def shard_again(module: nn.Module) -> None:
-    """FSDP2 may leave whole parameters in a module after a forward pass. Its own, which are trained, are the shards."""
+    """Replace the whole parameters that FSDP2 may leave after a forward pass by the shards, which are trained."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind: Any = getattr(fsdp, "FSDPModule", None)
     for part in module.modules() if kind is not None else ():

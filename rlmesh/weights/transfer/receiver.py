@@ -1,6 +1,6 @@
-"""`Receiver`: a sink's end. Takes the commands of a push, one after the other, and tells the gate what may be served.
+"""`Receiver`: executes the commands of a push at one sink, one at a time, and sets what its gate serves.
 
-Nothing here knows of RPC: `members` exports it, and tests call it as it is.
+The module has no RPC: `rlmesh.weights.members` exports the commands, and tests call them directly.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from rlmesh.errors import WeightSyncError
 from rlmesh.runtime.process import clock
-from rlmesh.weights.channels.base import ChannelReceiver, RouteSettings
-from rlmesh.weights.channels.registry import open_inlet
+from rlmesh.weights.channels.base import ChannelReceiver, RouteSettings, open_receiver
 from rlmesh.weights.planning.buckets import Bucket, join_all
-from rlmesh.weights.planning.device_location import place_of
+from rlmesh.weights.planning.device_location import location_of
 from rlmesh.weights.planning.plan import Channel
 from rlmesh.weights.planning.sink_state import SinkState
-from rlmesh.weights.planning.source_state import Left
+from rlmesh.weights.planning.source_state import LastCommit
 from rlmesh.weights.protocols import SINK, OpenSink, WeightSink, check_end
-from rlmesh.weights.transfer.bucket_check import BucketCheck
-from rlmesh.weights.transfer.staging import stage_pieces
+from rlmesh.weights.transfer.staging import BucketCheck, stage_pieces
 from rlmesh.weights.version_gate import VersionGate
 
 logger = logging.getLogger(__name__)
@@ -32,69 +29,47 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 2.0
 
 Tap = Callable[[str, int], None]
-"""Called with the name of a step and a bucket's number; for tests, which raise, wait or die in it."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _command(method: Callable[Concatenate[Receiver, P], R]) -> Callable[Concatenate[Receiver, P], R]:
-    """One at a time, on whatever threads they come."""
-
-    @wraps(method)
-    def one_at_a_time(self: Receiver, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._commands:
-            return method(self, *args, **kwargs)
-
-    return one_at_a_time
+"""A hook of tests: called with the name of a step and a bucket's number; may raise, wait, or end the process."""
 
 
 @dataclass(eq=False)
 class _IncomingRoute:
-    """From one rank of the source.
+    """A route from one rank of the source.
 
     Attributes:
-        first: its buckets are counted from there on, among all of the session.
-        turn: which command of which push comes next: commands that are sent one after the other may overtake each
-            other on their way to a thread.
+        first: number of its first bucket, among all buckets of the session.
+        next_command: (push, sequence number) of the next command: commands that are sent one after the other may
+            overtake each other on their way to a thread.
     """
 
     settings: RouteSettings
     buckets: tuple[Bucket, ...]
-    inlet: ChannelReceiver
+    channel: ChannelReceiver
     share: tuple[int, int]
     first: int
-    turn: tuple[int, int] = (0, 0)
+    next_command: tuple[int, int] = (0, 0)
     positions: dict[int, int] = field(default_factory=dict)
-    joined: dict[tuple[int, int], Bucket] = field(default_factory=dict)
+    joined: dict[tuple[int, int], tuple[Bucket, range]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.positions = {bucket.index: position for position, bucket in enumerate(self.buckets)}
 
-    def bucket(self, index: int, count: int) -> Bucket:
-        """So many buckets from that one on, as one."""
+    def run_of(self, index: int, count: int) -> tuple[Bucket, range]:
+        """``count`` buckets from ``index`` on, joined into one, and their numbers among all buckets of the session."""
         found = self.joined.get((index, count))
         if found is None:
             at = self.positions[index]
-            found = self.joined[index, count] = join_all(self.buckets[at : at + count])
+            numbers = range(self.first + at, self.first + at + count)
+            found = self.joined[index, count] = join_all(self.buckets[at : at + count]), numbers
         return found
-
-    def numbers(self, index: int, count: int) -> range:
-        """What these buckets are among all of the session."""
-        at = self.first + self.positions[index]
-        return range(at, at + count)
 
 
 @dataclass(eq=False)
 class _ReceivingSession:
-    """One plan of one `WeightSync`, as this sink sees it: a route from each rank of the source that sends to it."""
+    """The routes of one session that lead to this sink, by source rank."""
 
     routes: dict[str, _IncomingRoute] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return sum(len(route.buckets) for route in self.routes.values())
+    total: int = 0
 
 
 class Receiver:
@@ -103,9 +78,12 @@ class Receiver:
     Args:
         sink: the weights.
         who: the member's name.
-        incarnation: how often it was restarted.
-        node: its node's name, if it is not this machine's.
+        incarnation: the number of the member's restarts.
+        node: the name of its node; None: this machine's.
         tap: see `Tap`.
+
+    Raises:
+        UsageError: ``sink`` lacks methods or attributes of a `WeightSink`.
     """
 
     def __init__(
@@ -113,82 +91,86 @@ class Receiver:
     ) -> None:
         check_end(sink, SINK, "weight sink", "ModuleSink(model) or ArraySink(arrays)")
         self.sink, self.who, self.incarnation = sink, who, incarnation
+        self._open_sink = sink if isinstance(sink, OpenSink) else None
         gate: VersionGate | None = getattr(sink, "gate", None)
         self.gate = gate or VersionGate(who)
         self.gate.who = who
         self.state = SinkState(sink.mode, self.gate.version)
-        self.tap: Tap = tap or (lambda step, bucket: None)
+        self.tap = tap
         self._node = node
         self._sessions: dict[str, _ReceivingSession] = {}
-        self._commands = threading.Condition()
-        """Held by the command that runs. It is reentrant."""
-        self._alone: tuple[int, float] | None = None
-        """The push that it concluded by itself, as the only sink, and how long its requests may hold up a flip."""
-        self.left: Left | None = None
-        """What the last commit left of the source; for a `WeightSync` that does not know, since its process is new."""
-        self._leaving: Left | None = None
-        self._left_before: Left | None = None
+        self._lock = threading.RLock()
+        """Held by the command that runs."""
+        self._changed = threading.Condition(self._lock)
+        self._concluded_alone: tuple[int, float] | None = None
+        """The push that this sink concluded itself, as the only sink, and the flip timeout in seconds."""
+        self.last_commit: LastCommit | None = None
+        """The last commit here; a `WeightSync` of a restarted process asks for it."""
+        self._coming_commit: LastCommit | None = None
+        self._commit_before: LastCommit | None = None
 
     @property
     def version(self) -> int | None:
-        """What is served now; None: nothing."""
+        """The version that is served; None: no version is."""
         return self.gate.version
 
     def serving(self, timeout_s: float = 60.0) -> AbstractContextManager[int]:
         """See `VersionGate.serving`."""
         return self.gate.serving(timeout_s)
 
-    # Commands of a plan.
+    # Commands of a session.
 
-    @_command
     def describe(self) -> dict[str, Any]:
-        manifest = self.sink.manifest()
-        place = place_of(self.sink.device, self._node)
-        return {
-            "name": self.who,
-            "incarnation": self.incarnation,
-            "mode": self.sink.mode,
-            "version": self.gate.version,
-            "place": [place.node, place.shm, place.device, list(place.peers), place.cuda_ipc, place.why_no_ipc],
-            "manifest": manifest.to_wire() if manifest is not None else None,
-            "takes_parts": isinstance(self.sink, OpenSink) and self.sink.takes_parts(),
-            "left": self.left.to_wire() if self.left is not None else None,
-        }
+        """This sink as a `Participant`, in fields that travel."""
+        with self._lock:
+            manifest = self.sink.manifest()
+            return {
+                "name": self.who,
+                "incarnation": self.incarnation,
+                "mode": self.sink.mode,
+                "version": self.gate.version,
+                "place": location_of(self.sink.device, self._node).to_wire(),
+                "manifest": manifest.to_wire() if manifest is not None else None,
+                "takes_parts": self._open_sink is not None and self._open_sink.takes_parts(),
+                "left": self.last_commit.to_wire() if self.last_commit is not None else None,
+            }
 
-    @_command
     def attach(
         self, settings: RouteSettings, channel: Channel, buckets: Sequence[Any], info: Mapping[str, Any]
     ) -> None:
-        """Connect to a channel."""
-        self._use_device()
-        inlet = open_inlet(channel, settings, self.who, info)
-        cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
-        session = self._sessions.setdefault(settings.session, _ReceivingSession())
-        share = settings.sinks.index(self.who), len(settings.sinks)
-        session.routes[settings.source] = _IncomingRoute(settings, cut, inlet, share, session.total)
+        """Connect to the channel of a route."""
+        with self._lock:
+            self._use_device()
+            receiver = open_receiver(channel, settings, self.who, info)
+            route_buckets = tuple(Bucket.from_wire(bucket) for bucket in buckets)
+            session = self._sessions.setdefault(settings.session, _ReceivingSession())
+            share = settings.sinks.index(self.who), len(settings.sinks)
+            session.routes[settings.source] = _IncomingRoute(settings, route_buckets, receiver, share, session.total)
+            session.total = sum(len(route.buckets) for route in session.routes.values())
 
     def has(self, session: str) -> bool:
-        """Is it connected to this plan? Not after a restart, nor when a role has said anew where weights go."""
+        """True if the sink is attached to this session; false after a restart or a new ``receive_weights()``."""
         return session in self._sessions
 
-    @_command
     def detach(self, session: str) -> None:
-        self._leave(session)
-        self._commands.notify_all()
+        """Close the channels of a session."""
+        with self._lock:
+            self._leave(session)
+            self._changed.notify_all()
 
     def _leave(self, session: str) -> None:
         gone = self._sessions.pop(session, None)
         for route in gone.routes.values() if gone is not None else ():
-            route.inlet.close()
+            route.channel.close()
 
     def close(self) -> None:
-        """Leave all plans; waits for the command that runs, but not for ever."""
-        mine = self._commands.acquire(timeout=CLOSE_S)
+        """Leave all sessions; waits for the command that runs, at most `CLOSE_S` seconds."""
+        locked = self._lock.acquire(timeout=CLOSE_S)
         for session in list(self._sessions):
             self._leave(session)
-        if mine:
-            self._commands.notify_all()
-            self._commands.release()
+        if locked:
+            self._changed.notify_all()
+            self._lock.release()
 
     # Commands of a push.
 
@@ -196,114 +178,128 @@ class Receiver:
         self, session: str, push: int, version: int, source: str, turn: int, buckets: tuple[int, int], payload: Any,
         checksums: Sequence[int], flip_s: float,
     ) -> None:  # fmt: skip
-        """Take and verify one bucket of a rank of the source, or several as one; the first of a push begins it.
+        """Take and verify one bucket, or several joined ones, of a source rank; the first bucket begins the push.
 
         Args:
-            turn: the how-manieth command of the push and of this rank it is, from 0 on.
-            buckets: number of the first, and how many.
-            checksums: of its entries; see `BucketTransfer`.
+            turn: zero-based sequence number of the command, per push and source rank.
+            buckets: number of the first bucket, and how many.
+            checksums: of the entries; see `BucketTransfer`.
+
+        Raises:
+            WeightSyncError: the session is unknown, an earlier command did not arrive, or checksums differ.
+            ChannelBroken: the bytes did not arrive.
         """
-        with self._commands:
+        with self._lock:
             found = self._find(session)
             route = found.routes[source]
-            came = clock.wait_for(
-                self._commands,
-                lambda: not turn or route.turn == (push, turn) or self._sessions.get(session) is not found,
-                route.settings.timeout_s,
-            )
-            if not came:
-                raise WeightSyncError(f"the command before bucket {buckets[0]} did not come to {self.who}")
-            self._find(session)
+            if turn and route.next_command != (push, turn):
+                arrived = clock.wait_for(
+                    self._changed,
+                    lambda: route.next_command == (push, turn) or self._sessions.get(session) is not found,
+                    route.settings.timeout_s,
+                )
+                if not arrived:
+                    raise WeightSyncError(f"the command before bucket {buckets[0]} did not come to {self.who}")
+                self._find(session)
             try:
                 self._stage(found, route, push, version, buckets, payload, checksums, flip_s)
             finally:
-                route.turn = push, turn + 1
-                self._commands.notify_all()
+                route.next_command = push, turn + 1
+                self._changed.notify_all()
 
     def _stage(
-        self, found: _ReceivingSession, route: _IncomingRoute, push: int, version: int, buckets: tuple[int, int],
+        self, session: _ReceivingSession, route: _IncomingRoute, push: int, version: int, buckets: tuple[int, int],
         payload: Any, checksums: Sequence[int], flip_s: float,
     ) -> None:  # fmt: skip
         self._use_device()
         if self.state.push != push or self.state.phase != "staging":
-            self._begin(found, push, version, flip_s)
-        index, count = buckets
-        bucket = route.bucket(index, count)
-        for number in range(index, index + count):
-            self.tap("stage", number)
+            self._begin(session, push, version, flip_s)
+        bucket, numbers = route.run_of(*buckets)
+        self._tap("stage", *buckets)
         self._take(route, bucket, payload, checksums)
-        route.inlet.done()
-        self.state = self.state.add(push, *route.numbers(index, count))
-        for number in range(index, index + count):
-            self.tap("staged", number)
+        route.channel.done()
+        self.state = self.state.add(push, *numbers)
+        self._tap("staged", *buckets)
 
     def _take(self, route: _IncomingRoute, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
-        inlet = route.inlet
-        pieces = inlet.take(bucket, payload, route.settings.timeout_s)
+        """Take, verify and stage a bucket. No reference to its pieces may be left when ``done`` is called."""
+        channel = route.channel
+        pieces = channel.take(bucket, payload, route.settings.timeout_s)
         check = None
         if route.settings.verify:
-            check = BucketCheck(bucket, pieces, lambda: inlet.checksums(checksums), route.share)
-        stage_pieces(self.sink, bucket, pieces, keep=inlet.keeps, check=check, ready=inlet.ready)
+            check = BucketCheck(bucket, pieces, lambda: channel.checksums(checksums), route.share)
+        stage_pieces(self.sink, self._open_sink, bucket, pieces, keep=channel.keeps, check=check, ready=channel.ready)
+
+    def _tap(self, step: str, bucket: int = -1, count: int = 1) -> None:
+        if self.tap is not None:
+            for number in range(bucket, bucket + count):
+                self.tap(step, number)
 
     def _begin(self, session: _ReceivingSession, push: int, version: int, flip_s: float) -> None:
-        self.abort(self.state.push)
-        self._heed_gate()
-        self._alone = None
+        if self.state.push is not None:
+            self.abort(self.state.push)
+        self._adopt_gate_version()
+        self._concluded_alone = None
         if self.sink.mode == "in_place":
             self.gate.close(f"version {version} is being written over version {self.state.version}", flip_s)
             self.gate.set_version(None, f"a push of version {version} overwrote its weights and was not concluded")
         self.state = self.state.begin(push, version, session.total)
         self.sink.begin(version)
         for route in session.routes.values():
-            route.inlet.settle()
+            route.channel.settle()
 
-    @_command
     def flip(
         self, push: int, version: int, flip_s: float, alone: bool = False, left: Sequence[Any] | None = None
     ) -> None:
-        """Use the new weights, but serve nobody before `conclude`: another sink may still fail. A sink that is alone
-        concludes at once. ``left``: what the commit leaves, see `Left`."""
-        flipped = self.state.flip(push)
-        self.tap("flip", -1)
-        self.gate.close(f"the flip to version {version} is not concluded", flip_s)
-        try:
-            self.sink.flip(version)
-        except BaseException:
-            self.state = self.state.abort()
-            self._undo(flipped=False)
-            raise
-        self.state = flipped
-        self._leaving = Left(*left) if left is not None else None
-        if alone:
-            self.conclude(push)
-            self._alone = push, flip_s
+        """Use the new weights, but serve no request before `conclude`: another sink may still fail.
 
-    @_command
+        Args:
+            flip_s: how long running requests may delay the flip, in seconds.
+            alone: this is the only sink, which concludes at once.
+            left: fields of the `LastCommit` that this commit will be.
+        """
+        with self._lock:
+            flipped = self.state.flip(push)
+            self._tap("flip")
+            self.gate.close(f"the flip to version {version} is not concluded", flip_s)
+            try:
+                self.sink.flip(version)
+            except BaseException:
+                self.state = self.state.abort()
+                self._undo(flipped=False)
+                raise
+            self.state = flipped
+            self._coming_commit = LastCommit(*left) if left is not None else None
+            if alone:
+                self.conclude(push)
+                self._concluded_alone = push, flip_s
+
     def conclude(self, push: int) -> None:
-        """All sinks have flipped: serve."""
-        self.state = self.state.conclude(push)
-        self._left_before, self.left = self.left, self._leaving
-        self.gate.set_version(self.state.version)
-        conclude = getattr(self.sink, "conclude", None)
-        if conclude is not None:
-            conclude(self.state.version)
-        self.gate.open()
+        """All sinks have flipped: serve the new version."""
+        with self._lock:
+            self.state = self.state.conclude(push)
+            self._commit_before, self.last_commit = self.last_commit, self._coming_commit
+            self.gate.set_version(self.state.version)
+            conclude = getattr(self.sink, "conclude", None)
+            if conclude is not None:
+                conclude(self.state.version)
+            self.gate.open()
 
-    @_command
     def abort(self, push: int | None) -> None:
-        """Go back to what was before the push, if it is this one's that is under way."""
-        if self._alone is not None and self._alone[0] == push:
-            # It concluded, but too late: its coordinator has given the push up.
-            self._unconclude(self._alone[1])
-        if push is None or self.state.push != push:
-            return
-        flipped = self.state.phase == "flipped"
-        self.state = self.state.abort()
-        self._undo(flipped=flipped)
+        """Return to the state before the push, if it is the push under way."""
+        with self._lock:
+            if self._concluded_alone is not None and self._concluded_alone[0] == push:
+                # This sink concluded too late: the coordinator has given the push up.
+                self._unconclude(self._concluded_alone[1])
+            if push is None or self.state.push != push:
+                return
+            flipped = self.state.phase == "flipped"
+            self.state = self.state.abort()
+            self._undo(flipped=flipped)
 
     def _unconclude(self, flip_s: float) -> None:
-        self._alone = None
-        self.left = self._left_before
+        self._concluded_alone = None
+        self.last_commit = self._commit_before
         try:
             self.rollback(flip_s)
         except Exception as error:
@@ -318,7 +314,7 @@ class Receiver:
                 self.sink.rollback()
             self.sink.discard()
         except Exception:
-            # The sink cannot say what it holds: better nothing than something unknown.
+            # The sink's contents are unknown: no weights are better than unknown ones.
             logger.exception("%s could not go back to version %s and serves nothing until the next push", self.who,
                              self.state.version)  # fmt: skip
             self.state = SinkState(self.sink.mode)
@@ -328,31 +324,35 @@ class Receiver:
         self.gate.set_version(self.state.version, why)
         self.gate.open()
 
-    @_command
     def rollback(self, flip_s: float) -> int | None:
-        """Serve the version before again."""
-        self._heed_gate()
-        self._alone = None
-        back = self.state.rollback()
-        self.gate.close(f"going back to version {back.version}", flip_s)
-        try:
-            self.sink.rollback()
-            self.state = back
-        except BaseException:
-            self.state = SinkState(self.sink.mode)  # what it holds now is not known
-            raise
-        finally:
-            self.gate.set_version(self.state.version, "going back to an earlier version failed")
-            self.gate.open()
-        return back.version
+        """Serve the version before the last committed one again; returns it.
 
-    def _heed_gate(self) -> None:
-        """An engine may have given its weights up by itself (to sleep): then there is nothing to go back to."""
+        Raises:
+            WeightSyncError: there is none, or running requests took longer than ``flip_s`` seconds.
+        """
+        with self._lock:
+            self._adopt_gate_version()
+            self._concluded_alone = None
+            back = self.state.rollback()
+            self.gate.close(f"going back to version {back.version}", flip_s)
+            try:
+                self.sink.rollback()
+                self.state = back
+            except BaseException:
+                self.state = SinkState(self.sink.mode)  # the sink's contents are unknown
+                raise
+            finally:
+                self.gate.set_version(self.state.version, "going back to an earlier version failed")
+                self.gate.open()
+            return back.version
+
+    def _adopt_gate_version(self) -> None:
+        """Forget the earlier versions if the engine gave its weights up by itself, for instance to sleep."""
         if self.state.phase == "idle" and self.state.version != self.gate.version:
             self.state = SinkState(self.sink.mode, self.gate.version)
 
     def _use_device(self) -> None:
-        """Each thread has a current GPU of its own; memory is opened for that of the sink."""
+        """Make the sink's GPU the current one of this thread: memory is opened for the current GPU."""
         if self.sink.device.startswith("cuda"):
             import torch
 
@@ -362,7 +362,7 @@ class Receiver:
         found = self._sessions.get(session)
         if found is None:
             raise WeightSyncError(
-                f"{self.who} knows nothing of this weight sync: it has restarted or called receive_weights() since, "
-                "or was left out of the plan. The next push makes a new plan"
+                f"{self.who} does not take part in this weight sync: it has restarted, called receive_weights(), or "
+                "was left out of the plan. The next push makes a new plan"
             )
         return found

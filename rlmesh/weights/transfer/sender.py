@@ -1,6 +1,6 @@
-"""`Sender`: one rank of the source. Gathers bucket after bucket and hands it to the routes that start at this rank.
+"""`Sender`: one rank of the source. Gathers bucket after bucket and gives it to the routes that start at this rank.
 
-Nothing here knows of RPC but the ``command`` that it was given.
+The module has no RPC but the ``command`` function that it gets.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlmesh.errors import WeightSyncError
-from rlmesh.weights.channels.base import ChannelSender, RouteSettings
-from rlmesh.weights.channels.registry import open_outlet
+from rlmesh.weights.channels.base import ChannelSender, RouteSettings, open_sender
 from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.planning.buckets import Bucket, join
-from rlmesh.weights.planning.device_location import place_of
+from rlmesh.weights.planning.device_location import location_of
 from rlmesh.weights.planning.plan import Channel
-from rlmesh.weights.planning.source_state import Standing
+from rlmesh.weights.planning.source_state import RankState
 from rlmesh.weights.protocols import SOURCE, ShardedSource, WeightSource, check_end
 from rlmesh.weights.transfer.delivery import Command, Delivery, DeliveryFailure, Header
 
 
 @dataclass(frozen=True, slots=True)
 class RouteStart:
-    """One route that starts at a rank: its sinks with their incarnations, and what `RouteSettings` says of them."""
+    """One route that starts at a rank: sink → incarnation, and fields of `RouteSettings`."""
 
     channel: Channel
     sinks: Mapping[str, int]
@@ -35,7 +34,7 @@ class RouteStart:
 
 @dataclass(frozen=True, slots=True)
 class SenderOrigin:
-    """What this process knows of its job; see `RouteSettings`."""
+    """The job and network of this process; see `RouteSettings`."""
 
     job_id: str
     node_rank: int = 0
@@ -45,7 +44,7 @@ class SenderOrigin:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRoute:
-    """What a sink needs to attach to a route."""
+    """The data with which a sink attaches to a route."""
 
     settings: RouteSettings
     channel: Channel
@@ -54,19 +53,19 @@ class OpenedRoute:
 
 @dataclass(eq=False)
 class _OutgoingRoute:
-    """One that starts here.
+    """A route that starts at this rank.
 
     Attributes:
-        took: seconds until the sinks had a bucket in the last push, by its number.
+        durations: bucket → seconds until the sinks had it in the last push.
     """
 
     sinks: Mapping[str, int]
-    outlet: ChannelSender
-    took: dict[int, float] = field(default_factory=dict)
+    channel: ChannelSender
+    durations: dict[int, float] = field(default_factory=dict)
 
 
-class _Form(NamedTuple):
-    """What a plan is made for."""
+class _SourceForm(NamedTuple):
+    """The properties of a source for which a plan is made."""
 
     manifest: Manifest
     parts: Mapping[str, tuple[int, int]] | None
@@ -74,15 +73,12 @@ class _Form(NamedTuple):
     lasting: bool
 
     @classmethod
-    def of(cls, source: WeightSource) -> _Form:
-        manifest = source.manifest()  # first: a source looks what it has when it is asked for it
-        parts = source.parts() if isinstance(source, ShardedSource) else None
-        return cls(manifest, parts, source.device, source.lasting)
+    def of(cls, source: WeightSource, sharded: ShardedSource | None) -> _SourceForm:
+        manifest = source.manifest()  # first: it refreshes the other properties
+        return cls(manifest, sharded.parts() if sharded is not None else None, source.device, source.lasting)
 
-    def changes(self, now: _Form) -> list[str]:
-        """How another one differs; nothing if it does not."""
-        if self == now:  # mostly the same objects, which takes no time to compare
-            return []
+    def changes(self, now: _SourceForm) -> list[str]:
+        """Descriptions of the differences."""
         names = [spec.name for spec in (*self.manifest, *now.manifest)]
         other = [name for name in dict.fromkeys(names) if self.manifest.find(name) != now.manifest.find(name)]
         specs = [f"{now.manifest.find(name) or f'no {name}'}, not {self.manifest.find(name)}" for name in other[:3]]
@@ -97,16 +93,16 @@ class _SendingSession:
     keep: bool
     sharded: bool
     routes: list[_OutgoingRoute]
-    form: _Form
+    form: _SourceForm
     stale: bool = False
     deliveries: dict[int, list[Delivery]] = field(default_factory=dict)
     _joined: dict[tuple[int, int], list[Bucket]] = field(default_factory=dict)
 
     def to_put(self) -> list[Bucket]:
-        """All buckets, as many in one as all routes allow. Without routes a rank gathers for the others, in the buckets
-        that they gather in."""
-        each = [route.outlet.joins_bytes for route in self.routes] or [(0, 0)]
-        most = min(first for first, _ in each), min(other for _, other in each)
+        """All buckets, joined as far as all routes allow. A rank without routes gathers for the other ranks, in the
+        same buckets."""
+        limits = [route.channel.joins_bytes for route in self.routes] or [(0, 0)]
+        most = limits[0] if len(limits) == 1 else (min(a for a, _ in limits), min(b for _, b in limits))
         found = self._joined.get(most)
         if found is None:
             found = self._joined[most] = join(self.buckets, *most)
@@ -121,9 +117,12 @@ class Sender:
         who: the member's name.
         command: sends commands to sinks.
         origin: its job.
-        incarnation: how often the member was restarted.
-        node: its node's name, if it is not this machine's.
-        restored: the version of the checkpoint that the weights were restored from; None: from none.
+        incarnation: the number of the member's restarts.
+        node: the name of its node; None: this machine's.
+        restored: the version of the checkpoint that the weights were restored from; None: not restored.
+
+    Raises:
+        UsageError: ``source`` lacks methods or attributes of a `WeightSource`.
     """
 
     def __init__(
@@ -132,36 +131,41 @@ class Sender:
     ) -> None:  # fmt: skip
         check_end(source, SOURCE, "weight source", "ModuleSource(model) or ArraySource(arrays)")
         self.source, self.who, self.incarnation = source, who, incarnation
+        self._sharded = source if isinstance(source, ShardedSource) else None
         self._command, self._origin, self._node = command, origin, node
         self.restored = restored
         self.sent_version: int | None = None
-        """The version that it gave last."""
-        self._given: object = None
-        """The source's stamp then."""
+        """The version that was sent last."""
+        self._sent_stamp: object = None
+        """The source's stamp at that push."""
         self._sessions: dict[str, _SendingSession] = {}
 
     def describe(self) -> dict[str, Any]:
-        place = place_of(self.source.device, self._node)
+        """This rank as a `Participant`, in fields that travel."""
         return {
             "name": self.who,
             "incarnation": self.incarnation,
             "mode": "double_buffer",
             "version": None,
-            "place": [place.node, place.shm, place.device, list(place.peers), place.cuda_ipc, place.why_no_ipc],
+            "place": location_of(self.source.device, self._node).to_wire(),
             "manifest": self.source.manifest().to_wire(),
-            "parts": self.source.parts() if isinstance(self.source, ShardedSource) else None,
-            "standing": Standing(self.incarnation, self.restored, self.sent_version).to_wire(),
+            "parts": self._sharded.parts() if self._sharded is not None else None,
+            "standing": RankState(self.incarnation, self.restored, self.sent_version).to_wire(),
         }
 
     def open(
         self, session: str, buckets: Sequence[Any], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
         verify: bool, sharded: bool,
     ) -> dict[str, OpenedRoute]:  # fmt: skip
-        """Open the routes that start here; gives what each sink needs to connect. ``sharded``: give the shards of this
-        rank, which ``buckets`` are of, and gather nothing."""
+        """Open the routes that start here; returns the data with which each sink connects.
+
+        Args:
+            sharded: ``buckets`` are this rank's shards: send these, and gather nothing.
+        """
         made: list[_OutgoingRoute] = []
+        form = _SourceForm.of(self.source, self._sharded)
         cut = tuple(Bucket.from_wire(bucket) for bucket in buckets)
-        self._sessions[session] = _SendingSession(cut, keep, sharded, made, _Form.of(self.source))
+        self._sessions[session] = _SendingSession(cut, keep, sharded, made, form)
         opened: dict[str, OpenedRoute] = {}
         job = self._origin
         for start in routes:
@@ -171,38 +175,45 @@ class Sender:
                 lasting=self.source.lasting or sharded, same_device=start.same_device,
                 shares_events=start.shares_events,
             )  # fmt: skip
-            outlet = open_outlet(start.channel, settings)
-            made.append(_OutgoingRoute(start.sinks, outlet))
-            opened.update({sink: OpenedRoute(settings, start.channel, outlet.info(sink)) for sink in start.sinks})
+            channel = open_sender(start.channel, settings)
+            made.append(_OutgoingRoute(start.sinks, channel))
+            opened.update({sink: OpenedRoute(settings, start.channel, channel.info(sink)) for sink in start.sinks})
         return opened
 
     def connect(self, session: str) -> None:
         """Wait until the sinks are connected."""
         for route in self._find(session).routes:
-            route.outlet.connect()
+            route.channel.connect()
 
     def capture(
         self, session: str, push: int, version: int, flip_s: float, bucket_s: float, again: bool = False
     ) -> DeliveryFailure | None:
-        """Give all buckets to the routes. Returns when the weights may change: with a fenced source when all sinks
-        have all of it, with a snapshot when all of it is copied; `sent` then waits for the sinks.
+        """Give all buckets to the routes; returns the first failure. Returns when the weights may change: with a
+        fenced source when all sinks have everything, with a snapshot when everything is copied; `sent` then waits for
+        the sinks.
 
-        All ranks run it side by side, since gathering may be a collective step: a rank whose sinks failed goes on
-        gathering for the others. ``again``: give the weights of that version once more, which they must be still.
+        All ranks run it at the same time, since gathering may be a collective step: a rank whose sinks failed goes on
+        gathering for the others.
+
+        Args:
+            again: send ``version`` once more; the weights must not have changed since.
         """
         found = self._find(session)
         self._check_form(found)
         header = Header(session, push, version, flip_s, bucket_s)
         buckets = found.to_put()
-        beside = found.keep or len(buckets) > 1 or len(found.routes) > 1
+        threaded = found.keep or len(buckets) > 1 or len(found.routes) > 1
         deliveries = [
-            Delivery(route.outlet, route.sinks, self._command, header, self.who, beside=beside, took=route.took)
+            Delivery(
+                route.channel, route.sinks, self._command, header, self.who, threaded=threaded,
+                durations=route.durations,
+            )
             for route in found.routes
-        ]
+        ]  # fmt: skip
         for route, delivery in zip(found.routes, deliveries, strict=True):
-            route.outlet.while_full = delivery.settle_answered
+            route.channel.while_full = delivery.settle_answered
         before = self.source.stamp()
-        if again and self.sent_version is not None and (self.sent_version, self._given) != (version, before):
+        if again and self.sent_version is not None and (self.sent_version, self._sent_stamp) != (version, before):
             raise WeightSyncError(
                 f"{self.who} has other weights than those that it sent as version {version}: they were trained on "
                 "since. Push them under a number of their own, by push(version)"
@@ -216,7 +227,7 @@ class Sender:
             found.deliveries[push] = deliveries
             if found.keep:
                 for route in found.routes:
-                    route.outlet.captured()
+                    route.channel.captured()
         failure = None if found.keep else self.sent(session, push)
         if failure is None and self.source.stamp() != before:
             text = (
@@ -226,18 +237,22 @@ class Sender:
             )
             failure = DeliveryFailure(self.who, -1, "WeightSyncError", text)
         if failure is None:
-            self.sent_version, self._given = version, before
+            self.sent_version, self._sent_stamp = version, before
         return failure
 
     def _check_form(self, found: _SendingSession) -> None:
-        """The plan's buckets are of what the source had when it was made."""
-        changes = found.form.changes(_Form.of(self.source))
-        if changes:
-            found.stale = True
-            raise WeightSyncError(
-                f"the weights of {self.who} are not those that the plan was made for: {'; '.join(changes)}. "
-                "The next push makes a new plan"
-            )
+        """Raises:
+        WeightSyncError: the source's tensors have changed since the plan was made.
+        """
+        now = _SourceForm.of(self.source, self._sharded)
+        if found.form == now:  # mostly the same objects, which are fast to compare
+            return
+        found.stale = True
+        changes = "; ".join(found.form.changes(now))
+        raise WeightSyncError(
+            f"the weights of {self.who} are not those that the plan was made for: {changes}. The next push makes a "
+            "new plan"
+        )
 
     def _gather(self, bucket: Bucket, found: _SendingSession, deliveries: Sequence[Delivery]) -> None:
         if not found.keep:
@@ -249,30 +264,31 @@ class Sender:
                     delivery.skip()
                     continue
                 try:
-                    delivery.send(route.outlet.put(bucket, tensors))
+                    delivery.send(route.channel.put(bucket, tensors))
                 except Exception as error:
                     delivery.put_failed(bucket.index, error)
                     delivery.skip()
 
     def _tensors(self, bucket: Bucket, found: _SendingSession) -> AbstractContextManager[Mapping[str, Any]]:
         if found.sharded:
-            assert isinstance(self.source, ShardedSource)
-            return self.source.shards(bucket.names)
+            assert self._sharded is not None
+            return self._sharded.shards(bucket.names)
         return self.source.gather(bucket.names)
 
     def sent(self, session: str, push: int) -> DeliveryFailure | None:
-        """Wait for the sinks' last answers; the first failure, if there is one."""
+        """Wait for the sinks' last answers; returns the first failure."""
         deliveries = self._find(session).deliveries.pop(push, [])
         results = [delivery.result() for delivery in deliveries]
         return next((failure for failure in results if failure is not None), None)
 
     def has(self, session: str) -> bool:
-        """Is it open here? Not after a restart, nor when a role has said anew what its weights are, or they have other
-        names, shapes or types."""
+        """True if this session is open and its plan fits; false after a restart, a new ``send_weights()``, or a change
+        of names, shapes or types."""
         found = self._sessions.get(session)
         return found is not None and not found.stale
 
     def close_session(self, session: str) -> None:
+        """Wait for the deliveries of a session, and close its channels."""
         gone = self._sessions.pop(session, None)
         if gone is None:
             return
@@ -280,9 +296,10 @@ class Sender:
             for delivery in deliveries:
                 delivery.result()
         for route in gone.routes:
-            route.outlet.close()
+            route.channel.close()
 
     def close(self) -> None:
+        """Close all sessions."""
         for session in list(self._sessions):
             self.close_session(session)
 
@@ -290,7 +307,7 @@ class Sender:
         found = self._sessions.get(session)
         if found is None:
             raise WeightSyncError(
-                f"{self.who} knows nothing of this weight sync: it has restarted or called send_weights() since. "
+                f"{self.who} does not take part in this weight sync: it has restarted or called send_weights() since. "
                 "The next push makes a new plan"
             )
         return found

@@ -1,4 +1,4 @@
-"""The data sets that can be prepared, each as a function from one row of its files to one of ours."""
+"""Data sets that can be prepared, each as a function from a row of its files to a row of `RLHFDataset`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Set:
 
     Attributes:
         source: its usual name, which becomes ``data_source``.
-        columns: what its files have.
-        row: one row of its files → prompt, ground truth (``None``: a reward model scores), and what else to keep.
+        columns: the columns of its files.
+        row: one row of its files → prompt, ground truth (``None``: a reward model scores), and further data to keep.
     """
 
     source: str
@@ -104,7 +104,7 @@ def prepare(name: str, source: Path, target: Path) -> dict[str, int]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}``, with its inner braces balanced; ``None`` if there is none."""
+    r"""The content of the last ``\boxed{…}``, with balanced braces; ``None`` if there is none."""
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
     if start < 0:
         return None
@@ -160,5 +160,5 @@ def _split_of(path: Path) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without the marks in brackets that HellaSwag's texts carry."""
+    """Remove the marks in brackets of HellaSwag's texts."""
     return " ".join(re.sub(r"\[[^\]]*\]", "", text).split())

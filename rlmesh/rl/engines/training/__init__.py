@@ -1,9 +1,9 @@
-"""Training engines: a model, its optimizer and how both are spread over the ranks of a role.
+"""Training engines: a model and its optimizer, distributed over the ranks of a role.
 
 ``protocol``
-    `TrainingEngine`, which all of them are, with its options and values.
+    `TrainingEngine`, the interface of all engines, with its options and result types.
 ``ddp``
-    `DDPEngine`: every rank holds everything. Also for one process without any process group.
+    `DDPEngine`: every rank has the whole model. Also for one process without a process group.
 ``fsdp2``
     `FSDP2Engine`: parameters, gradients and optimizer state are sharded, layer by layer.
 ``zero``
@@ -17,5 +17,5 @@
     report = engine.train_step(experience, loss)
     engine.save(folder).result()
 
-Import from the modules themselves: each one needs packages that the others do not.
+Import from the modules themselves: each needs other packages.
 """

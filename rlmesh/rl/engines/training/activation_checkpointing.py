@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers forget what they computed, and compute it again in the backward pass."""
+"""Activation checkpointing: layers drop their activations, and recompute them in the backward pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from rlmesh.errors import UsageError
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: those that transformers says not to split, else the members of the longest `ModuleList`;
-    none if there is no such list."""
+    """The repeated blocks: ``_no_split_modules`` of transformers, else the members of the longest `ModuleList`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if type(module).__name__ in names]
     if named:

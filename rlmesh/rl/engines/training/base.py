@@ -1,5 +1,5 @@
-"""`ModuleEngine`: what all engines have in common. Those of torch alone add how the model is wrapped; DeepSpeed's also
-how gradients come about and are applied."""
+"""`ModuleEngine`: the common part of all engines. Engines of torch add the wrapping of the model; DeepSpeed's engine
+also adds the computation and application of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from rlmesh import ModuleSource
+from rlmesh import ModuleSource, WeightSource
 from rlmesh.errors import UsageError
 from rlmesh.rl.engines.training import ranks
 from rlmesh.rl.engines.training.checkpoint.exporting import write_safetensors
@@ -27,7 +27,6 @@ from rlmesh.rl.engines.training.protocol import (
     Saving,
     Splittable,
     StepReport,
-    SyncableSource,
     TrainingOptions,
 )
 from rlmesh.rl.head import TokenTerms
@@ -38,8 +37,8 @@ _LOSS = "\0loss"
 
 
 class ModuleEngine(ABC):
-    """See `TrainingEngine` for the methods. Subclasses set ``model``, the module that is called, and ``plain``, the one
-    inside whose names count."""
+    """See `TrainingEngine` for the methods. Subclasses set ``model``, the module that is called, and ``plain``, the
+    module inside it, whose names are used."""
 
     model: nn.Module
     plain: nn.Module
@@ -50,12 +49,12 @@ class ModuleEngine(ABC):
         self.rank, self.ranks = ranks.here()
         self._offloaded: Offloaded | None = None
         self._saver = SavingThread()
-        # Checkpoints are written beside training: their collectives must not get between those of training.
+        # Checkpoints are written during training: their collectives need a group of their own.
         self._side = ranks.side_group()
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.plain.parameters()).device
 
     # Forward.
@@ -75,7 +74,7 @@ class ModuleEngine(ABC):
         return self._measure(part, sequences, attention_mask, action_mask)
 
     def _measure(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-        """In parts of at most the micro-batch size; as many on every rank, since a pass is a collective step."""
+        """Apply a function to micro-batches; all ranks use equally many, since a pass is a collective step."""
         self._require_here("compute")
         self.model.eval()
         parts = self._parts(len(columns[0]))
@@ -96,16 +95,16 @@ class ModuleEngine(ABC):
         return found[: len(packs)]
 
     def _passes(self, packs: int) -> int:
-        """Number of passes over packs: that of the rank with the most."""
+        """The number of passes over packs: that of the rank with the most packs."""
         return max(1, ranks.largest(packs, self.device))
 
     def _parts(self, rows: int) -> int:
-        """Number of micro-batches: that of the fullest rank."""
+        """The number of micro-batches: that of the rank with the most rows."""
         size = self.options.micro_batch_size or max(rows, 1)
         return max(1, ranks.largest(-(-rows // size), self.device))
 
     def _autocast(self) -> torch.autocast:
-        """For engines whose wrapper does not see to the precision itself."""
+        """The autocast context, for engines whose wrapper does not set the precision itself."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=False)
 
     # Training.
@@ -122,7 +121,7 @@ class ModuleEngine(ABC):
         sums: dict[str, Tensor] = {}
         self._before_step(lr)
         try:
-            # The checks of all passes are looked at once, before anything is applied.
+            # The checks of all passes are evaluated once, before the gradient is applied.
             with deferred_checks():
                 for index, part in enumerate(parts):
                     with self._one_pass(last=index == len(parts) - 1):
@@ -142,19 +141,19 @@ class ModuleEngine(ABC):
 
     @abstractmethod
     def _before_step(self, lr: float) -> None:
-        """Set the learning rate, and forget old gradients."""
+        """Set the learning rate, and clear old gradients."""
 
     @abstractmethod
     def _one_pass(self, *, last: bool) -> AbstractContextManager[object]:
-        """Around one forward and backward pass; the last one completes the gradient."""
+        """The context of one forward and backward pass; the last pass completes the gradient."""
 
     @abstractmethod
     def _backward(self, share: Tensor) -> None:
-        """Add this part's gradient, so that in the end it is the sum over parts and ranks."""
+        """Add this part's gradient to the sum over parts and ranks."""
 
     @abstractmethod
     def _apply(self) -> float:
-        """Clip, check and apply the gradient; gives its norm before clipping."""
+        """Clip, check and apply the gradient; returns its norm before clipping."""
 
     @abstractmethod
     def _forget_gradients(self) -> None: ...
@@ -164,7 +163,7 @@ class ModuleEngine(ABC):
     def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> EngineSource:
         return EngineSource(self, self._source(lora, adapter))
 
-    def _source(self, lora: Lora = "", adapter: str = "default") -> SyncableSource:
+    def _source(self, lora: Lora = "", adapter: str = "default") -> WeightSource:
         return ModuleSource(self.plain, lora=lora, adapter=adapter)
 
     def export(self, folder: Path) -> None:
@@ -187,7 +186,7 @@ class ModuleEngine(ABC):
 
     @abstractmethod
     def _memory(self) -> Iterator[Tensor]:
-        """All tensors that hold weights, gradients or optimizer state here."""
+        """All tensors of this process that hold weights, gradients or optimizer state."""
 
     def _require_here(self, what: str) -> None:
         if self._offloaded is not None:
@@ -202,7 +201,7 @@ class ModuleEngine(ABC):
 
     @abstractmethod
     def _write(self, folder: Path) -> Callable[[], Path]:
-        """Copy the state; gives what remains to be done on the side."""
+        """Copy the state; returns a function that writes it in the background."""
 
     def close(self) -> None:
         self._saver.wait()
@@ -213,15 +212,15 @@ class ModuleEngine(ABC):
 
 
 class EngineSource:
-    """A source of a `WeightSync` whose engine may be offloaded: it never hands out memory to be kept.
+    """A source of a `WeightSync` whose engine may be offloaded: its memory must not be kept open by sinks.
 
-    Where the engine is never offloaded, ``ModuleSource(engine.plain)`` can be faster on a GPU, since a sink may then
-    keep the weights' own memory open.
+    If the engine is never offloaded, ``ModuleSource(engine.plain)`` can be faster on a GPU, since a sink may then keep
+    the memory of the weights open.
     """
 
     lasting = False
 
-    def __init__(self, engine: ModuleEngine, inner: SyncableSource) -> None:
+    def __init__(self, engine: ModuleEngine, inner: WeightSource) -> None:
         self._engine, self._inner = engine, inner
         self.device = inner.device
 
@@ -232,15 +231,15 @@ class EngineSource:
     def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         self._engine._require_here("give its weights")
         with self._inner.gather(names) as tensors:
-            yield {name: _shown(tensor.detach()) for name, tensor in tensors.items()}
+            yield {name: _exportable(tensor.detach()) for name, tensor in tensors.items()}
 
     def stamp(self) -> object:
         return self._engine.steps, self._inner.stamp()
 
 
-def _shown(tensor: Tensor) -> Tensor:
-    """The same memory, as a tensor of which NumPy arrays may be made: torch never frees memory of which they were."""
+def _exportable(tensor: Tensor) -> Tensor:
+    """The same memory, as a tensor that may become a NumPy array: torch never frees memory that NumPy refers to."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
-    shown: Tensor = from_dlpack(tensor)
-    return shown
+    imported: Tensor = from_dlpack(tensor)
+    return imported

@@ -1,4 +1,4 @@
-"""`DDPEngine`: every rank holds the whole model, and gradients are summed over the ranks."""
+"""`DDPEngine`: every rank has the whole model, and gradients are summed over the ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DDPEngine(TorchEngine):
         no_sync: AbstractContextManager[object] = self.model.no_sync()
         return no_sync
 
-    # The wrapper holds buckets as large as all gradients, which nobody else can free.
+    # The wrapper holds buckets as large as all gradients; only dropping the wrapper frees them.
 
     def offload(self, folder: Path | None = None) -> None:
         self.model = self.plain

@@ -1,6 +1,6 @@
 """Forward passes: from padded sequences to log-probabilities and values of the responses' tokens.
 
-Loss functions use these too, so that what is trained is what was measured.
+Loss functions use the same passes, so that training and measurement agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["position_ids", "response_log_probs", "response_logits", "response_va
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions ``[batch, time]`` that count real tokens only, so that padding on the left shifts nothing."""
+    """Positions ``[batch, time]`` that count real tokens only, so that padding on the left does not shift them."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
@@ -32,7 +32,7 @@ def response_logits(model: nn.Module, sequences: Tensor, attention_mask: Tensor,
     Returns:
         ``[batch, width, vocabulary]``.
     """
-    attend = attention_mask[:, :-1]  # the last token predicts nothing that we have
+    attend = attention_mask[:, :-1]  # the last token predicts no given token
     output: Any = model(
         input_ids=sequences[:, :-1],
         attention_mask=attend.long(),

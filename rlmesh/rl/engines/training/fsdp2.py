@@ -18,15 +18,15 @@ from rlmesh.rl.engines.training.torch_engine import TorchEngine
 
 
 class FSDP2Engine(TorchEngine):
-    """Sharded layer by layer; whole again only while a layer computes.
+    """Parameters are sharded layer by layer, and gathered only while their layer computes.
 
-    With precision "bfloat16" shards are float32, what is gathered and computed is bfloat16, and gradients are summed in
-    float32.
+    With precision "bfloat16" shards are float32, gathered parameters and computations are bfloat16, and gradients are
+    summed in float32.
 
     Args:
         model: a plain model, with its weights.
         options: see `TrainingOptions`.
-        layers: what is gathered at a time; None: the model's repeated blocks; none: the model as a whole.
+        layers: modules that are gathered one at a time; None: the model's repeated blocks; empty: the whole model.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FSDP2Engine(TorchEngine):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in layers_of(model) if self._layers is None else self._layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        # Also what belongs to no layer is given back after each pass: parameters() are shards whenever nothing runs.
+        # Parameters outside of layers are resharded after each pass too: parameters() are shards between passes.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         return model
 

@@ -1,7 +1,7 @@
-"""`Offloaded`: memory that was taken from a device, and can be brought back.
+"""`Offloaded`: memory that was moved off a device, and can be restored.
 
-It works on storages, below tensors: parameters, views of flat buffers, optimizer state and all who refer to them stay
-the same objects, and only have no memory meanwhile.
+It moves storages, below tensors: parameters, views of flat buffers, optimizer state and all references to them stay the
+same objects, and only have no memory in the meantime.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def own_memory(tensors: Iterable[Tensor]) -> None:
-    """Give each tensor that lies in memory which cannot be freed (a mapped file, another library's) a copy of its own.
-    Tensors that share such memory must be one object."""
+    """Copy each tensor whose memory cannot be freed (a mapped file, memory of another library).
+
+    Tensors that share such memory must be one object.
+    """
     for tensor in tensors:
         local = _local(tensor)
         if not local.untyped_storage().resizable():
@@ -29,11 +31,11 @@ def own_memory(tensors: Iterable[Tensor]) -> None:
 
 
 class Offloaded:
-    """The storages below ``tensors``, moved away.
+    """The storages below ``tensors``, moved off their device.
 
     Args:
-        tensors: whatever holds the memory; several may share it.
-        file: where the bytes go; None: into the host's memory, pinned if the device is a GPU.
+        tensors: all tensors that use the memory; several may share it.
+        file: the file for the bytes; None: host memory, pinned if the device is a GPU.
     """
 
     def __init__(self, tensors: Iterable[Tensor], file: Path | None) -> None:
@@ -44,7 +46,7 @@ class Offloaded:
                 storages[storage._cdata] = storage
         fixed = sum(storage.nbytes() for storage in storages.values() if not storage.resizable())
         if fixed:
-            # NumPy arrays show that memory: torch cannot free it without cutting the ground from under them.
+            # NumPy arrays refer to that memory, so torch must not free it.
             log.warning("%d bytes stay where they are: NumPy arrays were made of these tensors", fixed)
         self._storages = [storage for storage in storages.values() if storage.resizable()]
         self._sizes = [storage.nbytes() for storage in self._storages]
@@ -60,11 +62,11 @@ class Offloaded:
 
     @property
     def nbytes(self) -> int:
-        """How much was moved."""
+        """The number of bytes that were moved."""
         return sum(self._sizes)
 
     def restore(self) -> None:
-        """Bring everything back to where it was."""
+        """Move all bytes back to their storages."""
         if self._file is not None:
             self._read(self._file)
         else:
@@ -98,7 +100,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """``[n]`` of uint8: the storage's own memory. Its version counter is not that of the tensors on it."""
+    """``[n]`` of uint8 over the storage's memory, with a version counter separate from that of the tensors on it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -110,14 +112,14 @@ def _on_host(bytes_: Tensor) -> Tensor:
 
 
 def _write(file: Path, storages: Iterable[torch.UntypedStorage]) -> None:
-    """All or nothing: whoever finds the disk full still has the memory."""
+    """Write the storages to a file; if the disk is full, no file is left and the memory is unchanged."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        # A new file of this user's alone: a link or a file that others have put there is not written to.
+        # A new private file: a link or file that others have put there is not written to.
         file.unlink(missing_ok=True)
         with open(file, "xb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as stream:
             for storage in storages:
-                # A copy, since torch can no longer free memory that NumPy has seen.
+                # A copy, since torch cannot free memory to which NumPy has referred.
                 _on_host(_bytes_of(storage)).numpy().tofile(stream)
             stream.flush()
             os.fsync(stream.fileno())

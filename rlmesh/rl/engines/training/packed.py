@@ -1,10 +1,10 @@
 """Packed forward passes of transformers models: from a pack to log-probabilities, entropy and values per target.
 
-A model is prepared once, by :func:`prepare`; after that it computes padded batches as before, and packs through the
-attention of :mod:`rlmesh.rl.prefix`. What crosses layers is the packed row alone: no mask over tokens × tokens exists.
+A model is prepared once, by :func:`prepare`; then it computes padded batches as before, and packs with the attention of
+:mod:`rlmesh.rl.prefix`. Layers get the packed row alone: there is no mask over tokens × tokens.
 
-A pack goes through the model's own ``forward``, so that the wrappers of training engines (DDP, FSDP2, DeepSpeed) see
-the pass and gather what it needs::
+A pack goes through the model's own ``forward``, so that the wrappers of training engines (DDP, FSDP2, DeepSpeed) notice
+the pass and gather parameters::
 
     terms = model(packed=PackedInputs(pack, device), temperature=1.0)
 """
@@ -31,8 +31,8 @@ NAME = "rlmesh_packed"
 
 
 class PackedInputs:
-    """A pack on a device. An empty pack becomes one token that nothing is predicted from: a pass is a collective step,
-    which a rank without tokens takes part in.
+    """A pack on a device. An empty pack becomes one token without targets: a pass is a collective step, in which a rank
+    without tokens takes part.
 
     Attributes:
         ids, positions: ``[tokens]``.
@@ -56,19 +56,19 @@ class PackedInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedPart:
-    """One forward and backward pass: a pack, and whatever the loss needs of its targets."""
+    """The input of one forward and backward pass: a pack, and the columns of its targets for the loss."""
 
     inputs: PackedInputs
     columns: Any
 
 
 class PackedBatch:
-    """A rank's packs of one optimizer step, one pass for each; what `TrainingEngine.train_step` takes.
+    """A rank's packs of one optimizer step, one pass for each, for `TrainingEngine.train_step`.
 
     Args:
         packs: of this rank.
         columns: of each pack, for the loss function.
-        empty: the columns of a pack without targets: a rank with fewer packs than others takes part with empty ones.
+        empty: the columns of a pack without targets: a rank with fewer packs than others adds empty packs.
         device: of the model.
     """
 
@@ -81,15 +81,15 @@ class PackedBatch:
 
     @property
     def passes(self) -> int:
-        """How many passes this rank needs."""
+        """The number of passes that this rank needs."""
         return max(len(self.packs), 1)
 
     def __len__(self) -> int:
-        """How many targets."""
+        """The number of targets."""
         return sum(len(pack.targets) for pack in self.packs)
 
     def split(self, parts: int) -> list[PackedPart]:
-        """A part per pack, and empty ones up to ``parts``."""
+        """One part per pack, and empty parts up to ``parts``."""
         if parts < len(self.packs):
             raise UsageError(f"{len(self.packs)} packs cannot go through the model in {parts} passes")
         missing = parts - len(self.packs)
@@ -102,7 +102,7 @@ EMPTY = build_packs([], token_budget=1).by_rank[0][0]
 
 
 def prepare(model: nn.Module) -> None:
-    """Let a transformers model compute packs. Twice is once.
+    """Let a transformers model compute packs. May be called twice.
 
     Raises:
         UsageError: the model's attention cannot be replaced, or attends to a window only.
@@ -154,7 +154,7 @@ def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
     output: Any = model(
         input_ids=inputs.ids.unsqueeze(0),
         position_ids=inputs.positions.unsqueeze(0),
-        # A mask of four dimensions is taken as it is: none is made from the positions. The attention ignores it.
+        # A mask of four dimensions is used unchanged: none is made from the positions. The attention ignores it.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.ids.device),
         use_cache=False,
         packed_layout=inputs.layout,
@@ -187,7 +187,7 @@ def packed_log_probs(
 
 
 def packed_values(model: nn.Module, head: nn.Module, inputs: PackedInputs) -> Tensor:
-    """The value before each target was chosen, ``[targets]`` in float32 at least, with gradient.
+    """The value before each target was sampled, ``[targets]`` in float32 at least, with gradient.
 
     Args:
         model: the backbone of a prepared model.
@@ -200,7 +200,7 @@ def packed_values(model: nn.Module, head: nn.Module, inputs: PackedInputs) -> Te
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers' layers call: the attention of a pack if there is one, otherwise torch's own.
+    """The attention function of transformers' layers: for packs, else torch's own.
 
     Args:
         query: ``[batch, heads, tokens, width]``.

@@ -1,16 +1,15 @@
-"""`TrainingEngine`, and the values that go in and out of it.
+"""`TrainingEngine`: the interface of training engines, with its input and output types.
 
 Shapes: a batch has ``[batch, time]`` tokens, prompts padded on the left and responses on the right, so that the last
 ``response`` columns are the responses. Units: learning rates per optimizer step, norms in the units of the gradient.
 
-All methods of an engine are collective: every rank of its role calls them, in the same order. They are not safe for
-threads, but for `Saving`.
+All methods of an engine are collective: every rank of its role calls them, in the same order. They are not
+thread-safe, except those of `Saving`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -20,6 +19,7 @@ from rlmesh.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from rlmesh import WeightSource
     from rlmesh.rl.head import TokenTerms
     from rlmesh.rl.packing import Pack
 
@@ -28,7 +28,7 @@ Lora = Literal["", "adapter", "merged"]
 
 
 class Splittable(Protocol):
-    """A batch of one rank. ``split(n)`` gives ``n`` consecutive parts, empty ones where there are fewer rows."""
+    """A batch of one rank. ``split(n)`` returns ``n`` consecutive parts, some empty if there are fewer rows."""
 
     def __len__(self) -> int: ...
 
@@ -42,21 +42,21 @@ LossFunction = Callable[["nn.Module", Any], tuple["Tensor", Mapping[str, "Tensor
 
 Shares *add up* over the parts and over all ranks to the loss of the whole batch, as those of
 `rlmesh.rl.losses.aggregate` do with the count of the whole batch. So the result depends neither on the number of ranks
-nor on how many rows go through the model at once."""
+nor on the micro-batch size."""
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What all engines take.
+    """The options of all engines.
 
     Attributes:
         lr: peak learning rate of AdamW.
-        schedule: optimizer steps done so far → share of ``lr``; a pure function, so that a checkpoint need not hold it.
+        schedule: number of finished optimizer steps → share of ``lr``; without state, so that checkpoints omit it.
         betas, eps, weight_decay: of AdamW.
-        max_grad_norm: the gradient, over all parameters and ranks, is scaled down to at most this norm; 0: never.
-        micro_batch_size: the most rows that one forward and backward pass takes on a rank; 0: all of them.
-        activation_checkpointing: forget activations inside the layers, and compute them again in the backward pass.
-        precision: of forward and backward passes. With "bfloat16" the optimizer still works on float32 weights.
+        max_grad_norm: limit of the gradient's norm over all parameters and ranks, by scaling; 0: no limit.
+        micro_batch_size: row limit of one forward and backward pass on a rank; 0: no limit.
+        activation_checkpointing: drop activations inside the layers, and recompute them in the backward pass.
+        precision: of forward and backward passes. With "bfloat16" the optimizer still uses float32 weights.
     """
 
     lr: float = 1e-6
@@ -83,21 +83,21 @@ class TrainingOptions:
             raise UsageError("TrainingOptions: " + "; ".join(faults))
 
     def lr_after(self, steps: int) -> float:
-        """The learning rate of the step that comes after ``steps`` steps."""
+        """The learning rate of the step after ``steps`` finished steps."""
         return self.lr * (self.schedule(steps) if self.schedule is not None else 1.0)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, the same on every rank.
+    """The result of one optimizer step, equal on every rank.
 
     Attributes:
-        step: optimizer steps done, this one included.
+        step: number of finished optimizer steps, including this one.
         loss: of the whole batch, over all ranks.
         grad_norm: before clipping, over all parameters and ranks.
-        lr: that was used.
+        lr: the learning rate of this step.
         micro_batches: passes per rank.
-        statistics: what the loss function gave, added up over all parts and ranks.
+        statistics: of the loss function, summed over all parts and ranks.
     """
 
     step: int
@@ -109,39 +109,26 @@ class StepReport:
 
 
 class Saving(Protocol):
-    """A checkpoint that is being written. The engine may train on meanwhile."""
+    """A checkpoint that is being written while the engine may train on."""
 
     def result(self, timeout_s: float | None = None) -> Path:
-        """Wait until it is complete on all ranks and counts as the latest; gives its folder.
+        """Wait until the checkpoint is complete on all ranks and is the current one; returns its folder.
 
         Raises:
-            the error of writing it. The checkpoint before it is still there.
+            the error of writing it. The previous checkpoint still exists.
         """
         ...
 
     def done(self) -> bool: ...
 
 
-class SyncableSource(Protocol):
-    """What a `WeightSync` takes weights from: `rlmesh.ModuleSource` and its like."""
-
-    device: str
-    lasting: bool
-
-    def manifest(self) -> Any: ...
-
-    def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Any]]: ...
-
-    def stamp(self) -> object: ...
-
-
 class TrainingEngine(Protocol):
     """A model in training on all ranks of a role.
 
     Attributes:
-        options: what it was made with.
-        steps: optimizer steps done.
-        rank, ranks: this one, and how many there are.
+        options: the engine's options.
+        steps: number of finished optimizer steps.
+        rank, ranks: this rank, and the number of ranks.
     """
 
     options: TrainingOptions
@@ -166,9 +153,9 @@ class TrainingEngine(Protocol):
         ...
 
     def values(self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
-        """Of a critic: the values before each of the responses' tokens, without gradient.
+        """A critic's values before each of the responses' tokens, without gradient.
 
-        Its model gives ``[batch, time, 1]``, or an object that has these as ``logits``.
+        The model returns ``[batch, time, 1]``, or an object with these as ``logits``.
 
         Returns:
             ``[batch, response]``, float32, 0 where the mask is False.
@@ -176,7 +163,7 @@ class TrainingEngine(Protocol):
         ...
 
     def packed_log_probs(self, packs: Sequence[Pack], *, temperature: float = 1.0) -> list[TokenTerms]:
-        """Log-probability of each target of this rank's packs, and the entropy at it, without gradient.
+        """The log-probability and entropy of each target of this rank's packs, without gradient.
 
         Args:
             packs: of this rank; ranks may have different numbers of them.
@@ -185,57 +172,63 @@ class TrainingEngine(Protocol):
         ...
 
     def train_step(self, batch: Splittable, loss: LossFunction) -> StepReport:
-        """One optimizer step on this rank's share of a batch: forward and backward passes over its parts, the gradient
-        summed over parts and ranks, clipped, applied.
+        """One optimizer step on this rank's share of a batch: forward and backward passes over its parts, then the
+        gradient is summed over parts and ranks, clipped and applied.
 
-        A :class:`rlmesh.rl.engines.training.packed.PackedBatch` makes one pass per pack; other batches are split into
+        A :class:`rlmesh.rl.engines.training.packed.PackedBatch` takes one pass per pack; other batches are split into
         micro-batches of rows.
 
-        The ranks' shares may differ in size: each rank makes as many passes as the fullest needs.
+        The ranks' shares may differ in size: each rank makes as many passes as the rank with the most.
 
         Raises:
-            FloatingPointError: the gradient is not finite; nothing was changed on any rank.
+            FloatingPointError: the gradient is not finite; no rank has changed anything.
         """
         ...
 
-    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> SyncableSource:
+    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> WeightSource:
         """The weights as the source of a `WeightSync`: names are those of the plain model, tensors whole.
 
         Args:
-            lora: of a peft model: "adapter" gives the adapter's tensors only, "merged" the base model's names with the
-                adapter added in; "" everything as it is.
-            adapter: which adapter.
+            lora: of a peft model: "adapter" gives the adapter's tensors only, "merged" the base model's tensors with
+                the adapter added; "" all tensors as they are.
+            adapter: name of the adapter.
         """
         ...
 
     def save(self, folder: Path) -> Saving:
-        """Write weights, optimizer and step count so that `load` goes on exactly from here. Returns when they are
-        copied; they are written on the side. ``folder`` always holds the last complete one, whatever is killed when.
+        """Write weights, optimizer and step count, from which `load` resumes exactly. Returns when they are copied;
+        they are written in the background. ``folder`` has a complete checkpoint at any time, even after a kill.
         """
         ...
 
-    def load(self, folder: Path) -> None:
-        """Take back what `save` wrote.
+    def load(self, folder: Path, *, trust_others: bool = False) -> None:
+        """Load the checkpoint that `save` wrote.
+
+        Args:
+            folder: of the checkpoint. The folder and everything in it must belong to you or to root, and no other user
+                may be able to write there.
+            trust_others: load a checkpoint that other users own or can write to, such as a colleague's. It is read as
+                data and cannot run code, but anyone who can write to it can change your weights.
 
         Raises:
-            UsageError: there is no complete checkpoint, or it is of another kind.
+            UsageError: there is no complete checkpoint, it is of another kind, or another user can have written it.
         """
         ...
 
     def export(self, folder: Path) -> None:
-        """Write the weights as safetensors, with the model's configuration: `from_pretrained` of transformers reads
-        them. Rank 0 writes."""
+        """Write the weights as safetensors, with the model's configuration, for `from_pretrained` of transformers. Rank
+        0 writes."""
         ...
 
     def offload(self, folder: Path | None = None) -> None:
-        """Give the device's memory of weights, gradients and optimizer state free, until `reload`: into the host's
-        memory, or into a file of ``folder``. All else raises meanwhile. Twice is once."""
+        """Move weights, gradients and optimizer state off the device until `reload`: to host memory, or to a file in
+        ``folder``. Other methods raise until then. May be called twice."""
         ...
 
     def reload(self) -> None:
-        """Bring back what `offload` took away, bit for bit. Twice is once."""
+        """Restore what `offload` moved, bit for bit. May be called twice."""
         ...
 
     def close(self) -> None:
-        """Wait for checkpoints under way, and forget the model."""
+        """Wait for checkpoints under way, and release the model."""
         ...

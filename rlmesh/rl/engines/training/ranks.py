@@ -1,5 +1,4 @@
-"""The ranks of an engine's role: who is here, and sums over all of them. One process without any process group counts
-as one rank."""
+"""The ranks of an engine's role, and reductions over them. A process without a process group counts as one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 
 def here() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """This rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -32,7 +31,7 @@ def largest(value: int, device: torch.device) -> int:
 
 
 def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """What rank 0 has, on every rank."""
+    """Broadcast rank 0's value to all ranks."""
     if not dist.is_initialized():
         return value
     held = [value]
@@ -41,12 +40,11 @@ def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def side_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for what is written beside training: its collectives must not get between those of
-    training. A collective step."""
+    """A group of all ranks for checkpoints: their collectives run during those of training. A collective step."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
 def end_group(group: dist.ProcessGroup | None) -> None:
-    """Forget a group, unless everything has ended already."""
+    """Destroy a group, unless the default group has ended already."""
     if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)

@@ -19,10 +19,7 @@ from rlmesh.rl.engines.training.protocol import TrainingOptions
 
 
 class TorchEngine(ModuleEngine):
-    """A module and torch's AdamW.
-
-    A checkpoint of one of these is loaded by any other, of any number of ranks.
-    """
+    """A module and torch's AdamW. Any `TorchEngine`, with any number of ranks, loads the checkpoints of any other."""
 
     def __init__(self, model: nn.Module, options: TrainingOptions) -> None:
         super().__init__(options)
@@ -43,7 +40,7 @@ class TorchEngine(ModuleEngine):
             group["lr"] = lr
 
     def _backward(self, share: Tensor) -> None:
-        (share * self.ranks).backward()  # the wrappers average over the ranks, and shares add up
+        (share * self.ranks).backward()  # the wrappers average over the ranks, but shares add up
 
     def _apply(self) -> float:
         most = self.options.max_grad_norm or float("inf")
@@ -69,8 +66,8 @@ class TorchEngine(ModuleEngine):
     # Checkpoints.
 
     def _state(self) -> dict[str, Any]:
-        """Names are those of the model. What options say is not state."""
-        # As the first step would make it: torch makes it here by a step without gradients, which then counts as one.
+        """The state of weights and optimizer, by names of the model; options are no part of it."""
+        # Before the first step, make the optimizer's state here: torch would make it by a step, which then counts.
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             state = self.optimizer.state[parameter]
             if not state:
@@ -82,10 +79,10 @@ class TorchEngine(ModuleEngine):
     def _write(self, folder: Path) -> Callable[[], Path]:
         return write_state(folder, self._state(), self.steps, self._side)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, trust_others: bool = False) -> None:
         self._require_here("load")
         self._saver.wait()
-        place = CheckpointFolder(Path(folder))
+        place = CheckpointFolder(Path(folder), trust_others=trust_others)
         saved = place.current()
         state = self._state()
         read_state(place, saved, state, self._side)

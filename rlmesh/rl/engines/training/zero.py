@@ -28,17 +28,16 @@ Stage = Literal[1, 2, 3]
 class DeepSpeedEngine(ModuleEngine):
     """A model under DeepSpeed, with torch's AdamW.
 
-    With precision "bfloat16" the weights that are computed with, and synced, are bfloat16; the optimizer keeps them in
-    float32.
+    With precision "bfloat16" the weights of passes and syncs are bfloat16; the optimizer keeps float32 weights.
 
-    Checkpoints are torch's, with every tensor whole: they are loaded by any number of ranks, any stage, and the engines
-    of torch; DeepSpeed's own are for the number of ranks that wrote them.
+    Checkpoints have torch's format, with whole tensors: any number of ranks, any stage, and the engines of torch can
+    load them. DeepSpeed's own checkpoints are only for the number of ranks that wrote them.
 
     Args:
         model: a plain model, with its weights.
         options: see `TrainingOptions`.
         stage: of ZeRO.
-        config: more of DeepSpeed's configuration; what the options say cannot be said here.
+        config: further configuration of DeepSpeed; keys that follow from ``options`` are refused.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class DeepSpeedEngine(ModuleEngine):
         return nullcontext()
 
     def _backward(self, share: Tensor) -> None:
-        # DeepSpeed averages over the ranks, and shares add up.
+        # DeepSpeed averages over the ranks, but shares add up.
         self.engine.backward(share * self.ranks, scale_wrt_gas=False)
 
     def _apply(self) -> float:
@@ -98,7 +97,7 @@ class DeepSpeedEngine(ModuleEngine):
             held = getattr(self.optimizer, name, {})
             for key in held:
                 held[key] = None
-        # Gradients are added to what is there unless this says that a step begins.
+        # Gradients are accumulated unless this marks the beginning of a step.
         self.optimizer.micro_step_id = 0 if self.stage == 3 else -1
 
     # Weights and memory.
@@ -121,10 +120,10 @@ class DeepSpeedEngine(ModuleEngine):
         state = state_of(self.engine, self._source(), self.rank, self.ranks)
         return write_state(folder, state, self.steps, self._side)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, trust_others: bool = False) -> None:
         self._require_here("load")
         self._saver.wait()
-        place = CheckpointFolder(Path(folder))
+        place = CheckpointFolder(Path(folder), trust_others=trust_others)
         saved = place.current()
         load_state(self.engine, self._source(), self.rank, lambda state: read_state(place, saved, state, self._side))
         self.steps = saved.steps
@@ -135,13 +134,13 @@ class DeepSpeedEngine(ModuleEngine):
 
 
 def deepspeed_config(options: TrainingOptions, stage: Stage, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` is given. Pure.
+    """The configuration for ``deepspeed.initialize``.
 
     Raises:
-        UsageError: ``more`` says what the options say.
+        UsageError: ``more`` has keys that follow from the options.
     """
     owned: dict[str, Any] = {
-        # Batches are cut by us: how many passes make a step is known when the step begins.
+        # The engine splits batches itself: the number of passes is known when a step begins.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": options.max_grad_norm,
@@ -149,8 +148,8 @@ def deepspeed_config(options: TrainingOptions, stage: Stage, more: Mapping[str, 
     }
     taken = sorted({*owned, "train_batch_size", "optimizer", "scheduler", "fp16"} & set(more))
     if taken or "stage" in more.get("zero_optimization", {}):
-        said = taken or ["zero_optimization.stage"]
-        raise UsageError(f"DeepSpeedEngine(config=…): {', '.join(said)} follow from the options and the stage")
+        refused = taken or ["zero_optimization.stage"]
+        raise UsageError(f"DeepSpeedEngine(config=…): {', '.join(refused)} follow from the options and the stage")
     zero = {"stage": stage, **more.get("zero_optimization", {})}
     rest = {key: value for key, value in more.items() if key != "zero_optimization"}
     return {**owned, "zero_optimization": zero, "zero_allow_untested_optimizer": True, "steps_per_print": None, **rest}

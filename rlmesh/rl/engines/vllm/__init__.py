@@ -3,13 +3,13 @@
 ``sync_engine``, ``async_engine``
     The two engines. Import them from there.
 ``base``
-    What they share: admission, the sink of a weight sync, sleep.
+    Their common part: admission, the sink of a weight sync, sleep.
 ``worker``
-    What runs in vLLM's own workers: weights into its layers, and a check of the copies that it packs.
+    The code in vLLM's workers: loading weights into layers, and a check of vLLM's packed copies.
 ``buckets``
-    Weights to workers in other processes, through memory without a name.
+    Weights to workers in other processes, through anonymous memory.
 
-Written for vLLM 0.32; docs/writing-an-engine.md says what of it was run where.
+Written for vLLM 0.32; docs/writing-an-engine.md lists what was tested on which version.
 """
 
 from __future__ import annotations

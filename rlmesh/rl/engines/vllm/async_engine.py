@@ -1,4 +1,4 @@
-"""`AsyncVllmEngine`: vLLM beside this process, in a child of its own, while this one does other things."""
+"""`AsyncVllmEngine`: vLLM in a child process, while this process does other work."""
 
 from __future__ import annotations
 
@@ -37,8 +37,12 @@ STOP_S = 5.0
 
 @dataclass(eq=False)
 class Stretch:
-    """A response while vLLM works on it. ``tokens``: how many have come. ``keep``: a pause that ends it is to go on
-    with it afterwards."""
+    """A response that vLLM is sampling.
+
+    Attributes:
+        tokens: number of tokens so far.
+        keep: if a pause ends it, it continues afterwards.
+    """
 
     name: str
     batch: RequestBatch
@@ -47,10 +51,10 @@ class Stretch:
 
 
 class AsyncVllmEngine(VllmBase):
-    """vLLM's `AsyncLLM`. Scheduler and workers are processes of their own, so nothing here waits for a step of theirs,
-    and a loop that is busy here does not hold them up.
+    """vLLM's `AsyncLLM`. Scheduler and workers are separate processes, so that this process does not wait for their
+    steps, and a busy loop here does not delay them.
 
-    Arguments are those of `VllmEngine`. A loop of the engine's own, on a thread of its own, calls vLLM.
+    Arguments are those of `VllmEngine`. A separate loop on a separate thread calls vLLM.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class AsyncVllmEngine(VllmBase):
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"rlmesh-vllm-{who}", daemon=True)
         self._thread.start()
         self._answer("start", started, START_S)
-        # Weights reach the workers through memory of this machine, whatever they compute on.
+        # Weights reach the workers through host memory, on CPUs and GPUs alike.
         self._sink = Sink(self, "cpu", same_process=False, halt_s=pause_timeout_s)
         if version is not None:
             self.label(version)
@@ -171,21 +175,21 @@ class AsyncVllmEngine(VllmBase):
         await self._engine.abort([each.name for each in self._stretches.values() if each.batch is batch])
 
     async def _halt(self, mode: PauseMode, timeout_s: float) -> None:
-        """vLLM's own "wait" is of no use: it starts none of the requests that still wait for a place in its batch,
-        so whoever waits for these would wait for ever."""
+        """Stop all requests; see `halt`. vLLM's own "wait" cannot be used: it does not start requests that wait for a
+        place in its batch, so they would never end."""
         if mode == "wait" and not await self._drained(timeout_s):
             raise self._busy(len(self._stretches), timeout_s)
         for stretch in self._stretches.values():
             stretch.keep = mode == "keep"
         self._halted = True
         if not self._stretches:
-            return  # nobody is let in, and nothing is in there
+            return  # no request is let in, and none runs
         try:
             async with asyncio.timeout(timeout_s):
-                # Not pause_generation(), which sleeps for 20 ms so that outputs come first: they are waited for.
+                # Not pause_generation(), which sleeps for 20 ms to let outputs come first: here they are awaited.
                 await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
                 await self._drained(timeout_s)
-                # Nobody is let in, and nothing is left in there: the probe of a push may run.
+                # No request is let in, and none is left: the probe of a push may run.
                 await self._engine.resume_generation()
         except BaseException as error:
             self._give_up_halt()
@@ -197,17 +201,17 @@ class AsyncVllmEngine(VllmBase):
             ) from None
 
     async def _drained(self, timeout_s: float) -> bool:
-        """Whether all stretches end in time."""
+        """Wait until all stretches have ended; returns false on timeout."""
         deadline = self._loop.time() + timeout_s
         while self._stretches and self._loop.time() < deadline:
             await asyncio.wait(list(self._stretches), timeout=deadline - self._loop.time())
         return not self._stretches
 
     def _give_up_halt(self) -> None:
-        """vLLM hears of it after the pause, whenever that is. Nobody waits here: it may never be."""
+        """Resume vLLM in the background once its pause is over, which may never happen."""
         self._halted = False
         kept, self._kept = self._kept, []
-        if self._engine is None:  # closed meanwhile
+        if self._engine is None:  # closed in the meantime
             return
 
         async def resume() -> None:
@@ -276,7 +280,7 @@ class AsyncVllmEngine(VllmBase):
             self._post(self._withdrawn(batch))
 
     def halt(self, mode: PauseMode, timeout_s: float) -> None:
-        # It keeps to its own limits; this is for a loop that is stuck.
+        # _halt() has its own timeout; this longer one is for a loop that is stuck.
         self._call("pause", self._halt(mode, timeout_s), 2 * timeout_s + STOP_S)
 
     def go_on(self, version: int | None) -> None:

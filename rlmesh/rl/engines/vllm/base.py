@@ -1,8 +1,8 @@
-"""What both vLLM engines share: how requests get in, how weights do, and the settings of vLLM.
+"""The common part of both vLLM engines: admission of requests, the sink of a weight sync, and vLLM's settings.
 
-Weights are written over those in use (`in_place`), since vLLM packs them, and captures graphs that hold on to their
-memory. A push goes: the gate closes; running requests end, are kept or run out; buckets go into the layers; caches of
-the old weights are dropped; a fixed prompt is probed; and when all sinks have come so far, requests go on.
+Weights are overwritten (`in_place`), since vLLM packs them and captures graphs that refer to their memory. The steps of
+a push: the gate closes; running requests are aborted, kept or awaited; buckets are loaded into the layers; caches of
+old weights are dropped; a fixed prompt is probed; and when all sinks have got there, requests continue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rlmesh import Manifest, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 START_S = 600.0
 CALL_S = 600.0
-"""How long vLLM may take to answer; a large model's weights take a while to be packed."""
+"""Timeout of vLLM's answers; packing the weights of a large model takes long."""
 CLOSE_S = 60.0
 
 OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode", "disable_log_stats")
-"""Arguments of vLLM that are not the user's."""
+"""Arguments of vLLM that users may not set."""
 CPU_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the engine said of a fixed prompt right after a push: to compare with the trainer's."""
+    """Log-probs of a fixed prompt right after a push, for comparison with the trainer's."""
 
     version: int
     token_ids: list[int]
@@ -57,12 +57,12 @@ class RequestBatch:
         self.rows = list(rows)
         self.done = threading.Event()
         self.withdrawn = False
-        """Nobody waits any more."""
+        """The caller no longer waits."""
         self.error: Exception | None = None
         self._left = len(self.rows)
 
     def ended(self) -> None:
-        """One more has. Called on the engine's thread only."""
+        """Note that one more request has ended. Called on the engine's thread only."""
         self._left -= 1
         if not self._left:
             self.done.set()
@@ -72,38 +72,20 @@ class RequestBatch:
         self.done.set()
 
 
-class Core(Protocol):
-    """What the sink commands: the engine itself."""
-
-    gate: VersionGate
-    pause_mode: PauseMode
-    probe: ProbeResult | None
-    probe_token_ids: list[int]
-    tied: bool
-
-    def halt(self, mode: PauseMode, timeout_s: float) -> None: ...
-    def go_on(self, version: int | None) -> None: ...
-    def lose(self, error: Exception) -> None: ...
-    def workers(self, method: str, *args: Any) -> list[Any]: ...
-    def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]: ...
-    def drop_caches(self) -> None: ...
-    def label(self, version: int) -> None: ...
-
-
 class Sink:
-    """See `WeightSink`. The names that come are those of a checkpoint of transformers."""
+    """See `WeightSink`. Tensors have the names of a transformers checkpoint."""
 
     mode = "in_place"
     framework = "torch"
 
-    def __init__(self, core: Core, device: str, *, same_process: bool, halt_s: float) -> None:
+    def __init__(self, core: VllmBase, device: str, *, same_process: bool, halt_s: float) -> None:
         self.gate, self.device = core.gate, device
         self._core, self._halt_s = core, halt_s
         self._writer = None if same_process else BucketWriter()
         self._halted = False
 
     def manifest(self) -> Manifest | None:
-        """None: vLLM's parameters have other names and shapes than a checkpoint; the workers say what is missing."""
+        """Return None, since vLLM's parameters differ from a checkpoint's; the workers report missing tensors."""
         return None
 
     def begin(self, version: int) -> None:
@@ -167,11 +149,11 @@ class Sink:
 
 
 class VllmBase(ABC):
-    """See `VllmEngine`; subclasses say how vLLM itself is reached: all methods without a text of their own."""
+    """See `VllmEngine`; subclasses define how vLLM is called. See `RolloutEngine` for the public methods."""
 
     pause_modes: frozenset[PauseMode] = frozenset({"abort", "wait", "keep"})
     probe: ProbeResult | None = None
-    """Of the last push."""
+    """The probe of the last push."""
 
     def __init__(
         self, model: str, *, pause_mode: PauseMode, version: int | None, who: str,
@@ -192,7 +174,7 @@ class VllmBase(ABC):
         self._tokens = 0
         self._closed = False
         self._asking = threading.Lock()
-        """Held to ask for something: what is asked for comes before the end."""
+        """Held while work is queued, so that none is queued after the engine's end."""
 
     @property
     def sink(self) -> WeightSink:
@@ -210,12 +192,12 @@ class VllmBase(ABC):
             return []
         deadline = time.monotonic() + timeout_s
         batch = RequestBatch([Growing(prompt, params, row) for row, prompt in enumerate(prompts)])
-        # Held until the requests are in the engine: from then on a push knows of them.
+        # The gate is held until the requests are in the engine: from then on a push takes them into account.
         with self._serving(timeout_s):
             try:
                 self._submit(batch, max(deadline - time.monotonic(), 0.0))
             except BaseException:
-                self._withdraw(batch)  # those that went in before one was refused
+                self._withdraw(batch)  # requests that were accepted before one was refused
                 raise
         if not batch.done.wait(max(deadline - time.monotonic(), 0.0)):
             self._withdraw(batch)
@@ -276,7 +258,7 @@ class VllmBase(ABC):
         return {"generated_tokens": float(self._tokens)}
 
     def close(self) -> None:
-        """See `RolloutEngine`. Some of vLLM lasts as long as the process: its default process group, for one."""
+        """See `RolloutEngine`. Parts of vLLM, such as its default process group, last as long as the process."""
         with self._asking:
             if self._closed:
                 return
@@ -300,11 +282,11 @@ class VllmBase(ABC):
         return self.gate.serving(timeout_s)
 
     def _answer(self, what: str, answer: Future[T], timeout_s: float = CALL_S) -> T:
-        """Of something that vLLM was asked for on another thread.
+        """Wait for the result of work on the engine's thread.
 
         Raises:
-            TimeoutError: there is none in time. It is not asked for any more, if that is still possible.
-            UsageError: the engine was closed meanwhile.
+            TimeoutError: it took longer than ``timeout_s``; the work is cancelled, if it has not begun.
+            UsageError: the engine was closed in the meantime.
         """
         try:
             return answer.result(timeout_s)
@@ -313,7 +295,7 @@ class VllmBase(ABC):
         except TimeoutError:
             answer.cancel()
             if answer.done() and not answer.cancelled():
-                return answer.result(0)  # it came just now, or the error is its own
+                return answer.result(0)  # it ended just now, or the timeout is its own error
             raise TimeoutError(
                 f"{self.gate.who}: vLLM did not {what} within {timeout_s:g} s. It is stopped, hangs, or needs longer: "
                 "see the stacks of its processes; close() ends it"
@@ -325,40 +307,40 @@ class VllmBase(ABC):
             "or 'abort', or raise pause_timeout_s"
         )
 
-    # How vLLM is reached.
+    # Calls of vLLM.
 
     @abstractmethod
     def _end(self) -> None:
-        """Tell the engine's thread to end, after what it was asked for before. Does not wait."""
+        """Tell the engine's thread to end after the queued work. Does not wait."""
 
     @abstractmethod
     def _submit(self, batch: RequestBatch, timeout_s: float) -> None:
-        """Put requests into vLLM."""
+        """Add requests to vLLM."""
 
     @abstractmethod
     def _withdraw(self, batch: RequestBatch) -> None:
-        """Nobody waits for them any more. Does not wait, and may be called when they have ended."""
+        """Abort requests whose caller no longer waits. Does not wait, and may be called when they have ended."""
 
     @abstractmethod
     def _set_asleep(self, level: SleepLevel | None) -> None:
-        """Free memory, or (None) take it back."""
+        """Free memory, or (None) allocate it again."""
 
     @abstractmethod
     def halt(self, mode: PauseMode, timeout_s: float) -> None:
-        """Nothing runs when this returns.
+        """Stop all requests; returns when none runs.
 
         Raises:
-            WeightSyncError: something still ran after ``timeout_s``, and goes on.
-            TimeoutError: vLLM did not stop in time; what it was to keep goes on when it has.
+            WeightSyncError: requests still ran after ``timeout_s``, and continue.
+            TimeoutError: vLLM did not stop in time; kept requests continue when it has.
         """
 
     @abstractmethod
     def go_on(self, version: int | None) -> None:
-        """Run again, what was kept included, as ``version``."""
+        """Continue as ``version``, with the kept requests."""
 
     @abstractmethod
     def lose(self, error: Exception) -> None:
-        """What was kept fails by this; then as `go_on`, without a version."""
+        """Fail the kept requests with ``error``, then continue without a version."""
 
     @abstractmethod
     def workers(self, method: str, *args: Any) -> list[Any]:
@@ -366,15 +348,15 @@ class VllmBase(ABC):
 
     @abstractmethod
     def probed(self, sequences: Sequence[Sequence[int]], timeout_s: float) -> list[list[float]]:
-        """As `log_probs`, whatever is paused."""
+        """Log-probabilities as in `log_probs`, also during a pause."""
 
     @abstractmethod
     def drop_caches(self) -> None:
-        """Nothing that earlier weights computed is used any more."""
+        """Drop all caches that earlier weights computed."""
 
     @abstractmethod
     def label(self, version: int) -> None:
-        """Let vLLM itself know the version."""
+        """Set the version in vLLM itself."""
 
 
 def end_tokens(model: str) -> tuple[list[int], int, bool]:
@@ -384,7 +366,7 @@ def end_tokens(model: str) -> tuple[list[int], int, bool]:
     config = AutoConfig.from_pretrained(model).get_text_config()
     try:
         ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # it has none
+    except OSError:  # the folder has no generation config
         ends = None
     ends = config.eos_token_id if ends is None else ends
     found = list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [ends]
@@ -392,7 +374,7 @@ def end_tokens(model: str) -> tuple[list[int], int, bool]:
 
 
 def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> dict[str, Any]:
-    """Arguments for vLLM, and the environment that it reads, which must be there before it is imported."""
+    """Arguments for vLLM; also sets its environment variables, which it reads when it is imported."""
     import torch
 
     taken = sorted(set(given) & set(OURS))
@@ -402,11 +384,11 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_HOST_IP": "127.0.0.1",  # all processes of an engine are here
+        "VLLM_HOST_IP": "127.0.0.1",  # all processes of an engine are on this machine
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }
     if on_cpu:
-        # One compiles for seconds at the first request, the other takes cores away from everybody else.
+        # The first would compile for seconds at the first request, the second would bind cores exclusively.
         environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
@@ -415,15 +397,15 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
         "model": model,
         "worker_extension_cls": "rlmesh.rl.engines.vllm.worker.WorkerExtension",
         "skip_tokenizer_init": True,
-        # Of the distribution that is sampled from, which training needs.
+        # Log-probs of the sampling distribution, which training needs.
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
     }
     if on_cpu:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
         if not in_process and given.get("tensor_parallel_size", 1) == 1 and given.get("pipeline_parallel_size", 1) == 1:
-            # One worker needs no process of its own, which vLLM gives it on CPUs so as to set its OpenMP threads: that
-            # one and the scheduler look for each other's messages without a pause, two cores for one engine.
+            # One worker needs no process of its own, which vLLM uses on CPUs to set OpenMP threads: worker process and
+            # scheduler would poll each other's messages without a pause, and occupy two cores for one engine.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
@@ -431,7 +413,7 @@ def engine_args(model: str, given: Mapping[str, Any], *, in_process: bool) -> di
 
 
 def tokens_of(token_ids: Sequence[int]) -> Any:
-    """A prompt as vLLM's renderer would give it. One that is not, it renders on another thread first."""
+    """A prompt in the form of vLLM's renderer, which would otherwise render it on another thread."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -458,11 +440,11 @@ def probe_params() -> Any:
 
 
 def prompt_log_probs(output: Any) -> list[float]:
-    """Of a finished probe."""
+    """The log-probs of a finished probe's prompt."""
     tokens = output.prompt_token_ids
     return [float(output.prompt_logprobs[i][tokens[i]].logprob) for i in range(1, len(tokens))]
 
 
 def log_probs_of(completion: Any) -> list[float]:
-    """Of the tokens that one step of vLLM adds to a response."""
+    """The log-probs of the tokens that one step of vLLM adds to a response."""
     return [float(at[token].logprob) for at, token in zip(completion.logprobs or (), completion.token_ids, strict=True)]

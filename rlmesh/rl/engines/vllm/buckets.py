@@ -1,6 +1,6 @@
-"""Tensors to workers in other processes of this machine, through memory that has no name and so cannot be left behind.
+"""Tensors to workers in other processes of this machine, through anonymous memory, of which nothing can be left behind.
 
-The writer keeps one piece of memory for all buckets; what a reader takes from it, it copies.
+The writer reuses one memory for all buckets; a reader copies the tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNMENT = 64
 
 
 class BucketWriter:
-    """One bucket at a time: what was written before is overwritten."""
+    """Writes one bucket at a time, over the one before."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -27,8 +27,8 @@ class BucketWriter:
         self._serial = 0
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Put tensors there; gives what `BucketReader.read` needs: plain values only. Names that show the same tensor
-        share its bytes."""
+        """Write tensors; returns the argument of `BucketReader.read`, of plain values. Names of one tensor share its
+        bytes."""
         rows: list[list[Any]] = []
         places: dict[int, int] = {}
         size = 0
@@ -40,7 +40,7 @@ class BucketWriter:
             rows.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at])
         self._room(size)
         assert self._map is not None
-        # Written once where several names show it.
+        # A tensor with several names is written once.
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         written = set()
         for (_, _, _, at), tensor in zip(rows, tensors.values(), strict=True):
@@ -69,14 +69,14 @@ class BucketWriter:
 
 
 class BucketReader:
-    """In another process of the same user."""
+    """Reads buckets in another process of the same user."""
 
     def __init__(self) -> None:
         self._key: tuple[int, int] | None = None
         self._map: mmap.mmap | None = None
 
     def read(self, written: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-        """The tensors, each a copy of its own; those that shared bytes are one tensor."""
+        """Copies of the tensors; names that shared bytes get one tensor."""
         key = (written["pid"], written["serial"])
         if self._key != key:
             self.close()
@@ -94,7 +94,7 @@ class BucketReader:
             if at not in made or list(made[at].shape) != shape:
                 count = torch.Size(shape).numel()
                 nbytes = count * torch.empty((), dtype=kind).element_size()
-                # A copy, since layers may keep it until the rest of them has come.
+                # A copy, since layers may keep it until their other tensors have come.
                 made[at] = whole[at : at + nbytes].clone().view(kind).view(shape)
             yield name, made[at]
 

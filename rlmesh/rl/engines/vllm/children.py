@@ -13,13 +13,13 @@ NAMES = ("EngineCore", "VllmWorker")
 
 
 def children() -> Sequence[BaseProcess]:
-    """Those that live now, of all engines of this process."""
+    """The live child processes of all engines of this process."""
     return [child for child in multiprocessing.active_children() if child.name.startswith(NAMES)]
 
 
 def forget(ended: Sequence[BaseProcess]) -> None:
-    """Take the exit status of those that have ended, and close the pipes to them: a thread of vLLM's that watched them
-    holds these for a while longer, and so do cycles."""
+    """Reap ended processes, and close the pipes to them, which a watching thread of vLLM or reference cycles would hold
+    longer."""
     gc.collect()
     for child in ended:
         if child.exitcode is not None:

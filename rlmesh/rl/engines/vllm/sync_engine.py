@@ -1,4 +1,4 @@
-"""`VllmEngine`: vLLM in this process, all of it on one thread."""
+"""`VllmEngine`: vLLM in this process, on one thread."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ from rlmesh.rl.engines.vllm.children import children, forget
 __all__ = ["VllmEngine"]
 
 STEP_S = 5.0
-"""A step that is under way ends first."""
+"""Time for the step under way to end."""
 _NEXT, _TURN = threading.Lock(), threading.Lock()
 
 
 class VllmEngine(VllmBase):
-    """vLLM as a library: its engine, scheduler and (without tensor parallelism) worker are in this process. That of
-    torch 2.11, vLLM 0.25, will do as well.
+    """vLLM as a library: its engine, scheduler and (without tensor parallelism) worker are in this process.
 
-    Requests of several threads are sampled together. A thread of the engine's own calls vLLM; nobody else does.
+    vLLM 0.25, for torch 2.11, works too.
+
+    Requests of several threads are sampled together. Only one thread of the engine calls vLLM.
 
     Args:
         model: a folder in the format of transformers; no tokenizer is needed, since tokens go in and out.
-        pause_mode: what becomes of running requests when weights come.
-        version: what the weights in ``model`` are; None: serve nothing before the first push.
-        who: name in errors, until a receiver gives its own.
+        pause_mode: treatment of running requests when weights come.
+        version: the version of the weights in ``model``; None: serve nothing before the first push.
+        who: name in errors, until a receiver sets its own.
         probe_token_ids: the fixed prompt that is probed after each push.
-        pause_timeout_s: how long running requests may hold up a push, with ``pause_mode="wait"``.
-        arguments: more arguments of vLLM's `EngineArgs`: ``dtype``, ``max_model_len``, ``tensor_parallel_size``, …
+        pause_timeout_s: limit for running requests to delay a push, with ``pause_mode="wait"``.
+        arguments: further arguments of vLLM's `EngineArgs`: ``dtype``, ``max_model_len``, ``tensor_parallel_size``, …
 
     Raises:
-        whatever vLLM raises when it cannot start.
+        any error of vLLM's start.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class VllmEngine(VllmBase):
             model, pause_mode=pause_mode, version=version, who=who, probe_token_ids=probe_token_ids,
             pause_timeout_s=pause_timeout_s,
         )  # fmt: skip
-        # One step after the other: a step that is under way while weights come would mix them.
+        # Synchronous steps: a step under way while weights come would mix old and new weights.
         self._arguments = engine_args(model, {"async_scheduling": False, **arguments}, in_process=True)
         self._serving_version = version
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -73,7 +74,7 @@ class VllmEngine(VllmBase):
         self._kept: list[tuple[Growing, RequestBatch]] = []
         self._halted = False
         self._idle = threading.Event()
-        """Set when nothing runs."""
+        """Set when no request runs."""
         self._engine: Any = None
         started: Future[tuple[bool, str]] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"rlmesh-vllm-{who}", daemon=True)
@@ -130,7 +131,7 @@ class VllmEngine(VllmBase):
         forget(workers)
 
     def _step(self) -> list[Any]:
-        """One step of vLLM; gives what finished and is no response."""
+        """One step of vLLM; returns outputs that belong to no response."""
         others = []
         for output in self._engine.step():
             found = self._running.get(output.request_id)
@@ -166,7 +167,7 @@ class VllmEngine(VllmBase):
         self._kept = []
 
     def _break(self, error: Exception) -> None:
-        """vLLM itself failed in a step: nobody knows what it holds now."""
+        """vLLM itself failed in a step: its state is unknown, so there is no version."""
         self.gate.set_version(None, f"vLLM failed in a step: {type(error).__name__}: {error}")
         for _, batch in [*self._running.values(), *self._kept]:
             batch.fail(error)
@@ -209,7 +210,7 @@ class VllmEngine(VllmBase):
     # From other threads.
 
     def _post(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Run a function on the engine's thread, after what was asked for before."""
+        """Queue a function for the engine's thread."""
         answer: Future[T] = Future()
 
         def job() -> None:
@@ -247,7 +248,7 @@ class VllmEngine(VllmBase):
             self._post(remove)
 
     def halt(self, mode: PauseMode, timeout_s: float) -> None:
-        # Waited for here, not on the engine's thread: there, whatever else is asked for meanwhile has its turn.
+        # Wait here, not on the engine's thread, which must run other work meanwhile.
         if mode == "wait" and not self._idle.wait(timeout_s):
             raise self._busy(len(self._running), timeout_s)
         self._call("pause", self._halt, mode, timeout_s=timeout_s)
@@ -269,9 +270,9 @@ class VllmEngine(VllmBase):
             raise WeightSyncError(f"{self.gate.who} could not drop what earlier weights computed")
 
     def label(self, version: int) -> None:
-        tell = getattr(self._engine, "set_weight_version", None)
-        if tell is not None:  # older ones, for older versions of torch, have no such thing
-            self._call("take a version", lambda: tell(str(version)))
+        set_version = getattr(self._engine, "set_weight_version", None)
+        if set_version is not None:  # older versions of vLLM have no such method
+            self._call("take a version", lambda: set_version(str(version)))
 
     def _set_asleep(self, level: SleepLevel | None) -> None:
         if level is None:
@@ -285,8 +286,8 @@ class VllmEngine(VllmBase):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """vLLM keeps what a forward pass needs in variables of the process: its engines there take turns."""
-    with _NEXT:  # so that an engine that steps on and on does not go before who waits
+    """Exclusive use of vLLM: it keeps state of a forward pass in global variables, so its engines take turns."""
+    with _NEXT:  # fair: an engine that steps continuously does not overtake a waiting one
         _TURN.acquire()
     try:
         yield

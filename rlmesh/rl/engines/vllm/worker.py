@@ -1,9 +1,9 @@
-"""`WorkerExtension`: what `VllmEngine` adds to vLLM's workers. They run it by name, in whatever process they are.
+"""`WorkerExtension`: methods that `VllmEngine` adds to vLLM's workers, which run them by name.
 
-Weights go in by vLLM's own loading, layer by layer: fused, sharded and packed as when the model was read from disk.
-What vLLM leaves out is done here: where embedding and head are tied, the head keeps a packed copy of its own on a CPU,
-which loading does not renew. Nothing fails then; the engine goes on with the old head under new layers. So copies are
-packed again, and then compared with the weights that they are of.
+Weights are loaded by vLLM's own code, layer by layer: fused, sharded and packed as when the model is read from disk.
+One thing is missing there: if embedding and head are tied, the head has a separate packed copy on a CPU, which loading
+does not renew. No error would be raised; the engine would use the old head with new layers. So copies are packed again
+here, and compared with their weights.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rlmesh.rl.engines.vllm.buckets import BucketReader
 __all__ = ["WorkerExtension"]
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far a packed copy's products may be from the plain ones, as a share of the largest."""
+"""Allowed difference between products with a packed copy and plain products, as a share of the largest."""
 
 
 class WorkerExtension:
     """Methods of vLLM's worker; all names have a prefix, since they share its namespace."""
 
     def rlmesh_begin(self) -> None:
-        """Get ready to load all weights; what an earlier load left is put in order first."""
+        """Prepare to load all weights; an unfinished earlier load is completed first."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -36,17 +36,17 @@ class WorkerExtension:
             self.rlmesh_abandon()
         worker: Any = self
         model = worker.get_model()
-        # Of what has memory: layers that are packed give theirs up, and show an empty tensor.
+        # Names of parameters with memory: packed layers free theirs, and show an empty tensor.
         self._rlmesh_missing: set[str] | None = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(worker.vllm_config):
             initialize_layerwise_reload(model)
 
     def rlmesh_load(self, tensors: Iterable[tuple[str, Tensor]], keep: bool) -> None:
-        """Some weights, by their names in a checkpoint. Unless ``keep``, their memory is reused afterwards."""
+        """Load some weights, by checkpoint names. Unless ``keep``, their memory is reused afterwards."""
         self._rlmesh_load(tensors if keep else _copies(tensors))
 
     def rlmesh_load_bucket(self, written: Mapping[str, Any]) -> None:
-        """The same, from another process."""
+        """Load some weights from another process."""
         reader = getattr(self, "_rlmesh_reader", None)
         if reader is None:
             reader = self._rlmesh_reader = BucketReader()
@@ -67,10 +67,10 @@ class WorkerExtension:
 
     @torch.no_grad()
     def rlmesh_finish(self) -> dict[str, Any]:
-        """All have come: process what is left, renew packed copies, and check them.
+        """Complete the load: process remaining layers, renew packed copies, and check them.
 
         Returns:
-            ``missing``: parameters that no weight came for; ``gap``: largest relative gap of a packed copy.
+            ``missing``: parameters without a weight; ``gap``: largest relative difference of a packed copy.
         """
         worker: Any = self
         missing = sorted(self._rlmesh_missing or ())
@@ -86,7 +86,7 @@ class WorkerExtension:
         return {"missing": missing, "gap": gap}
 
     def rlmesh_abandon(self) -> None:
-        """Not all have come: make the model whole again, whatever its weights are."""
+        """Give the load up: make the model usable again, with any weights."""
         if getattr(self, "_rlmesh_missing", None) is not None:
             self._rlmesh_settle()
 
@@ -96,8 +96,8 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         worker: Any = self
-        # It warns of each layer without weights in a checkpoint, such as rotary embeddings; what is missing is our
-        # own to say.
+        # vLLM warns of each layer without weights in a checkpoint, such as rotary embeddings; missing weights are
+        # reported by the engine.
         with set_current_vllm_config(worker.vllm_config), _silent("vllm.model_executor.model_loader.reload.layerwise"):
             finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
         self._rlmesh_missing = None
@@ -105,7 +105,7 @@ class WorkerExtension:
 
 @contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """No records of a logger; by a filter, since another level takes milliseconds to reach all loggers."""
+    """Silence a logger by a filter, since a change of its level takes milliseconds to reach all loggers."""
     logger = logging.getLogger(name)
     logger.addFilter(_nothing)
     try:
@@ -127,7 +127,7 @@ def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def _packed_embeddings(model: torch.nn.Module) -> list[Any]:
-    """Embeddings and heads that multiply by a packed copy of a weight that they also have."""
+    """Embeddings and heads that compute with a packed copy of their weight."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     return [
@@ -138,10 +138,10 @@ def _packed_embeddings(model: torch.nn.Module) -> list[Any]:
 
 
 def _packing_gap(layer: Any) -> float:
-    """By how much products with the packed copy differ from plain ones, as a share of the largest.
+    """The difference between products with the packed copy and plain ones, as a share of the largest.
 
     Raises:
-        RuntimeError: by more than numerics allow: the copy is of other weights.
+        RuntimeError: the difference is larger than rounding explains: the copy is of other weights.
     """
     weight = layer.weight
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
-"""Reads torch's distributed checkpoints as data: nothing in them can run code.
+"""Reads torch's distributed checkpoints as data: no content of a checkpoint can run code.
 
-torch keeps a checkpoint's index (``.metadata``) as a pickle, and loads what is no tensor with ``torch.load`` as code.
-Here the index may only be made of the few classes that describe tensors and where they are, files are looked for in
-the checkpoint's own folder alone, and everything else is loaded with ``weights_only=True``.
+torch stores a checkpoint's index (``.metadata``) as a pickle, and loads other objects than tensors with ``torch.load``,
+which may run code. Here the index may only have the few classes that describe tensors and their files, files must be
+in the checkpoint's own folder, and other objects are loaded with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALLOWED = {
 
 
 class _Index(pickle.Unpickler):
-    """Unpickles what describes tensors, and refuses everything else."""
+    """Unpickles the classes that describe tensors, and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -54,7 +54,7 @@ class CheckedReader(FileSystemReader):
         """The index.
 
         Raises:
-            UsageError: it holds something else than an index.
+            UsageError: the file is no index, or refers to other folders.
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         try:
@@ -78,10 +78,10 @@ class CheckedReader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Loads what is no tensor as data, too."""
+    """Loads other objects than tensors as data, too."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Checked here; torch reads it once more, and gets what cannot have changed in between.
+        # Checked here, then written again for torch, so that it reads exactly the checked content.
         checked = torch.load(value, weights_only=True)
         plain = io.BytesIO()
         torch.save(checked, plain)

@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints (DCP) in a `CheckpointFolder`: written on the side, read for any number of ranks."""
+"""Torch's distributed checkpoints (DCP) in a `CheckpointFolder`, written in the background."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KIND = "torch"
 
 
 def write_state(folder: Path, state: dict[str, Any], steps: int, side: dist.ProcessGroup | None) -> Callable[[], Path]:
-    """Copy a state, and begin to write it. A collective step, as is what it gives: call that on a thread.
+    """Copy a state, and begin to write it. A collective step, as is the returned function, which needs a thread.
 
     Args:
-        state: nested mappings of tensors and DTensors; ranks may have different ones.
-        side: a group for this alone.
+        state: nested mappings of tensors and DTensors; they may differ between ranks.
+        side: a group for checkpoints alone.
 
     Returns:
-        a function that waits, makes the checkpoint the current one, and gives its folder.
+        a function that waits, makes the checkpoint the current one, and returns its folder.
     """
     rank, count = ranks.here()
     place = CheckpointFolder(folder)
@@ -46,7 +46,7 @@ def write_state(folder: Path, state: dict[str, Any], steps: int, side: dist.Proc
 
 
 def _on_first(rank: int, side: dist.ProcessGroup | None, work: Callable[[], Any], failed: str) -> Any:
-    """Do it on rank 0; what it gives, on every rank, and its fault too."""
+    """Run ``work`` on rank 0; every rank gets its result, or its error."""
     result: Any = None
     fault = ""
     if rank == 0:
@@ -61,13 +61,16 @@ def _on_first(rank: int, side: dist.ProcessGroup | None, work: Callable[[], Any]
 
 
 def read_state(place: CheckpointFolder, saved: Saved, state: dict[str, Any], side: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of ``state``, in place, from a checkpoint. A collective step; only what ``state`` has is read.
+    """Fill the tensors of ``state``, in place, from a checkpoint. A collective step; other tensors are not read.
 
     Raises:
-        UsageError: it is of another kind, or its index is none.
+        UsageError: the checkpoint is of another kind, another user can have written it, or its index is invalid.
     """
     if saved.kind != KIND:
         raise UsageError(f"{place.folder} holds a checkpoint of kind {saved.kind!r}; this engine reads {KIND!r}")
+    rank, _ = ranks.here()
+    if fault := ranks.from_first(place.fault_in(saved) if rank == 0 else "", side):
+        raise UsageError(fault)
     reader = CheckedReader(place.data_of(saved))
-    reader.read_metadata()  # on every rank before the collective step, which would wrap what is wrong with it
+    reader.read_metadata()  # on every rank before the collective step, which would wrap its error
     load(state, storage_reader=reader, planner=TensorsOnly(), process_group=side, no_dist=side is None)

@@ -1,4 +1,4 @@
-"""Weights as safetensors, as transformers writes and reads them: gathered and written file by file."""
+"""Weights as safetensors in the layout of transformers: gathered and written file by file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import nn
 
+from rlmesh import WeightSource
 from rlmesh.rl.engines.training import ranks
-from rlmesh.rl.engines.training.protocol import SyncableSource
 
 FILE_BYTES = 2 << 30
 
 
 def write_safetensors(
-    folder: Path, source: SyncableSource, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
+    folder: Path, source: WeightSource, model: nn.Module, rank: int, *, file_bytes: int = FILE_BYTES
 ) -> None:
     """Write all weights, tied ones once, and the configuration, if the model has one. ``folder`` appears, or is
-    replaced, when all is there. Collective; rank 0 writes and holds one file's tensors at a time.
+    replaced, when it is complete. Collective; rank 0 writes and holds one file's tensors at a time.
 
     Raises:
         OSError: on every rank, if rank 0 could not write.
@@ -70,7 +70,7 @@ def _write_file(aside: Path, index: int, count: int, tensors: Any) -> None:
 
     if index == 0:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(mode=0o700, parents=True)  # its owner opens it to others
+        aside.mkdir(mode=0o700, parents=True)  # private: its owner may share it
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, aside / _file_name(index, count), metadata={"format": "pt"})
 

@@ -1,7 +1,7 @@
-"""The state of a ZeRO optimizer, parameter by parameter and whole, as the engines of torch write it.
+"""The state of a ZeRO optimizer as whole tensors per parameter, in the format of the engines of torch.
 
-Each rank keeps its share of the parameters, so a checkpoint takes no more memory in all than the sharded state does.
-DeepSpeed's own checkpoints are for the number of ranks and the stage that wrote them.
+Each rank has a share of the parameters, so that a checkpoint takes no more memory than the sharded state. DeepSpeed's
+own checkpoints are only for the number of ranks and the stage that wrote them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rlmesh import ZeroSource
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PART_BYTES = 256 << 20
-"""How much is read at a time when a checkpoint is loaded."""
+"""The amount that is read at a time when a checkpoint is loaded."""
 
 State = dict[str, Any]
 """``{"model": {name: [..]}, "optimizer": {name: {"step": [], "exp_avg": [..], "exp_avg_sq": [..]}}}``, float32."""
 
 
 def state_of(engine: Any, source: ZeroSource, rank: int, ranks: int) -> State:
-    """A copy on the CPU of every ``ranks``-th parameter from ``rank`` on; rank 0 also has what is not trained."""
+    """A CPU copy of every ``ranks``-th parameter from ``rank`` on; rank 0 also has the tensors that are not trained."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     inner = _inner_state(engine)
@@ -44,7 +44,7 @@ def state_of(engine: Any, source: ZeroSource, rank: int, ranks: int) -> State:
 
 
 def load_state(engine: Any, source: ZeroSource, rank: int, read: Callable[[State], None]) -> None:
-    """Take back what `state_of` wrote, or an engine of torch, some parameters at a time.
+    """Load a state from `state_of` or from an engine of torch, some parameters at a time.
 
     Args:
         read: fills a state's tensors in place; a collective step.
@@ -76,7 +76,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _trained(source: ZeroSource) -> dict[str, Any]:
-    """Parameters that the optimizer has, tied ones once."""
+    """The parameters of the optimizer, tied ones once."""
     owned = [spec.name for spec in source.manifest() if spec.alias_of is None]
     return {name: source.tensors[name] for name in owned if source.tensors[name].requires_grad}
 
@@ -110,7 +110,7 @@ def _parts(parameters: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _inner_state(engine: Any) -> list[dict[str, Any]]:
-    """torch's state of each flat partition of this rank. Before the first step it is made as that step would."""
+    """torch's state of each flat partition of this rank; before the first step it is made here."""
     optimizer = engine.optimizer
     flats = _flat_partitions(optimizer)
     for flat in flats:
@@ -130,7 +130,7 @@ def _flat_partitions(optimizer: Any) -> list[Tensor]:
 
 
 def _set_trained(parameter: Any, weight: Tensor, moments: Mapping[str, Tensor], rank: int) -> None:
-    """Weights in both precisions, and optimizer state, of one parameter."""
+    """Set the weights in both precisions, and the optimizer state, of one parameter."""
     from deepspeed.utils import (
         safe_set_full_fp32_param,
         safe_set_full_optimizer_state,
@@ -150,7 +150,7 @@ def _set_trained(parameter: Any, weight: Tensor, moments: Mapping[str, Tensor], 
 
 
 def _share(parameter: Any, whole: Tensor, rank: int) -> Tensor:
-    """This rank's part of a flat tensor; what the last ranks lack is 0."""
+    """This rank's part of a flat tensor, padded with 0 on the last ranks."""
     size = parameter.ds_tensor.ds_numel
     share = whole.new_zeros(size)
     mine = whole.reshape(-1)[rank * size : (rank + 1) * size]
@@ -159,7 +159,7 @@ def _share(parameter: Any, whole: Tensor, rank: int) -> Tensor:
 
 
 def _set_weight(parameter: Any, weight: Tensor) -> None:
-    """What forward passes use."""
+    """Set the weight that forward passes use."""
     import deepspeed
 
     with torch.no_grad():

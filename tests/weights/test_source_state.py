@@ -13,7 +13,7 @@ import pytest
 from rlmesh.errors import SourceRestarted, UsageError, WeightSyncError
 from rlmesh.testing import LocalCluster
 from rlmesh.weights.arrays import ArraySink, ArraySource
-from rlmesh.weights.planning.source_state import ConfirmedVersion, Left, Standing, check, left_of
+from rlmesh.weights.planning.source_state import ConfirmedVersion, LastCommit, RankState, check, last_commit_of
 from tests.stalls import HANG_S, Stalls
 from tests.weights import restart_job
 from tests.weights.mesh import WeightMesh, arrays
@@ -21,8 +21,8 @@ from tests.weights.mesh import WeightMesh, arrays
 pytestmark = pytest.mark.case("n02")
 
 A, B = "ACTOR:0", "ACTOR:1"
-LEFT = Left(10, {A: 0, B: 0})
-ON = Standing(0, None, 10)
+LEFT = LastCommit(10, {A: 0, B: 0})
+ON = RankState(0, None, 10)
 """The process that sent last."""
 
 
@@ -31,37 +31,42 @@ ON = Standing(0, None, 10)
     [
         (ON, ON, 11),
         (ON, ON, 3),  # the caller's own numbers
-        (ON, Standing(1, 10), 11),
-        (Standing(1, 10), Standing(2, 10), 11),
-        (Standing(1, 8), Standing(1, 8), 8),  # the caller went back with it
-        (Standing(1, 8), Standing(1, 8), 9),
-        (Standing(1, 8), Standing(1, 8), 10),
-        (Standing(0, 8), Standing(0, 8), 8),  # in the same processes
-        (Standing(1, 12), Standing(1, 12), 12),  # a checkpoint of more than was pushed
-        (Standing(1, 12), Standing(1, 12), 13),
-        (Standing(0, None, None), ON, 11),  # a sync anew, from a source of its own process
+        (ON, RankState(1, 10), 11),
+        (RankState(1, 10), RankState(2, 10), 11),
+        (RankState(1, 8), RankState(1, 8), 8),  # the caller went back with it
+        (RankState(1, 8), RankState(1, 8), 9),
+        (RankState(1, 8), RankState(1, 8), 10),
+        (RankState(0, 8), RankState(0, 8), 8),  # in the same processes
+        (RankState(1, 12), RankState(1, 12), 12),  # a checkpoint of more than was pushed
+        (RankState(1, 12), RankState(1, 12), 13),
+        (RankState(0, None, None), ON, 11),  # a sync anew, from a source of its own process
     ],
 )
-def test_a_push_goes_on_from_where_the_source_stands(a: Standing, b: Standing, version: int) -> None:
+def test_a_push_goes_on_from_where_the_source_stands(a: RankState, b: RankState, version: int) -> None:
     assert check(LEFT, {A: a, B: b}, None, version) is not None
 
 
 @pytest.mark.parametrize(
     ("a", "b", "version", "told"),
     [
-        (Standing(1), ON, 11, "ACTOR:0 restarted since version 10 .* ACTOR:0 does not say what it has"),
-        (Standing(1), Standing(1), 10, "ACTOR:0 and ACTOR:1 do not say what they have"),
-        (Standing(1), Standing(1), 0, "restored=VERSION"),
-        (ON, Standing(1, 8), 8, "ACTOR:1 was restored from version 8; ACTOR:0 is where the last push left it"),
-        (Standing(1, 8), Standing(1, 7), 7, "ACTOR:0 was restored from version 8; ACTOR:1 was restored from version 7"),
-        (Standing(1, 10), Standing(1), 11, "ACTOR:1"),
-        (Standing(1, 8), Standing(1, 8), 11, "push version 8 again"),  # a caller that did not notice
-        (Standing(1, 8), Standing(1, 8), 7, "restored from version 8"),
-        (Standing(1, 12), Standing(1, 12), 11, "restored from version 12"),
-        (Standing(0, 8), Standing(0, 8), 11, "ACTOR:0 and ACTOR:1 went back"),
+        (RankState(1), ON, 11, "ACTOR:0 restarted since version 10 .* ACTOR:0 does not say what it has"),
+        (RankState(1), RankState(1), 10, "ACTOR:0 and ACTOR:1 do not say what they have"),
+        (RankState(1), RankState(1), 0, "restored=VERSION"),
+        (ON, RankState(1, 8), 8, "ACTOR:1 was restored from version 8; ACTOR:0 is where the last push left it"),
+        (
+            RankState(1, 8),
+            RankState(1, 7),
+            7,
+            "ACTOR:0 was restored from version 8; ACTOR:1 was restored from version 7",
+        ),
+        (RankState(1, 10), RankState(1), 11, "ACTOR:1"),
+        (RankState(1, 8), RankState(1, 8), 11, "push version 8 again"),  # a caller that did not notice
+        (RankState(1, 8), RankState(1, 8), 7, "restored from version 8"),
+        (RankState(1, 12), RankState(1, 12), 11, "restored from version 12"),
+        (RankState(0, 8), RankState(0, 8), 11, "ACTOR:0 and ACTOR:1 went back"),
     ],
 )
-def test_what_was_lost_is_refused(a: Standing, b: Standing, version: int, told: str) -> None:
+def test_what_was_lost_is_refused(a: RankState, b: RankState, version: int, told: str) -> None:
     with pytest.raises(SourceRestarted, match=told) as refused:
         check(LEFT, {A: a, B: b}, None, version)
     assert refused.value.version == version and refused.value.sent == 10
@@ -69,27 +74,31 @@ def test_what_was_lost_is_refused(a: Standing, b: Standing, version: int, told: 
 
 
 def test_the_first_push_knows_of_nothing_that_could_be_lost() -> None:
-    for rank in (Standing(), Standing(2), Standing(0, 7)):
+    for rank in (RankState(), RankState(2), RankState(0, 7)):
         assert check(None, {A: rank, B: rank}, None, 1) is None
     with pytest.raises(SourceRestarted, match="ACTOR:0 was restored from version 7; ACTOR:1 does not say"):
-        check(None, {A: Standing(0, 7), B: Standing()}, None, 8)
+        check(None, {A: RankState(0, 7), B: RankState()}, None, 8)
 
 
 def test_the_callers_word_holds_for_the_processes_that_it_was_given_for() -> None:
-    ranks = {A: Standing(1), B: Standing(1)}
+    ranks = {A: RankState(1), B: RankState(1)}
     told = ConfirmedVersion(8, {A: 1, B: 1})
-    assert check(LEFT, ranks, told, 11) == Left(8, {A: 1, B: 1})
+    assert check(LEFT, ranks, told, 11) == LastCommit(8, {A: 1, B: 1})
     with pytest.raises(SourceRestarted):
-        check(LEFT, {A: Standing(2), B: Standing(1)}, told, 11)
+        check(LEFT, {A: RankState(2), B: RankState(1)}, told, 11)
     with pytest.raises(SourceRestarted, match=r"source_restored\(8\) was called, but ACTOR:0 was restored from"):
-        check(LEFT, {A: Standing(1, 5), B: Standing(1)}, told, 11)
+        check(LEFT, {A: RankState(1, 5), B: RankState(1)}, told, 11)
 
 
 def test_who_remembers_the_last_commit() -> None:
-    ranks = {A: Standing(1), B: Standing(0, None, 6)}
-    assert left_of([Left(4, {A: 0, B: 0}), Left(5, {A: 0, B: 0})], ranks) == Left(5, {A: 0, B: 0})
-    assert left_of([Left(5, {"OTHER:0": 0})], ranks) == Left(6, {B: 0}), "the ranks themselves, if no sink does"
-    assert left_of([], {A: Standing()}) is None
+    ranks = {A: RankState(1), B: RankState(0, None, 6)}
+    assert last_commit_of([LastCommit(4, {A: 0, B: 0}), LastCommit(5, {A: 0, B: 0})], ranks) == LastCommit(
+        5, {A: 0, B: 0}
+    )
+    assert last_commit_of([LastCommit(5, {"OTHER:0": 0})], ranks) == LastCommit(6, {B: 0}), (
+        "the ranks themselves, if no sink does"
+    )
+    assert last_commit_of([], {A: RankState()}) is None
 
 
 # With members.

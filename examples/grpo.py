@@ -1,0 +1,28 @@
+"""GRPO on a small model that spells words backwards; needs no GPU.
+
+python examples/grpo_model.py tiny     # makes a model, its tokenizer and its data in the folder "tiny"
+python examples/grpo.py tiny
+"""
+
+import sys
+
+from rlmesh.rl.algorithms import GRPO
+from rlmesh.rl.rewards import Score
+from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings
+
+
+def spelled(response, ground_truth):
+    letters = response.replace(" ", "")
+    right = sum(a == b for a, b in zip(letters, ground_truth, strict=False))
+    return Score(right / max(len(letters), len(ground_truth)), metrics={"right": float(letters == ground_truth)})
+
+
+if __name__ == "__main__":
+    folder, *words = sys.argv[1:]
+    run = Run.from_args(
+        words, model=folder, data=f"{folder}/train.jsonl", validation=f"{folder}/validation.jsonl", rewards=[spelled],
+        algorithm=GRPO(samples=8), steps=60, batch_size=64, actor=ActorSettings(lr=4e-4, ranks=2),
+        rollout=RolloutSettings(max_tokens=6),
+    )  # fmt: skip
+    print("held-out accuracy:", run.submit("grpo").metrics["val/reward/spelled/right"])

@@ -1,0 +1,1 @@
+"""Trainings: their settings, the job that they become, and the training loop."""

@@ -1,0 +1,227 @@
+"""`Run`: one training, from its settings to the job that carries it out.
+
+::
+
+    run = Run(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        data="data/train.parquet",
+        rewards=[Reward(gsm8k.compute_score)],
+        algorithm=GRPO(samples=8),
+        steps=200,
+    )
+    result = run.submit("gsm8k")
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.reward import Reward
+from rlmesh.rl.trainers.settings import (
+    ActorSettings,
+    Engine,
+    RolloutSettings,
+    apply_overrides,
+    wrong_types,
+)
+
+if TYPE_CHECKING:
+    from rlmesh import DLJob
+    from rlmesh.rl.algorithms.protocol import Algorithm
+    from rlmesh.rl.data.dataset import RLHFDataset
+else:
+    Algorithm = Any  # settings are made and checked without torch
+
+__all__ = ["Run", "RunResult"]
+
+PIPELINES = ("sync",)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a run.
+
+    Attributes:
+        run_dir: the run directory, with logs, metrics, checkpoints and the exported model.
+        model: the folder of the trained policy, which ``from_pretrained`` reads.
+        metrics: of the last report, by name.
+    """
+
+    run_dir: Path
+    model: Path
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of a training.
+
+    Attributes:
+        model: a folder or a hub name of a causal language model with its tokenizer.
+        data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`).
+        rewards: functions, or `Reward` objects, that score responses.
+        algorithm: such as ``GRPO(samples=8)``.
+        steps: training steps; each takes one batch of prompts.
+        validation: prompts that are never trained on.
+        validate_every: steps between validations; 0: before the first and after the last step only.
+        batch_size: prompts per step.
+        max_prompt_tokens: longer prompts are left out, and counted.
+        pipeline: how sampling and training take turns. ``"sync"`` is the only one so far.
+        train: the training engine: ``ddp``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
+        actor: the policy in training.
+        rollout: the engines that sample; a text names the engine.
+        devices_per_node: GPUs of each node; 0: train on CPUs.
+        nodes: machines of the job.
+        seed: of the order of prompts and of sampling.
+        save_every: steps between checkpoints.
+        examine: log this many scored responses of each step.
+        reward_workers: processes that score.
+
+    Raises:
+        UsageError: lists all faults of the settings.
+    """
+
+    model: str
+    data: Any
+    rewards: Sequence[Reward | Callable[..., Any]]
+    algorithm: Algorithm
+    steps: int = 100
+    validation: Any = None
+    validate_every: int = 0
+    batch_size: int = 16
+    max_prompt_tokens: int = 1024
+    pipeline: str = "sync"
+    train: Engine = "ddp"
+    actor: ActorSettings = field(default_factory=ActorSettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    devices_per_node: int = 0
+    nodes: int = 1
+    seed: int = 0
+    save_every: int = 50
+    examine: int = 0
+    reward_workers: int = 2
+
+    def __post_init__(self) -> None:
+        given: Any = self.rollout
+        if isinstance(given, str):
+            object.__setattr__(self, "rollout", RolloutSettings(engine=given))  # type: ignore[arg-type]
+        rewards: Any = self.rewards
+        alone = callable(rewards) or isinstance(rewards, Reward)
+        made = tuple(one if isinstance(one, Reward) else Reward(one) for one in ([rewards] if alone else rewards or ()))
+        object.__setattr__(self, "rewards", made)
+        if faults := [*self._faults()]:
+            raise UsageError("Run: " + "\n  ".join(faults))
+
+    @property
+    def scored(self) -> tuple[Reward, ...]:
+        """The rewards as `Reward` objects."""
+        return tuple(one for one in self.rewards if isinstance(one, Reward))
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str] | None = None, **settings: Any) -> Run:
+        """A run whose settings the command line may change: ``--set actor.lr=2e-6``.
+
+        Args:
+            argv: words of the command line; ``None``: those of this program.
+            settings: see the class.
+
+        Raises:
+            UsageError: lists all faults of settings and overrides.
+        """
+        parser = argparse.ArgumentParser(description="Train a language model.")
+        parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting")
+        options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        return apply_overrides(cls(**settings), options.set)
+
+    def _faults(self) -> Iterator[str]:
+        yield from wrong_types(self, "")
+        for name, section in (("actor", self.actor), ("rollout", self.rollout)):
+            if not dataclasses.is_dataclass(section):
+                yield f"{name}={section!r} must be settings of its own"
+                continue
+            bad = [*wrong_types(section, f"{name}.")]
+            yield from bad or (f"{name}.{fault}" for fault in section.faults())
+        if not self.rewards:
+            yield "rewards: give at least one reward"
+        if self.pipeline not in PIPELINES:
+            yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
+        for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
+            if isinstance(value := getattr(self, name), int) and value < 1:
+                yield f"{name}={value} must be ≥ 1"
+        for name in ("validate_every", "devices_per_node", "examine", "seed"):
+            if isinstance(value := getattr(self, name), int) and value < 0:
+                yield f"{name}={value} must be ≥ 0"
+        needs = getattr(self.algorithm, "needs", None)
+        if needs is None:
+            yield f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)"
+        elif lacking := [need for need in sorted(needs) if need != "reference"]:
+            yield f"{type(self.algorithm).__name__} needs a {' and a '.join(lacking)}, which Run does not start yet"
+        if self.train not in get_args(Engine):
+            yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
+
+    def check(self) -> None:
+        """Check what the settings name, before any process starts: model, tokenizer, data, rewards on row 0.
+
+        Raises:
+            UsageError: lists all faults.
+        """
+        from rlmesh.rl.trainers.preflight import check
+
+        check(self)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model)
+
+    def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset:
+        """The prompts of ``data``, by default the training data."""
+        from rlmesh.rl.data.dataset import RLHFDataset
+
+        chosen = self.data if data is None else data
+        return RLHFDataset(chosen, tokenizer, max_prompt_tokens=self.max_prompt_tokens)
+
+    def job(self) -> DLJob:
+        """The job of this run: a trainer, the actor's ranks, the rollout engines, and a reference if it is needed."""
+        from rlmesh import RLJobBuilder
+        from rlmesh.rl.roles.actor import ActorRole
+        from rlmesh.rl.roles.reference import ReferenceRole
+        from rlmesh.rl.roles.rollout import RolloutRole
+        from rlmesh.rl.trainers.trainer import Trainer
+
+        gpus = bool(self.devices_per_node)
+        share: dict[str, Any] = {"accelerator": 1} if gpus else {"cpu": 1}
+        builder = RLJobBuilder().config(self).node_num(self.nodes)
+        builder = builder.device_type("GPU" if gpus else "CPU").device_per_node(self.devices_per_node or 8)
+        builder.trainer(Trainer).resource(cpu=1)
+        per_node = -(-self.actor.ranks // self.nodes)
+        builder.actor(ActorRole).resource(**share).nnodes(self.nodes).nproc_per_node(per_node)
+        builder.rollout(RolloutRole).resource(**share).total(self.rollout.engines)
+        if "reference" in self.algorithm.needs:
+            builder.reference(ReferenceRole).resource(**share).total(1)
+        return builder.build()
+
+    def submit(self, name: str = "run", **options: Any) -> RunResult:
+        """Check the settings, run the job, and wait for its end.
+
+        Args:
+            name: of the job.
+            options: of `DLJob.submit`.
+
+        Raises:
+            UsageError: something is wrong with the settings; no process was started.
+            JobFailed: the job failed; the error names the root cause.
+        """
+        from rlmesh.rl.trainers.trainer import result_of
+
+        self.check()
+        result = self.job().submit(name, **options)
+        return result_of(Path(result.run_dir))

@@ -1,0 +1,183 @@
+"""Settings of a training: sections as dataclasses, overrides as text, and all their faults in one message."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rlmesh.errors import UsageError
+
+__all__ = ["ActorSettings", "Engine", "Precision", "RolloutSettings", "apply_overrides", "checked"]
+
+Engine = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+Precision = Literal["float32", "bfloat16"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ActorSettings:
+    """The policy in training.
+
+    Attributes:
+        ranks: processes that train it together.
+        lr: peak learning rate of AdamW.
+        warmup_steps: steps over which the learning rate rises from 0.
+        weight_decay: of AdamW.
+        max_grad_norm: the gradient is scaled down to at most this norm; 0: never.
+        epochs: passes over each batch.
+        token_budget: the most tokens of one forward and backward pass on a rank.
+        activation_checkpointing: recompute activations in the backward pass.
+        precision: of forward and backward passes.
+        threads: of each rank's CPU work; 0: torch's default.
+    """
+
+    ranks: int = 1
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    epochs: int = 1
+    token_budget: int = 8192
+    activation_checkpointing: bool = False
+    precision: Precision = "float32"
+    threads: int = 1
+
+    def faults(self) -> Iterator[str]:
+        """One sentence per fault."""
+        for name in ("ranks", "epochs", "token_budget"):
+            if getattr(self, name) < 1:
+                yield f"{name}={getattr(self, name)} must be ≥ 1"
+        for name in ("lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads"):
+            if getattr(self, name) < 0:
+                yield f"{name}={getattr(self, name)} must be ≥ 0"
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """The engines that sample.
+
+    Attributes:
+        engine: the kind of engine.
+        engines: members of the role; each holds a whole model.
+        max_tokens: the most tokens of a response.
+        temperature: of sampling, > 0; training computes log-probabilities at the same temperature.
+        threads: of each engine's CPU work; 0: torch's default.
+        options: further keyword arguments of the engine.
+    """
+
+    engine: Literal["transformers", "vllm", "vllm-async"] = "transformers"
+    engines: int = 1
+    max_tokens: int = 256
+    temperature: float = 1.0
+    threads: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def faults(self) -> Iterator[str]:
+        """One sentence per fault."""
+        for name in ("engines", "max_tokens"):
+            if getattr(self, name) < 1:
+                yield f"{name}={getattr(self, name)} must be ≥ 1"
+        if self.temperature <= 0:
+            yield f"temperature={self.temperature} must be > 0: a policy is trained on what it samples"
+        if self.threads < 0:
+            yield f"threads={self.threads} must be ≥ 0"
+
+
+def apply_overrides(settings: T, overrides: Sequence[str]) -> T:
+    """Settings with values replaced by ``section.key=value`` texts.
+
+    A value is read as JSON where that is possible (numbers, true, false, null, lists), and is a text otherwise.
+
+    Raises:
+        UsageError: lists all faults: texts without ``=``, unknown keys with the nearest right one, wrong types.
+    """
+    faults: list[str] = []
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        if not equals:
+            faults.append(f"{text!r} is no setting: write section.key=value")
+            continue
+        try:
+            settings = _replaced(settings, path.strip().split("."), _parsed(value.strip()), path.strip())
+        except (UsageError, ValueError) as error:
+            faults.append(str(error))
+    if faults:
+        raise UsageError("\n".join(faults))
+    return settings
+
+
+def checked(value: Any, kind: Any) -> bool:
+    """True if a value has the type of a field. ``int`` is accepted for ``float``, ``bool`` is not accepted for it."""
+    if kind is Any:
+        return True
+    origin = get_origin(kind)
+    if origin is Literal:
+        return value in get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(checked(value, one) for one in get_args(kind))
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    plain = origin or kind
+    return isinstance(value, plain) if isinstance(plain, type) else True
+
+
+def wrong_types(settings: Any, where: str) -> Iterator[str]:
+    """One sentence per field whose value has another type than the field."""
+    hints = get_type_hints(type(settings))
+    for one in dataclasses.fields(settings):
+        value = getattr(settings, one.name)
+        if one.init and not checked(value, hints[one.name]):
+            yield f"{where}{one.name}={value!r} must be {_named(hints[one.name])}"
+
+
+def _replaced(settings: Any, path: list[str], value: Any, whole: str) -> Any:
+    name, *rest = path
+    known = {one.name for one in dataclasses.fields(settings) if one.init} if dataclasses.is_dataclass(settings) else {}
+    if name not in known:
+        raise UsageError(f"there is no setting {whole!r}{_nearest(name, whole, settings)}")
+    current = getattr(settings, name)
+    if rest:
+        return dataclasses.replace(settings, **{name: _replaced(current, rest, value, whole)})
+    if not dataclasses.is_dataclass(current) or not isinstance(value, Mapping):
+        kind = get_type_hints(type(settings))[name]
+        if not checked(value, kind):
+            raise UsageError(f"{whole}={value!r} must be {_named(kind)}")
+    return dataclasses.replace(settings, **{name: value})
+
+
+def _nearest(name: str, whole: str, settings: Any) -> str:
+    """A hint at the key that was meant: of this section, or the same key of another one."""
+    keys = [one.name for one in dataclasses.fields(settings) if one.init] if dataclasses.is_dataclass(settings) else []
+    before = whole[: whole.rfind(name)]
+    if near := get_close_matches(name, keys, 1):
+        return f"; did you mean {before}{near[0]}?"
+    for key in keys:
+        section = getattr(settings, key)
+        if dataclasses.is_dataclass(section) and (
+            near := get_close_matches(name, [one.name for one in dataclasses.fields(section)], 1)
+        ):
+            return f"; did you mean {before}{key}.{near[0]}?"
+    return f"; the keys here are {', '.join(keys)}" if keys else ""
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _named(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_named(one) for one in get_args(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
