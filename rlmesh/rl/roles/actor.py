@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlmesh import SendsWeights, current_worker, rpc
 from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms.protocol import Normalisers
-from rlmesh.rl.components import Columns, LossSettings, policy_share
+from rlmesh.rl.components import Columns, policy_share
 from rlmesh.rl.engines.training.packed import PackedBatch, PackedPart
 from rlmesh.rl.engines.training.protocol import TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
@@ -61,7 +61,6 @@ class ActorRole(SendsWeights):
             torch.set_num_threads(self.settings.threads)
         self.device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        self.loss_settings = LossSettings.of(self.run_settings.algorithm)
         self.engine = make_engine(self.run_settings.train, self.make_model(), self.settings)
         self.restore()
 
@@ -112,7 +111,7 @@ class ActorRole(SendsWeights):
     def loss(self, model: nn.Module, part: PackedPart, normalisers: Normalisers) -> tuple[Tensor, Mapping[str, Tensor]]:
         """This pack's share of the loss, and shares of statistics; see `TrainingEngine.train_step`."""
         terms = model(packed=part.inputs, temperature=self.run_settings.rollout.temperature)
-        return policy_share(terms, part.columns, normalisers, self.loss_settings)
+        return policy_share(terms, part.columns, normalisers, self.run_settings.algorithm)
 
     @property
     def version(self) -> int:
