@@ -21,7 +21,7 @@ from rlmesh.runtime.calling.outbound import Submission
 from rlmesh.runtime.connections.address_book import AddressBook
 from rlmesh.runtime.connections.bulk_channels import Lanes
 from rlmesh.runtime.connections.channel import Channel, turn_loops
-from rlmesh.runtime.connections.handshake import Door
+from rlmesh.runtime.connections.handshake import Authenticator
 from rlmesh.runtime.connections.inbound import Reception
 from rlmesh.runtime.connections.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.connections.security import check_key, find_key, make_key
@@ -79,8 +79,8 @@ class Runtime(Submission, Reception):
         self.exit_hook: Callable[[object], None] | None = None
         """Called with ``SystemExit.code`` when a served method calls ``sys.exit``."""
         self._key = make_key() if key is None else check_key(key)
-        self._door = Door(name, self._key)
-        self.strangers = self._door.strangers
+        self._authenticator = Authenticator(name, self._key)
+        self.strangers = self._authenticator.strangers
         self._loop, self._embedded = loop, embedded
         self._thread_owner: LoopThread | None = None
         self._loop_ident = 0
@@ -93,7 +93,7 @@ class Runtime(Submission, Reception):
             name, self._key, job_id, node_rank, loop, self.post,
             lambda: threading.get_ident() == self._loop_ident,
         )  # fmt: skip
-        self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
+        self._calls = Calls(loop, self._connect, self._authenticator.begin, self.post, self._meter)
         self._calls.fetch = self.fetch
         self._dispatcher = Dispatcher(self, loop)
         self._lanes = Lanes(self, loop, self.network, self._key)
@@ -206,7 +206,7 @@ class Runtime(Submission, Reception):
         try:
             if bind:
                 address = bind if isinstance(bind, str) else local_address(socket_dir)
-                runtime.endpoint = runtime._door.endpoint = runtime._transport(address).bind(address)
+                runtime.endpoint = runtime._authenticator.endpoint = runtime._transport(address).bind(address)
             if public:
                 runtime.public_endpoint = runtime._transport(public).bind(public)
         except BaseException:

@@ -20,7 +20,7 @@ from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.transport.base import Link
 from rlmesh.runtime.transport.inet import join_host_port, split_host_port
 from rlmesh.wire.envelope import Bulk, BulkPart, Detached, Frames, Header, LaneOffer, OpenLane
-from rlmesh.wire.seal import Seal, Side
+from rlmesh.wire.key_proof import Seal, Side
 
 _NAME = "~lane:"
 SEALED_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""How packets come in: greetings at the door, then each message to whoever handles it. On the runtime's loop."""
+"""Handles packets that arrive: handshakes first, then each message to whoever handles it. On the runtime's loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rlmesh.wire.envelope import (
 
 if TYPE_CHECKING:
     from rlmesh.runtime.connections.bulk_channels import Lanes
-    from rlmesh.runtime.connections.handshake import Door, Strangers
+    from rlmesh.runtime.connections.handshake import Authenticator, Strangers
     from rlmesh.runtime.connections.shm_transfer import Lending
     from rlmesh.runtime.serving.dispatch import Dispatcher
 
@@ -53,7 +53,7 @@ class Reception:
     strangers: Strangers
     _key: bytes
     _loop: asyncio.AbstractEventLoop
-    _door: Door
+    _authenticator: Authenticator
     _calls: Calls
     _dispatcher: Dispatcher
     _lending: Lending
@@ -71,7 +71,7 @@ class Reception:
         try:
             if not channel.authenticated:
                 # Not even the headers of a stranger are decoded.
-                if self._door.greet(channel, frames):
+                if self._authenticator.on_packet(channel, frames):
                     self._on_admitted(channel, link)
                 return
             if channel.unseal is not None:
@@ -80,7 +80,7 @@ class Reception:
                 return
             self._dispatcher.hold()
             for header, payload in unpack(frames, partial(self._lending.borrow, channel=channel)):
-                if channel.incoming is not None and channel.incoming.holds(header, payload):
+                if channel.bulk_receiver is not None and channel.bulk_receiver.holds(header, payload):
                     continue
                 self._on_message(channel, link, header, payload, run_queue_ns)
         except WireError as error:
@@ -166,7 +166,7 @@ class Reception:
     def connect_lane(self, endpoint: str, name: str) -> Channel:
         link = self._plain().connect(endpoint) if endpoint.startswith("plain://") else self._connect(endpoint)
         channel = self._incoming[link] = Channel(link, self.post)
-        self._door.knock(channel, endpoint, name)
+        self._authenticator.begin(channel, endpoint, name)
         clock.Timer(self._loop, CONNECT_TIMEOUT_S, self._lane_not_opened, channel, endpoint)
         return channel
 
@@ -191,7 +191,7 @@ class Reception:
 
     def _reject(self, channel: Channel, link: Link, error: WireError, reason: Rejection | None = None) -> None:
         """End a connection whose packets cannot be trusted or understood: what waits for its answers fails now."""
-        self._door.turn_away(channel, error, reason)
+        self._authenticator.count_rejected(channel, error, reason)
         link.close()
         if not channel.authenticated:
             self._calls.on_stranger(link, error)

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from rlmesh.errors import UsageError
 from rlmesh.wire.envelope import Frames
-from rlmesh.wire.greeting import LIMIT_BYTES
+from rlmesh.wire.handshake import LIMIT_BYTES
 
 UNAUTHENTICATED_LIMIT_BYTES = LIMIT_BYTES
 """A peer that has not shown the job's key may send no larger packet."""
