@@ -19,13 +19,13 @@ from rlmesh.runtime.calling.busy_poll import BusyPoll
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.outbound import Submission
 from rlmesh.runtime.connections.address_book import AddressBook
-from rlmesh.runtime.connections.bulk_channels import Lanes
+from rlmesh.runtime.connections.bulk_channels import BulkChannels
 from rlmesh.runtime.connections.channel import Channel, turn_loops
 from rlmesh.runtime.connections.handshake import Authenticator
 from rlmesh.runtime.connections.inbound import Reception
 from rlmesh.runtime.connections.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.connections.security import check_key, find_key, make_key
-from rlmesh.runtime.connections.shm_transfer import Lending
+from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.default_runtime import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.process import clock, forked
@@ -89,14 +89,14 @@ class Runtime(Submission, Reception):
         self._later = loop.call_later
         self._transports: dict[str, Transport] = {}
         self._meter = RunQueueMeter()
-        self._lending = Lending(
+        self._shm = ShmTransfer(
             name, self._key, job_id, node_rank, loop, self.post,
             lambda: threading.get_ident() == self._loop_ident,
         )  # fmt: skip
         self._calls = Calls(loop, self._connect, self._authenticator.begin, self.post, self._meter)
         self._calls.fetch = self.fetch
         self._dispatcher = Dispatcher(self, loop)
-        self._lanes = Lanes(self, loop, self.network, self._key)
+        self._bulk = BulkChannels(self, loop, self.network, self._key)
         self._incoming: dict[Link, Channel] = {}
         self._user: LoopThread | None = None
         self._main_work: tuple[str, float] = ("", 0.0)
@@ -261,7 +261,7 @@ class Runtime(Submission, Reception):
         for transport in self._transports.values():
             transport.forked()
         whose: Any = forked.Inherited(self.name)
-        self._calls = self._dispatcher = self._lending = self._lanes = whose
+        self._calls = self._dispatcher = self._shm = self._bulk = whose
 
     async def _drained(self) -> None:
         """Let packets of this turn and what is queued go out, without standing in the loop's way."""
@@ -280,7 +280,7 @@ class Runtime(Submission, Reception):
             channel.flush()
         self._calls.close()
         self._close_transports(_EMBEDDED_LINGER_S if self._embedded else _LINGER_S)
-        self._lending.close()
+        self._shm.close()
 
     def _transport(self, address: str) -> Transport:
         scheme, factory = self.network.factory(address)

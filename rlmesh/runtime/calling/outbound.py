@@ -30,7 +30,7 @@ from rlmesh.wire.passed import RemoteRef
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.calls import Calls
-    from rlmesh.runtime.connections.shm_transfer import Lending
+    from rlmesh.runtime.connections.shm_transfer import ShmTransfer
     from rlmesh.runtime.serving.dispatch import Dispatcher
 
 _ANSWERS_POLL_S = 0.005
@@ -48,7 +48,7 @@ class Submission(GroupSubmission):
     _later: Callable[[float, Callable[[], None]], object]
     _calls: Calls
     _dispatcher: Dispatcher
-    _lending: Lending
+    _shm: ShmTransfer
 
     def peer(self, name: str, endpoint: str, *, incarnation: int | None = None) -> MemberHandle:
         """A handle to an object that another process serves, by its address."""
@@ -188,7 +188,7 @@ class Submission(GroupSubmission):
             PayloadTooLarge: they and the rest of their message are above the cap.
         """
         self.network.check_payload(sum(buffer.nbytes for buffer in buffers) + rest_bytes)
-        return self._lending.capture(buffers) if buffers else ()
+        return self._shm.capture(buffers) if buffers else ()
 
     def least_busy(self, names: Sequence[str]) -> str:
         """Which of these members has the fewest calls of this process on their way, and the shortest queue."""

@@ -13,7 +13,7 @@ from rlmesh.memory.device import contents
 from rlmesh.runtime.process import forked
 from rlmesh.runtime.serving.reply_backlog import Backlog
 from rlmesh.runtime.transport.base import Link
-from rlmesh.wire.envelope import Frames, Header, Lend, Message, pack
+from rlmesh.wire.envelope import Frames, Header, MakeRef, Message, pack
 from rlmesh.wire.handshake import CallerHandshake, ListenerHandshake
 
 _PACKET_MESSAGES = 1024
@@ -43,14 +43,14 @@ class Channel:
 
     __slots__ = (
         "_lock", "_outbox", "_post", "_scheduled", "authenticated", "backlog", "bulk_receiver", "divert",
-        "handshake", "lend", "link", "peer_name", "room", "unseal",
+        "handshake", "link", "make_ref", "peer_name", "room", "unseal",
     )  # fmt: skip
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
         self.link = link
         self.authenticated = False
         self.handshake: CallerHandshake | ListenerHandshake | None = None
-        self.lend: Lend | None = None
+        self.make_ref: MakeRef | None = None
         """Replaces frames by references to shared memory; set once the peer is known to share it."""
         self.divert: Callable[[Header, Frames], Header | None] | None = None
         """Sends large payloads over the bulk channel and returns the header to send instead; set once there is one."""
@@ -114,12 +114,12 @@ class Channel:
             outbox = self._outbox
             while outbox:
                 messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
-                if self.lend is None:
+                if self.make_ref is None:
                     # The peer cannot open this node's shared memory, nor the device memory that tickets name.
                     messages = [(header, contents(f) if len(f) > 1 else f) for header, f in messages]
-                if self.divert is not None and self.lend is None:
+                if self.divert is not None and self.make_ref is None:
                     messages = [self._diverted(self.divert, *message) for message in messages]
-                self.link.send(pack(messages, self.lend))
+                self.link.send(pack(messages, self.make_ref))
 
     @staticmethod
     def _diverted(divert: Callable[[Header, Frames], Header | None], header: Header, frames: Frames) -> Message:

@@ -23,22 +23,22 @@ from rlmesh.wire.envelope import (
     Concurrency,
     Credit,
     Frames,
-    GiveBacks,
     Header,
     Item,
     Keep,
     Release,
     Reply,
-    Shares,
+    ShmPlace,
+    SlotReleases,
     StoredReply,
     TakenReplies,
     unpack,
 )
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.connections.bulk_channels import Lanes
+    from rlmesh.runtime.connections.bulk_channels import BulkChannels
     from rlmesh.runtime.connections.handshake import Authenticator, Strangers
-    from rlmesh.runtime.connections.shm_transfer import Lending
+    from rlmesh.runtime.connections.shm_transfer import ShmTransfer
     from rlmesh.runtime.serving.dispatch import Dispatcher
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class Reception:
     _authenticator: Authenticator
     _calls: Calls
     _dispatcher: Dispatcher
-    _lending: Lending
-    _lanes: Lanes
+    _shm: ShmTransfer
+    _bulk: BulkChannels
     _incoming: dict[Link, Channel]
     _transports: dict[str, Transport]
     _connect: Callable[[str], Link]
@@ -76,10 +76,10 @@ class Reception:
                 return
             if channel.unseal is not None:
                 for header, payload in unpack(channel.unseal(frames)):
-                    self._lanes.on_carried(channel, header, payload)
+                    self._bulk.on_carried(channel, header, payload)
                 return
             self._dispatcher.hold()
-            for header, payload in unpack(frames, partial(self._lending.borrow, channel=channel)):
+            for header, payload in unpack(frames, partial(self._shm.open_refs, channel=channel)):
                 if channel.bulk_receiver is not None and channel.bulk_receiver.holds(header, payload):
                     continue
                 self._on_message(channel, link, header, payload, run_queue_ns)
@@ -100,11 +100,11 @@ class Reception:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
         elif kind is Cancel:
             self._dispatcher.on_cancel(channel, header.call_id)
-        elif kind is Shares:
+        elif kind is ShmPlace:
             if self.network.share_memory:
-                self._lending.on_shares(channel, header)
-        elif kind is GiveBacks:
-            self._lending.on_give_backs(channel, header)
+                self._shm.on_place(channel, header)
+        elif kind is SlotReleases:
+            self._shm.on_releases(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
             self._took(channel, payload)
@@ -122,7 +122,7 @@ class Reception:
         elif kind is Concurrency:
             self._calls.on_room(link, header)
         else:
-            self._lanes.on_message(channel, header, payload)
+            self._bulk.on_message(channel, header, payload)
 
     def _took(self, channel: Channel, answer: Frames) -> None:
         if count := channel.backlog.took(answer):
@@ -148,13 +148,13 @@ class Reception:
 
     def _on_admitted(self, channel: Channel, link: Link) -> None:
         called = link.peer if self._calls.channel_of(link) is not None else None
-        if self._lanes.admitted(channel, called=called, here=link.here or self.endpoint):
+        if self._bulk.admitted(channel, called=called, here=link.here or self.endpoint):
             return
         self._calls.on_admitted(link)
         if self.network.share_memory:
-            self._lending.announce(channel)
+            self._shm.announce(channel)
 
-    # For lanes.
+    # For bulk channels.
 
     def deliver(self, channel: Channel, header: Header, payload: Frames) -> None:
         """Handle a message whose payload took another way."""
@@ -163,14 +163,14 @@ class Reception:
     def order_of(self, call: Call) -> Hashable | None:
         return self._dispatcher.order_of(call)
 
-    def connect_lane(self, endpoint: str, name: str) -> Channel:
+    def connect_bulk(self, endpoint: str, name: str) -> Channel:
         link = self._plain().connect(endpoint) if endpoint.startswith("plain://") else self._connect(endpoint)
         channel = self._incoming[link] = Channel(link, self.post)
         self._authenticator.begin(channel, endpoint, name)
-        clock.Timer(self._loop, CONNECT_TIMEOUT_S, self._lane_not_opened, channel, endpoint)
+        clock.Timer(self._loop, CONNECT_TIMEOUT_S, self._bulk_not_opened, channel, endpoint)
         return channel
 
-    def _lane_not_opened(self, channel: Channel, endpoint: str) -> None:
+    def _bulk_not_opened(self, channel: Channel, endpoint: str) -> None:
         if not channel.authenticated and self._incoming.get(channel.link) is channel:
             self.end(channel, f"nobody answered at {endpoint} within {CONNECT_TIMEOUT_S:.0f} s")
 
@@ -210,10 +210,10 @@ class Reception:
         channel = self._incoming.pop(link, None)
         for each in (called, channel):
             if each is not None:
-                self._lending.lost(each)
+                self._shm.lost(each)
         if channel is not None:
             self._dispatcher.on_lost(channel)
         self._calls.on_lost(link, reason)
         for each in (called, channel):
             if each is not None:
-                self._lanes.lost(each)
+                self._bulk.lost(each)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlmesh.memory.attach import Attachments, writable
-from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn
+from rlmesh.memory.layout import DIRECTORY, Descriptor, SlotRelease
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.weights.channels.base import BucketTransfer, ChannelBroken, ChannelReceiver, ChannelSender, RouteSettings
 from rlmesh.weights.planning.buckets import Bucket
@@ -75,7 +75,7 @@ class ShmOutlet(ChannelSender):
         settings = self._settings
         filler = _BucketFiller(bucket, tensors, settings.verify, self._crew)
         frame = self._written(filler, bucket.index, self._clock() + settings.timeout_s)
-        lent = {sink: self.pool.lend(frame, sink) for sink in settings.sinks}
+        lent = {sink: self.pool.add_ref(frame, sink) for sink in settings.sinks}
         return BucketTransfer(bucket, filler.checksums, lent)
 
     def _written(self, filler: _BucketFiller, bucket: int, deadline: float) -> memoryview:
@@ -101,7 +101,7 @@ class ShmOutlet(ChannelSender):
 
     def taken(self, parcel: BucketTransfer) -> None:
         for sink, lent in parcel.data.items():
-            self.pool.give_back([LoanReturn(lent.segment, lent.slot, lent.generation, 1)], sink)
+            self.pool.release([SlotRelease(lent.segment, lent.slot, lent.generation, 1)], sink)
         parcel.data = {}
 
     def abandon(self) -> None:
