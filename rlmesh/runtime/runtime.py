@@ -18,7 +18,7 @@ from rlmesh.runtime.argument_types import require
 from rlmesh.runtime.calling.busy_poll import BusyPoll
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.outbound import Submission
-from rlmesh.runtime.connections.address_book import AddressBook
+from rlmesh.runtime.connections.address_book import AddressBook, MemberExit
 from rlmesh.runtime.connections.bulk_channels import BulkChannels
 from rlmesh.runtime.connections.channel import Channel, turn_loops
 from rlmesh.runtime.connections.handshake import Authenticator
@@ -41,7 +41,6 @@ from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey, blocked_ca
 from rlmesh.runtime.transport.base import Link, Transport, local_address
 
 if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
     from rlmesh.runtime.calling.peer_table import JobEnd
     from rlmesh.runtime.connections.joining import Joining
 
@@ -420,7 +419,7 @@ class Runtime(Submission, Reception):
     def set_address_book(self, book: AddressBook) -> None:
         self._on_loop(self._calls.set_book, book.seen_from(self._node_rank))
 
-    def member_lost(self, info: ExitInfo) -> None:
+    def member_lost(self, info: MemberExit) -> None:
         """Tell the caller's side that a member's process ended: its calls fail now, later ones at once."""
         self._on_loop(self._calls.member_lost, info)
 

@@ -103,7 +103,7 @@ def test_two_receivers_in_one_process_do_not_see_each_others_changes(
     views.append(attachments.borrow(fourth, "L"))  # the first one's changes are still in the cached mapping
     assert views[-1] == b"a" * SIZE
     views.clear()
-    assert [g.loans for g in settle(pool, attachments)["L"]] == [4]
+    assert [g.refs for g in settle(pool, attachments)["L"]] == [4]
     del frame
     assert pool.stats().slots == 0
 
@@ -166,7 +166,7 @@ def test_a_lost_peer_ends_its_loans_and_is_owed_nothing(pool: SegmentPool, attac
 def test_a_slot_that_holds_something_else_is_gone(pool: SegmentPool, attachments: Attachments) -> None:
     descriptor = send(pool, b"a" * SIZE)
     pool.receiver_lost("R")
-    with pytest.raises(SlotGone, match="lender has ended"):
+    with pytest.raises(SlotGone, match="sender has ended"):
         attachments.borrow(descriptor, "L")
     again = send(pool, b"b" * SIZE)
     assert again.slot == descriptor.slot

@@ -314,4 +314,4 @@ def test_a_message_that_cannot_be_opened_is_given_back_whole(exchange: MemoryExc
         exchange.borrow([first, second._replace(generation=1 << 40), second], "one")
     ended = exchange.take_releases()["one"]
     assert sorted(g.slot for g in ended) == sorted([first.slot, second.slot, second.slot])
-    assert [g.loans for g in ended] == [1, 1, 1]
+    assert [g.refs for g in ended] == [1, 1, 1]

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlmesh.errors import (
     CallCancelled,
@@ -30,7 +30,7 @@ from rlmesh.runtime.calling.call_stats import CallRecorder, message_bytes
 from rlmesh.runtime.calling.future_arguments import KeptResult
 from rlmesh.runtime.calling.generations import CohortCalls, first_parts
 from rlmesh.runtime.calling.pending import Peer, PendingCall, how_it_ended
-from rlmesh.runtime.connections.address_book import AddressBook, member_name, split_name
+from rlmesh.runtime.connections.address_book import AddressBook, MemberExit, member_name, split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.process import clock
@@ -41,9 +41,6 @@ from rlmesh.runtime.transport.base import Link
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Item, Keep, Release, Reply, StoredReply
 from rlmesh.wire.passed import WHOLE, RemoteRef
-
-if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
 
 logger = logging.getLogger(__name__)
 
@@ -398,7 +395,7 @@ class Calls(CohortCalls):
         self._drop(peer, lambda call: call.lost(reason, peer.begun()))
         self._route_again(list(self._parked.values()))
 
-    def member_lost(self, info: ExitInfo) -> None:
+    def member_lost(self, info: MemberExit) -> None:
         """The agent's word on the end of a member's process: its calls end now, later ones at once."""
         name = member_name(info.role, info.rank)
         with self._lock:

@@ -6,17 +6,14 @@ import itertools
 import os
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rlmesh.runtime.calling.load_balance import Load, least_busy
 from rlmesh.runtime.calling.peer_status import Waiting, lives, process_state, state_letter
 from rlmesh.runtime.calling.pending import Peer, PendingCall, how_it_ended
-from rlmesh.runtime.connections.address_book import AddressBook, split_name
+from rlmesh.runtime.connections.address_book import AddressBook, MemberExit, split_name
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.activity_board import board_path, does_not_answer, look_at
-
-if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
 
 
 class JobEnd(NamedTuple):
@@ -40,7 +37,7 @@ class Knowledge:
         self._orphans: dict[str, Peer] = {}
         self._lost: dict[str, str] = {}
         """Endpoints whose connection was lost, and why."""
-        self._dead: dict[tuple[str, int], ExitInfo] = {}
+        self._dead: dict[tuple[str, int], MemberExit] = {}
         """Members, by name and incarnation, of whose end an agent told."""
         self._turns = itertools.count()
         self.active_at = clock.now()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import CallError, CallTimeout, Executed, PeerLost
 from rlmesh.runtime.calling.call_stats import CallGroup
-from rlmesh.runtime.connections.address_book import split_name
+from rlmesh.runtime.connections.address_book import MemberExit, split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.process import clock
@@ -19,7 +19,6 @@ from rlmesh.runtime.process.deadlines import DeadlineEntry
 from rlmesh.wire.envelope import ANY_INCARNATION, Flag, Frames
 
 if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
     from rlmesh.runtime.calling.calls import Calls
     from rlmesh.runtime.calling.future_arguments import KeptResult, PassedArguments
     from rlmesh.runtime.calling.generations import Cohort
@@ -201,7 +200,7 @@ class Peer:
         return len(self.pending) + len(self.waiting), self.queued_ns
 
 
-def how_it_ended(info: ExitInfo) -> str:
+def how_it_ended(info: MemberExit) -> str:
     """How a member ended, in one line, with its last words below."""
     where = f" on {info.hostname}" if info.hostname else ""
     text = f"{info.role} rank {info.rank} (pid {info.pid}{where}) {info.describe()}"

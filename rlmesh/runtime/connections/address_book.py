@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Protocol
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.axes import Axes
@@ -31,6 +32,34 @@ class MemberAddress:
     @property
     def name(self) -> str:
         return member_name(self.role, self.rank)
+
+
+class MemberExit(Protocol):
+    """The end of a member's process, as its agent reports it.
+
+    Attributes:
+        served: calls may have begun in the process.
+        last_log_lines: the last lines of the member's log.
+    """
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def hostname(self) -> str: ...
+    @property
+    def served(self) -> bool: ...
+    @property
+    def last_log_lines(self) -> tuple[str, ...]: ...
+
+    def describe(self) -> str:
+        """The way the process ended, such as ``exited with code 3``."""
+        ...
 
 
 @dataclass(frozen=True)

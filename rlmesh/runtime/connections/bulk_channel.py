@@ -18,7 +18,7 @@ from rlmesh.errors import MalformedFrame, PayloadTooLarge
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.transport.base import PACKET_LIMIT_BYTES
-from rlmesh.runtime.transport.receive_buffers import room
+from rlmesh.runtime.transport.receive_buffers import allocate
 from rlmesh.wire.envelope import (
     Buffer,
     Bulk,
@@ -145,7 +145,7 @@ class _Assembly:
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         try:
-            self.frames: Frames = [room(size) for size in sizes]
+            self.frames: Frames = [allocate(size) for size in sizes]
         except MemoryError:
             raise PayloadTooLarge(f"this process has no memory for a payload of {sum(sizes):,} bytes") from None
         self._views = [memoryview(frame) for frame in self.frames]

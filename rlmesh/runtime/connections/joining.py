@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import CallError, CallTimeout, PeerLost
 from rlmesh.runtime.argument_types import refuse_inside_loop
 from rlmesh.runtime.calling.peer_table import JobEnd
-from rlmesh.runtime.connections.address_book import AddressBook
+from rlmesh.runtime.connections.address_book import AddressBook, MemberExit
 from rlmesh.runtime.process import clock
 
 if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
     from rlmesh.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class MembershipUpdate:
     job_name: str
     call_timeout_s: float
     book: AddressBook
-    exits: tuple[ExitInfo, ...]
+    exits: tuple[MemberExit, ...]
     exits_seen: int
     ends: str = ""
 

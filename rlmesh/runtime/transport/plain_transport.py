@@ -1,6 +1,6 @@
-"""TCP without encryption, for large payloads on a network that its operator calls private.
+"""TCP without encryption, for large payloads on a network that its operator declares private.
 
-It is several times faster than ZeroMQ under CURVE. Who connects still has to show the job's key.
+It is several times faster than ZeroMQ under CURVE. Peers still have to prove the job's key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PlainTransport(StreamTransport):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock, sock.connect_ex((host, port))
 
-    def _who(self, accepted: socket.socket) -> str | None:
+    def _peer_of(self, accepted: socket.socket) -> str | None:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return str(accepted.getpeername()[0])
 
