@@ -29,8 +29,7 @@ from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.default_runtime import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.process import clock, forked
-from rlmesh.runtime.process.at_exit import with_threads
-from rlmesh.runtime.process.loops import LoopThread, Posts
+from rlmesh.runtime.process.loops import LoopThread, Posts, with_threads
 from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, own_run_queue_since_last_ns, thread_ids_named
 from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.serving.activity_board import Board
@@ -274,7 +273,7 @@ class Runtime(Submission, Reception):
 
     def _close_on_loop(self) -> None:
         self._posts.run()
-        self._dispatcher.kept.close()
+        self._dispatcher.results.close()
         for channel in self._incoming.values():
             channel.flush()
         self._calls.close()

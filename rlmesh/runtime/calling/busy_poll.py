@@ -103,7 +103,7 @@ class BusyPoll:
             assert isinstance(reply, Reply)
             channel = call.peer.channel
             call.table.on_reply(link, reply, frames)
-            if count := channel.backlog.took(frames):
+            if count := channel.backlog.on_received(frames):
                 channel.send(TakenReplies(count), [])
 
 

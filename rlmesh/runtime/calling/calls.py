@@ -36,7 +36,7 @@ from rlmesh.runtime.future import Future, reject, resolve
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.deadlines import DeadlineEntry, Deadlines
 from rlmesh.runtime.process.scheduling_delay import RunQueueMeter
-from rlmesh.runtime.serving.dependency_queue import HeldCalls
+from rlmesh.runtime.serving.dependency_queue import DependencyQueue
 from rlmesh.runtime.transport.base import Link
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import ANY_INCARNATION, Call, Cancel, Flag, Frames, Item, Keep, Release, Reply, StoredReply
@@ -67,7 +67,7 @@ class Calls(CohortCalls):
         self._by_link: dict[Link, Peer] = {}
         self._parked: dict[int, PendingCall] = {}
         self._detours = 0
-        self._held = HeldCalls(post, self._arguments_are_there, self._arguments_of_all_are_there)
+        self._held = DependencyQueue(post, self._arguments_are_there, self._arguments_of_all_are_there)
         self.busy_poll: BusyPoll | None = None
         self.fetch: Callable[[RemoteRef, float | None], Future[Any]]
         """Set by the runtime: gets a result from its producer."""

@@ -40,7 +40,7 @@ from rlmesh.wire.envelope import Cancel, Concurrency
 
 if TYPE_CHECKING:
     from rlmesh.runtime.process.deadlines import Deadlines
-    from rlmesh.runtime.serving.dependency_queue import HeldCalls
+    from rlmesh.runtime.serving.dependency_queue import DependencyQueue
 
 __all__ = ["Cohort", "CohortCalls", "first_parts"]
 
@@ -92,7 +92,7 @@ class CohortCalls(Knowledge):
     _closing: bool
     _parked: dict[int, PendingCall]
     _deadlines: Deadlines
-    _held: HeldCalls
+    _held: DependencyQueue
     _post: Callable[..., None]
     _loop: asyncio.AbstractEventLoop
     _by_link: dict[Link, Peer]

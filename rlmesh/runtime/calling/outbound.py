@@ -22,7 +22,6 @@ from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.call_context import CallContext, served_call
 from rlmesh.runtime.serving.result_store import FETCH
-from rlmesh.runtime.serving.served_calls import is_shown, serving_of
 from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
@@ -128,7 +127,7 @@ class Submission(GroupSubmission):
     def fetch(self, elsewhere: RemoteRef, timeout_s: float | None) -> Future[Any]:
         """A result that a process keeps; on behalf of no particular call."""
         if elsewhere.endpoint in (self.endpoint, self.public_endpoint):
-            return self._dispatcher.kept.fetch_here(elsewhere, self.capture)
+            return self._dispatcher.results.fetch_here(elsewhere, self.capture)
         # The caller, perhaps on another node, named the producer by the address that it uses itself.
         member = self._calls.book.find_name(elsewhere.name) if self._calls.book is not None else None
         if member is not None and member.endpoint and member.incarnation == elsewhere.incarnation:
@@ -243,12 +242,12 @@ class Submission(GroupSubmission):
     def serving(self) -> tuple[Serving, ...]:
         """What this process was asked and has not ended, whether somebody waits for it or not."""
         now_ns = time.perf_counter_ns()
-        return tuple(serving_of(incoming, now_ns) for incoming in self._dispatcher.calls() if is_shown(incoming))
+        return tuple(incoming.status(now_ns) for incoming in self._dispatcher.calls() if incoming.is_shown)
 
     def running_on(self, for_s: float) -> tuple[Serving, ...]:
         """What has been running here for so many seconds although its call was cancelled or timed out."""
         now_ns = time.perf_counter_ns()
-        calls = (serving_of(incoming, now_ns) for incoming in self._dispatcher.unawaited() if incoming.cancelled)
+        calls = (incoming.status(now_ns) for incoming in self._dispatcher.unawaited() if incoming.cancelled)
         return tuple(call for call in calls if call.runs and call.since_s >= for_s)
 
     def read_last_lines(self, read: Callable[[str, int], str]) -> None:

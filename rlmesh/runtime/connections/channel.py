@@ -20,7 +20,7 @@ _PACKET_MESSAGES = 1024
 _FULL_TURN_MESSAGES = 64
 """A turn that has made this many messages sends them, so that the peer begins while the turn makes more."""
 
-NORMAL_ROOM = 512
+NORMAL_CALLS = 512
 """A method that runs more calls at once than this announces its number, and gets a wider window for it."""
 
 turn_loops: dict[int, asyncio.AbstractEventLoop] = {}
@@ -42,8 +42,8 @@ class Channel:
     """
 
     __slots__ = (
-        "_lock", "_outbox", "_post", "_scheduled", "authenticated", "backlog", "bulk_receiver", "divert",
-        "handshake", "link", "make_ref", "peer_name", "room", "unseal",
+        "_lock", "_outbox", "_post", "_scheduled", "announced_calls", "authenticated", "backlog", "bulk_receiver",
+        "divert", "handshake", "link", "make_ref", "peer_name", "unseal",
     )  # fmt: skip
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
@@ -60,7 +60,7 @@ class Channel:
         """Checks a packet and returns its frames; set for a connection that carries bulk payloads only."""
         self.backlog = Backlog()
         self.peer_name = link.peer
-        self.room = NORMAL_ROOM
+        self.announced_calls = NORMAL_CALLS
         """The number of calls of one method that may be on their way here, as last announced to the peer."""
         self._post = post
         self._outbox: deque[Message] = deque()

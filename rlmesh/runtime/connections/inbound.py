@@ -78,7 +78,7 @@ class Reception:
                 for header, payload in unpack(channel.unseal(frames)):
                     self._bulk.on_carried(channel, header, payload)
                 return
-            self._dispatcher.hold()
+            self._dispatcher.defer_starts()
             for header, payload in unpack(frames, partial(self._shm.open_refs, channel=channel)):
                 if channel.bulk_receiver is not None and channel.bulk_receiver.holds(header, payload):
                     continue
@@ -89,7 +89,7 @@ class Reception:
             # One message must never stop the transport from reading the next ones.
             logger.exception("%s failed on a packet from %s", self.name, channel.peer_name)
         finally:
-            self._dispatcher.let_go()
+            self._dispatcher.start_deferred()
 
     def _on_message(self, channel: Channel, link: Link, header: Any, payload: Frames, run_queue_ns: int) -> None:
         kind = type(header)
@@ -109,7 +109,7 @@ class Reception:
             self._calls.on_item(link, header, payload)
             self._took(channel, payload)
         elif kind is TakenReplies:
-            for incoming in channel.backlog.told(header.total):
+            for incoming in channel.backlog.on_taken(header.total):
                 self._dispatcher.start(incoming)
         elif kind is Credit:
             self._dispatcher.on_credit(channel, header)
@@ -118,14 +118,14 @@ class Reception:
         elif kind is StoredReply:
             self._calls.on_kept(link, header)
         elif kind is Release:
-            self._dispatcher.kept.release(link, header.token)
+            self._dispatcher.results.release(link, header.token)
         elif kind is Concurrency:
             self._calls.on_room(link, header)
         else:
             self._bulk.on_message(channel, header, payload)
 
     def _took(self, channel: Channel, answer: Frames) -> None:
-        if count := channel.backlog.took(answer):
+        if count := channel.backlog.on_received(answer):
             channel.send(TakenReplies(count), [])
 
     def watch_backlog(self, channel: Channel) -> None:

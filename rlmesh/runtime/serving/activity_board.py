@@ -1,8 +1,8 @@
-"""What a process does, for those who look from outside when it cannot answer.
+"""The activity board: a page that shows other processes what a member does when it cannot answer.
 
-A member that holds the interpreter's lock in C, or that is stopped, answers nobody. So it writes into a page of shared
-memory, a file in the job's private folder, which method began last and when, and once a second that its network loop
-runs. To note a call costs two stores. Times are those of the clock that all processes of a machine share.
+A member that holds the interpreter's lock in C, or that is stopped, does not answer. So it writes to a page of shared
+memory, a file in the job's private folder: which method began last and when, and once a second that its network loop
+runs. Recording a call takes two stores. Times are of the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 __all__ = ["ASYNC", "DEF", "Activity", "Board", "board_path", "does_not_answer", "link_board", "look_at"]
 
 BEAT, PID, DEF, ASYNC = 0, 1, 2, 4
-"""Words of the page: when the loop ran last, whose page it is; of the last ``def`` and the last ``async def`` method
-that began, when that was, followed by the method's number (0: none runs)."""
+"""Indexes of the page's words: the time of the loop's last beat, the process id; for the last ``def`` and the last
+``async def`` method the time when it began, followed by its number (0: none runs)."""
 LATE_S = 2.5
-"""The loop says once a second that it runs."""
+"""Age of the last beat from which a process counts as silent; the loop beats once a second."""
 _SIZE, _NAMES_AT, _NAME_BYTES = 4096, 256, 64
 _STOPPED = "Tt"
 
 
 class Board:
-    """The page of this process.
+    """The activity page of this process.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the page cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,11 +48,14 @@ class Board:
         os.replace(draft, path)
 
     def beat(self) -> None:
-        """The loop runs."""
+        """Record that the loop runs."""
         self.words[BEAT] = time.perf_counter_ns()
 
     def number_of(self, name: str) -> int:
-        """Of a method, which is written down the first time. Names that have no room share the last number."""
+        """The number of a method, whose name is written to the page the first time.
+
+        When the page is full, further names share the last number.
+        """
         with self._lock:
             number = self._names.get(name)
             if number is None:
@@ -66,13 +69,13 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a page said.
+    """The content of an activity page.
 
     Attributes:
-        pid: whose it is.
-        silent_s: since its loop ran last.
-        method: that began last and has not ended; empty if none is known.
-        since_s: since then.
+        pid: the process of the page.
+        silent_s: seconds since its loop's last beat.
+        method: the running method that began first; empty if no method is known to run.
+        since_s: seconds since the method began.
     """
 
     pid: int
@@ -82,12 +85,12 @@ class Activity:
 
 
 def board_path(socket_dir: str | Path, name: str) -> Path:
-    """Where the page of a member is, by its name."""
+    """The path of a member's page."""
     return Path(socket_dir) / f"doing-{name.replace(':', '-')}"
 
 
 def link_board(socket_dir: str, owner: str, name: str) -> None:
-    """A member that lives in another one's process has the same page."""
+    """Give a member that lives in another member's process the same page."""
     path = board_path(socket_dir, name)
     try:
         path.unlink(missing_ok=True)
@@ -121,11 +124,12 @@ def look_at(path: Path) -> Activity | None:
 
 
 def does_not_answer(state: str, pid: int, seen: Activity | None) -> str:
-    """Why a process does not answer, for people; empty if it does, or if nothing is known.
+    """The reason, for people, why a process does not answer; empty if it answers, or if nothing is known.
 
     Args:
-        state: the letter that the kernel gives for it.
-        pid: of the process that is meant.
+        state: the kernel's letter of the process's state.
+        pid: the process.
+        seen: the content of its page; ignored if the page belongs to another process.
     """
     known = seen if seen is not None and seen.pid == pid else None
     if state in tuple(_STOPPED):

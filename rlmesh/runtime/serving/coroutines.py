@@ -1,4 +1,4 @@
-"""Coroutines of served methods: one that a member's thread waits for, and cancelling one from the runtime's loop."""
+"""Coroutines of served methods: waiting for one on a member's thread, and cancelling one from the runtime's loop."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlmesh.runtime.serving.incoming import IncomingCall
 
-_LOOK_S = 1.0
-"""So often a thread that waits for a coroutine looks whether the process is ending."""
+_CHECK_S = 1.0
+"""Interval at which a thread that waits for a coroutine checks whether the process is ending."""
 
 
 def await_elsewhere(
     incoming: IncomingCall, value: Awaitable[Any], post: Callable[..., Any], ending: Callable[[], bool], *,
     closing: bool = False,
 ) -> Any:  # fmt: skip
-    """The result of a coroutine that a method gave which seemed to be a plain one. The member's thread waits, so that
-    the method has its place, and its slot, until it is over.
+    """The result of a coroutine that a method returned which seemed to be a plain function.
+
+    The member's thread waits, so that the method keeps its place and its slot until the coroutine has ended.
 
     Args:
-        incoming: its call.
+        incoming: the call of the method.
         post: runs a function on the loop where the coroutine runs.
-        ending: whether the process ends.
-        closing: run it also if the call was cancelled.
+        ending: returns True if the process is ending.
+        closing: run the coroutine even if the call was cancelled.
     """
     done: Future[Any] = Future()
     context = copy_context()
@@ -44,7 +45,7 @@ def await_elsewhere(
     post(begin)
     while True:
         try:
-            return done.result(_LOOK_S)
+            return done.result(_CHECK_S)
         except TimeoutError:
             if done.done():
                 raise
@@ -61,12 +62,15 @@ def _hand_over(done: Future[Any], value: Awaitable[Any], task: asyncio.Task[Any]
         done.set_result(task.result())
         return
     if asyncio.iscoroutine(value):
-        value.close()  # It may not have begun.
+        value.close()  # The coroutine may not have begun.
     done.set_exception(asyncio.CancelledError() if task.cancelled() else error)
 
 
 def cancel_task(incoming: IncomingCall) -> None:
-    """On the task's loop. A task that was cancelled before its first step would never run the lines that give its
-    place back; it looks for itself whether it was cancelled."""
+    """Cancel a call's task if it has begun. Runs on the task's loop.
+
+    A task that is cancelled before its first step would never free its place; such a task checks by itself whether its
+    call was cancelled.
+    """
     if incoming.started_ns and incoming.task is not None and not incoming.context.over:
         incoming.task.cancel()
