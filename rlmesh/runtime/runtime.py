@@ -152,7 +152,7 @@ class Runtime(Submission, Reception):
         cls, address: str, key_file: str | Path | None = None, *, key: bytes | None = None, name: str = "service",
         socket_dir: str | Path | None = None, bind: bool | str = False, network: NetworkOptions | None = None,
         timeout_s: float = 10.0,
-    ) -> Joining:  # fmt: skip
+    ) -> Joining[Runtime]:  # fmt: skip
         """Join a running job from a service of your own: on the running loop, as `open` does, or, in a program without
         one, with a loop on a thread, as `start` does::
 
@@ -181,7 +181,7 @@ class Runtime(Submission, Reception):
         from rlmesh.runtime.connections.joining import Joining
 
         make = {"name": name, "socket_dir": socket_dir, "bind": bind, "network": network}
-        return Joining(cls, address, lambda: key or find_key(key_file), timeout_s, make)
+        return Joining(cls.open, cls.start, address, lambda: key or find_key(key_file), timeout_s, make)
 
     @classmethod
     def _make(

@@ -127,7 +127,12 @@ class Submission(GroupSubmission):
     def fetch(self, elsewhere: RemoteRef, timeout_s: float | None) -> Future[Any]:
         """A result that a process keeps; on behalf of no particular call."""
         if elsewhere.endpoint in (self.endpoint, self.public_endpoint):
-            return self._dispatcher.results.fetch_here(elsewhere, self.capture)
+            future: Future[Any] = Future()
+            try:
+                future.end(self._dispatcher.results.value(elsewhere, self.capture), None)
+            except Exception as error:
+                future.end(None, error)
+            return future
         # The caller, perhaps on another node, named the producer by the address that it uses itself.
         member = self._calls.book.find_name(elsewhere.name) if self._calls.book is not None else None
         if member is not None and member.endpoint and member.incarnation == elsewhere.incarnation:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rlmesh.errors import CallError
 from rlmesh.runtime.batch_results import what_is_wrong
@@ -14,9 +14,6 @@ from rlmesh.runtime.process import clock
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
 from rlmesh.wire.passed import WHOLE, ItemRange, RemoteRef
-
-if TYPE_CHECKING:
-    from rlmesh.runtime.future import Future
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +87,11 @@ class ResultStore:
             return stored.frames
         return codec.encode(items_of(codec.decode(stored.frames), part, stored.what), capture)
 
-    def fetch_here(self, ref: RemoteRef, capture: codec.Capture | None) -> Future[Any]:
-        """The value of a result that this process stores itself."""
-        from rlmesh.runtime.future import Future
-
-        future: Future[Any] = Future()
-        try:
-            frames = self.fetch(ref.token, ref.part, capture)
-            # The buffers are copied, since the receiver may write to them and the stored result must not change.
-            future.end(codec.decode([frames[0], *map(bytearray, frames[1:])]), None)
-        except Exception as error:
-            future.end(None, error)
-        return future
+    def value(self, ref: RemoteRef, capture: codec.Capture | None) -> Any:
+        """The value of a result that this process stores itself. Raises like `fetch`."""
+        frames = self.fetch(ref.token, ref.part, capture)
+        # The buffers are copied, since the receiver may write to them and the stored result must not change.
+        return codec.decode([frames[0], *map(bytearray, frames[1:])])
 
     def close(self) -> None:
         self._closed = True

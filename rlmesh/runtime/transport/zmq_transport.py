@@ -8,7 +8,8 @@ is lost.
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,11 @@ from rlmesh.runtime.transport.base import (
     UNAUTHENTICATED_LIMIT_BYTES,
     Link,
     PacketReceiver,
-    Rejection,
     prepare_socket_path,
 )
-from rlmesh.runtime.transport.descriptors import check_room_for_sockets
 from rlmesh.runtime.transport.half_open import TIMEOUT_S
 from rlmesh.runtime.transport.zmq_listener import ListenerWatch
 from rlmesh.wire.envelope import Frames
-
-logger = logging.getLogger(__name__)
 
 _DRAIN_LIMIT = 512
 """The most packets received in one turn, before other work of the loop gets its turn."""
@@ -41,6 +38,8 @@ _SMALL_FRAME_BYTES = 65536
 _TOO_LARGE = f"a packet above {UNAUTHENTICATED_LIMIT_BYTES} bytes came before the handshake was over"
 _REFUSALS = 3
 """Failed handshakes in a row after which the peer is rejected; a listener that is just ending causes fewer."""
+_SPARE_DESCRIPTORS = 64
+"""Descriptors that must stay free: a socket takes a few, and its connections come later."""
 _DEALER_EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -191,7 +190,7 @@ class ZmqTransport:
             prepare_socket_path(address.removeprefix("ipc://"))
         router = self.new_socket(zmq.ROUTER, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._watch = ListenerWatch(router, self._loop, self._on_refused, self._on_left)
+        self._watch = ListenerWatch(router, self._loop, self.receiver.on_refused, self._on_left)
         try:
             router.bind(address)
         except zmq.ZMQError as error:
@@ -242,7 +241,7 @@ class ZmqTransport:
     # For the links of this module.
 
     def new_socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        check_room_for_sockets(address)
+        _check_descriptors(address)
         socket = self._context.socket(kind)
         # The runtime applies back-pressure (windows per peer), so ZeroMQ must never drop or block.
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -314,9 +313,6 @@ class ZmqTransport:
         if self._drop(link):
             self.receiver.on_lost(link, "the connection was closed by the peer")
 
-    def _on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
-        self.receiver.on_refused(peer, reason, detail)
-
     def _on_left(self, descriptor: int) -> None:
         link = self._by_descriptor.get(descriptor)
         if link is None:
@@ -363,6 +359,23 @@ class ZmqTransport:
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.FD))
+
+
+def _check_descriptors(address: str) -> None:
+    """Check for free descriptors before a socket is made: without one, an assertion in libzmq ends the process.
+
+    Raises:
+        UsageError: this process has too few descriptors left for a socket to ``address``.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    used = len(os.listdir("/proc/self/fd"))
+    if used + _SPARE_DESCRIPTORS > limit:
+        raise UsageError(
+            f"process {os.getpid()} has {used} of {limit} file descriptors open, too few are left for a ZeroMQ socket "
+            f"({address}), which would end the process: raise the limit (`ulimit -n`, LimitNOFILE=) or close files"
+        )
 
 
 def _send(socket: zmq.Socket[bytes], frames: Frames) -> None:
