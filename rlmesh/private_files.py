@@ -36,8 +36,6 @@ FOLDER, FILE = 0o700, 0o600
 SHARED_FOLDER, SHARED_FILE = 0o2750, 0o640
 OTHERS_WRITE = 0o022
 """Mode bits by which users besides the owner can replace files."""
-STALE_DRAFT_S = 3600.0
-"""Age from which a draft counts as left over by a process that was killed while it wrote."""
 
 
 class UnsafeFile(PermissionError):

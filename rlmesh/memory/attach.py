@@ -28,7 +28,6 @@ import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
 
 from rlmesh.errors import MalformedFrame, SlotGone
 from rlmesh.memory.borrowed import Attached, Borrowed, BorrowedRange, writable
@@ -327,21 +326,6 @@ class Attachments:
             for table in (self._reachable, self._ended, self._to_release):
                 table.clear()
             self._pages.close()
-
-    def borrowed(self) -> list[dict[str, Any]]:
-        """The slots that this process holds, for people: segment, slot, bytes, views, references of receivers."""
-        with self._lock:
-            return [
-                {
-                    "segment": segment.name,
-                    "slot": slot.index,
-                    "nbytes": slot.nbytes,
-                    "views": slot.parts,
-                    "refs": sum(slot.refs.values()),
-                }
-                for segment in self._segments.values()
-                for slot in segment.slots.values()
-            ]
 
 
 _attachments: weakref.WeakSet[Attachments] = weakref.WeakSet()

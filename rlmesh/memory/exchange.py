@@ -176,7 +176,7 @@ class MemoryExchange:
 
     def take_releases(self) -> dict[Hashable, list[SlotRelease]]:
         """The releases to send, by peer. Call it when ``wake`` was called, from one thread at a time."""
-        self.pool.look()
+        self.pool.settle()
         ended = self.attachments.collect()
         with self._releases_lock:
             releases, self._releases = self._releases, {}

@@ -99,7 +99,7 @@ class SegmentPool:
         clock: seconds; decides which segments are idle.
         reclaim: called before the pool grows; may make frames end.
         may_wait: returns True if the calling thread may wait until a slot is released.
-        wake: called from any thread, at any moment, when `look` should be called soon: a frame has ended whose slot
+        wake: called from any thread, at any moment, when `settle` should be called soon: a frame has ended whose slot
             keeps an object alive.
         room: returns the budget left in the directory and in memory.
 
@@ -182,30 +182,30 @@ class SegmentPool:
             if slot.keeps is not None:
                 self._wake()
 
-    def look(self) -> None:
+    def settle(self) -> None:
         """Settle slots whose frames have ended."""
         if self._ended:
             with self._lock:
-                self._look_at_ended()
+                self._settle_ended()
 
     def _make_slot(self, nbytes: int, frames: int) -> _Slot:
         if self._pid != os.getpid():
             raise PoolExhausted("the pool belongs to the parent of this forked process")
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             slot = self._place(nbytes, frames) or (self._retry_lingering() and self._place(nbytes, frames))
         if slot:
             return slot
         self._reclaim()
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             slot = self._place(nbytes, frames) or self._place_soon(nbytes, frames)
         if slot:
             return slot
         # The loop's thread takes the lock too, and reserving and freeing pages takes long (half a second per GiB).
         with self._growth:
             with self._lock:
-                self._look_at_ended()
+                self._settle_ended()
                 slot = self._place(nbytes, frames)
             if slot:
                 return slot
@@ -315,7 +315,7 @@ class SegmentPool:
     def has_idle(self, idle_s: float) -> bool:
         """True if `trim` would free memory."""
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             before = self._clock() - idle_s
             return any(s.space.is_empty and s.idle_since <= before for s in self._segments.values()) or bool(
                 self._lingering
@@ -329,7 +329,7 @@ class SegmentPool:
         if self._closed or self._pid != os.getpid():
             return 0
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             self._retry_lingering()
         return self._remove_idle(self._clock() - idle_s)
 
@@ -349,7 +349,7 @@ class SegmentPool:
     def release(self, ended: Iterable[SlotRelease], receiver: Hashable) -> None:
         """End references of a receiver; references that it does not have (late or repeated messages) are ignored."""
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             for segment, index, generation, count in ended:
                 slot = self._slots.get((segment, index))
                 if slot is None or slot.generation != generation or receiver not in slot.refs:
@@ -362,7 +362,7 @@ class SegmentPool:
     def receiver_lost(self, receiver: Hashable) -> int:
         """End all references of a receiver that died or cannot be reached, and return the number of its slots."""
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             had = [slot for slot in self._slots.values() if slot.refs.pop(receiver, 0)]
             for slot in had:
                 self._settle(slot)
@@ -370,7 +370,7 @@ class SegmentPool:
 
     # Slots.
 
-    def _look_at_ended(self) -> None:
+    def _settle_ended(self) -> None:
         while self._ended:
             slot = self._ended.popleft()
             slot.frames -= 1
@@ -402,7 +402,7 @@ class SegmentPool:
 
     def stats(self) -> PoolStats:
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             used = sum(slot.nbytes for slot in self._slots.values())
             return PoolStats(len(self._segments), self._total(), used, len(self._slots), len(self._lingering))
 
@@ -418,7 +418,7 @@ class SegmentPool:
         with self._lock:
             if self._closed:
                 return
-            self._look_at_ended()
+            self._settle_ended()
             self._closed = True
             _outliving.extend(slot.keeps for slot in self._slots.values() if slot.keeps is not None and slot.refs)
             segments = list(self._segments.values())

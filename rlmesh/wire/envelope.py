@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_origin, get_type_hints
 
 import msgpack
 
@@ -23,26 +23,6 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = list[Buffer]
 
 ANY_INCARNATION = -1
-
-
-class Kind(IntEnum):
-    CALL = 4
-    REPLY = 5
-    CANCEL = 6
-    ITEM = 7
-    CREDIT = 8
-    SHM_PLACE = 9
-    SLOT_RELEASES = 10
-    KEEP = 11
-    STORED_REPLY = 12
-    RELEASE = 13
-    CONCURRENCY = 14
-    TAKEN_REPLIES = 15
-    BULK_OFFER = 20
-    OPEN_BULK = 21
-    DETACHED = 22
-    BULK = 23
-    BULK_PART = 24
 
 
 class Flag(IntEnum):
@@ -216,26 +196,17 @@ Message: TypeAlias = tuple[Header, Frames]
 MakeRef: TypeAlias = Callable[[memoryview], BufferRef | None]
 OpenRefs: TypeAlias = Callable[[list[Buffer | BufferRef]], Frames]
 
-_SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
-    Kind.CALL: (Call, (int, str, int, str, float, int, tuple)),
-    Kind.REPLY: (Reply, (int, bool, int, int, int)),
-    Kind.CANCEL: (Cancel, (int,)),
-    Kind.ITEM: (Item, (int, int)),
-    Kind.CREDIT: (Credit, (int, int)),
-    Kind.KEEP: (Keep, (int,)),
-    Kind.STORED_REPLY: (StoredReply, (int, int, int, int, int, int)),
-    Kind.RELEASE: (Release, (int,)),
-    Kind.CONCURRENCY: (Concurrency, (int,)),
-    Kind.TAKEN_REPLIES: (TakenReplies, (int,)),
-    Kind.SHM_PLACE: (ShmPlace, (str,)),
-    Kind.SLOT_RELEASES: (SlotReleases, (tuple,)),
-    Kind.BULK_OFFER: (BulkOffer, (str, int)),
-    Kind.OPEN_BULK: (OpenBulk, ()),
-    Kind.DETACHED: (Detached, (int, int, tuple)),
-    Kind.BULK: (Bulk, (int, tuple)),
-    Kind.BULK_PART: (BulkPart, (int,)),
+_HEADERS: dict[int, type[Any]] = {
+    4: Call, 5: Reply, 6: Cancel, 7: Item, 8: Credit, 9: ShmPlace, 10: SlotReleases, 11: Keep, 12: StoredReply,
+    13: Release, 14: Concurrency, 15: TakenReplies, 20: BulkOffer, 21: OpenBulk, 22: Detached, 23: Bulk, 24: BulkPart,
+}  # fmt: skip
+"""The headers by their numbers on the wire."""
+_SHAPES = {
+    kind: (cls, tuple(get_origin(hint) or hint for hint in get_type_hints(cls).values()))
+    for kind, cls in _HEADERS.items()
 }
-_KIND_OF = {cls: int(kind) for kind, (cls, _) in _SHAPES.items()}
+"""The classes of the headers and the types of their fields, by their numbers."""
+_KIND_OF = {cls: kind for kind, cls in _HEADERS.items()}
 _REF_TYPES = (int, str, int, int, int, int)
 
 

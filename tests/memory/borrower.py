@@ -17,11 +17,20 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlmesh.memory.attach import writable
+from rlmesh.memory.attach import Attachments, writable
 from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.layout import DIRECTORY, Descriptor, SlotRelease, segment_prefix
 
 ANSWER_WITHIN_S = 30.0
+
+
+def borrowed(attachments: Attachments) -> list[dict[str, Any]]:
+    """The slots that a process holds: segment, slot, bytes, views."""
+    return [
+        {"segment": segment.name, "slot": slot.index, "nbytes": slot.nbytes, "views": slot.parts}
+        for segment in attachments._segments.values()
+        for slot in segment.slots.values()
+    ]
 
 
 class Commands:
@@ -70,7 +79,7 @@ class Commands:
         self.exchange.release(ended, receiver)
 
     def borrowed(self) -> list[dict[str, Any]]:
-        return self.exchange.attachments.borrowed()
+        return borrowed(self.exchange.attachments)
 
     def churn(self, descriptors: Sequence[Descriptor], lender: Hashable) -> None:
         """Borrow, write, pass on and drop for ever, until a signal ends it."""

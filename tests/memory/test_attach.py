@@ -14,6 +14,7 @@ from rlmesh.errors import MalformedFrame, SlotGone
 from rlmesh.memory.attach import Attachments, writable
 from rlmesh.memory.layout import TABLE_BYTES, Descriptor, SlotRelease
 from rlmesh.memory.pool import SegmentPool
+from tests.memory.borrower import borrowed
 
 SIZE = 300_000
 
@@ -57,12 +58,12 @@ def test_a_view_shows_the_slot_and_its_end_gives_it_back(
     part = view[1000:2000]
     del view
     assert woken == []
-    assert attachments.borrowed()[0]["views"] == 1
+    assert borrowed(attachments)[0]["views"] == 1
     del part
     assert woken == [1]
     assert attachments.collect() == {"L": [SlotRelease(descriptor.segment, descriptor.slot, descriptor.generation, 1)]}
     assert attachments.collect() == {}
-    assert attachments.borrowed() == []
+    assert borrowed(attachments) == []
 
 
 def test_changes_stay_here_and_are_gone_at_the_next_use(pool: SegmentPool, attachments: Attachments) -> None:
@@ -137,7 +138,7 @@ def test_an_unchanged_view_is_passed_on_without_a_copy(pool: SegmentPool, attach
     assert attachments.collect() == {}, "the loan to S holds the slot"
     assert attachments.release([SlotRelease(*descriptor[:3], 1)], "T") == {}
     assert attachments.release([SlotRelease(*descriptor[:3], 1)], "S") == {"L": [SlotRelease(*descriptor[:3], 1)]}
-    assert attachments.borrowed() == []
+    assert borrowed(attachments) == []
 
 
 def test_what_a_dead_lender_left_is_passed_on_as_bytes(pool: SegmentPool, attachments: Attachments) -> None:
@@ -304,7 +305,7 @@ def test_many_threads_send_change_pass_on_and_drop(pool: SegmentPool, attachment
     assert failures == []
     settle(pool, attachments)
     assert pool.stats().slots == 0
-    assert attachments.borrowed() == []
+    assert borrowed(attachments) == []
 
 
 def test_a_view_that_ends_while_the_collector_runs_does_not_block(pool: SegmentPool, attachments: Attachments) -> None:

@@ -16,7 +16,7 @@ from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.layout import Descriptor, remove_segments
 from rlmesh.memory.native import PAGE_BYTES
-from tests.memory.borrower import Borrower, borrower, digest
+from tests.memory.borrower import Borrower, borrowed, borrower, digest
 from tests.stalls import HANG_S
 
 SIZE = 3 << 20
@@ -283,7 +283,7 @@ def test_a_value_that_is_passed_to_and_fro_comes_home(exchange: MemoryExchange, 
                     processes[lender].do("receive_give_backs", ended, name)
         for lender, ended in exchange.take_releases().items():
             processes[str(lender)].do("receive_give_backs", ended, "main")
-    assert one.do("borrowed") == two.do("borrowed") == exchange.attachments.borrowed() == []
+    assert one.do("borrowed") == two.do("borrowed") == borrowed(exchange.attachments) == []
     assert exchange.pool.stats().slots == 0
 
 
@@ -295,7 +295,7 @@ def test_an_owner_is_killed_and_its_values_live_on(exchange: MemoryExchange, one
     assert view == DATA
     del view
     assert exchange.take_releases() == {}
-    assert exchange.attachments.borrowed() == []
+    assert borrowed(exchange.attachments) == []
 
 
 def test_what_was_sent_last_is_opened_before_the_segments_go(job_id: str, one: Borrower) -> None:

@@ -14,7 +14,7 @@ from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.connections.network import NetworkOptions, plain
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
-from rlmesh.runtime.serving.reply_backlog import LOOK_S
+from rlmesh.runtime.serving.reply_backlog import CHECK_S
 from rlmesh.runtime.transport.base import Link, Rejection, Transport
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import (
@@ -132,7 +132,7 @@ class Reception:
         """Look, from now on, whether a peer that is behind takes its answers in at last; cut it off if it does not."""
         if not channel.backlog.watched:
             channel.backlog.watched = True
-            self._loop.call_later(LOOK_S, self._look_at_backlog, channel)
+            self._loop.call_later(CHECK_S, self._look_at_backlog, channel)
 
     def _look_at_backlog(self, channel: Channel) -> None:
         backlog, now = channel.backlog, clock.now()

@@ -66,15 +66,15 @@ class PoolTrimmer:
 
     def _set_timer(self) -> None:
         if not self._closed:
-            self._timer = self._loop.call_later(EVERY_S, self._look)
+            self._timer = self._loop.call_later(EVERY_S, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         if self._memory.has_idle(IDLE_S):
             self._thread = threading.Thread(target=self._trim, name="rlmesh-trim", daemon=True)
             self._thread.start()
         else:
-            self._looked()
+            self._checked()
 
     def _trim(self) -> None:
         try:
@@ -87,9 +87,9 @@ class PoolTrimmer:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(_JOIN_S)
-        self._looked()
+        self._checked()
 
-    def _looked(self) -> None:
+    def _checked(self) -> None:
         # The flag is cleared first, so that memory that comes into use meanwhile starts the timer again.
         self._started = False
         if not self._memory.is_empty():

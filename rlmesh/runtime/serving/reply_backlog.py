@@ -16,7 +16,7 @@ from rlmesh.wire.envelope import Frames
 
 LIMIT_BYTES = 64 << 20
 CUT_OFF_S = 60.0
-LOOK_S = 1.0
+CHECK_S = 1.0
 LARGE_BYTES = 64 << 10
 """Smaller replies are not counted: the number of calls that a caller may have in flight bounds them."""
 TELL_BYTES = 8 << 20

@@ -19,17 +19,9 @@ from pathlib import Path
 from rlmesh.errors import LaunchError, UsageError
 
 __all__ = [
-    "Tried",
-    "interface_of",
-    "is_local",
-    "join_host_port",
-    "local_route_to",
-    "parse_endpoint",
-    "probe",
-    "resolve",
-    "split_host_port",
-    "tell_tried",
-]
+    "Tried", "interface_of", "is_local", "join_host_port", "local_route_to", "parse_endpoint", "probe", "resolve",
+    "split_host_port", "tell_tried",
+]  # fmt: skip
 
 _SIOCGIFADDR = 0x8915
 ANY_ADDRESSES = ("0.0.0.0", "::")

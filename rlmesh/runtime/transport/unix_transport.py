@@ -17,7 +17,7 @@ from rlmesh.runtime.transport.stream_transport import StreamTransport
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 TOUCH_EVERY = 3600
 """Checks between two updates of the socket's times, which show cleaners of temporary files that it is in use."""
 
@@ -31,12 +31,12 @@ class UnixTransport(StreamTransport):
 
     scheme = "unix://"
     _path = ""
-    _looks = 0
+    _checks = 0
     _missing = False
 
     def bind(self, address: str) -> str:
         endpoint = super().bind(address)
-        self.loop.call_later(LOOK_S, self._look)
+        self.loop.call_later(CHECK_S, self._check)
         return endpoint
 
     def _listen(self, where: str) -> tuple[socket.socket, str]:
@@ -51,12 +51,12 @@ class UnixTransport(StreamTransport):
         self._path = where
         return listener, where
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._closed:
             return
-        self._looks += 1
+        self._checks += 1
         try:
-            if self._looks % TOUCH_EVERY == 0:
+            if self._checks % TOUCH_EVERY == 0:
                 os.utime(self._path)
             else:
                 os.lstat(self._path)
@@ -64,7 +64,7 @@ class UnixTransport(StreamTransport):
             self._bind_again()
         except OSError:
             pass  # the file exists
-        self.loop.call_later(LOOK_S, self._look)
+        self.loop.call_later(CHECK_S, self._check)
 
     def _bind_again(self) -> None:
         try:
