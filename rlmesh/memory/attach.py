@@ -256,7 +256,7 @@ class Attachments:
             slot = part.slot
             if self._closed:
                 return None
-            slot.refs[receiver] = slot.refs.get(receiver, 0) + 1
+            slot.refs.add(receiver)
             return part.descriptor(address_of(frame), frame.nbytes)
 
     def release(self, ended: Iterable[SlotRelease], receiver: Hashable) -> dict[Hashable, list[SlotRelease]]:
@@ -264,14 +264,10 @@ class Attachments:
         release, by sender."""
         releases: dict[Hashable, list[SlotRelease]] = {}
         with self._lock:
-            for name, index, generation, count in ended:
+            for name, index, generation, refs in ended:
                 segment = self._segments.get(name)
                 slot = segment.slots.get(index) if segment is not None else None
-                if slot is None or slot.generation != generation or receiver not in slot.refs:
-                    continue
-                slot.refs[receiver] -= count
-                if slot.refs[receiver] <= 0:
-                    del slot.refs[receiver]
+                if slot is not None and slot.generation == generation and slot.refs.release(receiver, refs):
                     self._release_if_idle(slot, releases)
         return releases
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable
 
 from rlmesh.errors import MalformedFrame, SlotGone
-from rlmesh.memory.layout import ENTRY, MAGIC, MAX_SLOTS, TABLE_BYTES, Descriptor, SlotRelease
+from rlmesh.memory.layout import ENTRY, MAGIC, MAX_SLOTS, TABLE_BYTES, Descriptor, RefCounts, SlotRelease
 from rlmesh.memory.native import (
     PAGE_BYTES,
     Mapping,
@@ -80,8 +80,8 @@ class Borrowed:
         self.sender: Hashable = None
         self.to_release = 0
         """The number of references to release at the sender."""
-        self.refs: dict[Hashable, int] = {}
-        """The number of references by receiver that the slot was passed on to."""
+        self.refs = RefCounts()
+        """References of the receivers that the slot was passed on to."""
         self.own: memoryview | None = None
         """For a slot of this process's own pool that came back: a frame that keeps the pool from reusing it."""
         self.handed_out: list[tuple[int, int]] = []

@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Hashable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlmesh.errors import MalformedFrame
 from rlmesh.memory.native import PAGE_BYTES
@@ -41,12 +42,8 @@ class Descriptor(NamedTuple):
 
     @classmethod
     def parse(cls, fields: object) -> Descriptor:
-        """From what came over the wire. Raises MalformedFrame."""
-        if not isinstance(fields, list | tuple) or len(fields) != 5 or type(fields[0]) is not str:
-            raise MalformedFrame("a descriptor of shared memory is not a name and four numbers")
-        if any(type(value) is not int or not 0 <= value < 1 << 63 for value in fields[1:]):
-            raise MalformedFrame(f"a descriptor of {fields[0]!r:.80} holds something other than sizes")
-        return cls(*fields)
+        """A descriptor from fields of a message. Raises MalformedFrame."""
+        return cls(*_checked(fields, len(cls._fields), "descriptor"))
 
 
 class SlotRelease(NamedTuple):
@@ -59,12 +56,33 @@ class SlotRelease(NamedTuple):
 
     @classmethod
     def parse(cls, fields: object) -> SlotRelease:
-        """From what came over the wire. Raises MalformedFrame."""
-        if not isinstance(fields, list | tuple) or len(fields) != 4 or type(fields[0]) is not str:
-            raise MalformedFrame("a release of shared memory is not a name and three numbers")
-        if any(type(value) is not int or not 0 <= value < 1 << 63 for value in fields[1:]):
-            raise MalformedFrame(f"a release of {fields[0]!r:.80} holds something other than numbers")
-        return cls(*fields)
+        """A release from fields of a message. Raises MalformedFrame."""
+        return cls(*_checked(fields, len(cls._fields), "release"))
+
+
+def _checked(fields: object, count: int, what: str) -> Any:
+    if not isinstance(fields, list | tuple) or len(fields) != count or type(fields[0]) is not str:
+        raise MalformedFrame(f"a {what} of shared memory is not a name and {count - 1} numbers")
+    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in fields[1:]):
+        raise MalformedFrame(f"a {what} of {fields[0]!r:.80} holds something other than sizes and numbers")
+    return fields
+
+
+class RefCounts(dict[Hashable, int]):
+    """The number of references to a slot, by receiver."""
+
+    def add(self, receiver: Hashable) -> None:
+        self[receiver] = self.get(receiver, 0) + 1
+
+    def release(self, receiver: Hashable, refs: int) -> bool:
+        """End references of a receiver; True if they were its last ones, False also if it has none."""
+        if receiver not in self:
+            return False
+        self[receiver] -= refs
+        if self[receiver] > 0:
+            return False
+        del self[receiver]
+        return True
 
 
 def segment_prefix(job_id: str, owner: str = "") -> str:

@@ -27,6 +27,7 @@ from rlmesh.memory.layout import (
     PART_ALIGNMENT,
     TABLE_BYTES,
     Descriptor,
+    RefCounts,
     SlotRelease,
     segment_prefix,
 )
@@ -68,8 +69,7 @@ class _Slot:
     offset: int
     nbytes: int
     frames: int
-    refs: dict[Hashable, int] = field(default_factory=dict)
-    """The number of references by receiver."""
+    refs: RefCounts = field(default_factory=RefCounts)
     keeps: object = None
     """An object to keep alive for as long as the slot has holders."""
 
@@ -342,7 +342,7 @@ class SegmentPool:
             slot = owner_of(frame)
             if self._closed or not isinstance(slot, _Slot) or self._slots.get(slot.key) is not slot:
                 return None
-            slot.refs[receiver] = slot.refs.get(receiver, 0) + 1
+            slot.refs.add(receiver)
             offset = address_of(frame) - slot.segment.mapping.address
             return Descriptor(slot.segment.name, slot.index, slot.generation, offset, frame.nbytes)
 
@@ -350,13 +350,9 @@ class SegmentPool:
         """End references of a receiver; references that it does not have (late or repeated messages) are ignored."""
         with self._lock:
             self._settle_ended()
-            for segment, index, generation, count in ended:
+            for segment, index, generation, refs in ended:
                 slot = self._slots.get((segment, index))
-                if slot is None or slot.generation != generation or receiver not in slot.refs:
-                    continue
-                slot.refs[receiver] -= count
-                if slot.refs[receiver] <= 0:
-                    del slot.refs[receiver]
+                if slot is not None and slot.generation == generation and slot.refs.release(receiver, refs):
                     self._settle(slot)
 
     def receiver_lost(self, receiver: Hashable) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rlmesh.errors import LaunchError, UsageError
 
 __all__ = [
-    "Tried", "interface_of", "is_local", "join_host_port", "local_route_to", "parse_endpoint", "probe", "resolve",
+    "Tried", "family_of", "interface_of", "is_local", "join_host_port", "local_route_to", "parse_endpoint", "probe", "resolve",
     "split_host_port", "tell_tried",
 ]  # fmt: skip
 
@@ -90,13 +90,13 @@ def resolve(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(where[0]) for *_, where in found))
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_local(address: str) -> bool:
     """True if a numeric address belongs to this machine (to this network namespace)."""
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as sock:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as sock:
         try:
             sock.bind((address, 0))
         except OSError:
@@ -112,7 +112,7 @@ def local_route_to(address: str, port: int = 9) -> str:
     Raises:
         OSError: there is no route.
     """
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as sock:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as sock:
         sock.connect((address, port))
         return str(sock.getsockname()[0])
 
@@ -164,7 +164,7 @@ def probe(host: str, port: int, timeout_s: float, clock: Callable[[], float] = t
     tried = []
     for number, address in enumerate(addresses):
         share_s = max(0.05, (deadline - clock()) / (len(addresses) - number))
-        with socket.socket(_family(address), socket.SOCK_STREAM) as sock:
+        with socket.socket(family_of(address), socket.SOCK_STREAM) as sock:
             sock.settimeout(share_s)
             try:
                 sock.connect((address, port))

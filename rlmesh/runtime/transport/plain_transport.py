@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.transport.inet import join_host_port, split_host_port
+from rlmesh.runtime.transport.inet import family_of, join_host_port, split_host_port
 from rlmesh.runtime.transport.stream_transport import StreamTransport
 
 
@@ -19,7 +19,7 @@ class PlainTransport(StreamTransport):
 
     def _listen(self, where: str) -> tuple[socket.socket, str]:
         host, port = split_host_port(where)
-        listener = socket.socket(_family(host), socket.SOCK_STREAM)
+        listener = socket.socket(family_of(host), socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
@@ -30,7 +30,7 @@ class PlainTransport(StreamTransport):
 
     def _open(self, where: str) -> tuple[socket.socket, int]:
         host, port = split_host_port(where)
-        sock = socket.socket(_family(host), socket.SOCK_STREAM)
+        sock = socket.socket(family_of(host), socket.SOCK_STREAM)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock, sock.connect_ex((host, port))
@@ -38,7 +38,3 @@ class PlainTransport(StreamTransport):
     def _peer_of(self, accepted: socket.socket) -> str | None:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return str(accepted.getpeername()[0])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

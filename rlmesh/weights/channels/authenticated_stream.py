@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.runtime.process import clock
+from rlmesh.runtime.transport.inet import family_of, join_host_port, split_host_port
 from rlmesh.wire.key_proof import HASH_BYTES, NONCE_BYTES, MessageTags, is_equal, keyed_hash, make_nonce
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class PlainPipe:
     @classmethod
     def to(cls, address: str, secret: bytes, timeout_s: float) -> PlainPipe:
         """Connect; this side proves itself first."""
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        connection = socket.create_connection(split_host_port(address), timeout_s)
         try:
             theirs = _read(connection, NONCE_BYTES)
             mine = make_nonce()
@@ -124,11 +124,9 @@ class PlainListener:
     """Accepts the one peer that knows the secret."""
 
     def __init__(self, host: str, secret: bytes) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._secret = secret
-        self._socket = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
-        port = self._socket.getsockname()[1]
-        self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+        self._socket = socket.create_server((host, 0), family=family_of(host), backlog=MAX_STRANGERS)
+        self.address = join_host_port(host, self._socket.getsockname()[1])
 
     def accept(self, timeout_s: float) -> PlainPipe:
         end = clock.now() + timeout_s
@@ -224,9 +222,9 @@ class CurveListener:
         keys = CurveKeys(secret)
         self._pair.curve_server = True
         self._pair.curve_publickey, self._pair.curve_secretkey = keys.listener
-        shown = f"[{host}]" if ":" in host else host
         self._pair.ipv6 = ":" in host
-        self.address = f"{shown}:{self._pair.bind_to_random_port(f'tcp://{shown}')}"
+        bare = f"[{host}]" if ":" in host else host
+        self.address = join_host_port(host, self._pair.bind_to_random_port(f"tcp://{bare}"))
         self._accepted = False
 
     def accept(self, timeout_s: float) -> CurvePipe:
