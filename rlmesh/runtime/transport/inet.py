@@ -19,8 +19,8 @@ from pathlib import Path
 from rlmesh.errors import LaunchError, UsageError
 
 __all__ = [
-    "Tried", "family_of", "interface_of", "is_local", "join_host_port", "local_route_to", "parse_endpoint", "probe", "resolve",
-    "split_host_port", "tell_tried",
+    "Tried", "family_of", "interface_of", "is_local", "join_host_port", "local_route_to", "parse_endpoint", "probe",
+    "resolve", "split_host_port", "tell_tried",
 ]  # fmt: skip
 
 _SIOCGIFADDR = 0x8915
