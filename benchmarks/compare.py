@@ -1,10 +1,11 @@
 """Two checkouts, measured in turns: python benchmarks/compare.py --before DIR --after DIR --pairs 10
 
 Each round runs one benchmark program of this checkout in fresh processes that import rlmesh from one of the two, by
-PYTHONPATH. The two of a pair run one after the other, and every second pair the other way round, so that a machine that
-gets slower or faster meanwhile touches both alike. Per row it prints both medians, by how much the later one is
-slower (the mean of the pairs' ratios, where 0 % is the same), the 95 % interval of that difference (Student's t on the
-logarithms of the ratios), and whether the interval lies wholly above +3 %. Exit code 1 if that is so for any row.
+PYTHONPATH, with compiled modules in a cache of its own: a first run of each, which is not counted, compiles them. The
+two of a pair run one after the other, and every second pair the other way round, so that a machine that gets slower or
+faster meanwhile touches both alike. Per row it prints both medians, by how much the later one is slower (the mean of
+the pairs' ratios, where 0 % is the same), the 95 % interval of that difference (Student's t on the logarithms of the
+ratios), and whether the interval lies wholly above +3 %. Exit code 1 if that is so for any row.
 
 The program is benchmarks/rpc.py with its rows of rlmesh that take seconds; ``--program 'weights.py --cpu --json'``,
 ``startup.py`` or ``'restarts.py --json'`` names another: JSON lines and lines of text with a time in them are read.
@@ -13,11 +14,14 @@ The program is benchmarks/rpc.py with its rows of rlmesh that take seconds; ``--
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -201,7 +205,18 @@ def measure(program: Sequence[str], checkout: Path, limit_s: float) -> dict[str,
 
 
 def _environment(checkout: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'launcher'}"}
+    """Variables for a run: the checkout's packages, with compiled modules as an installed package has them."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    path = f"{checkout}{os.pathsep}{checkout / 'launcher'}"
+    return {**env, "PYTHONPATH": path, "PYTHONPYCACHEPREFIX": _compiled(checkout)}
+
+
+@functools.cache
+def _compiled(checkout: Path) -> str:
+    """A folder for the compiled modules of a checkout, which this process removes when it ends."""
+    folder = tempfile.mkdtemp(prefix=f"compare-{checkout.name}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def imports_from(checkout: Path) -> Path:
@@ -226,6 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pairs: list[tuple[dict[str, Figure], dict[str, Figure]]] = []
     code = 0
     try:
+        for side in (0, 1):  # not counted: it compiles the modules
+            print(f"warm-up: {sides[side]}", file=sys.stderr, flush=True)
+            measure(program, sides[side], options.limit)
         for number in range(options.pairs):
             found_by_side: dict[int, dict[str, Figure]] = {}
             for side in (0, 1) if number % 2 == 0 else (1, 0):

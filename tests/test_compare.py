@@ -118,7 +118,8 @@ def test_runs_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(compare, "measure", measure)
     sides = ["--before", str(tmp_path / "old"), "--after", str(tmp_path / "new")]
     assert compare.main([*sides, "--pairs", "4", "--json", str(tmp_path / "out")]) == 1
-    assert turns == ["old", "new", "new", "old", "old", "new", "new", "old"]
+    assert turns[:2] == ["old", "new"], "the runs that compile the modules are not counted"
+    assert turns[2:] == ["old", "new", "new", "old", "old", "new", "new", "old"]
     assert "slower by more than 3 %" in capsys.readouterr().out
     assert '"before": [100.0, 100.0, 100.0, 100.0]' in (tmp_path / "out").read_text()
     assert compare.main(["--before", str(tmp_path), "--after", str(tmp_path / "new"), "--pairs", "4"]) == 2

@@ -109,11 +109,14 @@ def _checked(key: str, value: Any, where: str) -> object:
             return tuple(value)
         raise UsageError(f'{where}: ssh_options is a list of text, such as ["-p", "2222"], not {value!r}')
     if key == "env":
-        if isinstance(value, dict) and all(
-            isinstance(each, str) and name.isidentifier() for name, each in value.items()
-        ):
-            return dict(value)
-        raise UsageError(f'{where}: env is a table of text, such as {{ NAME = "value" }}, not {value!r}')
+        if not isinstance(value, dict):
+            raise UsageError(f'{where}: env is a table of text, such as {{ NAME = "value" }}, not {value!r}')
+        # Only names: the values may be secret.
+        if wrong := [name for name, each in value.items() if not isinstance(each, str) or "\0" in each]:
+            raise UsageError(f'{where}: env is a table of text, such as {{ NAME = "value" }}; {wrong[0]} is none')
+        if wrong := [name for name in value if not (name.isascii() and name.isidentifier())]:
+            raise UsageError(f"{where}: env names a variable {wrong[0]!r}: letters, digits and _ only, no digit first")
+        return dict(value)
     if not isinstance(value, str):
         raise UsageError(f"{where}: {key} is text, not {value!r}")
     return value

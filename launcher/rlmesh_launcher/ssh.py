@@ -1,7 +1,8 @@
-"""Nodes over the system's ``ssh``: one ``rlmesh launch`` per host, with the key on its standard input.
+"""Nodes over the system's ``ssh``: one ``rlmesh launch`` per host, with what is secret on its standard input.
 
-``render`` gives the commands as values that can be printed; ``run`` runs them. A command's standard input stays open
-for as long as this process lives: its end (a cut connection, this process killed) ends the node there. The line
+``render`` gives the commands as values that can be printed; ``run`` runs them. The variables of a host, in one line,
+and then the job's key go through a command's standard input: command lines are for everybody to read. The input stays
+open for as long as this process lives: its end (a cut connection, this process killed) ends the node there. The line
 ``interrupt`` on it asks for the end of the job, as Ctrl-C at the host would.
 """
 
@@ -37,12 +38,18 @@ HEAD_WAIT_S = 60.0
 END_WAIT_S = 20.0
 LOST_CONNECTION = 255
 """ssh's own exit code, also when the remote command was killed by a signal."""
+_SET_VARIABLES = (
+    '_rlmesh_n=$(echo; echo .); _rlmesh_n=${_rlmesh_n%.}; IFS= read -r _rlmesh_e || exit 1; eval "$_rlmesh_e"; '
+    'unset _rlmesh_n _rlmesh_e; exec "$@"'
+)
+"""For POSIX's sh: it takes `HostCommand.variables` from its input, no byte more, and becomes the command that follows.
+``_rlmesh_n`` is a line's end, which the line itself cannot have."""
 _QUIET = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """How one node is started: ``argv`` here, which runs ``remote`` there."""
+    """How one node is started: ``argv`` here, which runs ``remote`` there and reads ``variables`` before all else."""
 
     host: RemoteHost
     node_rank: int
@@ -52,6 +59,14 @@ class HostCommand:
         """The command once the head's endpoint is known."""
         *words, remote = self.argv
         return (*words, remote.replace(_UNKNOWN, f"--rdzv-endpoint {shlex.quote(endpoint)}", 1))
+
+    @property
+    def variables(self) -> bytes:
+        """The host's variables as the line that its shell evaluates; empty if there are none."""
+        if not self.host.env:
+            return b""
+        words = (f"{name}={_value(value)}" for name, value in sorted(self.host.env.items()))
+        return f"export {' '.join(words)}\n".encode("utf-8", "surrogateescape")
 
     def __str__(self) -> str:
         return shlex.join(self.argv)
@@ -76,12 +91,17 @@ def render(
         ]  # fmt: skip
         python = f"{_path(host.python)} {shlex.join(words)}"
         if host.env:
-            python = f"{shlex.join(['env', *(f'{name}={value}' for name, value in sorted(host.env.items()))])} {python}"
+            python = f"sh -c {shlex.quote(_SET_VARIABLES)} sh {python}"
         remote = f"cd {_path(host.directory)} && exec {python}"
         user = [] if not host.user else ["-l", host.user]
         argv = (ssh, *_QUIET, *user, *host.ssh_options, "--", host.name, remote)
         commands.append(HostCommand(host, rank, argv))
     return tuple(commands)
+
+
+def _value(text: str) -> str:
+    """A value as a word of the shell, on one line."""
+    return '"$_rlmesh_n"'.join(shlex.quote(line) for line in text.split("\n"))
 
 
 def _path(text: str) -> str:
@@ -124,7 +144,7 @@ class _RemoteNode:
             )
         except OSError as error:
             raise LaunchError(f"{argv[0]} cannot be run: {error}") from None
-        self.write(key.hex().encode() + b"\n")
+        self.write(command.variables + key.hex().encode() + b"\n")
 
     def write(self, data: bytes) -> None:
         try:

@@ -9,10 +9,9 @@ from rlmesh.agent.agent import Agent
 from rlmesh.agent.boot import Boot
 from rlmesh.agent.monitoring.own_logs import log_to_standard_error
 from rlmesh.agent.processes import control_groups, ownership
-from rlmesh.agent.protocol import AGENT, AgentConfig
+from rlmesh.agent.protocol import AGENT, AgentConfig, public_address
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.transport.inet import join_host_port
 
 __all__ = ["run_agent"]
 
@@ -43,7 +42,7 @@ def run_agent(config: AgentConfig, started: Boot) -> int:
 async def _main(config: AgentConfig, started: Boot) -> int:
     key = bytes.fromhex(config.key_hex)
     name = f"agent:{config.node_rank}"
-    public = f"tcp://{join_host_port(config.host, '*')}" if config.host else None
+    public = public_address(config.host)
     async with Runtime.open(
         name=name, key=key, socket_dir=config.socket_dir, public=public, job_id=config.job_id,
         node_rank=config.node_rank,

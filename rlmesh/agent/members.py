@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlmesh.agent.monitoring.examination import examine
 from rlmesh.agent.monitoring.logs import LAST_LINES, last_lines
 from rlmesh.agent.processes.cleanup import Leavings
 from rlmesh.agent.processes.error_file import read_error_file
@@ -24,7 +23,6 @@ from rlmesh.agent.protocol import AgentConfig, Leftover, MemberProcess, WorkerSp
 from rlmesh.job.status import ExitInfo, MemberStack
 from rlmesh.runtime.calling.peer_status import state_letter
 from rlmesh.runtime.serving.activity_board import board_path, does_not_answer, look_at
-from rlmesh.runtime.transport.inet import interface_of
 
 __all__ = ["MemberKey", "NodeMembers"]
 
@@ -144,6 +142,8 @@ class NodeMembers:
         """The interface that process groups use: left to themselves they ask what the host's name resolves to, which
         may be nothing, or an address that others do not reach."""
         if self._interface is None:
+            from rlmesh.runtime.transport.inet import interface_of
+
             self._interface = interface_of(self._config.host or "127.0.0.1")
         names = _INTERFACE_VARIABLES if self._config.host else _INTERFACE_VARIABLES[:1]
         return {name: self._interface for name in names if self._interface and name not in self._env}
@@ -152,6 +152,8 @@ class NodeMembers:
 
     async def examine(self, keys: Collection[MemberKey], silent: Collection[MemberKey]) -> tuple[MemberStack, ...]:
         """See the agent's method of this name."""
+        from rlmesh.agent.monitoring.examination import examine
+
         found = self.living_in(keys)
         folder = self._config.socket_dir
         seen = await asyncio.gather(

@@ -11,18 +11,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlmesh.agent.processes import guardian
 from rlmesh.agent.protocol import AgentConfig, ExitReport, Leftover
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.forked import forget_in_children
+
+CONFIG_LIMIT_BYTES = 1 << 20
+"""What the guardian reads at most; it is a program of its own, with a constant of its own."""
 
 __all__ = ["GuardianProcess", "decode_config", "encode_config", "guardian_command", "read_exit_report"]
 
 
 def guardian_command(python: str = sys.executable) -> list[str]:
     """The command that must get the configuration on its standard input, and that input kept open."""
-    return [python, "-I", "-S", str(guardian.__file__)]
+    return [python, "-I", "-S", str(Path(__file__).parent / "processes" / "guardian.py")]
 
 
 def encode_config(config: AgentConfig) -> bytes:
@@ -32,11 +34,11 @@ def encode_config(config: AgentConfig) -> bytes:
         LaunchError: it is too long for a pipe.
     """
     line = json.dumps(dataclasses.asdict(config)).encode() + b"\n"
-    if len(line) > guardian.CONFIG_LIMIT_BYTES:
+    if len(line) > CONFIG_LIMIT_BYTES:
         longest = max(dataclasses.asdict(config).items(), key=lambda item: len(json.dumps(item[1])))[0]
         raise LaunchError(
             f"the configuration of node {config.node_rank} has {len(line)} bytes, more than "
-            f"{guardian.CONFIG_LIMIT_BYTES}: shorten {longest!r}"
+            f"{CONFIG_LIMIT_BYTES}: shorten {longest!r}"
         )
     return line
 

@@ -225,6 +225,15 @@ def origin_of(error: BaseException) -> CallOrigin:
     return CallOrigin(from_call, tuple(blames), lost)
 
 
+def public_address(host: str) -> str | None:
+    """Where a process listens for those of other machines; None in a job on one machine, whose ``host`` is empty."""
+    if not host:
+        return None
+    from rlmesh.runtime.transport.inet import join_host_port
+
+    return f"tcp://{join_host_port(host, '*')}"
+
+
 def portable_error(error: Exception) -> Exception:
     """The error itself if every process of the job can unpickle it, else one of the same name and text."""
     from rlmesh.wire.failure import message_of  # Slow to import, and only needed by what fails.

@@ -24,7 +24,6 @@ from rlmesh.driver.failure_report import tell_ends_shortly
 from rlmesh.driver.interrupt import Interrupt
 from rlmesh.driver.options import Cluster, LaunchOptions, ambient, effective, enlist
 from rlmesh.driver.outcome import JobResult, describe_failure
-from rlmesh.driver.relaunch import Relaunch
 from rlmesh.driver.session import STOP_GRACE_S, STOP_WITHIN_S, Session
 from rlmesh.driver.standard_streams import fill_standard_streams
 from rlmesh.driver.submission import agent_configs, cluster_for, demand_of, expected_nodes, job_spec
@@ -36,7 +35,6 @@ from rlmesh.job.masking import know, masked, secrets_in
 from rlmesh.job.status import JobStatus
 from rlmesh.master.chaos_plan import parse_kills
 from rlmesh.master.state.store import STORE_FILE, StoreRefused, check_store
-from rlmesh.observe.prometheus.endpoint import check_free
 from rlmesh.observe.views.safe_text import json_text
 from rlmesh.placement.planner import make_plan
 from rlmesh.rendezvous.stop_signals import HEEDED, gives_notice
@@ -49,6 +47,7 @@ from rlmesh.runtime.process.forked import forget_in_children, handle
 from rlmesh.wire.main_module import alias_main
 
 if TYPE_CHECKING:
+    from rlmesh.driver.relaunch import Relaunch
     from rlmesh.observe.views.live import JobView
     from rlmesh.rendezvous.server import Head
 
@@ -205,6 +204,8 @@ class Driver:
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
                 if options.observe.metrics:
+                    from rlmesh.observe.prometheus.endpoint import check_free
+
                     check_free(options.observe.metrics)
                 spec = replace(spec, observe=options.observe)
             know(secret for role in spec.roles for secret in secrets_in(role.env))
@@ -236,6 +237,8 @@ class Driver:
             "RLMESH_NNODES": str(head.options.most),
             "RLMESH_RDZV_ENDPOINT": head.endpoint,
         }
+        from rlmesh.driver.relaunch import Relaunch
+
         return Relaunch(self._config.relaunch, space.run_dir, env)
 
     def _gathered(self, head: Head, *, checked: bool) -> Cluster:

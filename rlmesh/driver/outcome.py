@@ -19,7 +19,6 @@ from rlmesh.errors import (
 )
 from rlmesh.job.masking import mask_text
 from rlmesh.job.status import NODE_LOST, FailureInfo, JobStatus, first_cause
-from rlmesh.observe.files.incidents import newest_incident
 from rlmesh.observe.views.safe_text import shown
 
 SHOWN_LOG_LINES = 20
@@ -109,6 +108,8 @@ def job_failed(
 ) -> JobFailed:
     """The error for a job that failed; its first exception is the first cause. ``output_shown``: a view showed the
     output of its members."""
+    from rlmesh.observe.files.incidents import newest_incident
+
     incident = newest_incident(run_dir)
     files = f"what happened: {incident}; logs and metrics: {run_dir}" if incident else f"logs and metrics: {run_dir}"
     text = f"{shown(mask_text(first_cause(job_name, failures)))} ({files})"

@@ -23,7 +23,6 @@ from rlmesh.driver.interrupt import Interrupt
 from rlmesh.driver.job_processes import ProcessWatch, tail_of
 from rlmesh.driver.outcome import JobResult, cut_short, job_failed, job_interrupted, job_stopped
 from rlmesh.driver.post_mortem import write_post_mortem
-from rlmesh.driver.relaunch import Relaunch
 from rlmesh.errors import CallError, LaunchError, RLMeshError
 from rlmesh.job.status import FailureInfo, JobStatus
 from rlmesh.master.jobspec import WANTED_NODES
@@ -35,6 +34,7 @@ from rlmesh.run_directory.workspace import Workspace
 from rlmesh.runtime.process import clock
 
 if TYPE_CHECKING:
+    from rlmesh.driver.relaunch import Relaunch
     from rlmesh.observe.views.live import JobView
     from rlmesh.rendezvous.server import Head
     from rlmesh.runtime.handle import MemberHandle

@@ -13,15 +13,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import UsageError
-from rlmesh.job.device_lease import DeviceLease, Hook, LeaseDesk, LeaseLink
 from rlmesh.job.reported_metrics import as_number, as_step
 from rlmesh.job.restarts import RestartEvent
 from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.process.clock import epoch
 from rlmesh.runtime.process.forked import refusal
+
+if TYPE_CHECKING:
+    from rlmesh.job.device_lease import DeviceLease, Hook, LeaseDesk, LeaseLink
 
 __all__ = [
     "COLLOCATION_ENV",
@@ -215,6 +217,8 @@ class WorkerContext:
             LeaseTimeout: another role kept them; says which member, and since when.
         """
         self._refuse_child("device_lease()")
+        from rlmesh.job.device_lease import DeviceLease, LeaseDesk
+
         if self._desk is None:
             if self.lessor is None:
                 raise UsageError(f"{self.name}: device_lease() needs an agent that grants it, and there is none here")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 __all__ = ["MASK", "is_secret", "know", "mask_text", "mask_texts", "masked", "secrets_in"]
@@ -35,16 +36,6 @@ _NAMED = (
 )
 _GAP = r"['\"]?\s{0,8}[:=]\s{0,8}['\"]?"
 _VALUE = r"[^\s'\",;}&]+"
-_TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"]{0,200}:)[^\s/@'\"]{1,500}(?=@)", re.I), rf"\g<1>{MASK}"),
-    (re.compile(rf"([?&](?:{_NAMED}|key|sig|signature|auth)=)[^&\s'\"#]+", re.I), rf"\g<1>{MASK}"),
-    (re.compile(rf"(--?(?:{_NAMED})(?:=|\s{{1,8}}))(?!-)[^\s,'\"]+", re.I), rf"\g<1>{MASK}"),
-    (re.compile(rf"(authorization{_GAP}(?:\w{{1,20}} {{1,8}})?){_VALUE}", re.I), rf"\g<1>{MASK}"),
-    (re.compile(r"\b(bearer\s{1,8})[A-Za-z0-9._~+/=-]{8,}", re.I), rf"\g<1>{MASK}"),
-    (re.compile(rf"(\b(?:{_NAMED}){_GAP})(?![\d.]+\b){_VALUE}", re.I), rf"\g<1>{MASK}"),
-    (re.compile(r"\b(?:sk|hf|ghp|gho|ghs|glpat|xoxb|xoxp|github_pat)[-_][A-Za-z0-9_-]{16,}"), MASK),
-    (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), MASK),
-)  # fmt: skip
 
 
 _HINT = re.compile(
@@ -52,6 +43,21 @@ _HINT = re.compile(
 )
 """A text without any of these has nothing to mask."""
 _known: set[str] = set()
+
+
+@cache
+def _texts() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Compiled when the first text asks for it, and not in every process of a job."""
+    return (
+        (re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"]{0,200}:)[^\s/@'\"]{1,500}(?=@)", re.I), rf"\g<1>{MASK}"),
+        (re.compile(rf"([?&](?:{_NAMED}|key|sig|signature|auth)=)[^&\s'\"#]+", re.I), rf"\g<1>{MASK}"),
+        (re.compile(rf"(--?(?:{_NAMED})(?:=|\s{{1,8}}))(?!-)[^\s,'\"]+", re.I), rf"\g<1>{MASK}"),
+        (re.compile(rf"(authorization{_GAP}(?:\w{{1,20}} {{1,8}})?){_VALUE}", re.I), rf"\g<1>{MASK}"),
+        (re.compile(r"\b(bearer\s{1,8})[A-Za-z0-9._~+/=-]{8,}", re.I), rf"\g<1>{MASK}"),
+        (re.compile(rf"(\b(?:{_NAMED}){_GAP})(?![\d.]+\b){_VALUE}", re.I), rf"\g<1>{MASK}"),
+        (re.compile(r"\b(?:sk|hf|ghp|gho|ghs|glpat|xoxb|xoxp|github_pat)[-_][A-Za-z0-9_-]{16,}"), MASK),
+        (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), MASK),
+    )  # fmt: skip
 
 
 def is_secret(name: str) -> bool:
@@ -83,7 +89,7 @@ def mask_text(text: str) -> str:
     for secret in _known:
         text = text.replace(secret, MASK)
     if _HINT.search(text):
-        for pattern, instead in _TEXTS:
+        for pattern, instead in _texts():
             text = pattern.sub(instead, text)
     return text
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmesh import private_files
 from rlmesh.agent.node_description import machine_id
@@ -24,14 +24,15 @@ from rlmesh.master import events as ev
 from rlmesh.master.context import Member, MemberId
 from rlmesh.master.decisions.scheduler import Scheduler
 from rlmesh.master.job_manager import JobManager
-from rlmesh.master.monitoring.member_stacks import examine, stack_text
-from rlmesh.master.monitoring.wait_circles import Circle
 from rlmesh.runtime.calling.peer_status import process_state
 from rlmesh.runtime.connections.address_book import AddressBook
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process.clock import epoch
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.serving.wait_report import CallKey
+
+if TYPE_CHECKING:
+    from rlmesh.master.monitoring.wait_circles import Circle
+    from rlmesh.runtime.serving.wait_report import CallKey
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,8 @@ class Executor:
     async def ask_stacks(self) -> dict[str, str]:
         """The stacks of all members by name; else why there are none."""
         members = [member for member in self._manager.context.members.values() if not member.gone]
+        from rlmesh.master.monitoring.member_stacks import examine, stack_text
+
         stacks = await examine(self._runtime, members, self.agent)
         return {stack.name: stack_text(stack) for stack in stacks}
 
@@ -195,6 +198,8 @@ class Executor:
     async def _take_stacks(self, keys: tuple[ev.ProcessKey, ...]) -> None:
         context = self._manager.context
         members = (context.members[key[:2]] for key in keys)
+        from rlmesh.master.monitoring.member_stacks import examine, stack_text
+
         stacks = await examine(self._runtime, [m for m in members if not m.gone], self.agent)
         path = Path(context.spec.run_dir) / f"stacks-{time.strftime('%H%M%S')}.txt"
         text = "\n".join(f"=== {stack_text(stack)}" for stack in stacks)

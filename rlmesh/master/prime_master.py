@@ -15,14 +15,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmesh import private_files
 from rlmesh.agent.monitoring.logs import last_lines
 from rlmesh.agent.monitoring.own_logs import log_to_standard_error
 from rlmesh.agent.node_description import machine_id
 from rlmesh.agent.node_start import decode_config
-from rlmesh.agent.protocol import MASTER, STATE_REFUSED, AgentConfig, CallOrigin, Grant, MemberHello, MemberProcess
+from rlmesh.agent.protocol import (
+    MASTER,
+    STATE_REFUSED,
+    AgentConfig,
+    CallOrigin,
+    Grant,
+    MemberHello,
+    MemberProcess,
+    public_address,
+)
 from rlmesh.errors import CallError
 from rlmesh.job.masking import know, secrets_in
 from rlmesh.job.status import Alarm, EdgeStats, ExitInfo, JobStatus, MemberWaits, MetricRecord, Serving
@@ -46,19 +55,20 @@ from rlmesh.master.monitoring.activity import Doings, LookAround
 from rlmesh.master.monitoring.agent_watch import AgentWatch
 from rlmesh.master.monitoring.observer import Observer
 from rlmesh.master.monitoring.subscribers import Followers, why_ends
-from rlmesh.master.monitoring.wait_circles import CircleWatch
 from rlmesh.master.state.persistence import Persistence
 from rlmesh.master.state.schema import SchemaError
 from rlmesh.master.state.snapshot import stored_fact
 from rlmesh.master.state.store import STORE_FILE, Stored, StoreRefused
 from rlmesh.placement.machine.inventory import NodeInfo
-from rlmesh.runtime.connections.joining import MembershipUpdate
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process.clock import RunningTime, epoch
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.serving.wait_report import BlockedCalls
-from rlmesh.runtime.transport.inet import join_host_port
+
+if TYPE_CHECKING:
+    from rlmesh.master.monitoring.wait_circles import CircleWatch
+    from rlmesh.runtime.connections.joining import MembershipUpdate
+    from rlmesh.runtime.serving.wait_report import BlockedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +125,8 @@ class PrimeMaster:
         self._over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._stage = self.manager.context.stage
         self.manager.context.master_public = self._public
-        self._circles, self._doings = CircleWatch(), Doings()
+        self._circles: CircleWatch | None = None
+        self._doings = Doings()
         self._look_around = LookAround(self._doings, self._agents_with_members)
         self._executor.doing = self._doing
         self._observer = Observer(self.manager, runtime, self._clock, self._did)
@@ -274,6 +285,9 @@ class PrimeMaster:
     @rpc
     async def blocked(self, process: str, incarnation: int, waits: BlockedCalls) -> None:
         """What waits in a process of members, and what is queued behind it."""
+        from rlmesh.master.monitoring.wait_circles import CircleWatch
+
+        self._circles = self._circles or CircleWatch()
         members = self.manager.context.members.values()
         self._circles.keep({member.name: member.incarnation for member in members if not member.gone})
         for circle in self._circles.take(process, incarnation, waits, time.monotonic()):
@@ -384,7 +398,7 @@ async def run_master(config: AgentConfig, spec: JobSpec) -> None:
     persistence = Persistence(Path(spec.run_dir) / STORE_FILE, spec.job_id)
     # Nobody is answered before the state is known.
     stored = await persistence.load()
-    public = f"tcp://{join_host_port(config.host, '*')}" if config.host else None
+    public = public_address(config.host)
     async with Runtime.open(
         name=MASTER, key=key, bind=config.master_endpoint, public=stored_fact(stored, "master_public") or public,
         job_id=config.job_id,

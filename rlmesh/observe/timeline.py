@@ -20,13 +20,13 @@ from typing import Any
 
 from rlmesh import private_files
 from rlmesh.job.status import MetricRecord
+from rlmesh.observe.files.append_file import TIMELINE_FOLDER
 from rlmesh.observe.files.event_log import read_events
 from rlmesh.observe.files.metric_files import METRICS_FILE, read_records
 from rlmesh.observe.time_use import STEP_TIME
 
 __all__ = ["TIMELINE_FOLDER", "build_trace", "read_trace"]
 
-TIMELINE_FOLDER = "timeline"
 
 LIFE, STEPS, CALLS, SERVES, QUEUES = 1, 2, 100, 200, 300
 """Numbers of the tracks of a member; calls, services and queues take as many as overlap."""

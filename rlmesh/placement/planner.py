@@ -24,7 +24,6 @@ from rlmesh.placement.binding import Binding, binding_for
 from rlmesh.placement.bundles import BundleLayout, Chunk, layout_of
 from rlmesh.placement.demand import WHOLE, JobDemand
 from rlmesh.placement.fleet import Fleet
-from rlmesh.placement.infeasible import shortage_table
 from rlmesh.placement.machine.inventory import VIRTUAL, Device, NodeInfo
 from rlmesh.placement.pinned import PinnedBundles
 from rlmesh.placement.search import PlacedBundle, SearchResult, find_places
@@ -122,6 +121,8 @@ def make_plan(
     shapes, taken = there.take_places(fleet)
     found = _place(fleet, layout, {i: c for i, c in enumerate(layout.chunks) if i not in taken}, shapes)
     if found.taken is None:
+        from rlmesh.placement.infeasible import shortage_table
+
         _refuse_unknown_nodes(demand, ordered)
         raise PlacementError(shortage_table(demand, layout, fleet, shapes, taken, spares=spares, gave_up=found.gave_up))
     placed = {**taken, **_in_node_order(layout.chunks, found.taken, fleet)}

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from rlmesh import private_files
 from rlmesh.job.masking import mask_texts
 from rlmesh.job.status import JobStatus
-from rlmesh.observe.views.summary import alarm_lines
 from rlmesh.runtime.process.clock import epoch
 
 logger = logging.getLogger(__name__)
@@ -59,6 +58,8 @@ class EndedJob:
 
 def write_end(status: JobStatus, now: float | None = None) -> None:
     """Leave the end of a job in its run directory."""
+    from rlmesh.observe.views.summary import alarm_lines
+
     end = {
         "job_id": status.job_id,
         "job_name": status.job_name,

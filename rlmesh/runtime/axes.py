@@ -5,7 +5,6 @@ A role with ``dp=2, tp=4`` has eight members, numbered with the last axis runnin
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -94,6 +93,8 @@ class Axes:
     def _check(self, at: Mapping[str, int]) -> None:
         for name, place in at.items():
             if name not in self.names:
+                import difflib
+
                 near = difflib.get_close_matches(name, self.names, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise UsageError(f"there is no axis {name!r} in {self}{hint}")

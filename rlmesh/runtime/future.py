@@ -11,13 +11,15 @@ from _thread import allocate_lock
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED
 from concurrent.futures._base import PENDING as PENDING
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlmesh.errors import CallCancelled, UsageError, WouldDeadlock
-from rlmesh.runtime.calling.future_arguments import KeptResult, reduce_future
 from rlmesh.runtime.calling.unretrieved import ErrorRetrieved, Unheard
 from rlmesh.runtime.process import forked
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_ns
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.calling.future_arguments import KeptResult
 
 logger = logging.getLogger(__name__)
 
@@ -365,6 +367,8 @@ class Future(concurrent.futures.Future[T]):
             logger.exception("a callback of %r raised", self)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        from rlmesh.runtime.calling.future_arguments import reduce_future
+
         return reduce_future(self)
 
     @property

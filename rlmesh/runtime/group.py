@@ -22,7 +22,9 @@ from rlmesh.runtime.handle import MemberHandle as MemberHandle
 from rlmesh.runtime.rpc import method_name
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.sequence import FutureSequence
-from rlmesh.runtime.streams import Stream
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.streams import Stream
 
 
 class RoleGroup(Generic[A]):

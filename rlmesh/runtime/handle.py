@@ -11,13 +11,13 @@ from rlmesh.runtime.argument_types import require, require_number, require_secon
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.rpc import method_name
-from rlmesh.runtime.streams import Stream
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from rlmesh.runtime.calling.rank_loops import Round
+    from rlmesh.runtime.streams import Stream
 
     A = TypeVar("A", default=Any)
 else:

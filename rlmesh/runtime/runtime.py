@@ -36,12 +36,12 @@ from rlmesh.runtime.serving.activity_board import Board
 from rlmesh.runtime.serving.dispatch import Dispatcher
 from rlmesh.runtime.serving.executors import SerialExecutor
 from rlmesh.runtime.serving.served_objects import Served
-from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey, blocked_calls, refuse_queued
 from rlmesh.runtime.transport.base import Link, Transport, local_address
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.peer_table import JobEnd
     from rlmesh.runtime.connections.joining import Joining
+    from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey
 
 logger = logging.getLogger(__name__)
 
@@ -402,12 +402,16 @@ class Runtime(Submission, Reception):
     def blocked(self, older_s: float) -> BlockedCalls:
         """What runs here and waits for answers, and what is queued behind it, if any call has been here for
         ``older_s`` seconds. From any thread."""
+        from rlmesh.runtime.serving.wait_report import blocked_calls
+
         what, since = self._main_work
         age_s = clock.now() - since if what else 0.0
         return blocked_calls(self._dispatcher, self.name, (what, age_s), time.perf_counter_ns(), older_s)
 
     def refuse_queued(self, calls: Collection[CallKey], text: str) -> None:
         """Let calls that have not begun fail with `WouldDeadlock`. From any thread."""
+        from rlmesh.runtime.serving.wait_report import refuse_queued
+
         self._on_loop(refuse_queued, self._dispatcher, self._loop, frozenset(calls), text)
 
     @property

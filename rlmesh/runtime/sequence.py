@@ -10,7 +10,6 @@ from typing import Any, TypeVar, overload
 
 from rlmesh.errors import CallError
 from rlmesh.runtime.batch_results import what_is_wrong
-from rlmesh.runtime.calling.future_arguments import reduce_future
 from rlmesh.runtime.calling.gathering import gather
 from rlmesh.runtime.calling.unretrieved import ErrorRetrieved
 from rlmesh.runtime.future import Future
@@ -34,6 +33,8 @@ class _Shard:
         self._future, self._part = future, part
 
     def __reduce__(self) -> tuple[Any, ...]:
+        from rlmesh.runtime.calling.future_arguments import reduce_future
+
         return reduce_future(self._future, self._part)
 
 

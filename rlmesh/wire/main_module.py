@@ -15,12 +15,10 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
-
-import cloudpickle
 
 from rlmesh.errors import Unserializable
 
@@ -92,21 +90,27 @@ def by_value(value: Any, *, whole: Any = None, **settings: Any) -> bytes:
         settings: arguments of the pickler.
     """
     out = io.BytesIO()
-    _ByValue(out, whole, protocol=5, **settings).dump(value)
+    _by_value_pickler()(out, whole, protocol=5, **settings).dump(value)
     return out.getvalue()
 
 
-class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: Any, whole: Any, **settings: Any) -> None:
-        super().__init__(file, **settings)
-        self._whole = whole
+@cache
+def _by_value_pickler() -> type[Any]:
+    import cloudpickle
 
-    def reducer_override(self, obj: Any) -> Any:
-        if obj is not self._whole and (type(obj) is FunctionType or isinstance(obj, type)):
-            reduced = _reduce_to_reference(obj)
-            if reduced is not None:
-                return reduced
-        return super().reducer_override(obj)
+    class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+        def __init__(self, file: Any, whole: Any, **settings: Any) -> None:
+            super().__init__(file, **settings)
+            self._whole = whole
+
+        def reducer_override(self, obj: Any) -> Any:
+            if obj is not self._whole and (type(obj) is FunctionType or isinstance(obj, type)):
+                reduced = _reduce_to_reference(obj)
+                if reduced is not None:
+                    return reduced
+            return super().reducer_override(obj)
+
+    return ByValue
 
 
 def _reduce_to_reference(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
@@ -129,6 +133,8 @@ def _copy_of(obj: Any) -> bytes:
     """A class or function by value, for receivers of other programs; empty if it is too large or cannot be pickled."""
     found = _copies.get(obj)
     if found is None:
+        import cloudpickle
+
         try:
             found = cloudpickle.dumps(obj, protocol=5)
         except Exception:
@@ -173,4 +179,6 @@ def _of_other_program(program: str, qualname: str, copy: bytes) -> Any:
 
 
 def _load_by_value(data: bytes) -> Any:
+    import cloudpickle
+
     return cloudpickle.loads(data)

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import asyncio, multiprocessing, os, subprocess, sys, threading, time
 from rlmesh.agent.processes import ownership
-from rlmesh.agent.worker.reaper import FEW, LATE_S, SOON_S, Reaper, Started
+from rlmesh.agent.worker.reaper import FEW, LATE_S, SOON_S, Reaper, StartedChildren
 
 ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
 
@@ -38,7 +38,7 @@ def in_thread(work):
 
 before = subprocess.Popen(["sh", "-c", "exit 9"])
 until(lambda: before.pid in zombies())
-started = Started()
+started = StartedChildren()
 assert started.watch()
 now = [100.0]
 reaper = Reaper(started, lambda: now[0])

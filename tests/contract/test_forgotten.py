@@ -55,6 +55,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what tests before have forgotten is told now
     monkeypatch.setattr(unretrieved, "_alike", unretrieved.Alike())
 
 

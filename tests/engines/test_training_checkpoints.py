@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_who_is_killed_while_saving_leaves_the_last_complete_one(tmp_path: Path)
         engine.save(folder).result(60)
         assert sorted(path.name for path in folder.iterdir()) == [CURRENT, CheckpointFolder(folder).current().data]
         engine.close()
+
+
+def test_what_others_that_were_killed_left_goes_with_the_next_commit(tmp_path: Path) -> None:
+    (tmp_path / f".{CURRENT}.123.tmp").write_text("{")
+    (tmp_path / "step-00000007-00000000").mkdir()
+    (tmp_path / "notes.tmp").touch()
+    engine = checkpoint_writer.make(16)
+    data = engine.save(tmp_path).result(HANG_S)
+    engine.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CURRENT, "notes.tmp", data.name]
 
 
 def test_one_process_without_a_process_group(tmp_path: Path) -> None:
@@ -254,3 +265,82 @@ def test_checkpoints_are_private(tmp_path: Path) -> None:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (folder, data)} == {0o700}
     assert (folder / CURRENT).stat().st_mode & 0o777 == 0o600
+    assert not any(path.stat().st_mode & 0o022 for path in data.iterdir())
+
+
+STRANGER = 65534
+WHERE = {
+    "the folder": lambda folder, data: folder,
+    "what says which one counts": lambda folder, data: folder / CURRENT,
+    "the data's folder": lambda folder, data: data,
+    "the index": lambda folder, data: data / ".metadata",
+    "tensors": lambda folder, data: data / "__0_0.distcp",
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[tuple[Any, Path, Path]]:
+    """An engine, its folder of checkpoints, and the data's folder there."""
+    engine = checkpoint_writer.make(16)
+    folder = tmp_path / "checkpoints"
+    yield engine, folder, engine.save(folder).result(HANG_S)
+    engine.close()
+
+
+def is_refused(engine: Any, folder: Path, says: str) -> None:
+    with pytest.raises(UsageError, match=f"the checkpoint in {folder} is not loaded: {says}") as caught:
+        engine.load(folder)
+    assert "trust_others=True" in str(caught.value) and f"cp -rL {folder}" in str(caught.value)
+    engine.load(folder, trust_others=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("where", WHERE)
+def test_what_belongs_to_somebody_else_is_not_loaded(saved: tuple[Any, Path, Path], where: str) -> None:
+    engine, folder, data = saved
+    path = WHERE[where](folder, data)
+    os.chown(path, STRANGER, STRANGER)
+    is_refused(engine, folder, rf"{path} belongs to (\w+, )?uid {STRANGER}, not to you \((\w+, )?uid {os.geteuid()}\)")
+    os.chown(path, 0, 0)
+    engine.load(folder)
+
+
+@pytest.mark.parametrize("bits", [0o020, 0o002])
+@pytest.mark.parametrize("where", WHERE)
+def test_what_others_can_write_to_is_not_loaded(saved: tuple[Any, Path, Path], where: str, bits: int) -> None:
+    engine, folder, data = saved
+    path = WHERE[where](folder, data)
+    before = path.stat().st_mode & 0o777
+    path.chmod(before | bits)
+    is_refused(engine, folder, f"{path} has mode {before | bits:04o}, so other users can change what is in it")
+    subprocess.run(["chmod", "-R", "go-w", folder], check=True)  # as the error says
+    engine.load(folder)
+
+
+@pytest.mark.parametrize("where", ["what says which one counts", "the index", "tensors"])
+def test_links_in_a_checkpoint_are_not_followed(saved: tuple[Any, Path, Path], where: str, tmp_path: Path) -> None:
+    engine, folder, data = saved
+    path = WHERE[where](folder, data)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    is_refused(engine, folder, f"{path} is a link, which is not followed")
+    (tmp_path / "name").symlink_to(folder.parent)
+    subprocess.run(["cp", "-rL", folder, tmp_path / "mine"], check=True)  # as the error says
+    engine.load(tmp_path / "name" / "mine")  # the way to a folder may have links
+
+
+def test_where_others_can_write_is_told_when_saving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = checkpoint_writer.make(16)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty").chmod(0o775)
+    engine.save(tmp_path / "empty").result(HANG_S)
+    assert (tmp_path / "empty").stat().st_mode & 0o777 == 0o700, "an empty folder is made private"
+    engine.load(tmp_path / "empty")
+    assert "trust_others" not in caplog.text
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "notes").touch()
+    (tmp_path / "shared").chmod(0o775)
+    engine.save(tmp_path / "shared").result(HANG_S)
+    assert "shared has mode 0775" in caplog.text and "trust_others=True" in caplog.text
+    is_refused(engine, tmp_path / "shared", f"{tmp_path / 'shared'} has mode 0775")
+    engine.close()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlmesh.job.entry_points.entry import EntryPoint, entry_text, resolve_entry
+from rlmesh.job.entry_points.entry import EntryPoint, entry_text
+from rlmesh.job.entry_points.resolving import resolve_entry
 from tests.job import roles
 
 HERE = "tests.job.roles"

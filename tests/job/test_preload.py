@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmesh.job.entry_points.entry import resolve_entry
 from rlmesh.job.entry_points.preload import find_preload
+from rlmesh.job.entry_points.resolving import resolve_entry
 
 
 @pytest.fixture

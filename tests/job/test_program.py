@@ -198,6 +198,22 @@ def test_workers_import_as_the_submitter_did(tmp_path: Path, way: str) -> None:
     assert seen == [7, str(tmp_path), str(tmp_path / "elsewhere"), 1, True, False, 1]
 
 
+@pytest.mark.case("b06")
+@pytest.mark.parametrize("launch", [False, True], ids=["python", "launch"])
+def test_a_script_goes_to_another_folder_before_it_submits(tmp_path: Path, launch: bool) -> None:
+    """Nothing else is special about it."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "job.py").write_text(
+        "import os\nfrom rlmesh import DLJobBuilder\n"
+        "class Trainer:\n    def run(self): print('runs')\n"
+        "if __name__ == '__main__':\n    os.chdir('elsewhere')\n"
+        "    DLJobBuilder().role('TRAINER').run(Trainer).build().submit('moved', view='plain')\n"
+    )
+    with Launched([*(("-m", "rlmesh.cli.main", "launch") if launch else ()), "job.py"], tmp_path) as job:
+        assert job.ended() == 0, job.output
+    assert "TRAINER:0 | runs" in job.output
+
+
 PACKAGE = {
     "__init__.py": "",
     "helper.py": "VALUE = 42\n",

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,7 @@ from rlmesh.cli.main import main
 from rlmesh.errors import UsageError
 from rlmesh_launcher.hosts import RemoteHost, parse_hosts
 from rlmesh_launcher.ssh import render
+from tests.stalls import HANG_S
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -53,7 +60,11 @@ def test_hosts_start_where_the_submitter_is() -> None:
     ('[[host]]\nname = "a"\n[[host]]\nname = "a"', "names a more than once"),
     ('[[host]]\nname = "a"\npyton = "x"', "there is no key 'pyton'"),
     ('[[host]]\nname = "a"\nssh_options = "-p 1"', "ssh_options is a list of text"),
-    ('[[host]]\nname = "a"\nenv = { A = 1 }', "env is a table of text"),
+    ('[[host]]\nname = "a"\nenv = "A=1"', "env is a table of text"),
+    ('[[host]]\nname = "a"\nenv = { B = "x", A = 1 }', 'env is a table of text, such as { NAME = "value" }; A is none'),
+    ('[[host]]\nname = "a"\nenv = { A = "x\\u0000y" }', "A is none"),
+    ('[[host]]\nname = "a"\nenv = { "A;B" = "x" }', "env names a variable 'A;B'"),
+    ('[[host]]\nname = "a"\nenv = { "É" = "x" }', "env names a variable 'É'"),
     ('[[host]]\nname = 3', "name is text, not 3"),
     ("[[host\n", "is no TOML"),
 ])  # fmt: skip
@@ -73,12 +84,42 @@ def test_commands_are_as_they_were(request: pytest.FixtureRequest) -> None:
 
 
 def test_the_endpoint_goes_to_its_place_only() -> None:
-    """A variable whose name ends like the placeholder keeps it."""
-    text = '[[host]]\nname = "a"\n[[host]]\nname = "b"\nenv = { HF_ENDPOINT = "https://hub" }\n'
+    """A folder whose name ends like the placeholder keeps it."""
+    text = 'directory = "/HF_ENDPOINT"\n[[host]]\nname = "a"\n[[host]]\nname = "b"\n'
     _, other = render(parse_hosts(text, "x", "/p"), "10.0.0.1", [], ["job.py"])
     remote = other.at("10.0.0.1:4711")[-1]
-    assert "HF_ENDPOINT=https://hub" in remote
+    assert remote.startswith("cd /HF_ENDPOINT && ")
     assert remote.endswith("--rdzv-endpoint 10.0.0.1:4711")
+
+
+ODD = {
+    "QUOTES": 'it\'s "so" `id` $HOME ${HOME} $(id)',
+    "LINES": "-----BEGIN KEY-----\nabc\n\n-----END KEY-----\n",
+    "SPACES": "  a  b\t\r ",
+    "BACKSLASHES": "\\n \\ \\\\ %s !x #y * ? [a] ~",
+    "NOT_ASCII": "Á é ü ā Ɓ 漢字 🙂",
+    "EMPTY": "",
+    "n": "a name that a shell's script might have",
+}
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_values_go_through_standard_input_as_they_are(shell: str, locale: str) -> None:
+    """Through the shell that the command names. It leaves the next line to the command."""
+    if not shutil.which(shell):
+        pytest.skip(f"there is no {shell}")
+    host = RemoteHost("a", env=ODD, directory="/", python=sys.executable)
+    (command,) = render([host], "a", [], [])
+    assert not any(value in str(command) for value in ODD.values() if value)
+    remote = command.argv[-1].replace("exec sh -c", f"exec {shell} -c")
+    show = "import json, os; print(json.dumps([{k: os.environ.get(k) for k in %r}, input()]))" % sorted(ODD)  # noqa: UP031
+    words, _, _ = remote.partition(" -u -m ")
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{words} -c {shlex.quote(show)}"], input=command.variables + b"the key\nmore\n",
+        capture_output=True, env={"LC_ALL": locale, "PATH": os.environ["PATH"]}, timeout=HANG_S, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == [ODD, "the key"]
 
 
 def test_a_tilde_is_the_home_of_the_host() -> None:
@@ -96,6 +137,8 @@ def test_a_dry_run_prints_them_and_needs_no_host(tmp_path: Path, capsys: pytest.
     assert printed.count("ssh -T ") == 2
     assert "--key-stdin" in printed
     assert "job.py -- x" in printed
+    assert "# gpu2 gets these variables on standard input: HF_HOME, NCCL_DEBUG" in printed
+    assert "it's here" not in printed
 
 
 def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,49 @@ def test_the_key_is_on_no_command_line(tmp_path: Path, sshd: Sshd) -> None:
         assert launched.ended() == 130, launched.output
     assert len(keys) == 2
     assert not any(key in seen or key in environments for key in keys)
+
+
+SECRETS = {
+    "API_TOKEN": 'sk-it\'s "so" `id` $HOME $(id)',
+    "CERTIFICATE": "-----BEGIN-----\nMIIB'q\"x\n\n-----END-----\n",
+    "PHRASE": "  pass  phrase\twith \\n and \\ ",
+    "GREETING": "Á ü 漢字 🙂",
+}
+PARTS = ("sk-it", "$(id)", "BEGIN", "MIIB", "pass  phrase", "漢字")
+"""Of the values, such as no quoting would change."""
+
+
+def test_variables_of_a_host_are_on_no_command_line_and_arrive_as_they_are(tmp_path: Path, sshd: Sshd) -> None:
+    hosts = hosts_file(tmp_path, sshd, "host1", "host2")
+    values = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in SECRETS.items())
+    hosts.write_text(f"env = {{ {values} }}\n" + hosts.read_text())
+    seen: set[str] = set()
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.002):
+            seen.update(command(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
+
+    watching = threading.Thread(target=watch)
+    watching.start()  # before the start of anything: commands that stand only for a moment count
+    try:
+        words = ["--hosts", str(hosts), "--view", "plain", "--run-dir", str(tmp_path / "run"), str(SPREAD)]
+        with Launched(["-m", "rlmesh.cli.main", "launch", *words, "--sleep", "60"], tmp_path) as launched:
+            launched.wait_for("step 0")
+            arrived = [_environment(pid) for pid in with_all_below(launches(tmp_path))]
+            launched.interrupt()
+            assert launched.ended() == 130, launched.output
+    finally:
+        stop.set()
+        watching.join()
+    # Nodes are recognised by their mark; what has only just been forked has none of its own yet.
+    whole = [text for text in arrived if "API_TOKEN=" in text]
+    assert len(whole) > 8
+    for name, value in SECRETS.items():
+        assert all(f"{name}={value}\0" in text for text in whole), name
+    assert not [each for each in seen if any(part in each for part in PARTS)]
+    assert any("--key-stdin" in each for each in seen)
+    assert not any(part in launched.output for part in PARTS)
 
 
 def _environment(pid: int) -> str:

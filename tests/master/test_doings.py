@@ -15,7 +15,7 @@ from rlmesh.driver.outcome import JobResult
 from rlmesh.job.status import Serving
 from rlmesh.master.monitoring.activity import Doings
 from rlmesh.observe.files.incidents import incident_files, read_incident
-from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Activity, Board, does_not_answer, look_at
+from rlmesh.runtime.serving.activity_board import ASYNC, DEF, INLINE, Activity, Board, does_not_answer, look_at
 from rlmesh.testing import LocalCluster
 from tests.master import busy_job
 
@@ -30,16 +30,33 @@ def test_a_board_tells_what_began_and_since_when(tmp_path: Path) -> None:
     board.words[DEF], board.words[DEF + 1] = now_ns - 7_000_000_000, board.number_of("A:0.hold()")
     board.words[ASYNC], board.words[ASYNC + 1] = now_ns, board.number_of("A:0.other()")
     seen = look_at(tmp_path / "doing")
+    assert seen is not None and seen.method == "A:0.other()"
+    board.words[ASYNC + 1] = 0
+    board.words[INLINE], board.words[INLINE + 1] = now_ns, board.number_of("@control.pending()")
+    seen = look_at(tmp_path / "doing")
     assert seen is not None and seen.method == "A:0.hold()" and 7.0 <= seen.since_s < 17.0
     board.words[DEF + 1] = 0
     seen = look_at(tmp_path / "doing")
-    assert seen is not None and seen.method == "A:0.other()"
+    assert seen is not None and seen.method == "@control.pending()"
     assert board.number_of("A:0.hold()") == 1
     last = [board.number_of(f"A:0.m{number}()") for number in range(200)][-1]
     assert last == 60, "names that have no room share the last number"
     assert look_at(tmp_path / "none") is None
     (tmp_path / "short").write_bytes(b"torn")
     assert look_at(tmp_path / "short") is None
+
+
+def test_what_ends_in_a_forked_child_runs_on_in_its_parent(tmp_path: Path) -> None:
+    board = Board(tmp_path / "doing")
+    board.words[DEF], board.words[DEF + 1] = time.perf_counter_ns(), board.number_of("A:0.fork()")
+    if (child := os.fork()) == 0:
+        board.words[DEF + 1] = 0
+        board.number_of("A:0.child()")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    seen = look_at(tmp_path / "doing")
+    assert seen is not None and seen.method == "A:0.fork()"
+    assert b"child" not in (tmp_path / "doing").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_every_attribute_of_what_decides_is_kept_or_given() -> None:
     given = {
         "JobManager": {"context", "_scheduler", "_ending", "_failover", "watcher"},
         "JobState": {"context", "last_lines", "actions"},
-        "Deadlines": {"_limits"},
+        "WaitDeadlines": {"_limits"},
         "StopTogether": set[str](),
         "Recoveries": {"_state"},
         "Moves": {"_state", "_scheduler"},

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rlmesh.errors import PlacementError
 from rlmesh.placement.demand import JobDemand, RoleDemand
-from rlmesh.placement.machine.gpus import GpuFacts, SliceFacts, usable_devices
+from rlmesh.placement.machine.gpus import usable_devices
 from rlmesh.placement.machine.inventory import NodeInfo
-from rlmesh.placement.machine.masks import cuda_visible
+from rlmesh.placement.machine.masks import GpuFacts, SliceFacts, cuda_visible
 from rlmesh.placement.machine.nvml import Nvml, NvmlFailed, library
 from rlmesh.placement.planner import make_plan
 from rlmesh.testing import FakeGpu, FakeNvml

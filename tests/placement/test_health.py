@@ -11,7 +11,8 @@ import pytest
 
 from rlmesh.agent.monitoring.device_watch import DeviceWatch, gpus_of
 from rlmesh.placement.machine.gpu_health import BAD_XIDS, DeviceBad, DeviceNews, Health
-from rlmesh.placement.machine.gpus import GpuFacts, usable_devices
+from rlmesh.placement.machine.gpus import usable_devices
+from rlmesh.placement.machine.masks import GpuFacts
 from rlmesh.placement.machine.nvml import Nvml
 from rlmesh.testing import FakeGpu, FakeNvml
 from tests.placement import four_gpus

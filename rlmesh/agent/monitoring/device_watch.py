@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rlmesh.placement.machine.gpu_health import DeviceBad, DeviceNews, Health
 from rlmesh.placement.machine.inventory import GPU, MIG, Device
-from rlmesh.placement.machine.nvml import Nvml, NvmlFailed, library
 from rlmesh.runtime.process.clock import epoch
+
+if TYPE_CHECKING:
+    from rlmesh.placement.machine.nvml import Nvml
 
 __all__ = ["DeviceWatch", "gpus_of"]
 
@@ -61,6 +64,8 @@ class DeviceWatch:
         """Watch until cancelled, or until NVML does not work any more."""
         if not self._gpus:
             return
+        from rlmesh.placement.machine.nvml import Nvml, NvmlFailed, library
+
         heard: asyncio.Queue[DeviceNews | None] = asyncio.Queue()
         listener: asyncio.Task[None] | None = None
         try:

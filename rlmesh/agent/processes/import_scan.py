@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rlmesh
-from rlmesh.job.entry_points.entry import EntryPoint
-from rlmesh.job.entry_points.source_scan import absolute_name, top_level
+
+if TYPE_CHECKING:
+    from rlmesh.job.entry_points.entry import EntryPoint
 
 __all__ = ["needs_preload"]
 
@@ -59,6 +61,8 @@ def needs_preload(entry: EntryPoint, main_path: str, roots: Sequence[str], prelo
     pending = deque([(module, start)] if start is not None else _files(module, folders))
     if not pending:
         return True  # an installed module, or one that does not exist: then nothing is lost by waiting
+    from rlmesh.job.entry_points.source_scan import absolute_name
+
     seen: set[Path] = set()
     while pending and len(seen) < MAX_FILES:
         module, file = pending.popleft()
@@ -138,6 +142,8 @@ def _imports(file: Path) -> Sequence[Import]:
 
 @lru_cache(maxsize=1024)
 def _read(file: Path, _mtime_ns: int) -> Sequence[Import]:
+    from rlmesh.job.entry_points.source_scan import top_level
+
     tree = ast.parse(file.read_bytes(), filename=str(file))
     at_top = {id(node) for node in top_level(tree, type_checking=False)}
     return tuple(_found(tree, at_top))

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlmesh.agent.boot import ZygoteStart
-from rlmesh.agent.processes.import_scan import needs_preload
 from rlmesh.agent.processes.process import memory_input
 from rlmesh.agent.processes.process_table import Child, ProcessTable
 from rlmesh.agent.processes.zygote import ForkRefused, pack
@@ -241,6 +240,8 @@ class Spawner:
         if changed := import_time_changes(self._env, spec.env, AT_IMPORT):
             logger.info("%s:%d imports for itself: %s differ", spec.role, spec.rank, ", ".join(sorted(changed)))
             return [bare]
+        from rlmesh.agent.processes.import_scan import needs_preload
+
         for entry in {member.entry for member in spec.members} - set(self._needs):
             self._needs[entry] = await asyncio.to_thread(
                 needs_preload, entry, spec.main_path, spec.import_roots, self._config.preload

@@ -44,8 +44,13 @@ __all__ = ["ForkRefused", "Ready", "Request", "main", "pack"]
 
 logger = logging.getLogger(__name__)
 
-BASE = ("rlmesh.agent.worker.worker", "rlmesh.job.description.rl_builder")
-"""What every worker needs, and what a script needs that submits a job and holds the classes of its roles."""
+BASE = (
+    "rlmesh.agent.worker.worker", "rlmesh.job.description.rl_builder", "rlmesh.job.workload",
+    "rlmesh.runtime.serving.wait_report", "rlmesh.runtime.group", "rlmesh.runtime.transport.unix_transport",
+    "cloudpickle",
+)  # fmt: skip
+"""What every worker needs, and what a script needs that submits a job and holds the classes of its roles: imported
+once here and not in each worker, also what rlmesh imports only when it is used."""
 
 REPARENT_WAIT_S = 10.0
 _LENGTH = struct.Struct(">I")

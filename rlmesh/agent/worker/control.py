@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlmesh.agent.processes import ownership
 from rlmesh.agent.protocol import CONTROL
@@ -26,7 +26,9 @@ from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process.forked import handle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from rlmesh.runtime.serving.wait_report import CallKey
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.serving.wait_report import CallKey
 
 __all__ = ["Control", "MasterLink", "Orders", "Phase", "Terminated"]
 

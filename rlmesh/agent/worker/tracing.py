@@ -20,8 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmesh.observe.files.append_file import AppendFile
-from rlmesh.observe.timeline import TIMELINE_FOLDER
+from rlmesh.observe.files.append_file import TIMELINE_FOLDER, AppendFile
 from rlmesh.runtime.calling.call_stats import EndedCall
 from rlmesh.runtime.process import clock
 

@@ -34,7 +34,16 @@ from rlmesh.agent.monitoring.logs import last_lines, member_log
 from rlmesh.agent.monitoring.rejections import RejectionReporter
 from rlmesh.agent.processes import control_groups, ownership
 from rlmesh.agent.processes.process import become_member, open_log
-from rlmesh.agent.protocol import AGENT, CONTROL, MASTER, MemberHello, WorkerSpec, origin_of, portable_error
+from rlmesh.agent.protocol import (
+    AGENT,
+    CONTROL,
+    MASTER,
+    MemberHello,
+    WorkerSpec,
+    origin_of,
+    portable_error,
+    public_address,
+)
 from rlmesh.agent.reliable_outbox import Outbox
 from rlmesh.agent.worker import own_output, stacks
 from rlmesh.agent.worker.call_reporter import CallReporter
@@ -68,7 +77,6 @@ from rlmesh.runtime.process.forked import end_child, forget_in_children
 from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.serving.activity_board import Board, board_path, link_board
-from rlmesh.runtime.transport.inet import join_host_port
 from rlmesh.wire.failure import format_error
 
 if TYPE_CHECKING:
@@ -209,7 +217,7 @@ class WorkerMember:
             name=self.name,
             key=bytes.fromhex(spec.key_hex),
             socket_dir=spec.socket_dir,
-            public=f"tcp://{join_host_port(spec.host, '*')}" if spec.host else None,
+            public=public_address(spec.host),
             job_id=spec.job_id,
             node_rank=spec.node_rank,
         )

@@ -54,6 +54,9 @@ def launch_on_hosts(options: argparse.Namespace, arguments: list[str], key: byte
     )
     if options.dry_run:
         print(mask_text("\n".join(map(str, commands))))
+        for host in hosts:
+            if host.env:
+                print(f"# {host.name} gets these variables on standard input: {', '.join(sorted(host.env))}")
         return 0
     if len(hosts) == 1:
         raise UsageError(f"{options.hosts} names one host: run `rlmesh launch` there, or name a second one")

@@ -21,7 +21,8 @@ from rlmesh.job.description.placement_rules import GroupDesc
 from rlmesh.job.description.resources import MOST, ResourceDesc
 from rlmesh.job.description.restart_policy import RestartPolicy, restart_problems
 from rlmesh.job.description.spec import Spec
-from rlmesh.job.entry_points.entry import EntryPoint, Resolved, entry_text, resolve_entry
+from rlmesh.job.entry_points.entry import EntryPoint, entry_text
+from rlmesh.job.entry_points.resolving import Resolved, resolve_entry
 
 __all__ = [
     "AnyWorkloadDesc",

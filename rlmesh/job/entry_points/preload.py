@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import rlmesh
-from rlmesh.job.entry_points.entry import Resolved
+from rlmesh.job.entry_points.resolving import Resolved
 from rlmesh.job.entry_points.source_scan import absolute_name, import_root, module_file, top_level
 
 __all__ = ["HEAVY", "MAX_MODULES", "find_preload"]

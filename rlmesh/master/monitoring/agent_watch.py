@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from rlmesh.agent.node_description import machine_id
 from rlmesh.agent.node_lease import suspend_aware_clock
 from rlmesh.agent.processes import ownership
-from rlmesh.agent.processes.process_table import wait_processes
 from rlmesh.master.decisions.silent_nodes import NodeLeases
 from rlmesh.placement.machine.inventory import NodeInfo
 
@@ -116,6 +115,8 @@ class AgentWatch:
         processes = filter(None, map(ownership.read_process, filter(None, self._members_of(node_rank))))
         mark = f"{self._job_id}/{node_rank}"
         running = [p for p in processes if p.running and ownership.read_mark(p.pid, ownership.NODE_MARK) == mark]
+        from rlmesh.agent.processes.process_table import wait_processes
+
         await wait_processes(running, MEMBERS_END_S)
         self._lost(node_rank, how)
 

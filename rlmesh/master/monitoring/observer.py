@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmesh import private_files
 from rlmesh.agent.monitoring.rejections import RejectionReporter, RejectionSums
-from rlmesh.agent.monitoring.usage import NodeUse
 from rlmesh.agent.protocol import AGENT, CONTROL
 from rlmesh.errors import CallError, UsageError
 from rlmesh.job.status import EdgeStats
@@ -25,15 +25,15 @@ from rlmesh.master.context import JobContext, Member
 from rlmesh.master.decisions.job_state import SERVING
 from rlmesh.master.job_manager import JobManager
 from rlmesh.master.monitoring.incident_keeper import IncidentKeeper
-from rlmesh.master.monitoring.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
-from rlmesh.master.monitoring.metrics_page import families, rejections
 from rlmesh.observe.files.event_log import EventLog, entry_of
-from rlmesh.observe.prometheus.endpoint import ScrapeServer, parse_address
-from rlmesh.observe.prometheus.exposition import exposition
 from rlmesh.placement.machine.inventory import NodeInfo
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process.clock import epoch
 from rlmesh.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from rlmesh.agent.monitoring.usage import NodeUse
+    from rlmesh.observe.prometheus.endpoint import ScrapeServer
 
 __all__ = ["Observer"]
 
@@ -146,6 +146,8 @@ class Observer:
         spec = self._manager.context.spec
         if not spec.observe.metrics:
             return
+        from rlmesh.observe.prometheus.endpoint import ScrapeServer, parse_address
+
         server = ScrapeServer(self._metrics)
         try:
             where = await server.start(parse_address(spec.observe.metrics))
@@ -164,6 +166,9 @@ class Observer:
         uses = await asyncio.gather(*map(self._usage, context.nodes.values()))
         known = {node: use for node, use in zip(context.nodes, uses, strict=True) if use is not None}
         self._own_rejections.flush()
+        from rlmesh.master.monitoring.metrics_page import families, rejections
+        from rlmesh.observe.prometheus.exposition import exposition
+
         return exposition([*families(context, known, self._clock()), rejections(self.rejections.by_process())])
 
     async def _usage(self, node: NodeInfo) -> NodeUse | None:
@@ -175,6 +180,8 @@ class Observer:
         return use
 
     async def _ask_stacks(self, member: Member) -> str:
+        from rlmesh.master.monitoring.member_stacks import INCIDENT_ANSWER_S, examine, stack_text
+
         (stack,) = await examine(self._runtime, [member], self._agent, INCIDENT_ANSWER_S)
         return stack_text(stack)
 

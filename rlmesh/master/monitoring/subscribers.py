@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rlmesh.job.status import ExitInfo, first_cause
 from rlmesh.master import events as ev
 from rlmesh.master.context import JobContext
 from rlmesh.master.jobspec import JobSpec
 from rlmesh.runtime.connections.address_book import AddressBook
-from rlmesh.runtime.connections.joining import MembershipUpdate
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.connections.joining import MembershipUpdate
 
 LONGEST_WAIT_S = 60.0
 
@@ -62,4 +65,6 @@ class Followers:
             pass
         spec, exits = self._spec, tuple(self._exits[max(0, exits_seen) :])
         seen = len(self._exits)
+        from rlmesh.runtime.connections.joining import MembershipUpdate
+
         return MembershipUpdate(spec.job_id, spec.job_name, spec.call_timeout_s, self._book, exits, seen, self._ends)

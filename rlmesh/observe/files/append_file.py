@@ -7,7 +7,10 @@ from pathlib import Path
 
 from rlmesh import private_files
 
-__all__ = ["AppendFile"]
+__all__ = ["TIMELINE_FOLDER", "AppendFile"]
+
+TIMELINE_FOLDER = "timeline"
+"""In the run directory: where members append their calls. Here, where it costs them no reader of such files."""
 
 
 class AppendFile:

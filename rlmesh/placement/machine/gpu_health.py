@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rlmesh.placement.machine.gpus import GpuFacts
+if TYPE_CHECKING:
+    from rlmesh.placement.machine.masks import GpuFacts
+
 
 BAD_XIDS: Mapping[int, str] = {
     46: "the GPU stopped processing",

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rlmesh.placement.machine.inventory import GPU, MIG, Device
-from rlmesh.placement.machine.masks import GpuFacts as GpuFacts
-from rlmesh.placement.machine.masks import SliceFacts as SliceFacts
-from rlmesh.placement.machine.masks import all_of, container_visible, cuda_visible, excluded_by
+
+if TYPE_CHECKING:
+    from rlmesh.placement.machine.masks import GpuFacts
 
 CUDA_MASK = "CUDA_VISIBLE_DEVICES"
 CUDA_ORDER = "CUDA_DEVICE_ORDER"
@@ -29,6 +30,8 @@ def usable_devices(gpus: Sequence[GpuFacts], env: Mapping[str, str]) -> tuple[tu
     Devices with a fault, and those that RLMESH_EXCLUDE_DEVICES names, are among them: they are not used, and known to
     be there.
     """
+    from rlmesh.placement.machine.masks import all_of, container_visible, cuda_visible, excluded_by
+
     ordered = sorted(gpus, key=lambda gpu: gpu.bus_id.lower())
     notes: list[str] = []
     chosen = all_of(ordered)

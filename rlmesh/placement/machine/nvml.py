@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from rlmesh.placement.machine.gpu_health import DeviceNews
-from rlmesh.placement.machine.gpus import GpuFacts, SliceFacts
+from rlmesh.placement.machine.masks import GpuFacts, SliceFacts
 
 T = TypeVar("T")
 

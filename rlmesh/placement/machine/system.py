@@ -8,10 +8,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlmesh.placement.machine.gpus import GpuFacts, usable_devices
+from rlmesh.placement.machine.gpus import usable_devices
 from rlmesh.placement.machine.inventory import Device, NumaNode
-from rlmesh.placement.machine.nvml import Nvml, NvmlFailed, library
+
+if TYPE_CHECKING:
+    from rlmesh.placement.machine.masks import GpuFacts
 
 __all__ = ["Machine", "numbers"]
 
@@ -75,6 +78,8 @@ class Machine:
         """All GPUs that this process can open, and notes on what is not known of them."""
         if not self.nvml and not (self.proc / "driver/nvidia").exists() and not (self.dev / "dxg").exists():
             return (), ()  # no driver: pynvml need not even be imported
+        from rlmesh.placement.machine.nvml import Nvml, NvmlFailed, library
+
         try:
             lib = library(self.nvml)
         except NvmlFailed as error:
@@ -88,6 +93,8 @@ class Machine:
 
     def _gpus_of_the_driver(self) -> Iterator[GpuFacts]:
         """What the driver's files tell, for machines without nvidia-ml-py."""
+        from rlmesh.placement.machine.masks import GpuFacts
+
         for folder in sorted((self.proc / "driver/nvidia/gpus").glob("*")):
             text = _read(folder / "information")
             uuid, minor = re.search(r"GPU UUID:\s*(\S+)", text), re.search(r"Device Minor:\s*(\d+)", text)

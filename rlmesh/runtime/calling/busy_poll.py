@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rlmesh.errors import MalformedFrame
+from rlmesh.runtime.serving.reply_backlog import is_large
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import Frames, Message, Reply, TakenReplies, unpack
 
@@ -103,7 +104,7 @@ class BusyPoll:
             assert isinstance(reply, Reply)
             channel = call.peer.channel
             call.table.on_reply(link, reply, frames)
-            if count := channel.backlog.on_received(frames):
+            if is_large(frames) and (count := channel.backlog.on_received(frames)):
                 channel.send(TakenReplies(count), [])
 
 

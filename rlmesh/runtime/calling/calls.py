@@ -27,7 +27,6 @@ from rlmesh.errors import (
 )
 from rlmesh.runtime.calling.busy_poll import BusyPoll
 from rlmesh.runtime.calling.call_stats import CallRecorder, message_bytes
-from rlmesh.runtime.calling.future_arguments import KeptResult
 from rlmesh.runtime.calling.generations import CohortCalls, first_parts
 from rlmesh.runtime.calling.pending import Peer, PendingCall, how_it_ended
 from rlmesh.runtime.connections.address_book import AddressBook, MemberExit, member_name, split_name
@@ -301,6 +300,8 @@ class Calls(CohortCalls):
 
     def on_kept(self, link: Link, kept: StoredReply) -> None:
         """The result of a call stays at its producer."""
+        from rlmesh.runtime.calling.future_arguments import KeptResult
+
         peer = self._by_link.get(link)
         if peer is None:
             return

@@ -6,19 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.runtime.calling.call_stats import CallGroup
-from rlmesh.runtime.calling.future_arguments import PassedArguments
 from rlmesh.runtime.calling.generations import Cohort
-from rlmesh.runtime.calling.group_retry import GroupRetries
 from rlmesh.runtime.calling.pending import PendingCall
 from rlmesh.runtime.connections.address_book import member_name
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions
 from rlmesh.runtime.serving.call_context import served_call
-from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Flag, Frames
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.calls import Calls
+    from rlmesh.runtime.calling.future_arguments import PassedArguments
+    from rlmesh.runtime.streams import Inbox, Stream
 
 
 class GroupSubmission:
@@ -66,12 +65,12 @@ class GroupSubmission:
             parts = [
                 PendingCall(
                     self._calls, name, method, left_s, chain, None, ANY_INCARNATION,
-                    [] if isinstance(part, PassedArguments) else part, options.queue, group,
+                    part if isinstance(part, list) else [], options.queue, group,
                 )
                 for name, part in zip(names, frames, strict=True)
             ]  # fmt: skip
             for call, part in zip(parts, frames, strict=True):
-                if isinstance(part, PassedArguments):
+                if not isinstance(part, list):
                     call.passed = part
                 if not reply:
                     call.flags = int(Flag.NO_REPLY)
@@ -92,6 +91,8 @@ class GroupSubmission:
             return True in [self._calls.is_gone(name, None) for name in names]
 
         if options.idempotent and reply and inbox is None:
+            from rlmesh.runtime.calling.group_retry import GroupRetries
+
             retries = GroupRetries(
                 launch, lambda pause_s, fn: self.post(self._later, pause_s, fn),
                 gone,
@@ -116,6 +117,8 @@ class GroupSubmission:
         options: CallOptions,
     ) -> Stream[Any]:  # fmt: skip
         """Ask members of a role for the items of a generator method."""
+        from rlmesh.runtime.streams import Inbox, Stream
+
         frames = self._encode(method, (args, kwargs))
         inbox = Inbox(options.window)
         self.submit_group(role, ranks, method, [frames] * len(ranks), options, inbox=inbox)

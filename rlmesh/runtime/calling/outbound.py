@@ -8,9 +8,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import Unserializable, UsageError
-from rlmesh.runtime.batch_split import named_arguments
 from rlmesh.runtime.calling.call_stats import CallGroup, CallStats, EdgeStats, EndedCall
-from rlmesh.runtime.calling.future_arguments import PassedArguments
 from rlmesh.runtime.calling.group_calls import GroupSubmission
 from rlmesh.runtime.calling.peer_status import Serving, Waiting
 from rlmesh.runtime.calling.pending import PendingCall
@@ -22,15 +20,16 @@ from rlmesh.runtime.handle import CallOptions, MemberHandle
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.call_context import CallContext, served_call
 from rlmesh.runtime.serving.result_store import FETCH
-from rlmesh.runtime.streams import Inbox, Stream
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
-from rlmesh.wire.passed import RemoteRef
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.calls import Calls
+    from rlmesh.runtime.calling.future_arguments import PassedArguments
     from rlmesh.runtime.connections.shm_transfer import ShmTransfer
     from rlmesh.runtime.serving.dispatch import Dispatcher
+    from rlmesh.runtime.streams import Inbox, Stream
+    from rlmesh.wire.passed import RemoteRef
 
 _ANSWERS_POLL_S = 0.005
 
@@ -80,6 +79,8 @@ class Submission(GroupSubmission):
         try:
             return codec.encode(call, self.capture)
         except codec.Deferred:
+            from rlmesh.runtime.calling.future_arguments import PassedArguments
+
             passed = PassedArguments(call, self.capture)
             passed.gather(keep=keep)
             return passed
@@ -99,8 +100,8 @@ class Submission(GroupSubmission):
             timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
         if options.idempotent and reply and inbox is None:
             return self._retried(name, method, frames, timeout_s, chain, endpoint, incarnation, options.queue, context)
-        passed = frames if isinstance(frames, PassedArguments) else None
-        captured = [] if isinstance(frames, PassedArguments) else frames
+        passed = None if isinstance(frames, list) else frames
+        captured = frames if isinstance(frames, list) else []
         call = PendingCall(
             self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, options.queue, group
         )
@@ -148,15 +149,15 @@ class Submission(GroupSubmission):
         endpoint: str | None, incarnation: int, queue: bool,
     ) -> Future[Any]:  # fmt: skip
         """A call on behalf of no particular call, from any thread."""
-        captured = [] if isinstance(frames, PassedArguments) else frames
+        captured = frames if isinstance(frames, list) else []
         call = PendingCall(self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, queue, None)
         future: Future[Any] = Future(call)
         call.future = future
-        if isinstance(frames, PassedArguments):
+        if isinstance(frames, list):
+            self._calls.start(call)
+        else:
             call.passed = frames
             self._calls.start_later(call)
-        else:
-            self._calls.start(call)
         return future
 
     def _retried(
@@ -179,6 +180,8 @@ class Submission(GroupSubmission):
         kwargs: dict[str, Any], options: CallOptions,
     ) -> Stream[Any]:  # fmt: skip
         """Ask members, each by name, endpoint (or None) and incarnation, for the items of a generator method."""
+        from rlmesh.runtime.streams import Inbox, Stream
+
         frames = self._encode(method, (args, kwargs))
         inbox = Inbox(options.window)
         for name, endpoint, incarnation in targets:
@@ -279,6 +282,8 @@ def _naming_the_argument(
     method: str, call: tuple[tuple[Any, ...], dict[str, Any]], error: Unserializable
 ) -> Unserializable:
     """The same error, for whoever wrote the call."""
+    from rlmesh.runtime.batch_split import named_arguments
+
     for name, value in named_arguments(*call):
         try:
             codec.encode(value, _as_it_is)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
@@ -114,6 +113,8 @@ class AddressBook:
         """
         found = self._by_role.get(name)
         if found is None:
+            import difflib
+
             near = difflib.get_close_matches(name.upper(), [r.upper() for r in self._by_role], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             known = ", ".join(sorted(self._by_role)) or "none"
@@ -133,6 +134,8 @@ class AddressBook:
         known = list(dict.fromkeys(member.group for member in members if member.group))
         if not known:
             raise RoleNotFound(f"{role} has no group {name!r} and no other group: .with_groups({name}=…) makes groups")
+        import difflib
+
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise RoleNotFound(f"{role} has no group {name!r} (its groups: {', '.join(known)}){hint}")

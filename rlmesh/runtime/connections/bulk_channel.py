@@ -12,7 +12,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlmesh.errors import MalformedFrame, PayloadTooLarge
 from rlmesh.runtime.connections.channel import Channel
@@ -37,19 +37,10 @@ from rlmesh.wire.envelope import (
     reattach,
 )
 
+if TYPE_CHECKING:
+    from rlmesh.runtime.connections.bulk_channels import BulkHost
+
 _TURN_BYTES = 4 << 20
-
-
-class BulkHost(Protocol):
-    """The runtime's methods that a bulk channel calls, on the loop."""
-
-    def deliver(self, channel: Channel, header: Header, payload: Frames) -> None:
-        """Handle a message that is complete now."""
-        ...
-
-    def order_of(self, call: Call) -> Hashable | None:
-        """The key that calls share if they must start in the order they were made; None for a call without order."""
-        ...
 
 
 class BulkLink(Protocol):

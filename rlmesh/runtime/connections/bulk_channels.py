@@ -10,22 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import MalformedFrame
-from rlmesh.runtime.connections.bulk_channel import BulkHost, BulkLink, BulkReceiver, BulkSender
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.transport.base import Link
-from rlmesh.runtime.transport.inet import join_host_port, split_host_port
-from rlmesh.wire.envelope import Bulk, BulkOffer, BulkPart, Detached, Frames, Header, OpenBulk
+from rlmesh.wire.envelope import Bulk, BulkOffer, BulkPart, Call, Detached, Frames, Header, OpenBulk
 from rlmesh.wire.key_proof import Seal, Side
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.connections.bulk_channel import BulkLink, BulkReceiver, BulkSender
 
 _NAME = "~lane:"
 SEALED_BYTES = 1 << 20
 """Size of the parts of payloads on an unencrypted connection: a part is hashed in one go, and the loop does other work
 between parts."""
+
+
+class BulkHost(Protocol):
+    """The runtime's methods that a bulk channel calls, on the loop."""
+
+    def deliver(self, channel: Channel, header: Header, payload: Frames) -> None:
+        """Handle a message that is complete now."""
+        ...
+
+    def order_of(self, call: Call) -> Hashable | None:
+        """The key that calls share if they must start in the order they were made; None for a call without order."""
+        ...
 
 
 class BulkChannelsHost(BulkHost, Protocol):
@@ -149,6 +162,9 @@ class BulkChannels:
     # Callee.
 
     def _prepare(self, channel: Channel, called: str | None, address: str) -> None:
+        from rlmesh.runtime.connections.bulk_channel import BulkReceiver
+        from rlmesh.runtime.transport.inet import split_host_port
+
         bulk = self._channels[channel] = _BulkChannel(channel, BulkReceiver(self._host, channel))
         channel.bulk_receiver = bulk.receiver
         if called is not None:
@@ -166,6 +182,8 @@ class BulkChannels:
     # Caller.
 
     def _offered(self, bulk: _BulkChannel, offer: BulkOffer) -> None:
+        from rlmesh.runtime.transport.inet import join_host_port, split_host_port
+
         if bulk.sender is not None:
             raise MalformedFrame("a bulk channel was offered twice")
         called = bulk.channel.link.peer
@@ -188,6 +206,8 @@ class BulkChannels:
     # Both sides.
 
     def _divert(self, bulk: _BulkChannel, open_channel: Callable[[], None]) -> None:
+        from rlmesh.runtime.connections.bulk_channel import BulkSender
+
         bulk.sender = BulkSender(self._options.bulk_bytes, self._loop, self._host.post, open_channel)
         bulk.channel.divert = bulk.sender.divert
 

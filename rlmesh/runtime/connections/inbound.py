@@ -14,7 +14,7 @@ from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.connections.network import NetworkOptions, plain
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
-from rlmesh.runtime.serving.reply_backlog import CHECK_S
+from rlmesh.runtime.serving.reply_backlog import CHECK_S, is_large
 from rlmesh.runtime.transport.base import Link, Rejection, Transport
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import (
@@ -95,7 +95,8 @@ class Reception:
         kind = type(header)
         if kind is Reply:
             self._calls.on_reply(link, header, payload)
-            self._took(channel, payload)
+            if is_large(payload):
+                self._took(channel, payload)
         elif kind is Call:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
         elif kind is Cancel:
@@ -107,7 +108,8 @@ class Reception:
             self._shm.on_releases(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
-            self._took(channel, payload)
+            if is_large(payload):
+                self._took(channel, payload)
         elif kind is TakenReplies:
             for incoming in channel.backlog.on_taken(header.total):
                 self._dispatcher.start(incoming)

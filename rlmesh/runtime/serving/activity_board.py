@@ -1,8 +1,9 @@
 """The activity board: a page that shows other processes what a member does when it cannot answer.
 
 A member that holds the interpreter's lock in C, or that is stopped, does not answer. So it writes to a page of shared
-memory, a file in the job's private folder: which method began last and when, and once a second that its network loop
-runs. Recording a call takes two stores. Times are of the clock that all processes of a machine share.
+memory, a file in the job's private folder: which method runs and since when, and once a second that its network loop
+runs. Recording a call takes two stores. An ``async def`` method is recorded each time it resumes, and erased while it
+waits. Times are of the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ASYNC", "DEF", "Activity", "Board", "board_path", "does_not_answer", "link_board", "look_at"]
+from rlmesh.runtime.process import forked
 
-BEAT, PID, DEF, ASYNC = 0, 1, 2, 4
-"""Indexes of the page's words: the time of the loop's last beat, the process id; for the last ``def`` and the last
-``async def`` method the time when it began, followed by its number (0: none runs)."""
+__all__ = ["ASYNC", "DEF", "INLINE", "Activity", "Board", "board_path", "does_not_answer", "link_board", "look_at"]
+
+BEAT, PID, DEF, ASYNC, INLINE = 0, 1, 2, 4, 6
+"""Indexes of the page's words: the time of the loop's last beat, the process id; then, for three kinds of methods, the
+time when the method began or resumed, followed by its number (0: none runs). The kinds are the last ``def`` method that
+began, the ``async def`` method that runs on the users' loop, and the ``async def`` method that runs on the network
+loop."""
 LATE_S = 2.5
 """Age of the last beat from which a process counts as silent; the loop beats once a second."""
 _SIZE, _NAMES_AT, _NAME_BYTES = 4096, 256, 64
@@ -46,6 +51,16 @@ class Board:
         self._lock = threading.Lock()
         self.beat()
         os.replace(draft, path)
+        forked.forget_in_children(self)
+
+    def forked(self) -> None:
+        """Replace the page in a forked child, which shares the parent's page.
+
+        A method that ends in the child still runs in the parent, so the child must not erase it there.
+        """
+        self.words = memoryview(bytearray(_SIZE)).cast("Q")
+        self._page = mmap.mmap(-1, _SIZE)
+        self._lock = threading.Lock()
 
     def beat(self) -> None:
         """Record that the loop runs."""
@@ -74,8 +89,8 @@ class Activity:
     Attributes:
         pid: the process of the page.
         silent_s: seconds since its loop's last beat.
-        method: the running method that began first; empty if no method is known to run.
-        since_s: seconds since the method began.
+        method: the running method; empty if no method is known to run.
+        since_s: seconds since the method began or, if it is an ``async def`` method, resumed.
     """
 
     pid: int
@@ -114,9 +129,13 @@ def look_at(path: Path) -> Activity | None:
     now_ns = time.perf_counter_ns()
     words = memoryview(page).cast("Q")
     running = [(words[at], words[at + 1]) for at in (DEF, ASYNC) if words[at + 1]]
+    if not running and words[INLINE + 1]:
+        running = [(words[INLINE], words[INLINE + 1])]
     method, since_s = "", 0.0
     if running:
-        began_ns, number = min(running)
+        # The method that began or resumed last had the interpreter last; the other may only wait on its thread. A
+        # method of the library on the network loop counts only if no other method runs: either may have interrupted it.
+        began_ns, number = max(running)
         start = _NAMES_AT + (number - 1) * _NAME_BYTES
         method = page[start : start + _NAME_BYTES].rstrip(b"\0").decode("utf-8", "replace")
         since_s = max(0.0, (now_ns - began_ns) / 1e9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -11,6 +12,8 @@ from rlmesh.runtime.process import clock
 
 if TYPE_CHECKING:
     from rlmesh.runtime.future import Future
+    from rlmesh.runtime.serving.activity_board import Board
+    from rlmesh.runtime.serving.served_objects import Method
 
 
 T = TypeVar("T")
@@ -63,12 +66,18 @@ def served_call() -> CallContext | None:
 
 
 class InContext(Generic[T]):
-    """Awaits a coroutine that runs in a context other than its task's."""
+    """Awaits a method's coroutine, which runs in a context other than its task's.
 
-    __slots__ = ("_context", "_coroutine")
+    It erases the method from the activity board, if there is one, while the coroutine waits, and records it again when
+    the coroutine resumes. The coroutine itself records its begin and its end.
+    """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], context: Context) -> None:
-        self._coroutine, self._context = coroutine, context
+    __slots__ = ("_board", "_context", "_coroutine", "_method")
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, T], context: Context, board: Board | None, method: Method
+    ) -> None:
+        self._coroutine, self._context, self._board, self._method = coroutine, context, board, method
 
     def __await__(self) -> Generator[Any, Any, T]:
         run, coroutine = self._context.run, self._coroutine
@@ -80,8 +89,14 @@ class InContext(Generic[T]):
             except StopIteration as end:
                 result: T = end.value
                 return result
+            if (board := self._board) is not None:
+                board.words[self._method.loop_word + 1] = 0
             try:
                 value = yield waited
                 resume = coroutine.send
             except BaseException as error:  # The task was cancelled or closed.
                 resume, value = coroutine.throw, error
+            if board is not None:
+                words, method = board.words, self._method
+                at = method.loop_word
+                words[at], words[at + 1] = perf_counter_ns(), method.number

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rlmesh.runtime.serving.call_context import InContext
+
 if TYPE_CHECKING:
+    from rlmesh.runtime.serving.activity_board import Board
     from rlmesh.runtime.serving.incoming import IncomingCall
+    from rlmesh.runtime.serving.served_objects import Method
 
 _CHECK_S = 1.0
 """Interval at which a thread that waits for a coroutine checks whether the process is ending."""
 
 
 def await_elsewhere(
-    incoming: IncomingCall, value: Awaitable[Any], post: Callable[..., Any], ending: Callable[[], bool], *,
-    closing: bool = False,
+    incoming: IncomingCall, value: Awaitable[Any], post: Callable[..., Any], ending: Callable[[], bool],
+    board: Board | None, *, closing: bool = False,
 ) -> Any:  # fmt: skip
     """The result of a coroutine that a method returned which seemed to be a plain function.
 
@@ -28,13 +33,14 @@ def await_elsewhere(
         incoming: the call of the method.
         post: runs a function on the loop where the coroutine runs.
         ending: returns True if the process is ending.
+        board: records the method while the coroutine runs.
         closing: run the coroutine even if the call was cancelled.
     """
     done: Future[Any] = Future()
     context = copy_context()
 
     def begin() -> None:
-        task = asyncio.get_running_loop().create_task(_awaiting(value), context=context)
+        task = asyncio.get_running_loop().create_task(_awaiting(incoming.method, board, value), context=context)
         task.add_done_callback(partial(_hand_over, done, value))
         if closing:
             return
@@ -53,8 +59,17 @@ def await_elsewhere(
                 raise asyncio.CancelledError from None
 
 
-async def _awaiting(value: Awaitable[Any]) -> Any:
-    return await value
+async def _awaiting(method: Method, board: Board | None, value: Awaitable[Any]) -> Any:
+    return await InContext(_recorded(method, board, value), copy_context(), board, method)
+
+
+async def _recorded(method: Method, board: Board | None, value: Awaitable[Any]) -> Any:
+    method.begins(board, method.loop_word, time.perf_counter_ns())
+    try:
+        return await value
+    finally:
+        if board is not None:
+            board.words[method.loop_word + 1] = 0
 
 
 def _hand_over(done: Future[Any], value: Awaitable[Any], task: asyncio.Task[Any]) -> None:

@@ -22,7 +22,6 @@ from rlmesh.errors import (
     StaleIncarnation,
     WouldDeadlock,
 )
-from rlmesh.runtime.calling.future_arguments import ArgumentResolver
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
@@ -30,14 +29,14 @@ from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.forked import end_child
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
 from rlmesh.runtime.sequence import FutureSequence
-from rlmesh.runtime.serving.activity_board import ASYNC, DEF, Board
+from rlmesh.runtime.serving.activity_board import DEF, Board
 from rlmesh.runtime.serving.call_context import InContext, current_call
 from rlmesh.runtime.serving.coroutines import await_elsewhere, cancel_task
 from rlmesh.runtime.serving.incoming import IncomingCall
+from rlmesh.runtime.serving.reply_backlog import LIMIT_BYTES, is_large
 from rlmesh.runtime.serving.result_store import FETCH, KEEP_BYTES, ResultStore
 from rlmesh.runtime.serving.served_objects import Method, Served
 from rlmesh.runtime.serving.serving_host import ServingHost
-from rlmesh.runtime.serving.stream_server import StreamServer
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import (
     ANY_INCARNATION,
@@ -167,9 +166,13 @@ class Dispatcher:
             except MalformedFrame as error:
                 self.refuse(incoming.channel, call, error)
                 return False
+            from rlmesh.runtime.calling.future_arguments import ArgumentResolver
+
             incoming.passed = ArgumentResolver(values, call.timeout_s, self._host.fetch)
         (self._unawaited if call.flags & _NO_REPLY else self._incoming)[incoming.key] = incoming
         if call.flags & _STREAM:
+            from rlmesh.runtime.serving.stream_server import StreamServer
+
             incoming.stream = StreamServer(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
         elif call.flags & _KEEP:
             self.on_keep(incoming.channel, call.call_id)
@@ -300,7 +303,8 @@ class Dispatcher:
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
             self._store(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
             return
-        incoming.channel.backlog.sent(frames)
+        if is_large(frames):
+            incoming.channel.backlog.sent(frames)
         fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
         incoming.channel.put(tuple.__new__(Reply, fields), frames)  # takes half the time of Reply(…)
         if self._incoming:
@@ -343,9 +347,14 @@ class Dispatcher:
         incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
 
     def _coroutine(self, incoming: IncomingCall) -> Coroutine[Any, Any, None]:
-        if incoming.stream is not None:
-            return incoming.stream.run_async()
-        return self._run_serially(incoming) if incoming.method.serial else self._run_async(incoming)
+        if incoming.stream is None and incoming.method.serial:
+            return self._run_serially(incoming)
+        return self._run_alone(incoming)
+
+    async def _run_alone(self, incoming: IncomingCall) -> None:
+        """Run a stream, or a call of a method that may run several times at once."""
+        run = self._run_async(incoming) if incoming.stream is None else incoming.stream.run_async()
+        await InContext(run, copy_context(), self.board, incoming.method)
 
     async def _run_serially(self, first: IncomingCall) -> None:
         """Run a call of a serial method, and the calls that queue behind it, in one task.
@@ -365,7 +374,7 @@ class Dispatcher:
                 return
             incoming.task = task
             incoming.runs_next = True
-            await InContext(self._run_async(incoming), context.copy())
+            await InContext(self._run_async(incoming), context.copy(), self.board, incoming.method)
             while task.cancelling():
                 task.uncancel()  # That call was cancelled, not the calls behind it.
             incoming.next_call, incoming = None, incoming.next_call
@@ -384,15 +393,17 @@ class Dispatcher:
         return True
 
     async def _run_async(self, incoming: IncomingCall) -> None:
-        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._set_aside(incoming):
+        backlog = incoming.channel.backlog
+        if backlog.unreceived_bytes >= LIMIT_BYTES and not incoming.cancelled and self._set_aside(incoming):
             return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = began_ns = time.perf_counter_ns()
+        at = incoming.method.loop_word
         if (board := self.board) is not None:
-            board.words[ASYNC] = began_ns
-            board.words[ASYNC + 1] = incoming.method.number or incoming.method.put_on(board)
+            board.words[at] = began_ns
+            board.words[at + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
         current_call.set(incoming.context)
         try:
@@ -406,7 +417,7 @@ class Dispatcher:
         except BaseException as error:
             ok, frames = False, self.failed(incoming, error)
         if board is not None:
-            board.words[ASYNC + 1] = 0
+            board.words[at + 1] = 0
         ended_ns = time.perf_counter_ns()
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
@@ -415,7 +426,8 @@ class Dispatcher:
 
     def _execute(self, incoming: IncomingCall) -> None:
         served = incoming.method.owner
-        if incoming.channel.backlog.is_behind and not incoming.cancelled and self._set_aside(incoming):
+        backlog = incoming.channel.backlog
+        if backlog.unreceived_bytes >= LIMIT_BYTES and not incoming.cancelled and self._set_aside(incoming):
             return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
@@ -451,7 +463,7 @@ class Dispatcher:
     def awaited(self, incoming: IncomingCall, value: Awaitable[Any], *, closing: bool = False) -> Any:
         """Run `await_elsewhere` with the loop where an ``async def`` method of this member would run."""
         post = self._loop.call_soon_threadsafe if incoming.method.owner.inline else self._host.post_to_user
-        return await_elsewhere(incoming, value, post, lambda: self.ending, closing=closing)
+        return await_elsewhere(incoming, value, post, lambda: self.ending, self.board, closing=closing)
 
     def finish(self, incoming: IncomingCall, ok: bool, frames: Frames, ended_ns: int) -> None:
         if self.forked:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import CallError, PeerLost, SlotGone
-from rlmesh.runtime.calling.future_arguments import ArgumentResolver
 from rlmesh.runtime.calling.peer_status import Serving
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
@@ -16,6 +15,9 @@ from rlmesh.runtime.serving.call_context import CallContext
 from rlmesh.runtime.serving.served_objects import Method
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Call, Flag, Frames
+
+if TYPE_CHECKING:
+    from rlmesh.runtime.calling.future_arguments import ArgumentResolver
 
 _NO_REPLY = int(Flag.NO_REPLY)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from _thread import allocate_lock
 from collections import deque
@@ -12,7 +11,7 @@ from typing import Any
 
 from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime.rpc import exported_functions, mark_of
-from rlmesh.runtime.serving.activity_board import Board
+from rlmesh.runtime.serving.activity_board import ASYNC, INLINE, Board
 from rlmesh.runtime.serving.executors import SerialExecutor
 from rlmesh.runtime.serving.method_kinds import is_on_loop
 
@@ -38,12 +37,19 @@ class Method:
         self.lock = allocate_lock()
         self.number = 0
         """The method's number on the process's activity board; 0 if it has not run."""
+        self.loop_word = INLINE if owner.inline else ASYNC
+        """Index of the board's words that record the method while it runs on a loop."""
         self._pool: ThreadPoolExecutor | None = None
 
     def put_on(self, board: Board) -> int:
         """Give the method its number on the activity board, when it runs for the first time."""
         self.number = board.number_of(self.label)
         return self.number
+
+    def begins(self, board: Board | None, at: int, now_ns: int) -> None:
+        """Record in the board's words at ``at`` that the method runs."""
+        if board is not None:
+            board.words[at], board.words[at + 1] = now_ns, self.number or self.put_on(board)
 
     @property
     def label(self) -> str:
@@ -92,6 +98,8 @@ class Served:
         if found is None and (function := exported_functions().get(name)) is not None:
             found = self.methods[name] = Method(self, name, function)
         if found is None:
+            import difflib
+
             near = difflib.get_close_matches(name, self.methods, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             known = ", ".join(sorted(self.methods)) or "none"

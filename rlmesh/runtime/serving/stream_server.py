@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.process import clock
+from rlmesh.runtime.serving.activity_board import DEF, Board
 from rlmesh.runtime.serving.call_context import current_call
 from rlmesh.runtime.serving.incoming import IncomingCall
 from rlmesh.runtime.streams import set_done
@@ -23,9 +24,10 @@ from rlmesh.wire.envelope import Frames, Item
 
 
 class StreamDispatcher(Protocol):
-    """The dispatcher's methods that a stream uses."""
+    """The attributes and methods of the dispatcher that a stream uses."""
 
     active_at: float
+    board: Board | None
 
     @property
     def capture(self) -> codec.Capture: ...
@@ -79,8 +81,11 @@ class StreamServer:
     def run(self) -> None:
         """Produce items until the credit is used up, or to the end."""
         incoming = self._incoming
+        now_ns = time.perf_counter_ns()
         if not incoming.started_ns:
-            incoming.started_ns = time.perf_counter_ns()
+            incoming.started_ns = now_ns
+        board = self._dispatcher.board
+        incoming.method.begins(board, DEF, now_ns)
         token = current_call.set(incoming.context)
         try:
             if not self._make_items():
@@ -90,6 +95,8 @@ class StreamServer:
             ok, frames = False, self._dispatcher.failed(incoming, error)
         finally:
             current_call.reset(token)
+            if board is not None:
+                board.words[DEF + 1] = 0
         self._dispatcher.finish(incoming, ok, frames, time.perf_counter_ns())
 
     def _make_items(self) -> bool:
@@ -130,6 +137,8 @@ class StreamServer:
             self._dispatcher.finish(incoming, False, [], time.perf_counter_ns())
             return
         incoming.started_ns = time.perf_counter_ns()
+        board, at = self._dispatcher.board, incoming.method.loop_word
+        incoming.method.begins(board, at, incoming.started_ns)
         current_call.set(incoming.context)
         try:
             if incoming.passed is not None:
@@ -142,6 +151,8 @@ class StreamServer:
             ok, frames = True, codec.encode(self._sent)
         except BaseException as error:
             ok, frames = False, self._dispatcher.failed(incoming, error)
+        if board is not None:
+            board.words[at + 1] = 0
         self._dispatcher.finish(incoming, ok, frames, time.perf_counter_ns())
 
     async def _make_items_async(self, made: Any) -> None:

@@ -214,11 +214,17 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, trust_others: bool = False) -> None:
         """Take back what `save` wrote.
 
+        Args:
+            folder: of the checkpoint. It and everything in it must belong to you or to root, and nobody else may write
+                there.
+            trust_others: load it all the same, such as a colleague's. It is read as data and cannot run code, but
+                whoever can write there says what the weights are.
+
         Raises:
-            UsageError: there is no complete checkpoint, or it is of another kind.
+            UsageError: there is no complete checkpoint, it is of another kind, or somebody else can have written it.
         """
         ...
 

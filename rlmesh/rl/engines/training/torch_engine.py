@@ -82,10 +82,10 @@ class TorchEngine(ModuleEngine):
     def _write(self, folder: Path) -> Callable[[], Path]:
         return write_state(folder, self._state(), self.steps, self._side)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, trust_others: bool = False) -> None:
         self._require_here("load")
         self._saver.wait()
-        place = CheckpointFolder(Path(folder))
+        place = CheckpointFolder(Path(folder), trust_others=trust_others)
         saved = place.current()
         state = self._state()
         read_state(place, saved, state, self._side)

@@ -121,10 +121,10 @@ class DeepSpeedEngine(ModuleEngine):
         state = state_of(self.engine, self._source(), self.rank, self.ranks)
         return write_state(folder, state, self.steps, self._side)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, trust_others: bool = False) -> None:
         self._require_here("load")
         self._saver.wait()
-        place = CheckpointFolder(Path(folder))
+        place = CheckpointFolder(Path(folder), trust_others=trust_others)
         saved = place.current()
         load_state(self.engine, self._source(), self.rank, lambda state: read_state(place, saved, state, self._side))
         self.steps = saved.steps

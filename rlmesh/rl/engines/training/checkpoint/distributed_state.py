@@ -64,10 +64,13 @@ def read_state(place: CheckpointFolder, saved: Saved, state: dict[str, Any], sid
     """Fill the tensors of ``state``, in place, from a checkpoint. A collective step; only what ``state`` has is read.
 
     Raises:
-        UsageError: it is of another kind, or its index is none.
+        UsageError: it is of another kind, somebody else can have written it, or its index is none.
     """
     if saved.kind != KIND:
         raise UsageError(f"{place.folder} holds a checkpoint of kind {saved.kind!r}; this engine reads {KIND!r}")
+    rank, _ = ranks.here()
+    if fault := ranks.from_first(place.fault_in(saved) if rank == 0 else "", side):
+        raise UsageError(fault)
     reader = CheckedReader(place.data_of(saved))
     reader.read_metadata()  # on every rank before the collective step, which would wrap what is wrong with it
     load(state, storage_reader=reader, planner=TensorsOnly(), process_group=side, no_dist=side is None)

@@ -2,7 +2,8 @@
 
 A folder holds the data of each checkpoint in a folder of its own, and ``current.json``, which names the one that
 counts. It is replaced, atomically, when all ranks have written theirs; only then older data go. So whoever is killed,
-whenever: ``current.json`` names a complete one.
+whenever: ``current.json`` names a complete one. What somebody else can have written is not read, unless the reader says
+that it may be.
 
 ::
 
@@ -13,6 +14,7 @@ whenever: ``current.json`` names a complete one.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -22,6 +24,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.training.checkpoint.ownership import (
+    close_if_empty,
+    fault_of,
+    faults_in,
+    keep_others_from_writing,
+    refused,
+)
+
+log = logging.getLogger(__name__)
 
 CURRENT = "current.json"
 FORMAT = 1
@@ -46,19 +57,30 @@ class Saved:
 
 
 class CheckpointFolder:
-    """One engine's checkpoints. Only rank 0 writes here; the data are written by all ranks."""
+    """One engine's checkpoints. Only rank 0 writes here; the data are written by all ranks.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of theirs.
+        trust_others: read what other users own or can write to.
+    """
+
+    def __init__(self, folder: Path, *, trust_others: bool = False) -> None:
         self.folder = folder
+        self.trust_others = trust_others
 
     def current(self) -> Saved:
         """The latest complete one.
 
         Raises:
-            UsageError: there is none, or a later version of this library wrote it.
+            UsageError: there is none, somebody else can have written it, or a later version of this library wrote it.
         """
         path = self.folder / CURRENT
         try:
+            if not self.trust_others:
+                # The folder first: whoever cannot write there cannot put another file in place of the one looked at.
+                fault = fault_of(self.folder, self.folder.stat()) or fault_of(path, path.lstat())
+                if fault:
+                    raise refused(self.folder, fault)
             fields = json.loads(path.read_bytes())
         except FileNotFoundError:
             raise UsageError(f"{self.folder} holds no complete checkpoint: there is no {CURRENT}") from None
@@ -78,23 +100,39 @@ class CheckpointFolder:
     def data_of(self, saved: Saved) -> Path:
         return self.folder / saved.data
 
+    def fault_in(self, saved: Saved) -> str:
+        """Why the data of a checkpoint are not to be loaded; empty: they are."""
+        if self.trust_others:
+            return ""
+        try:
+            fault = faults_in(self.data_of(saved))
+        except OSError as error:
+            return f"the checkpoint in {self.folder} cannot be read: {error}"
+        return str(refused(self.folder, fault)) if fault else ""
+
     def begin(self, steps: int) -> str:
         """Make a folder for new data; gives its name."""
+        close_if_empty(self.folder)
         name = f"step-{steps:08d}-{secrets.token_hex(4)}"
         # Private, whatever the umask: what others may read is for their owner to say.
         for folder in (self.folder, self.folder / name):
             if not folder.exists():
                 folder.mkdir(mode=0o700, parents=True)
                 folder.chmod(0o700)
+        if fault := fault_of(self.folder, self.folder.stat()):
+            log.warning("%s. Checkpoints are saved there, and loaded with trust_others=True only", fault)
         return name
 
     def commit(self, saved: Saved) -> None:
         """From now on this one counts. What is left of others goes."""
+        keep_others_from_writing(self.folder / saved.data)
         _sync(self.folder / saved.data)
         write_atomically(self.folder / CURRENT, json.dumps(asdict(saved), indent=2).encode() + b"\n")
         for other in self.folder.glob("step-*"):
             if other.name != saved.data:
                 shutil.rmtree(other, ignore_errors=True)
+        for draft in self.folder.glob(f".{CURRENT}.*.tmp"):  # of who was killed while writing it
+            draft.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
