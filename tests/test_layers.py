@@ -35,11 +35,7 @@ LAYERS = (
 
 UPWARD = {("rlmesh.job", "rlmesh.driver.driver"), ("rlmesh.job", "rlmesh.placement.preview")}
 """``submit`` starts the driver, ``plan`` the planner: imports upwards, made when they are called."""
-UPWARD_IN_ANNOTATIONS = UPWARD | {
-    ("rlmesh.runtime", "rlmesh.job.status"),
-    ("rlmesh.job", "rlmesh.placement.planner"),
-}
-"""The runtime is told of a member's death by a value that the job layer defines; it reads a few attributes."""
+UPWARD_IN_ANNOTATIONS = UPWARD | {("rlmesh.job", "rlmesh.placement.planner")}
 
 NOT_FROM_INSIDE = ("rlmesh.cli", "rlmesh.testing", "rlmesh_launcher")
 """Packages for whoever stands outside; no module of the library needs them to work."""

@@ -13,7 +13,7 @@ from rlmesh.agent.processes import guardian
 CALLS = {
     "cloudpickle", "difflib", "rlmesh.runtime.calling.retry", "rlmesh.runtime.connections.bulk_channel",
     "rlmesh.runtime.serving.stream_server", "rlmesh.runtime.calling.future_arguments", "rlmesh.runtime.streams",
-    "rlmesh.runtime.subgraphs", "rlmesh.wire.seal",
+    "rlmesh.runtime.subgraphs",
 }  # fmt: skip
 """What only some calls need."""
 FAULTS = {

@@ -201,9 +201,9 @@ class JoinedJob:
 
     def __init__(self, handle: JobHandle, name: str, timeout_s: float) -> None:
         self._handle, self._name, self._timeout_s = handle, name, timeout_s
-        self._joining: Joining | None = None
+        self._joining: Joining[Runtime] | None = None
 
-    def _begin(self, way_in: tuple[str, bytes]) -> Joining:
+    def _begin(self, way_in: tuple[str, bytes]) -> Joining[Runtime]:
         from rlmesh.runtime.runtime import Runtime
 
         address, key = way_in

@@ -112,7 +112,7 @@ class PrimeMaster:
     ) -> None:  # fmt: skip
         scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
         # The job's time, by which all limits count: without the time in which this process stood still.
-        self._clock = RunningTime(clock, STILL_S, told=self._stood_still)
+        self._clock = RunningTime(clock, STILL_S, on_suspended=self._stood_still)
         self.manager = JobManager(spec, scheduler, self._clock(), last_lines)
         self._public = runtime.public_endpoint or ""
         self._lease_s = config.lease_s

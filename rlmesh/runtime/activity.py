@@ -14,7 +14,6 @@ from rlmesh.runtime.calling.peer_status import Serving, Waiting
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.dispatch import Dispatcher
-from rlmesh.runtime.serving.served_calls import is_shown, serving_of
 
 if TYPE_CHECKING:
     from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey
@@ -67,12 +66,12 @@ class RuntimeActivity:
     def serving(self) -> tuple[Serving, ...]:
         """The calls that this process was asked and has not ended, whether a caller waits for them or not."""
         now_ns = time.perf_counter_ns()
-        return tuple(serving_of(incoming, now_ns) for incoming in self._dispatcher.calls() if is_shown(incoming))
+        return tuple(incoming.status(now_ns) for incoming in self._dispatcher.calls() if incoming.is_shown)
 
     def running_on(self, for_s: float) -> tuple[Serving, ...]:
         """The calls that have been running here for so many seconds although they were cancelled or timed out."""
         now_ns = time.perf_counter_ns()
-        calls = (serving_of(incoming, now_ns) for incoming in self._dispatcher.unawaited() if incoming.cancelled)
+        calls = (incoming.status(now_ns) for incoming in self._dispatcher.unawaited() if incoming.cancelled)
         return tuple(call for call in calls if call.runs and call.since_s >= for_s)
 
     @contextmanager

@@ -18,20 +18,19 @@ from rlmesh.runtime.argument_types import require
 from rlmesh.runtime.calling.busy_poll import BusyPoll
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.outbound import Outbound
-from rlmesh.runtime.connections.address_book import AddressBook
+from rlmesh.runtime.connections.address_book import AddressBook, MemberExit
 from rlmesh.runtime.connections.channel import turn_loops
-from rlmesh.runtime.connections.handshake import Door
+from rlmesh.runtime.connections.handshake import Authenticator
 from rlmesh.runtime.connections.inbound import Inbound
 from rlmesh.runtime.connections.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.connections.security import check_key, find_key, make_key
-from rlmesh.runtime.connections.shm_transfer import Lending
+from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.connections.transports import Transports
 from rlmesh.runtime.default_runtime import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import forked
-from rlmesh.runtime.process.at_exit import with_threads
-from rlmesh.runtime.process.loops import LoopThread, Posts
+from rlmesh.runtime.process.loops import LoopThread, Posts, with_threads
 from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, own_run_queue_since_last_ns
 from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.serving.activity_board import Board
@@ -42,7 +41,6 @@ from rlmesh.runtime.transport.base import local_address
 from rlmesh.wire.envelope import ANY_INCARNATION
 
 if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
     from rlmesh.runtime.connections.joining import Joining
 
 logger = logging.getLogger(__name__)
@@ -90,24 +88,24 @@ class Runtime:
         self._loop_ident = 0
         self._posts = Posts(loop)
         self._meter = RunQueueMeter()
-        self._handshake = Door(name, self.key)
-        self.strangers = self._handshake.strangers
+        self._authenticator = Authenticator(name, self.key)
+        self.strangers = self._authenticator.strangers
         self._transports = Transports(self.network, loop, self.post, self.key, self._meter)
-        self._lending = Lending(
+        self._shm = ShmTransfer(
             name, self.key, job_id, node_rank, loop, self.post,
             lambda: threading.get_ident() == self._loop_ident,
         )  # fmt: skip
-        self._calls = Calls(loop, self._transports.connect, self._handshake.knock, self.post, self._meter)
+        self._calls = Calls(loop, self._transports.connect, self._authenticator.begin, self.post, self._meter)
         self.outbound = Outbound(
-            name, self._calls, self._lending, self.network, DEFAULT_CALL_TIMEOUT_S, self.post, loop.call_later
+            name, self._calls, self._shm, self.network, DEFAULT_CALL_TIMEOUT_S, self.post, loop.call_later
         )
         self._calls.fetch = self.fetch = self.outbound.fetch
         self.capture = self.outbound.capture
         self._dispatcher = Dispatcher(self, loop)
-        self.outbound.results = self._dispatcher.kept
+        self.outbound.results = self._dispatcher.results
         self.inbound = Inbound(
-            name, loop, self.post, self.network, self.key, self._calls, self._dispatcher, self._lending,
-            self._handshake, self._transports,
+            name, loop, self.post, self.network, self.key, self._calls, self._dispatcher, self._shm,
+            self._authenticator, self._transports,
         )  # fmt: skip
         self._transports.receiver = self.inbound
         self.watch_backlog = self.inbound.watch_backlog
@@ -166,7 +164,7 @@ class Runtime:
         cls, address: str, key_file: str | Path | None = None, *, key: bytes | None = None, name: str = "service",
         socket_dir: str | Path | None = None, bind: bool | str = False, network: NetworkOptions | None = None,
         timeout_s: float = 10.0,
-    ) -> Joining:  # fmt: skip
+    ) -> Joining[Runtime]:  # fmt: skip
         """Join a running job from a service of your own, on the running loop as `open`, or, in a program without a
         running loop, with a loop on a thread as `start`::
 
@@ -196,7 +194,7 @@ class Runtime:
         from rlmesh.runtime.connections.joining import Joining
 
         make = {"name": name, "socket_dir": socket_dir, "bind": bind, "network": network}
-        return Joining(cls, address, lambda: key or find_key(key_file), timeout_s, make)
+        return Joining(cls.open, cls.start, address, lambda: key or find_key(key_file), timeout_s, make)
 
     @classmethod
     def _make(
@@ -219,7 +217,7 @@ class Runtime:
         try:
             if bind:
                 address = bind if isinstance(bind, str) else local_address(socket_dir)
-                runtime.endpoint = runtime._handshake.endpoint = runtime._transports.bind(address)
+                runtime.endpoint = runtime._authenticator.endpoint = runtime._transports.bind(address)
                 runtime.outbound.own_endpoints.add(runtime.endpoint)
             if public:
                 runtime.public_endpoint = runtime._transports.bind(public)
@@ -283,7 +281,7 @@ class Runtime:
         inherited: Any = forked.Inherited(self.name)
         self.outbound.forked(inherited)
         self.inbound.forked(inherited)
-        self._calls = self._dispatcher = self._lending = self.activity = inherited
+        self._calls = self._dispatcher = self._shm = self.activity = inherited
 
     async def _drained(self) -> None:
         """Wait until the packets of this turn and queued ones have left, without blocking the loop."""
@@ -297,12 +295,12 @@ class Runtime:
 
     def _close_on_loop(self) -> None:
         self._posts.run()
-        self._dispatcher.kept.close()
+        self._dispatcher.results.close()
         for channel in self.inbound.channels.values():
             channel.flush()
         self._calls.close()
         self._transports.close(_EMBEDDED_LINGER_S if self._embedded else _LINGER_S)
-        self._lending.close()
+        self._shm.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -422,7 +420,7 @@ class Runtime:
         """Take a newer address book; calls that waited for an address in it go out."""
         self._on_loop(self._calls.set_book, book.seen_from(self._node_rank))
 
-    def member_lost(self, info: ExitInfo) -> None:
+    def member_lost(self, info: MemberExit) -> None:
         """Fail the calls to a member whose process ended; later calls fail at once."""
         self._on_loop(self._calls.member_lost, info)
 

@@ -120,7 +120,7 @@ def test_who_takes_nothing_is_cut_off(
     with stopped(mesh.caller):
         member.gate.set()
         until(lambda: "cuts" in caplog.text)
-    assert "has not taken in" in caplog.text and "of its calls wait" in caplog.text
+    assert "has not received" in caplog.text and "of its calls wait" in caplog.text
     errors = [future.exception(HANG_S) for future in futures]
     assert any(isinstance(error, PeerLost) for error in errors)
     assert member.ran < CALLS
@@ -134,7 +134,7 @@ def test_a_caller_that_reads_is_never_behind(mesh: Mesh, until: Callable[..., No
     for _ in range(3):
         futures = [group[0].call("make", number) for number in range(60)]
         assert [int(future.result(HANG_S)[0]) for future in futures] == list(range(60))
-    until(lambda: all(channel.backlog.owed_bytes <= 2 * reply_backlog.TELL_BYTES for channel in _channels(mesh)))
+    until(lambda: all(channel.backlog.unreceived_bytes <= 2 * reply_backlog.TELL_BYTES for channel in _channels(mesh)))
 
 
 def _channels(mesh: Mesh) -> list[Any]:
@@ -151,14 +151,14 @@ def test_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(7):
         account.sent(small)
         account.sent(large)
-        assert peer.took(small) == 0
-    assert not account.sets_aside(call)  # type: ignore[arg-type]
+        assert peer.on_received(small) == 0
+    assert not account.set_aside(call)
     account.sent(large)
-    assert account.is_behind and account.sets_aside(call)  # type: ignore[arg-type]
+    assert account.is_behind and account.set_aside(call)
     now[0] += reply_backlog.CUT_OFF_S - 1
     assert not account.is_stuck(now[0])
     for _ in range(4):
-        assert account.told(peer.took(large)) == []
+        assert account.on_taken(peer.on_received(large)) == []
     now[0] += 2
     assert not account.is_stuck(now[0]), "it takes some in"
-    assert account.told(peer.took(large)) == [call] and not account.is_behind
+    assert account.on_taken(peer.on_received(large)) == [call] and not account.is_behind

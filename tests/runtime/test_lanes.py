@@ -186,7 +186,7 @@ def test_a_lost_lane_ends_what_waits_for_it() -> None:
         async with AsyncExitStack() as stack:
             handle, server = await loopback(stack, FaultPlan(), Member())
             assert len(await handle.call("echo", bytes(5000))) == 5000
-            (carrier,) = server.inbound.lanes._carriers
+            (carrier,) = server.inbound.bulk._connections
             future = handle.call("numbers", [])
             waiting = handle.call("echo", bytes(5000))
             carrier.link.close()

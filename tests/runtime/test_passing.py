@@ -136,7 +136,7 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(runtime: Runtime) -> int:
-    return len(runtime._dispatcher.kept)
+    return len(runtime._dispatcher.results)
 
 
 def runtime_of(mesh: Mesh, name: str) -> Runtime:

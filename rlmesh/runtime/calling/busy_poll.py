@@ -112,7 +112,7 @@ class BusyPoll:
             assert isinstance(reply, Reply)
             channel = call.peer.channel
             self._on_reply(link, reply, frames)
-            if is_large(frames) and (count := channel.backlog.took(frames)):
+            if is_large(frames) and (count := channel.backlog.on_received(frames)):
                 channel.send(TakenReplies(count), [])
 
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlmesh.errors import CallCancelled, CallError, Executed, MailboxFull, RoleNotFound, ShuttingDown
 from rlmesh.runtime.calling.busy_poll import BusyPoll
@@ -21,14 +21,14 @@ from rlmesh.runtime.calling.generations import CohortSender, first_parts
 from rlmesh.runtime.calling.peer_connections import PeerConnections
 from rlmesh.runtime.calling.peer_table import PeerTable
 from rlmesh.runtime.calling.pending import Peer, PendingCall, how_it_ended
-from rlmesh.runtime.connections.address_book import AddressBook, member_name, split_name
+from rlmesh.runtime.connections.address_book import AddressBook, MemberExit, member_name, split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.deadlines import DeadlineEntry, Deadlines
 from rlmesh.runtime.process.scheduling_delay import RunQueueMeter
 from rlmesh.runtime.rpc import MAX_CONCURRENT
-from rlmesh.runtime.serving.dependency_queue import HeldCalls
+from rlmesh.runtime.serving.dependency_queue import DependencyQueue
 from rlmesh.runtime.transport.base import Link
 from rlmesh.wire import codec, failure
 from rlmesh.wire.envelope import (
@@ -45,9 +45,6 @@ from rlmesh.wire.envelope import (
     StoredReply,
 )
 from rlmesh.wire.passed import WHOLE, RemoteRef
-
-if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +85,7 @@ class Calls:
         self._ids = itertools.count(1)
         self._deadlines = Deadlines(loop, self._lock, self._expired)
         self.cohorts = CohortSender(self, self.peers)
-        self.held = HeldCalls(post, self._arguments_are_there, self.cohorts.arguments_are_there)
+        self.held = DependencyQueue(post, self._arguments_are_there, self.cohorts.arguments_are_there)
 
     # Starting calls: any thread.
 
@@ -379,7 +376,7 @@ class Calls:
                 state = f"{peer.window} calls to it were on their way"
         self.fail(call, call.timeout_error(state, executed))
 
-    def member_lost(self, info: ExitInfo) -> None:
+    def member_lost(self, info: MemberExit) -> None:
         """Take an agent's report on the end of a member's process: its calls end now, later ones at once."""
         name = member_name(info.role, info.rank)
         peers = self.peers

@@ -14,7 +14,7 @@ from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.pending import Cohort, PendingCall
 from rlmesh.runtime.connections.address_book import AddressBook, member_name
 from rlmesh.runtime.connections.network import NetworkOptions
-from rlmesh.runtime.connections.shm_transfer import Lending
+from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions
 from rlmesh.runtime.serving.call_context import CallContext, current_call, served_call
@@ -37,7 +37,7 @@ class Outbound:
     Args:
         name: of the runtime.
         calls: the pending calls.
-        buffers: captures large buffers in shared memory.
+        shm: captures large buffers in shared memory.
         network: limits.
         default_timeout_s: the deadline of calls without an own one.
         post: runs a function on the runtime's loop.
@@ -52,17 +52,17 @@ class Outbound:
     results: ResultStore
 
     def __init__(
-        self, name: str, calls: Calls, buffers: Lending, network: NetworkOptions, default_timeout_s: float,
+        self, name: str, calls: Calls, shm: ShmTransfer, network: NetworkOptions, default_timeout_s: float,
         post: Callable[..., None], later: Callable[[float, Callable[[], None]], object],
     ) -> None:  # fmt: skip
         self.name, self.default_timeout_s = name, default_timeout_s
         self.own_endpoints: set[str] = set()
-        self.peers, self._calls, self._buffers, self.network = calls.peers, calls, buffers, network
+        self.peers, self._calls, self._shm, self.network = calls.peers, calls, shm, network
         self._post, self._later = post, later
 
     def forked(self, inherited: Any) -> None:
         """In a forked child: put the object that refuses everything in the place of the parent's parts."""
-        self._calls = self.peers = self._buffers = self.results = inherited
+        self._calls = self.peers = self._shm = self.results = inherited
 
     def address_book(self) -> AddressBook:
         book = self.peers.book
@@ -85,7 +85,7 @@ class Outbound:
             PayloadTooLarge: the message is above the cap.
         """
         self.network.check_payload(sum(buffer.nbytes for buffer in buffers) + rest_bytes)
-        return self._buffers.capture(buffers) if buffers else ()
+        return self._shm.capture(buffers) if buffers else ()
 
     def encode_calls(self, method: str, calls: list[Arguments]) -> list[Payload]:
         """The frames for each member; members that get the same arguments share them, encoded once."""
@@ -165,7 +165,7 @@ class Outbound:
         if ref.endpoint in self.own_endpoints:
             future: Future[Any] = Future()
             try:
-                future.end(self.results.value_of(ref, self.capture), None)
+                future.end(self.results.value(ref, self.capture), None)
             except Exception as error:
                 future.end(None, error)
             return future

@@ -6,19 +6,16 @@ import itertools
 import os
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rlmesh.errors import Executed, PeerLost, Restarting, RoleNotFound, StaleIncarnation
 from rlmesh.runtime.calling.peer_status import Waiting, lives, process_state, state_letter
 from rlmesh.runtime.calling.pending import Peer, PendingCall, how_it_ended
-from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress, split_name
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress, MemberExit, split_name
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.activity_board import board_path, does_not_answer, look_at
 from rlmesh.runtime.transport.base import Link
 from rlmesh.wire.envelope import ANY_INCARNATION
-
-if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
 
 _SAME_NS = 1_000_000
 """Queueing times that differ by less count as equal."""
@@ -80,7 +77,7 @@ class PeerTable:
         self.by_link: dict[Link, Peer] = {}
         self.orphans: dict[str, Peer] = {}
         self.lost: dict[str, str] = {}
-        self.dead: dict[tuple[str, int], ExitInfo] = {}
+        self.dead: dict[tuple[str, int], MemberExit] = {}
         self.job_end: Callable[[], JobEnd | None] = lambda: None
         self.last_line_of: Callable[[str, int], str] | None = None
         self._turns = itertools.count()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlmesh.errors import CallError, CallTimeout, Executed, PeerLost, StaleIncarnation
 from rlmesh.runtime.calling.call_stats import CallGroup, CallRecorder
 from rlmesh.runtime.calling.peer_status import Waiting
-from rlmesh.runtime.connections.address_book import split_name
+from rlmesh.runtime.connections.address_book import MemberExit, split_name
 from rlmesh.runtime.connections.channel import Channel, turn_loops
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.process import clock
@@ -25,7 +25,6 @@ from rlmesh.runtime.process.scheduling_delay import RunQueueMeter
 from rlmesh.wire.envelope import ANY_INCARNATION, Flag, Frames
 
 if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
     from rlmesh.runtime.calling.future_arguments import PassedArguments, Payload, StoredResult
 
 LOOP_MEMORY_NS = 1_000_000_000
@@ -330,7 +329,7 @@ class RankLoop:
         return None
 
 
-def how_it_ended(info: ExitInfo) -> str:
+def how_it_ended(info: MemberExit) -> str:
     """One line on how a member ended, with the last lines of its log below."""
     where = f" on {info.hostname}" if info.hostname else ""
     text = f"{info.role} rank {info.rank} (pid {info.pid}{where}) {info.describe()}"

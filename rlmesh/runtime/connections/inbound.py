@@ -11,16 +11,16 @@ from typing import Any
 from rlmesh.errors import AuthenticationFailed, MalformedFrame, WireError
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.peer_connections import CONNECT_TIMEOUT_S
-from rlmesh.runtime.connections.bulk_channels import Lanes
+from rlmesh.runtime.connections.bulk_channels import BulkChannels
 from rlmesh.runtime.connections.channel import Channel
-from rlmesh.runtime.connections.handshake import Door
+from rlmesh.runtime.connections.handshake import Authenticator
 from rlmesh.runtime.connections.network import NetworkOptions
-from rlmesh.runtime.connections.shm_transfer import Lending
+from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.connections.transports import Transports
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
 from rlmesh.runtime.serving.dispatch import Dispatcher
-from rlmesh.runtime.serving.reply_backlog import LOOK_S, is_large
+from rlmesh.runtime.serving.reply_backlog import CHECK_S, is_large
 from rlmesh.runtime.transport.base import Link, Rejection
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import (
@@ -29,13 +29,13 @@ from rlmesh.wire.envelope import (
     Concurrency,
     Credit,
     Frames,
-    GiveBacks,
     Header,
     Item,
     Keep,
     Release,
     Reply,
-    Shares,
+    ShmPlace,
+    SlotReleases,
     StoredReply,
     TakenReplies,
     unpack,
@@ -50,27 +50,29 @@ class Inbound:
     Args:
         name: of the runtime, for messages.
         key: the job's secret.
-        calls, dispatcher, buffers, handshake, transports: the parts that handle messages.
+        calls, dispatcher, shm, authenticator, transports: the parts that handle messages.
 
     Attributes:
         channels: the channels of connections that peers made, and of those that carry payloads only.
-        lanes: the second connections, for large payloads.
+        bulk: the second connections, for large payloads.
     """
 
     def __init__(
         self, name: str, loop: asyncio.AbstractEventLoop, post: Callable[..., None], network: NetworkOptions,
-        key: bytes, calls: Calls, dispatcher: Dispatcher, buffers: Lending, handshake: Door, transports: Transports,
+        key: bytes, calls: Calls, dispatcher: Dispatcher, shm: ShmTransfer, authenticator: Authenticator,
+        transports: Transports,
     ) -> None:  # fmt: skip
         self.post = post
         self.channels: dict[Link, Channel] = {}
         self._name, self._loop, self._network = name, loop, network
         self._calls, self._peers, self._connections = calls, calls.peers, calls.connections
-        self._dispatcher, self._buffers, self._handshake, self._transports = dispatcher, buffers, handshake, transports
-        self.lanes = Lanes(self, loop, network, key)
+        self._dispatcher, self._shm, self._authenticator = dispatcher, shm, authenticator
+        self._transports = transports
+        self.bulk = BulkChannels(self, loop, network, key)
 
     def forked(self, inherited: Any) -> None:
         """In a forked child: put the object that refuses everything in the place of the parent's parts."""
-        self._calls = self._peers = self._connections = self._dispatcher = self._buffers = self.lanes = inherited
+        self._calls = self._peers = self._connections = self._dispatcher = self._shm = self.bulk = inherited
 
     # Packets.
 
@@ -80,21 +82,19 @@ class Inbound:
         channel = peer.channel if peer is not None else self.channels.get(link)
         if channel is None:
             channel = self.channels[link] = Channel(link, self.post)
-        dispatcher = self._dispatcher
         try:
             if not channel.authenticated:
                 # Not even the headers of a stranger are decoded.
-                if self._handshake.greet(channel, frames):
+                if self._authenticator.on_packet(channel, frames):
                     self._on_admitted(channel, link)
                 return
             if channel.unseal is not None:
                 for header, payload in unpack(channel.unseal(frames)):
-                    self.lanes.on_carried(channel, header, payload)
+                    self.bulk.on_carried(channel, header, payload)
                 return
-            if dispatcher.starting is None:
-                dispatcher.starting = []
-            for header, payload in unpack(frames, partial(self._buffers.borrow, channel=channel)):
-                if channel.incoming is not None and channel.incoming.holds(header, payload):
+            self._dispatcher.defer_starts()
+            for header, payload in unpack(frames, partial(self._shm.open_refs, channel=channel)):
+                if channel.bulk_receiver is not None and channel.bulk_receiver.holds(header, payload):
                     continue
                 self._on_message(channel, link, header, payload, run_queue_ns)
         except WireError as error:
@@ -103,9 +103,7 @@ class Inbound:
             # One message must never stop the transport from reading the next ones.
             logger.exception("%s failed on a packet from %s", self._name, channel.peer_name)
         finally:
-            starting, dispatcher.starting = dispatcher.starting, None
-            for incoming in starting or ():
-                dispatcher.start(incoming)
+            self._dispatcher.start_deferred()
 
     def _on_message(self, channel: Channel, link: Link, header: Any, payload: Frames, run_queue_ns: int) -> None:
         kind = type(header)
@@ -117,17 +115,17 @@ class Inbound:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
         elif kind is Cancel:
             self._dispatcher.on_cancel(channel, header.call_id)
-        elif kind is Shares:
+        elif kind is ShmPlace:
             if self._network.share_memory:
-                self._buffers.on_shares(channel, header)
-        elif kind is GiveBacks:
-            self._buffers.on_give_backs(channel, header)
+                self._shm.on_place(channel, header)
+        elif kind is SlotReleases:
+            self._shm.on_releases(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
             if is_large(payload):
                 self._report_taken(channel, payload)
         elif kind is TakenReplies:
-            for incoming in channel.backlog.told(header.total):
+            for incoming in channel.backlog.on_taken(header.total):
                 self._dispatcher.start(incoming)
         elif kind is Credit:
             self._dispatcher.on_credit(channel, header)
@@ -136,24 +134,24 @@ class Inbound:
         elif kind is StoredReply:
             self._calls.on_stored_reply(link, header)
         elif kind is Release:
-            self._dispatcher.kept.release(link, header.token)
+            self._dispatcher.results.release(link, header.token)
         elif kind is Concurrency:
             self._calls.on_concurrency(link, header)
         else:
-            self.lanes.on_message(channel, header, payload)
+            self.bulk.on_message(channel, header, payload)
 
     def _report_taken(self, channel: Channel, answer: Frames) -> None:
         """Tell a peer now and then how many of its large answers were taken in."""
-        if count := channel.backlog.took(answer):
+        if count := channel.backlog.on_received(answer):
             channel.send(TakenReplies(count), [])
 
     def _on_admitted(self, channel: Channel, link: Link) -> None:
         called = link.peer if link in self._peers.by_link else None
-        if self.lanes.admitted(channel, called=called, here=link.here or self._handshake.endpoint):
+        if self.bulk.admitted(channel, called=called, here=link.here or self._authenticator.endpoint):
             return
         self._connections.on_admitted(link)
         if self._network.share_memory:
-            self._buffers.announce(channel)
+            self._shm.announce(channel)
 
     # Peers that do not read.
 
@@ -161,7 +159,7 @@ class Inbound:
         """Check, from now on, whether a peer that is behind takes its answers in; cut it off if it does not."""
         if not channel.backlog.watched:
             channel.backlog.watched = True
-            self._loop.call_later(LOOK_S, self._check_backlog, channel)
+            self._loop.call_later(CHECK_S, self._check_backlog, channel)
 
     def _check_backlog(self, channel: Channel) -> None:
         backlog, now = channel.backlog, clock.now()
@@ -184,16 +182,16 @@ class Inbound:
     def order_of(self, call: Call) -> Hashable | None:
         return self._dispatcher.order_of(call)
 
-    def connect_lane(self, endpoint: str, name: str) -> Channel:
+    def connect_bulk(self, endpoint: str, name: str) -> Channel:
         transports = self._transports
         is_plain = endpoint.startswith("plain://")
         link = transports.plain().connect(endpoint) if is_plain else transports.connect(endpoint)
         channel = self.channels[link] = Channel(link, self.post)
-        self._handshake.knock(channel, endpoint, name)
-        clock.Timer(self._loop, CONNECT_TIMEOUT_S, self._lane_not_opened, channel, endpoint)
+        self._authenticator.begin(channel, endpoint, name)
+        clock.Timer(self._loop, CONNECT_TIMEOUT_S, self._bulk_not_opened, channel, endpoint)
         return channel
 
-    def _lane_not_opened(self, channel: Channel, endpoint: str) -> None:
+    def _bulk_not_opened(self, channel: Channel, endpoint: str) -> None:
         if not channel.authenticated and self.channels.get(channel.link) is channel:
             self.end(channel, f"nobody answered at {endpoint} within {CONNECT_TIMEOUT_S:.0f} s")
 
@@ -211,7 +209,7 @@ class Inbound:
 
     def _reject(self, channel: Channel, link: Link, error: WireError, reason: Rejection | None = None) -> None:
         """End a connection whose packets cannot be trusted or understood; calls that wait for its answers fail now."""
-        self._handshake.turn_away(channel, error, reason)
+        self._authenticator.count_rejected(channel, error, reason)
         link.close()
         if not channel.authenticated:
             self._connections.on_stranger(link, error)
@@ -224,16 +222,16 @@ class Inbound:
         self._reject(channel, link, error, reason)
 
     def on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
-        self._handshake.strangers.note(peer, reason, detail)
+        self._authenticator.strangers.note(peer, reason, detail)
 
     def on_lost(self, link: Link, reason: str) -> None:
         peer = self._peers.by_link.get(link)
         own = self.channels.pop(link, None)
         channels = [channel for channel in (peer.channel if peer is not None else None, own) if channel is not None]
         for channel in channels:
-            self._buffers.lost(channel)
+            self._shm.lost(channel)
         if own is not None:
             self._dispatcher.on_lost(own)
         self._connections.on_lost(link, reason)
         for channel in channels:
-            self.lanes.lost(channel)
+            self.bulk.lost(channel)

@@ -1,4 +1,4 @@
-"""Deadlines of pending calls: buckets that a tick of the loop empties, cheap to add and remove from any thread."""
+"""Deadlines of pending calls, in buckets that a tick of the loop empties; entries are added and removed cheaply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeadlineEntry(Protocol):
 
 
 class _Wheel:
-    """Entries by the interval in which they expire."""
+    """Deadline entries by the interval in which they expire."""
 
     def __init__(self, width_s: float) -> None:
         self.width_s = width_s
@@ -43,9 +43,9 @@ class _Wheel:
 class Deadlines:
     """Calls ``expired(entry)`` on the loop for each entry that was not removed in time.
 
-    Late by at most two intervals: 0.04 s for deadlines up to 10 s away (0.14 s for the first one after a pause),
-    2 s for those beyond. One tick serves all entries, however many there are. Time in which the process stood still
-    does not count.
+    The call is late by at most two intervals: 0.04 s for deadlines up to 10 s away (0.14 s for the first one after a
+    pause), 2 s for later deadlines. One tick serves all entries. Time in which the process was suspended does not
+    count.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Deadlines:
         self._closed = False
 
     def add(self, entry: DeadlineEntry, timeout_s: float) -> None:
-        """From any thread that holds the lock."""
+        """Add an entry; the calling thread must hold the lock."""
         wheel = self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse
         # At least one interval ahead of the tick, so that no entry is added to a bucket that is being emptied.
         number = int(entry.deadline / wheel.width_s) + 1
