@@ -18,6 +18,7 @@ from typing import Any
 from rlmesh import RoleGroup, Runtime, rpc
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.connections.channel import Channel
+from rlmesh.runtime.connections.inbound import Inbound
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.serving.dispatch import Dispatcher
 from rlmesh.wire import codec
@@ -60,7 +61,7 @@ def stop_at_end_of_input(runtime: Runtime) -> None:
 
 
 def serve(directory: str) -> None:
-    for owner, name in ((Runtime, "on_packet"), (Dispatcher, "_execute"), (codec, "encode"), (Channel, "flush")):
+    for owner, name in ((Inbound, "on_packet"), (Dispatcher, "_execute"), (codec, "encode"), (Channel, "flush")):
         mark(owner, name)
     with Runtime.start(name="M:0", key=KEY, socket_dir=directory) as runtime:
         runtime.expect("M:0")
@@ -112,7 +113,7 @@ def main() -> None:
             runtime.set_address_book(AddressBook(1, (address,)))
             runtime.peer("M:0", address.endpoint or "").call("take_stamps").result()
             group: RoleGroup[Any] = RoleGroup("M", runtime=runtime)
-            for owner, name in ((Runtime, "on_packet"), (codec, "encode"), (Channel, "flush")):
+            for owner, name in ((Inbound, "on_packet"), (codec, "encode"), (Channel, "flush")):
                 mark(owner, name)
             runs = [steps(group) for _ in range(WARM_UP + CALLS)][WARM_UP:]
             process.stdin.close()

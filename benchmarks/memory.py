@@ -56,14 +56,14 @@ def serve(fd: int, job_id: str, owner: str) -> None:
             what, argument, ended = connection.recv()
         except EOFError:
             break
-        exchange.give_back(ended, "main")
+        exchange.release(ended, "main")
         answer: Any = None
         frame = None
         if what == "give":
             if argument not in kept:
                 kept[argument] = bytearray(b"x") * argument
             frame = exchange.capture([kept[argument]])[0]
-            answer = exchange.lend(frame, "main")
+            answer = exchange.add_ref(frame, "main")
         elif what != "nothing":
             view = exchange.borrow([argument], "main")[0]
             if what == "read all":
@@ -74,14 +74,14 @@ def serve(fd: int, job_id: str, owner: str) -> None:
                 del changed
             elif what == "pass on":
                 frame = exchange.capture([view])[0]
-                answer = exchange.lend(frame, "main")
+                answer = exchange.add_ref(frame, "main")
             else:
                 answer = view[-1]
             del view
         del frame
         # Answered first: giving back is not on the caller's way.
         connection.send(answer)
-        connection.send(exchange.take_give_backs().get("main", []))
+        connection.send(exchange.take_releases().get("main", []))
     exchange.close(0)
 
 
@@ -108,7 +108,7 @@ class Bench:
         """To all receivers; their answers."""
         frame = self.exchange.capture([source])[0]
         for n, receiver in enumerate(self.receivers):
-            receiver.connection.send((what, self.exchange.lend(frame, n), self.ended[n]))
+            receiver.connection.send((what, self.exchange.add_ref(frame, n), self.ended[n]))
         del frame
         return self._answers()
 
@@ -128,9 +128,9 @@ class Bench:
 
     def settle(self) -> None:
         """Give-backs of both sides; after the clock was stopped, as a runtime does it after the answer."""
-        ours = self.exchange.take_give_backs()
+        ours = self.exchange.take_releases()
         for n, receiver in enumerate(self.receivers):
-            self.exchange.give_back(receiver.connection.recv(), n)
+            self.exchange.release(receiver.connection.recv(), n)
             self.ended[n] = ours.get(n, [])
 
     def median(self, work: Callable[[], object]) -> tuple[float, float]:

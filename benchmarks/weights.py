@@ -69,7 +69,7 @@ class Job:
         book = AddressBook(1, tuple(members))
         self.caller.set_address_book(book)
         self.ask("book", book)
-        while self.caller._calls.book is None:
+        while self.caller._calls.peers.book is None:
             time.sleep(0.001)
 
     def ask(self, *message: Any, roles: slice = slice(None)) -> list[Any]:

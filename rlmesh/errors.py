@@ -1,4 +1,4 @@
-"""Every error that rlmesh raises.
+"""The errors that rlmesh raises.
 
 ::
 
@@ -11,9 +11,9 @@
       CallError                       a call failed: role, rank, method, call_id, executed
         RemoteError                   the method raised; also an instance of the original type where possible
         CallTimeout (TimeoutError)    the deadline passed
-        PeerLost (ConnectionError)    the member that had to answer died
-        CallCancelled                 the caller cancelled it, or its own caller did
-        CallRejected                  the member did not start it
+        PeerLost (ConnectionError)    the called member died
+        CallCancelled                 the caller cancelled the call, or its own caller did
+        CallRejected                  the member did not start the call
           MailboxFull
           StaleIncarnation
           Restarting
@@ -28,7 +28,7 @@
         SlotGone                      shared memory of a message went with the process that sent it
         DeviceUnreachable             a tensor lies on a device that the receiving process cannot reach
       PlacementError                  the cluster cannot hold the job
-        LeaseTimeout (TimeoutError)   another role kept the devices too long
+        LeaseTimeout (TimeoutError)   another role held the devices too long
       LaunchError                     processes could not be started
       PreflightError                  a check before the start failed
       WeightSyncError                 a weight sync was not committed
@@ -38,8 +38,8 @@
       JobStopped                      the job was stopped before its end, and can be resumed
       JobFailed                       an ExceptionGroup of the first causes, oldest first
 
-Each class has a stable ``code`` that logs and incident files carry. Each message says who failed, where,
-with what, since when, and what to do next.
+Each class has a stable ``code`` that appears in logs and incident files. Each message says who failed, where, with
+what, since when, and what to do next.
 """
 
 from __future__ import annotations
@@ -48,47 +48,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 __all__ = [
-    "AuthenticationFailed",
-    "CallCancelled",
-    "CallDetails",
-    "CallError",
-    "CallRejected",
-    "CallTimeout",
-    "DeviceUnreachable",
-    "Executed",
-    "GroupCallError",
-    "JobFailed",
-    "JobSpecError",
-    "JobStopped",
-    "LaunchError",
-    "LeaseTimeout",
-    "MailboxFull",
-    "MalformedFrame",
-    "MethodNotFound",
-    "PayloadTooLarge",
-    "PeerLost",
-    "PlacementError",
-    "PreflightError",
-    "RLMeshError",
-    "RemoteError",
-    "RestartBudgetExhausted",
-    "Restarting",
-    "RoleNotFound",
-    "ShuttingDown",
-    "SlotGone",
-    "SourceRestarted",
-    "StaleIncarnation",
-    "Unserializable",
-    "UsageError",
-    "VersionMismatch",
-    "WeightSyncError",
-    "WeightsNotReady",
-    "WireError",
-    "WouldDeadlock",
-]
+    "AuthenticationFailed", "CallCancelled", "CallDetails", "CallError", "CallRejected", "CallTimeout",
+    "DeviceUnreachable", "Executed", "GroupCallError", "JobFailed", "JobSpecError", "JobStopped", "LaunchError",
+    "LeaseTimeout", "MailboxFull", "MalformedFrame", "MethodNotFound", "PayloadTooLarge", "PeerLost", "PlacementError",
+    "PreflightError", "RLMeshError", "RemoteError", "RestartBudgetExhausted", "Restarting", "RoleNotFound",
+    "ShuttingDown", "SlotGone", "SourceRestarted", "StaleIncarnation", "Unserializable", "UsageError",
+    "VersionMismatch", "WeightSyncError", "WeightsNotReady", "WireError", "WouldDeadlock",
+]  # fmt: skip
 
 Executed = Literal["no", "maybe", "yes"]
-"""Whether the method's body ran: ``no`` may be retried, ``maybe`` only if idempotent, ``yes`` never."""
+"""The method's body ran (``yes``: never retry), may have run (``maybe``: retry if idempotent), or did not (``no``)."""
 
 
 class RLMeshError(Exception):
@@ -140,8 +109,10 @@ class WouldDeadlock(UsageError):
 
 
 class CallDetails(NamedTuple):
-    """What is known of a failed call: the attributes of a `CallError` and, where the method raised, of a `RemoteError`.
-    `CallError.details` gives it."""
+    """The details of a failed call: the attributes of a `CallError` and, where the method raised, of a `RemoteError`.
+
+    `CallError.details` returns them.
+    """
 
     role: str | None = None
     rank: int | None = None
@@ -160,10 +131,10 @@ class CallError(RLMeshError):
     """A remote call failed.
 
     Attributes:
-        role, rank: the member that had to answer (``None`` where none was chosen yet).
+        role, rank: the called member (``None`` if none was chosen yet).
         method: name of the remote method.
         call_id: identifies the call in logs on both sides.
-        executed: ``no``, ``maybe`` or ``yes``: did the method's body run?
+        executed: ``yes``, ``maybe`` or ``no``: the method's body ran, may have run, or did not run.
     """
 
     code = "RM200"
@@ -189,17 +160,17 @@ class CallError(RLMeshError):
     def details(error: BaseException) -> CallDetails:
         """The details of a failed call: ``CallError.details(error).rank``.
 
-        An exception that a method raises keeps its own attributes. If one of them has a name that rlmesh uses too
-        (``rank``, ``host``, ``code``), ``error.rank`` is the exception's own, and this function gives that of the call.
+        An exception that a method raises keeps its own attributes. If an attribute has a name that rlmesh uses too
+        (``rank``, ``host``, ``code``), ``error.rank`` is the exception's own; this function returns the call's.
 
         Raises:
-            UsageError: ``error`` is not of a call.
+            UsageError: ``error`` is not a `CallError`.
         """
         if not isinstance(error, CallError):
             raise UsageError(f"CallError.details(error): it is a CallError, not {type(error).__name__}")
-        kept = object.__getattribute__(error, "__dict__").get(DETAILS)
-        if isinstance(kept, CallDetails):
-            return kept
+        stored = object.__getattribute__(error, "__dict__").get(DETAILS)
+        if isinstance(stored, CallDetails):
+            return stored
         known = {name: getattr(error, name) for name in CallDetails._fields if hasattr(error, name)}
         return CallDetails(**known)
 
@@ -208,7 +179,7 @@ class CallError(RLMeshError):
 
 
 DETAILS = "_rlmesh_details"
-"""Where an error that a remote method raised keeps its `CallDetails`."""
+"""The attribute with the `CallDetails` of an error that a remote method raised."""
 
 
 def _rebuild_call_error(cls: type[CallError], args: tuple[Any, ...], state: dict[str, Any]) -> CallError:
@@ -221,19 +192,20 @@ def _rebuild_call_error(cls: type[CallError], args: tuple[Any, ...], state: dict
 class RemoteError(CallError):
     """The remote method raised.
 
-    The object that is raised also derives from the original exception type if that type can be imported
-    here and their memory layouts agree, so ``except ValueError`` works; ``remote_type`` is always its name. Exceptions
-    that steer the interpreter (StopIteration, StopAsyncIteration, GeneratorExit, CancelledError, SystemExit,
-    KeyboardInterrupt) are a plain `RemoteError`: raised at the caller they would end its loops, not tell it of a fault.
+    The raised object is also an instance of the original exception type if that type can be imported here and the
+    memory layouts agree, so ``except ValueError`` works; ``remote_type`` is always its name. Exceptions with a meaning
+    for the interpreter (StopIteration, StopAsyncIteration, GeneratorExit, CancelledError, SystemExit,
+    KeyboardInterrupt) become a plain `RemoteError`: raised at the caller they would end its loops instead of reporting
+    a fault.
 
-    The original's attributes win over those below where they share a name; `CallError.details` gives all of the latter.
+    The original's attributes take precedence over the attributes below; `CallError.details` returns all of the latter.
 
     Attributes:
         remote_type: qualified name of the original exception type.
         remote_message: ``str()`` of the original exception.
         remote_traceback: traceback text made on the remote side.
         remote_causes: the chain of causes, each as ``Type: text``, nearest first.
-        host, pid: where it was raised.
+        host, pid: the process in which the exception was raised.
     """
 
     code = "RM201"
@@ -246,7 +218,7 @@ class RemoteError(CallError):
     pid: int = 0
 
     def __str__(self) -> str:
-        # The original type may format itself (KeyError shows a repr); here the text names the member too.
+        # The original type may format itself (KeyError shows a repr), but this text also names the member.
         return self.text or super().__str__()
 
 
@@ -257,7 +229,7 @@ class CallTimeout(CallError, TimeoutError):
 
 
 class PeerLost(CallError, ConnectionError):
-    """The member that had to answer is dead; ``reason`` is its exit as its agent saw it."""
+    """The called member is dead; ``reason`` is its exit as its agent reported it."""
 
     code = "RM203"
     reason: str = ""
@@ -282,8 +254,8 @@ class MailboxFull(CallRejected):
 
 
 class StaleIncarnation(CallRejected):
-    """The message was meant for another incarnation of the member; or the group that the member belongs to restarted in
-    the middle of a call to several of its ranks."""
+    """The call was meant for another incarnation of the member, or the member's group restarted during a call to
+    several of its ranks."""
 
     code = "RM212"
 
@@ -350,14 +322,16 @@ class PayloadTooLarge(WireError):
 
 
 class SlotGone(WireError):
-    """The shared memory of a message holds something else by now, or is gone: whoever sent the message died before
-    this process could hold it. Asking again, or asking whoever made the value, gives a new message."""
+    """The shared memory of a message was reused or is gone, since its sender died before this process could lock it.
+
+    Make the call again, or fetch the value from its producer.
+    """
 
     code = "RM306"
 
 
 class DeviceUnreachable(WireError):
-    """A tensor lies on a device that the receiving process does not see, or whose memory it cannot open."""
+    """A tensor lies on a device that the receiving process does not see or whose memory it cannot open."""
 
     code = "RM307"
 
@@ -369,7 +343,7 @@ class PlacementError(RLMeshError):
 
 
 class LeaseTimeout(PlacementError, TimeoutError):
-    """A member did not get its devices in time, since another role has them."""
+    """A member did not get its devices in time, since another role holds them."""
 
     code = "RM401"
 
@@ -387,13 +361,15 @@ class PreflightError(RLMeshError):
 
 
 class WeightSyncError(RLMeshError):
-    """A weight sync was not committed; all sinks keep what they had, except ``in_place`` ones that were being written
-    to: those refuse to serve until they are pushed to again.
+    """A weight sync was not committed.
+
+    All sinks keep the weights that they had, except ``in_place`` sinks that were being written to: these refuse to
+    serve until weights are pushed to them again.
 
     Attributes:
-        version: the version that was pushed, where there was one.
-        receiver: the member that failed (``ROLLOUT:1``), where one did.
-        bucket: the bucket at which it failed.
+        version: the version that was pushed, if there was one.
+        receiver: the member that failed (``ROLLOUT:1``), if one did.
+        bucket: the bucket at which the sync failed.
     """
 
     code = "RM500"
@@ -409,13 +385,14 @@ class WeightsNotReady(WeightSyncError):
 
 
 class SourceRestarted(WeightSyncError):
-    """The source of a weight sync is not where the last push left it: a rank restarted, and what it had learnt is gone.
-    Nothing was pushed, and all sinks serve what they served.
+    """A rank of a weight sync's source restarted and lost what it had learnt since the last push.
+
+    Nothing was pushed, and all sinks serve the weights that they had.
 
     Attributes:
-        members: the ranks that restarted or went back.
-        sent: the version that was committed last; None: none that anybody knows of.
-        restored: for each of ``members`` the version that it was restored from; None: it said nothing.
+        members: the ranks that restarted or have older weights.
+        sent: the version that was committed last; None if no version is known.
+        restored: for each of ``members`` the version that it was restored from; None if it reported none.
     """
 
     code = "RM502"
@@ -431,12 +408,13 @@ class RestartBudgetExhausted(RLMeshError):
 
 
 class JobStopped(RLMeshError):
-    """The job had notice that it must end (a signal, the end of its time) and stopped before its end. Started again
-    with the same run directory it is resumed.
+    """The job stopped before its end, after notice (a signal, the end of its time limit).
+
+    It is resumed when it is started again with the same run directory.
 
     Attributes:
-        step: the step after which all ranks stopped; None if they did not get to one in time.
-        run_dir: where the job's logs and metrics are, a path as text.
+        step: the step after which all ranks stopped; None if they did not finish a step in time.
+        run_dir: the folder of the job's logs and metrics, a path as text.
     """
 
     code = "RM701"
@@ -445,13 +423,13 @@ class JobStopped(RLMeshError):
 
 
 class JobFailed(ExceptionGroup[Exception], RLMeshError):
-    """The job failed; holds the first causes, oldest first.
+    """The job failed; the group holds the first causes, oldest first.
 
     Attributes:
-        run_dir: where the job's logs and metrics are (a path as text, empty if none was made).
-        incident: the file that tells what happened (empty if none was written).
-        node_lost: the first cause is a node that was lost and whose members had no other place.
-        shown: what the members printed was shown while the job ran.
+        run_dir: the folder of the job's logs and metrics (a path as text, empty if none was made).
+        incident: the file with the incident report (empty if none was written).
+        node_lost: the first cause is a lost node whose members could not be placed elsewhere.
+        shown: the members' output was shown while the job ran.
     """
 
     code = "RM700"

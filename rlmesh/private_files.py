@@ -1,13 +1,13 @@
-"""Files and folders of a run: made for their owner alone, and opened only where nobody else can have put them.
+"""Files and folders of a run, made private to their owner and opened only if no other user can have made them.
 
-Everything that a run writes goes through here, and everything that is read back. A folder has mode 0700, a file 0600,
-whatever the umask. A file is opened without following a link, only if it is a regular file with one name, belongs to
-this user (or to root), and cannot be written by anybody else; its folder likewise. Anything else raises
-:class:`UnsafeFile`, an ``OSError``, so that whoever can do without the file goes on without it.
+Everything that a run writes or reads back goes through this module. A folder has mode 0700, a file 0600, whatever the
+umask. A file is opened without following a link, only if it is a regular file with one name, belongs to this user (or
+to root), and no other user can write to it; the same holds for its folder. Anything else raises :class:`UnsafeFile`,
+an ``OSError``, so that code that can do without the file continues without it.
 
-A run is opened to a group on purpose by ``RLMESH_SHARE_WITH_GROUP=<group>`` in the environment of whoever submits the
-job: its folders then have mode 2750 and that group, its files 0640. The socket folder, the job's key and the job's
-state stay private.
+``RLMESH_SHARE_WITH_GROUP=<group>`` in the environment of the process that submits the job opens a run to a group: its
+folders then have mode 2750 and that group, its files 0640. The socket folder, the job's key and the job's state stay
+private.
 
 Standard library only: the guardian runs without site-packages.
 """
@@ -31,17 +31,15 @@ __all__ = [
 ]  # fmt: skip
 
 SHARE_WITH_GROUP = "RLMESH_SHARE_WITH_GROUP"
-"""Environment variable: the group that may read what a run leaves."""
+"""Environment variable with the group that may read a run's files."""
 FOLDER, FILE = 0o700, 0o600
 SHARED_FOLDER, SHARED_FILE = 0o2750, 0o640
 OTHERS_WRITE = 0o022
-"""Whoever has one of these bits besides the owner can put a file in place of another."""
-STALE_DRAFT_S = 3600.0
-"""A draft of this age belongs to a process that was killed while it wrote."""
+"""Mode bits by which users besides the owner can replace files."""
 
 
 class UnsafeFile(PermissionError):
-    """Somebody else may have put this file or folder there, or may change it."""
+    """Another user may have made this file or folder, or may change it."""
 
     def __init__(self, path: StrPath, why: str) -> None:
         super().__init__(errno.EPERM, why, os.fspath(path))
@@ -54,17 +52,17 @@ class UnsafeFile(PermissionError):
 
 
 def share_with() -> str:
-    """The group that may read the run; empty: nobody."""
+    """The group that may read the run; empty for no group."""
     return os.environ.get(SHARE_WITH_GROUP, "")
 
 
 def modes(*, secret: bool = False) -> tuple[int, int]:
-    """Modes of new folders and files; ``secret``: also where the run is opened to a group."""
+    """The modes of new folders and files; ``secret`` ones are private even if the run is opened to a group."""
     return (SHARED_FOLDER, SHARED_FILE) if share_with() and not secret else (FOLDER, FILE)
 
 
 def belongs_to_me(found: os.stat_result) -> bool:
-    """Whether a file is this user's, or root's, who can do everything anyway."""
+    """True if a file belongs to this user or to root, who can do everything anyway."""
     return found.st_uid in (os.geteuid(), 0)
 
 
@@ -72,11 +70,11 @@ def belongs_to_me(found: os.stat_result) -> bool:
 
 
 def make_folder(path: StrPath, *, secret: bool = False) -> None:
-    """Make a folder and those above it that are missing, all private; one that is there is checked.
+    """Make a private folder with its missing parents, or check a folder that exists.
 
     Raises:
-        UnsafeFile: it is there, and is somebody else's, or others may write to it.
-        OSError: it cannot be made.
+        UnsafeFile: the folder exists and belongs to another user, or others may write to it.
+        OSError: the folder cannot be made.
     """
     path = os.path.abspath(path)
     missing = []
@@ -111,11 +109,11 @@ def _open_folder_to(folder: str, *, secret: bool) -> None:
         os.chmod(folder, mode)
     except OSError:
         if stat.S_IMODE(os.stat(folder).st_mode) & OTHERS_WRITE:
-            raise  # a file system without modes is none of this user alone
+            raise  # a file system without modes, so that others can write to the folder
 
 
 def group_number(name: str) -> int:
-    """The number of a group by its name or number.
+    """The id of a group, by its name or its id as text.
 
     Raises:
         OSError: there is no such group.
@@ -131,11 +129,11 @@ def group_number(name: str) -> int:
 
 
 def check_folder(path: StrPath) -> None:
-    """Raise unless only this user can put files into a folder.
+    """Check that only this user can put files into a folder.
 
     Raises:
-        UnsafeFile: it is somebody else's, or others may write to it; says what to do.
-        OSError: it is not there, or no folder.
+        UnsafeFile: the folder belongs to another user, or others may write to it; the text says what to do.
+        OSError: the folder does not exist, or is no folder.
     """
     os.close(_folder(path))
 
@@ -159,8 +157,10 @@ def _folder(path: StrPath) -> int:
 
 
 def make_private(path: StrPath) -> None:
-    """Close a folder that is all ours, and that an earlier version or a generous umask left open to others' writing.
-    One that is somebody else's stays as it is."""
+    """Make a folder of this user private if others can write to it, because of an earlier version or the umask.
+
+    A folder of another user stays unchanged.
+    """
     try:
         found = os.lstat(path)
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
@@ -173,17 +173,17 @@ def make_private(path: StrPath) -> None:
 
 
 def open_file(path: StrPath, flags: int, *, secret: bool = False, neighbours: bool = False) -> int:
-    """Open a file as ``os.open`` does, if it is safe to; a new one gets its mode whatever the umask.
+    """Open a file as ``os.open`` does, if that is safe; a new file gets its mode whatever the umask.
 
     Args:
-        path: of the file.
-        flags: as for ``os.open``; links are never followed, and nothing is waited for.
-        secret: private even if the run is opened to a group.
-        neighbours: a link to another file of the same folder is followed (fused members share a log).
+        path: the file.
+        flags: as for ``os.open``; links are never followed, and opening never blocks.
+        secret: make the file private even if the run is opened to a group.
+        neighbours: follow a link to another file of the same folder (fused members share a log).
 
     Raises:
-        UnsafeFile: it is a link or no regular file, or it or its folder is open to somebody else.
-        OSError: it cannot be opened.
+        UnsafeFile: the file is a link or no regular file, or others can write to the file or its folder.
+        OSError: the file cannot be opened.
     """
     path = os.fspath(path)
     where, name = os.path.split(path)
@@ -220,11 +220,11 @@ def open_file(path: StrPath, flags: int, *, secret: bool = False, neighbours: bo
 
 
 def refuse_odd(path: StrPath) -> None:
-    """Raise unless a name stands for a regular file of this user with one name, or for a link to such a neighbour.
+    """Check that a path is a regular file of this user with one name, or a link to such a file in the same folder.
 
     Raises:
-        UnsafeFile: it stands for something else, or its folder is open to others.
-        OSError: it is not there.
+        UnsafeFile: the path is something else, or its folder is open to others.
+        OSError: the path does not exist.
     """
     path = os.fspath(path)
     where, name = os.path.split(path)
@@ -241,7 +241,7 @@ def refuse_odd(path: StrPath) -> None:
 
 
 def _neighbour(name: str, folder: int) -> str:
-    """The file of the same folder that a name is a link to, or the name itself."""
+    """The name of the file in the same folder that a name links to, or the name itself."""
     try:
         if belongs_to_me(os.stat(name, dir_fd=folder, follow_symlinks=False)):
             target = os.readlink(name, dir_fd=folder)
@@ -265,7 +265,7 @@ def _refuse_others(path: str, found: os.stat_result, writes: bool) -> None:
 
 
 def _set_mode(fd: int, mode: int) -> None:
-    """The umask may have taken bits away, or an earlier version may have given too many."""
+    """Set a file's mode, which may lack bits by the umask or have too many from an earlier version."""
     found = os.fstat(fd)
     if stat.S_IMODE(found.st_mode) != mode and found.st_uid == os.geteuid():
         try:
@@ -275,7 +275,7 @@ def _set_mode(fd: int, mode: int) -> None:
 
 
 def append_to(path: StrPath) -> int:
-    """A descriptor that appends to a file of the run, which is made with its folders.
+    """Open a file of the run for appending, and make the file and its folders if necessary; returns the descriptor.
 
     Raises:
         UnsafeFile, OSError: as `open_file`.
@@ -285,8 +285,7 @@ def append_to(path: StrPath) -> int:
 
 
 def log_to(path: StrPath) -> int:
-    """A descriptor that appends to a log; to nothing where a full disk has no room for a new file: whoever logs goes
-    on without.
+    """Open a log for appending; where a full disk has no room for a new file, open ``/dev/null`` instead.
 
     Raises:
         UnsafeFile, OSError: as `open_file`, for any other reason.
@@ -310,13 +309,16 @@ def read(path: StrPath, most: int = -1) -> bytes:
 
 
 def write_whole(path: StrPath, data: bytes | str, *, secret: bool = False, durable: bool = True) -> None:
-    """Put a file there as a whole: after any death of the writer, and on a full disk, the old one or the new one is
-    there, never a part. Characters that UTF-8 cannot encode are written as escapes. ``durable`` False: not after a
-    power failure, for those who must not wait for a disk.
+    """Replace a file atomically: after any death of the writer, and on a full disk, it is the old or the new one.
+
+    Args:
+        data: the content; characters that UTF-8 cannot encode are written as escapes.
+        secret: make the file private even if the run is opened to a group.
+        durable: also atomic after a power failure; False does not wait for the disk.
 
     Raises:
-        UnsafeFile: its folder is open to others.
-        OSError: it cannot be written; the old one is as it was.
+        UnsafeFile: the folder is open to others.
+        OSError: the file cannot be written; the old file is unchanged.
     """
     path = os.fspath(path)
     where, name = os.path.split(path)
@@ -342,7 +344,7 @@ def write_whole(path: StrPath, data: bytes | str, *, secret: bool = False, durab
 
 
 def hold(path: StrPath) -> int:
-    """A descriptor of a file that only serves to be locked; made if it is not there.
+    """Open a file that only serves to be locked, and make it if necessary; returns the descriptor.
 
     Raises:
         UnsafeFile, OSError: as `open_file`.
@@ -351,8 +353,10 @@ def hold(path: StrPath) -> int:
 
 
 def files_in(folder: Path, pattern: str, *, anybodys: bool = False) -> list[Path]:
-    """This user's regular files in a folder that fit a pattern, by name; none if others may put files there, unless
-    the folder is ``anybodys`` anyway."""
+    """This user's regular files in a folder that match a pattern, sorted by name.
+
+    Returns none if others may put files into the folder, unless ``anybodys`` says that they may.
+    """
     try:
         if not anybodys:
             check_folder(folder)

@@ -14,8 +14,9 @@ MODULES = [
     importlib.import_module(f"rlmesh.{name}")
     for name in (
         "errors", "memory.attach", "memory.device", "memory.exchange", "memory.pool", "runtime.calling.calls",
-        "runtime.calling.generations", "runtime.calling.group_retry", "runtime.calling.outbound",
-        "runtime.calling.pending", "runtime.calling.unretrieved", "runtime.connections.channel",
+        "runtime.calling.generations", "runtime.calling.outbound", "runtime.calling.peer_connections",
+        "runtime.calling.pending", "runtime.calling.retry", "runtime.calling.unretrieved",
+        "runtime.connections.channel",
         "runtime.connections.inbound", "runtime.connections.shm_transfer", "runtime.future", "runtime.group",
         "runtime.handle", "runtime.process.deadlines", "runtime.serving.dispatch", "runtime.serving.executors",
         "runtime.serving.incoming", "runtime.serving.reply_backlog", "runtime.transport.stream", "wire.codec",
@@ -59,7 +60,7 @@ def test_each_name_in_the_document_exists(name: str) -> None:
 def test_the_document_names_what_it_is_about() -> None:
     found = set(names())
     assert len(found) > 40
-    assert {"Dispatcher.on_call", "Calls.on_reply", "Channel.flush", "Reception.on_packet"} <= found
+    assert {"Dispatcher.on_call", "Calls.on_reply", "Channel.flush", "Inbound.on_packet"} <= found
 
 
 def test_a_name_that_is_gone_is_told() -> None:

@@ -11,9 +11,9 @@ from rlmesh.agent import node_start
 from rlmesh.agent.processes import guardian
 
 CALLS = {
-    "cloudpickle", "difflib", "rlmesh.runtime.calling.group_retry", "rlmesh.runtime.connections.bulk_channel",
+    "cloudpickle", "difflib", "rlmesh.runtime.calling.retry", "rlmesh.runtime.connections.bulk_channel",
     "rlmesh.runtime.serving.stream_server", "rlmesh.runtime.calling.future_arguments", "rlmesh.runtime.streams",
-    "rlmesh.runtime.subgraphs", "rlmesh.wire.seal",
+    "rlmesh.runtime.subgraphs",
 }  # fmt: skip
 """Modules that only some calls need."""
 FAULTS = {

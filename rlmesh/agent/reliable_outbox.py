@@ -31,7 +31,7 @@ MOST = 100_000
 class OutboxRuntime(Protocol):
     """The part of the runtime that an outbox uses."""
 
-    def call_soon(self, fn: Any, *args: Any) -> None: ...
+    def post(self, fn: Any, *args: Any) -> None: ...
 
 
 class Outbox:
@@ -68,7 +68,7 @@ class Outbox:
             if self._sending or self._closed:
                 return
             self._sending = True
-        self._runtime.call_soon(self._send)
+        self._runtime.post(self._send)
 
     def unconfirmed(self) -> tuple[object, ...]:
         """The items that the master has not confirmed."""
@@ -105,7 +105,7 @@ class Outbox:
         if error is not None:
             if not isinstance(error, CallError):
                 logger.error("%s: the master could not take reports: %s", self._sender, error)
-            self._runtime.call_soon(self._send_later)
+            self._runtime.post(self._send_later)
             return
         last: int = answer.result()
         with self._changed:
@@ -116,7 +116,7 @@ class Outbox:
                 self._sending = False
                 self._changed.notify_all()
                 return
-        self._runtime.call_soon(self._send)
+        self._runtime.post(self._send)
 
     def _send_later(self) -> None:
         asyncio.get_running_loop().call_later(RETRY_S, self._send)

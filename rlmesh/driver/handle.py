@@ -202,9 +202,9 @@ class JoinedJob:
 
     def __init__(self, handle: JobHandle, name: str, timeout_s: float) -> None:
         self._handle, self._name, self._timeout_s = handle, name, timeout_s
-        self._joining: Joining | None = None
+        self._joining: Joining[Runtime] | None = None
 
-    def _begin(self, address_and_key: tuple[str, bytes]) -> Joining:
+    def _begin(self, address_and_key: tuple[str, bytes]) -> Joining[Runtime]:
         from rlmesh.runtime.runtime import Runtime
 
         address, key = address_and_key
@@ -214,8 +214,9 @@ class JoinedJob:
     def _watch(self, runtime: Runtime) -> Runtime:
         """Let the runtime's calls end with the job, and name the reason."""
         handle = self._handle
-        known = runtime.job_ends
-        runtime.job_ends = lambda: handle.end_reason() or known()
+        peers = runtime.outbound.peers
+        known = peers.job_end
+        peers.job_end = lambda: handle.end_reason() or known()
         ref = weakref.ref(runtime)
 
         def on_end() -> None:

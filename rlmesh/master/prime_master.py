@@ -112,7 +112,7 @@ class PrimeMaster:
     ) -> None:  # fmt: skip
         scheduler = Scheduler(spec, Site(config.key_hex, config.master_endpoint))
         # The job's time, which all limits count in: without the time in which this process was suspended.
-        self._clock = RunningTime(clock, SUSPENDED_S, told=self._was_suspended)
+        self._clock = RunningTime(clock, SUSPENDED_S, on_suspended=self._was_suspended)
         now = self._clock()
         snapshot = Snapshot.of_rows(stored, spec, now)
         self.manager = JobManager(

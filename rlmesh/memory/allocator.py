@@ -1,4 +1,4 @@
-"""Which bytes of a segment are free: best fit, neighbours joined. Pure."""
+"""The free bytes of a segment: best-fit allocation; adjacent free ranges are merged. No I/O."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from bisect import bisect_left, insort
 
 
 class FreeSpace:
-    """The holes of one range of bytes ``[start, end)``. Sizes are the caller's; round them before."""
+    """The free ranges (holes) of the bytes ``[start, end)``. Sizes are not rounded here."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
         self._holes: list[tuple[int, int]] = [(start, end - start)] if end > start else []
 
     def best(self, nbytes: int) -> tuple[int, int] | None:
-        """Size and offset of the smallest hole that is large enough, the lowest of equal ones; None if none is.
+        """Size and offset of the smallest hole that is large enough, the lowest of equal holes; None if none is.
 
-        The smallest, since the same sizes come again: a slot's old place fits exactly. The lowest, since
+        The smallest, since the same sizes come again, so that a slot's old place fits exactly. The lowest, since
         low bytes were used before and are mapped.
         """
         return min(((size, offset) for offset, size in self._holes if size >= nbytes), default=None)
 
     def take(self, nbytes: int) -> int | None:
-        """Take the best hole's first bytes; their offset, or None if no hole is large enough."""
+        """Take the first bytes of the best hole and return their offset; None if no hole is large enough."""
         found = self.best(nbytes)
         if found is None:
             return None
@@ -34,10 +34,10 @@ class FreeSpace:
         return offset
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Make a range free again that `take` gave out.
+        """Free a range that `take` returned.
 
         Raises:
-            ValueError: if part of it is free already or it lies outside.
+            ValueError: if part of the range is free already or lies outside.
         """
         position = bisect_left(self._holes, (offset, 0))
         before = self._holes[position - 1] if position else None
@@ -64,5 +64,5 @@ class FreeSpace:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is taken."""
+        """True if no byte is taken."""
         return self.free_bytes == self.end - self.start

@@ -1,21 +1,21 @@
 """The receiver's half: views of slots that other processes own.
 
-`Attachments.borrow` gives a memoryview of a slot without a copy: of one private copy-on-write mapping per segment that
-stays mapped, so that a slot that is used again costs no page faults. Whoever writes to the memory gets pages of its
-own; the owner and the other borrowers see nothing of it. When the last array, tensor or view of a slot is gone,
-wherever that happens, `on_ended` is called; `collect` then drops the pages that were written to (`private_pages` has
-the figures), unlocks the slot and says what to give back to whom.
+`Attachments.borrow` returns a memoryview of a slot without a copy, over one private copy-on-write mapping per segment
+that stays mapped, so that a reused slot costs no page faults. A process that writes to the memory gets its own pages;
+the owner and the other borrowers do not see the change. When the last array, tensor or view of a slot is gone, on
+any thread, `on_ended` is called; `collect` then drops the pages that were written to (`private_pages` has the figures),
+unlocks the slot and returns the references to release, by sender.
 
-A view that was borrowed can be lent on without a copy if nothing was written to it (`unchanged`, `frame_at`, `lend`).
-The slot then counts as borrowed until those loans have ended too, so give-backs always go to whoever lent, never
-further. What a process gets lent that it holds already, through somebody else, it gives back at once: otherwise two
-that lend a value to and fro would wait for each other.
+A borrowed view that was not written to can be passed on without a copy (`unchanged`, `frame_at`, `add_ref`). The slot
+then counts as borrowed until those references have ended too, so a release always goes to the process that sent
+the descriptor, never further. A process releases at once a slot that it already holds through another sender: otherwise
+two processes that pass a value to and fro would wait for each other.
 
-A slot that arrives a second time while views of it live gets a mapping of its own, so that two receivers in one
-process do not see each other's changes either.
+A slot that arrives a second time while views of it live gets its own mapping, so that two receivers in one process
+do not see each other's changes either.
 
-A forked child has the views of its parent, and locks of its own on their slots: the parent gives back what it does not
-need any more, and the owner uses it again when the child has ended, too.
+A forked child has the views of its parent, and its own locks on their slots: the parent releases slots that it does
+not need any more, and the owner reuses them once the child has ended, too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
 
 from rlmesh.errors import MalformedFrame, SlotGone
 from rlmesh.memory.borrowed import Attached, Borrowed, BorrowedRange, writable
-from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn, segment_prefix
+from rlmesh.memory.layout import DIRECTORY, Descriptor, SlotRelease, segment_prefix
 from rlmesh.memory.native import PAGE_BYTES, Mapping, address_of, is_locked_by_others, owner_of, try_lock, unlock
 from rlmesh.memory.private_pages import PrivatePages
 
@@ -42,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 class Attachments:
-    """What this process has borrowed.
+    """The slots that this process has borrowed.
 
     Args:
         job_id: only segments of this job are opened.
-        on_ended: called, from any thread and at any moment, when `collect` has something to do; it must do no more
-            than wake up whoever calls that.
-        directory: where the owners make their segments.
+        on_ended: called, from any thread and at any moment, when `collect` has work; it must do no more than wake the
+            thread that calls `collect`.
+        directory: the directory of the owners' segments.
     """
 
     def __init__(self, job_id: str, *, on_ended: Callable[[], object], directory: str = DIRECTORY) -> None:
@@ -57,20 +56,23 @@ class Attachments:
         self._segments: dict[str, Attached] = {}
         self._reachable: list[tuple[int, int, BorrowedRange]] = []
         self._ended: deque[BorrowedRange] = deque()
-        self._to_give_back: dict[Hashable, list[LoanReturn]] = {}
-        self._told = self._closed = False
+        self._to_release: dict[Hashable, list[SlotRelease]] = {}
+        self._notified = self._closed = False
         self._pid = os.getpid()
         self._pages = PrivatePages()
         _attachments.add(self)
 
     # Borrowing.
 
-    def borrow(self, descriptor: Descriptor, lender: Hashable | None, home: memoryview | None = None) -> memoryview:
-        """A read-only view of a buffer that ``lender`` has lent to this process; see `writable`. Of a slot of this
-        process's own pool ``home`` is a frame, which is held as long as the view; then nothing is owed to a lender.
+    def borrow(self, descriptor: Descriptor, sender: Hashable | None, own: memoryview | None = None) -> memoryview:
+        """A read-only view of a buffer whose descriptor came from ``sender``; see `writable`.
+
+        Args:
+            own: for a slot of this process's own pool, a frame of the slot, held as long as the view; ``sender`` is
+                then None, and there is no reference to release.
 
         Raises:
-            SlotGone: the slot holds something else by now, since its lender died before this call.
+            SlotGone: the slot was reused, since the sender died before this call.
             MalformedFrame: no such buffer can exist.
             OSError: the segment cannot be opened or mapped (too many files or mappings).
         """
@@ -81,8 +83,8 @@ class Attachments:
             if slot is None:
                 slot = segment.slots[descriptor.slot] = Borrowed(segment, descriptor)
             elif slot.generation != descriptor.generation:
-                # This process holds the slot as it is, so the descriptor is of before that.
-                raise SlotGone(f"slot {slot.index} of {segment.path} holds something else: its lender has ended")
+                # This process holds the slot, so the descriptor is of an earlier use of it.
+                raise SlotGone(f"slot {slot.index} of {segment.path} holds something else: its sender has ended")
             try:
                 if not slot.covers(descriptor.offset, descriptor.nbytes):
                     raise MalformedFrame(f"{descriptor} is not inside its slot")
@@ -91,25 +93,25 @@ class Attachments:
                 self._release_if_idle(slot, {})
                 raise
             if is_new:
-                slot.lender = lender
-            if slot.home is None:
-                slot.home = home
-            if lender is None:
+                slot.sender = sender
+            if slot.own is None:
+                slot.own = own
+            if sender is None:
                 pass
-            elif slot.lender == lender:
-                slot.debt += 1
+            elif slot.sender == sender:
+                slot.to_release += 1
             else:
-                self._to_give_back.setdefault(lender, []).append(slot.give_back(1))
-                self._tell()
+                self._to_release.setdefault(sender, []).append(slot.release(1))
+                self._notify()
             return view
 
     def _make_part(self, slot: Borrowed, offset: int, nbytes: int) -> memoryview:
-        if slot.is_given_out(offset, nbytes):
+        if slot.is_handed_out(offset, nbytes):
             base = offset // PAGE_BYTES * PAGE_BYTES
             mapping = Mapping.private(slot.segment.fd, base, offset + nbytes - base)
             part = BorrowedRange(slot, mapping, base, offset, nbytes)
         else:
-            slot.given_out.append((offset, offset + nbytes))
+            slot.handed_out.append((offset, offset + nbytes))
             part = BorrowedRange(slot, slot.segment.private, 0, offset, nbytes)
         slot.parts += 1
         insort(self._reachable, (part.address, id(part), part))
@@ -128,7 +130,7 @@ class Attachments:
         except SlotGone:
             if known is None:
                 raise
-            return known  # its owner has ended; what it lent before is still there
+            return known  # the owner has ended, but the slots that it sent before are still mapped
         self._segments[name] = segment
         self._forget_removed()
         return segment
@@ -139,7 +141,7 @@ class Attachments:
                 del self._segments[name]
 
     def lock_for_child(self) -> list[tuple[Attached, int]]:
-        """Before a fork: each open segment, and another descriptor of it that locks the slots whose views live."""
+        """Before a fork, open each segment once more and lock its slots with live views by the new descriptor."""
         made = []
         with self._lock:
             for segment in self._segments.values():
@@ -157,25 +159,25 @@ class Attachments:
     # The end of views.
 
     def _part_ended(self, part: BorrowedRange) -> None:
-        # Inside the garbage collector, perhaps of a thread that holds the lock: no more than this.
+        # Runs inside the garbage collector, perhaps on a thread that holds the lock, so it must not take the lock.
         if self._closed:
             return
         self._ended.append(part)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        if not self._told:
-            self._told = True
+    def _notify(self) -> None:
+        if not self._notified:
+            self._notified = True
             self._on_ended()
 
-    def collect(self) -> dict[Hashable, list[LoanReturn]]:
-        """Make the slots free whose last view is gone, and say what to give back: lender → loans.
+    def collect(self) -> dict[Hashable, list[SlotRelease]]:
+        """Free the slots whose last view is gone, and return the references to release, by sender.
 
-        Takes up to 10 ms of CPU time per GiB of views that were read through.
+        Takes up to 10 ms of CPU time per GiB of views that were read completely.
         """
         with self._lock:
-            self._told = False
-            give_backs, self._to_give_back = self._to_give_back, {}
+            self._notified = False
+            releases, self._to_release = self._to_release, {}
             while self._ended:
                 part = self._ended.popleft()
                 slot = part.slot
@@ -183,32 +185,34 @@ class Attachments:
                 if not part.is_clean:
                     position = bisect_left(self._reachable, (part.address, id(part)))
                     del self._reachable[position]
-                self._release_if_idle(slot, give_backs)
-        return give_backs
+                self._release_if_idle(slot, releases)
+        return releases
 
-    def _release_if_idle(self, slot: Borrowed, give_backs: dict[Hashable, list[LoanReturn]]) -> None:
-        if slot.parts or slot.loans:
+    def _release_if_idle(self, slot: Borrowed, releases: dict[Hashable, list[SlotRelease]]) -> None:
+        if slot.parts or slot.refs:
             return
         segment = slot.segment
         base = segment.private.address
-        for begin, end in slot.given_out:
-            # Also of views that were never made writable: torch.from_numpy writes to read-only arrays.
+        for begin, end in slot.handed_out:
+            # Views that were never made writable are included: torch.from_numpy writes to read-only arrays.
             for start, length in self._pages.runs(base + begin, end - begin):
                 segment.private.drop_private_pages(start - base, length)
         unlock(segment.fd, slot.index)
-        slot.home = None
+        slot.own = None
         if segment.slots.get(slot.index) is slot:
             del segment.slots[slot.index]
-        if slot.debt:
-            give_backs.setdefault(slot.lender, []).append(slot.give_back(slot.debt))
+        if slot.to_release:
+            releases.setdefault(slot.sender, []).append(slot.release(slot.to_release))
         if not segment.slots and segment.is_removed and self._segments.get(segment.name) is segment:
             del self._segments[segment.name]
 
-    # Lending on.
+    # Passing on.
 
     def unchanged(self, view: memoryview) -> Descriptor | None:
-        """Where borrowed memory is from that nothing was written to; None for other memory. Reads the page table of
-        the range: 10 ms of CPU time per GiB."""
+        """The descriptor of borrowed memory that was not written to; None for other memory.
+
+        Reads the page table of the range: 10 ms of CPU time per GiB.
+        """
         if not view.nbytes or not view.c_contiguous or not self._reachable or self._pid != os.getpid():
             return None
         address = address_of(view)
@@ -220,7 +224,7 @@ class Attachments:
         return part.descriptor(address, view.nbytes)
 
     def frame_at(self, descriptor: Descriptor) -> memoryview | None:
-        """A frame of bytes of a slot that this process holds, as its owner wrote them, to be lent on."""
+        """A frame of a slot that this process holds, with the bytes that the owner wrote, to be passed on."""
         with self._lock:
             segment = self._segments.get(descriptor.segment)
             slot = segment.slots.get(descriptor.slot) if segment is not None else None
@@ -239,9 +243,12 @@ class Attachments:
                 return part if address + nbytes <= start + part.nbytes else None
         return None
 
-    def lend(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
-        """Count a loan of a frame that `frame_at` gave; None if it is none of these, or if nobody can open it any more:
-        its owner has ended, and its segment went with it."""
+    def add_ref(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
+        """Count a reference of a receiver to a frame that `frame_at` returned, and describe the frame to it.
+
+        None if `frame_at` did not return the frame, or if its segment went with its owner, so that no receiver can
+        open it.
+        """
         part = owner_of(frame)
         if not isinstance(part, BorrowedRange) or not part.is_clean or part.slot.segment.is_removed:
             return None
@@ -249,94 +256,79 @@ class Attachments:
             slot = part.slot
             if self._closed:
                 return None
-            slot.loans[receiver] = slot.loans.get(receiver, 0) + 1
+            slot.refs.add(receiver)
             return part.descriptor(address_of(frame), frame.nbytes)
 
-    def give_back(self, ended: Iterable[LoanReturn], receiver: Hashable) -> dict[Hashable, list[LoanReturn]]:
-        """Loans that were lent on have ended; what to give back to this process's own lenders therefore."""
-        give_backs: dict[Hashable, list[LoanReturn]] = {}
+    def release(self, ended: Iterable[SlotRelease], receiver: Hashable) -> dict[Hashable, list[SlotRelease]]:
+        """End references of a receiver to slots that were passed on; returns the references that this process can now
+        release, by sender."""
+        releases: dict[Hashable, list[SlotRelease]] = {}
         with self._lock:
-            for name, index, generation, loans in ended:
+            for name, index, generation, refs in ended:
                 segment = self._segments.get(name)
                 slot = segment.slots.get(index) if segment is not None else None
-                if slot is None or slot.generation != generation or receiver not in slot.loans:
-                    continue
-                slot.loans[receiver] -= loans
-                if slot.loans[receiver] <= 0:
-                    del slot.loans[receiver]
-                    self._release_if_idle(slot, give_backs)
-        return give_backs
+                if slot is not None and slot.generation == generation and slot.refs.release(receiver, refs):
+                    self._release_if_idle(slot, releases)
+        return releases
 
-    def peer_lost(self, peer: Hashable) -> dict[Hashable, list[LoanReturn]]:
-        """A peer died or cannot be reached: its loans have ended, and nothing is owed to it. Views stay valid."""
-        give_backs: dict[Hashable, list[LoanReturn]] = {}
+    def peer_lost(self, peer: Hashable) -> dict[Hashable, list[SlotRelease]]:
+        """End the references of a peer that died or cannot be reached, and drop the releases for it; views stay valid.
+
+        Returns the references that this process can now release, by sender.
+        """
+        releases: dict[Hashable, list[SlotRelease]] = {}
         with self._lock:
-            self._to_give_back.pop(peer, None)
+            self._to_release.pop(peer, None)
             for segment in list(self._segments.values()):
                 for slot in list(segment.slots.values()):
-                    if slot.lender == peer:
-                        slot.debt = 0
-                    if slot.loans.pop(peer, 0):
-                        self._release_if_idle(slot, give_backs)
+                    if slot.sender == peer:
+                        slot.to_release = 0
+                    if slot.refs.pop(peer, 0):
+                        self._release_if_idle(slot, releases)
             self._forget_removed()
-        return give_backs
+        return releases
 
     @property
     def is_empty(self) -> bool:
-        """No segment is open."""
+        """True if no segment is open."""
         return not self._segments
 
     def has_removed(self) -> bool:
-        """Is there something for `forget_removed`?"""
+        """True if `forget_removed` would unmap a segment."""
         with self._lock:
             return any(segment.is_removed and not segment.slots for segment in self._segments.values())
 
     def forget_removed(self) -> None:
-        """Unmap segments that their owners have removed; they keep memory otherwise. For a slow timer."""
+        """Unmap segments that their owners have removed, to free their memory. For a slow timer."""
         with self._lock:
             self._forget_removed()
 
     def unattached(self) -> int:
-        """How many slots are lent on that, as it seems, no receiver has opened yet."""
+        """The number of slots passed on that no receiver seems to have opened yet."""
         with self._lock:
             return sum(
-                bool(slot.loans) and not is_locked_by_others(segment.fd, slot.index)
+                bool(slot.refs) and not is_locked_by_others(segment.fd, slot.index)
                 for segment in self._segments.values()
                 for slot in segment.slots.values()
             )
 
     def close(self) -> None:
-        """Borrow no more. Views that live stay valid, and their slots locked, until they end."""
+        """Stop borrowing. Live views stay valid, and their slots locked, until the views end."""
         with self._lock:
             self._closed = True
             for segment in self._segments.values():
                 segment.slots.clear()
             self._segments.clear()
-            for table in (self._reachable, self._ended, self._to_give_back):
+            for table in (self._reachable, self._ended, self._to_release):
                 table.clear()
             self._pages.close()
-
-    def borrowed(self) -> list[dict[str, Any]]:
-        """Slots that this process holds, for people: segment, slot, bytes, views, loans."""
-        with self._lock:
-            return [
-                {
-                    "segment": segment.name,
-                    "slot": slot.index,
-                    "nbytes": slot.nbytes,
-                    "views": slot.parts,
-                    "loans": sum(slot.loans.values()),
-                }
-                for segment in self._segments.values()
-                for slot in segment.slots.values()
-            ]
 
 
 _attachments: weakref.WeakSet[Attachments] = weakref.WeakSet()
 
 
 class _ForkedMappings(threading.local):
-    """What a thread that forks has made for the child; the segments are kept, so that no descriptor is used again."""
+    """The descriptors that a forking thread made for its child, with their segments, so that no number is reused."""
 
     made: tuple[tuple[Attached, int], ...] = ()
 
@@ -351,7 +343,7 @@ def _before_fork() -> None:
 def _after_fork_in_parent() -> None:
     made, _forking.made = _forking.made, ()
     for _, copy in made:
-        os.close(copy)  # the child's keeps the locks
+        os.close(copy)  # the child's copy of the descriptor holds the locks
 
 
 def _after_fork_in_child() -> None:

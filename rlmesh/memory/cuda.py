@@ -1,11 +1,11 @@
-"""CUDA memory in other processes, by the driver's IPC handles.
+"""Opens CUDA memory of other processes, by the driver's IPC handles.
 
-torch has handles of its own (`torch.multiprocessing`), but counts who uses them in a file that only living receivers
-count down: a receiver that is killed keeps the sender's memory for ever. So the driver is asked directly, and who
-holds what is known from loans (`device`).
+torch has its own handles (`torch.multiprocessing`), but counts their users in a file that only living receivers count
+down: a receiver that is killed keeps the sender's memory for ever. So this module uses the driver's handles
+(`cuda_driver`), and the references to slots of shared memory count the users (`device`).
 
-What handles are says `cuda_driver`. Devices are named by their UUIDs, since each process may number them differently;
-a mask (CUDA_VISIBLE_DEVICES) that hides a device hides its memory too.
+Devices are named by their UUIDs, since each process may number them differently; a mask (CUDA_VISIBLE_DEVICES) that
+hides a device hides its memory too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 
 from rlmesh.errors import DeviceUnreachable
 from rlmesh.memory.cuda_driver import CudaDriver, DriverError, driver
-from rlmesh.memory.device import Handle, NotShareable
+from rlmesh.memory.device_backend import Handle, NotShareable
 from rlmesh.memory.native import Buffer
 
 
 @dataclass
 class _Snapshot:
     flat: torch.Tensor
-    """Its bytes, uint8, on the device."""
+    """The tensor's bytes, uint8, on the device."""
     ready: torch.cuda.Event
 
 
 class _Raw:
-    """Memory as torch takes it from others. ``owner`` is kept as long as it is looked at."""
+    """Memory in the form that torch accepts from other libraries. ``owner`` is kept alive as long as the tensor."""
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self._owner = owner
@@ -53,7 +53,7 @@ class _Copy:
         self._driver, self._index, self._address, self._events = driver, index, address, events
 
     def wait(self) -> None:
-        self.value = None  # It is its receiver's, not kept here until then.
+        self.value = None  # The receiver's tensor must not be kept alive here.
         self._events[-1].synchronize()
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class CudaBackend:
     """The GPUs that this process sees.
 
     Raises:
-        DeviceUnreachable: it sees none.
+        DeviceUnreachable: this process sees no GPU.
     """
 
     def __init__(self) -> None:
@@ -152,16 +152,16 @@ class CudaBackend:
 
     def from_host(self, buffer: Buffer, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         index = self._uuids.index(device) if device in self._uuids else torch.cuda.current_device()
-        # A copy that blocks: the buffer may be used for something else right after.
+        # The copy blocks, since the buffer may be reused right afterwards.
         flat = torch.frombuffer(buffer, dtype=torch.uint8).to(torch.device("cuda", index))
         return flat.view(dtype).reshape(shape)
 
 
 def open_event(device: torch.device | str, handle: bytes) -> torch.cuda.Event:
-    """An event of another process, of which memory could be opened already.
+    """An event of another process whose memory could be opened already.
 
     Raises:
-        DeviceUnreachable: it cannot be opened.
+        DeviceUnreachable: the event cannot be opened.
     """
     try:
         event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device(device), handle)

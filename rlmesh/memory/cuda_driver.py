@@ -1,9 +1,9 @@
-"""The few calls of libcuda that torch does not offer: memory of one process in another, and batches of copies.
+"""Calls of libcuda that torch does not offer: memory of one process in another, and batches of copies.
 
 A handle names a whole allocation (``cuMemAlloc``), one segment of torch's allocator, in which a tensor begins
-somewhere. Memory of ``expandable_segments:True`` and of ``backend:cudaMallocAsync`` has none. Devices are numbered as
-torch numbers them. Every call brings torch's own context of the device along: a thread that has launched nothing yet
-has none, whatever torch calls its current device.
+at some offset. Memory of ``expandable_segments:True`` and of ``backend:cudaMallocAsync`` has no handle. Devices are
+numbered as torch numbers them. Every call sets torch's own context of the device: a thread that has launched nothing
+yet has no context, whatever torch calls its current device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BESIDE_KERNELS = 1
 
 
 class DriverError(Exception):
-    """A call of the driver failed; ``name`` is the driver's for the error."""
+    """A call of the driver failed; ``name`` is the driver's name of the error."""
 
     def __init__(self, what: str, name: str) -> None:
         super().__init__(f"{what}: {name}")
@@ -63,7 +63,7 @@ _CALLS: dict[str, list[Any]] = {
 
 
 class CudaDriver:
-    """Thread-safe. All methods raise DriverError.
+    """The CUDA driver. Thread-safe; all methods raise DriverError.
 
     Raises:
         OSError: there is no CUDA driver here.
@@ -76,7 +76,7 @@ class CudaDriver:
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
     def uuid(self, index: int) -> str:
-        """As nvidia-smi shows it, of a GPU or of a slice of one."""
+        """The UUID of a GPU or of a MIG slice, as nvidia-smi shows it."""
         found = _Uuid()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(found), self._device(index))
         text = bytes(found.bytes).hex()
@@ -85,7 +85,7 @@ class CudaDriver:
     # Memory.
 
     def export(self, index: int, address: int) -> tuple[bytes, int]:
-        """The handle of the allocation that holds an address, and how far behind its begin that is."""
+        """The handle of the allocation that holds an address, and the address's offset in it."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _MemoryHandle()
         with self.context(index):
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
@@ -93,8 +93,10 @@ class CudaDriver:
         return bytes(handle.reserved), address - base.value
 
     def open(self, index: int, handle: bytes) -> int:
-        """Where the allocation lies in this process, for kernels of device ``index``, on which it need not be. Each
-        opening must be closed once."""
+        """The allocation's address in this process, for kernels of device ``index``, on which it need not lie.
+
+        Each opening must be closed once.
+        """
         if len(handle) != HANDLE_BYTES:
             raise DriverError("cuIpcOpenMemHandle", f"a handle of {len(handle)} bytes")
         address = ctypes.c_uint64()
@@ -108,7 +110,7 @@ class CudaDriver:
             self._call("cuIpcCloseMemHandle", address)
 
     def allocate(self, index: int, nbytes: int) -> int:
-        """Memory that has a handle of its own, outside of torch's allocator."""
+        """Allocate memory with its own handle, outside of torch's allocator, and return its address."""
         address = ctypes.c_uint64()
         with self.context(index):
             self._call("cuMemAlloc_v2", ctypes.byref(address), max(nbytes, 1))
@@ -122,16 +124,16 @@ class CudaDriver:
 
     @property
     def has_batches(self) -> bool:
-        """Can it take many copies in one call? Since CUDA 13."""
+        """True if the driver makes many copies in one call (since CUDA 13)."""
         return hasattr(self._lib, "cuMemcpyBatchAsync_v2")
 
     def batch(self, copies: Sequence[tuple[int, int, int]], source: int, target: int) -> CopyBatch:
-        """Copies (to, from, bytes) from memory of one device into that of another, to be made again and again."""
+        """Copies (to, from, bytes) between two devices' memory, as one batch that can be started repeatedly."""
         return CopyBatch(self, copies, source, target)
 
     @contextmanager
     def context(self, index: int) -> Iterator[None]:
-        """torch's context of the device, the primary one, on the calling thread."""
+        """Make the device's primary context, which torch uses, current on the calling thread."""
         context = self._contexts.get(index)
         if context is None:
             context = ctypes.c_void_p()
@@ -157,8 +159,11 @@ class CudaDriver:
 
 
 class CopyBatch:
-    """See `CudaDriver.batch`. The copy engines take them side by side, so that small ones cost nothing: 339 tensors of
-    15 GB over NVLink in 38.6 ms, where one call per tensor takes 42 to 44 ms (H200)."""
+    """A batch of copies; see `CudaDriver.batch`.
+
+    The copy engines make copies of a batch in parallel, so that small copies cost nothing: 339 tensors of 15 GB over
+    NVLink take 38.6 ms, where one call per tensor takes 42 to 44 ms (H200).
+    """
 
     def __init__(self, driver: CudaDriver, copies: Sequence[tuple[int, int, int]], source: int, target: int) -> None:
         self._driver, self._device, count = driver, target, len(copies)
@@ -170,7 +175,7 @@ class CopyBatch:
         self._first = (ctypes.c_size_t * 1)(0)
 
     def start(self, stream: int) -> None:
-        """On a stream of the target's device, which must not be the default one."""
+        """Start the copies on a stream of the target's device, which must not be the default stream."""
         with self._driver.context(self._device):
             self._driver._call(
                 "cuMemcpyBatchAsync_v2", self._targets, self._sources, self._sizes, self._count,
@@ -180,7 +185,7 @@ class CopyBatch:
 
 @cache
 def driver() -> CudaDriver:
-    """The one of this process.
+    """The driver of this process.
 
     Raises:
         OSError: there is no CUDA driver here.

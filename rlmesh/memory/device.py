@@ -1,18 +1,18 @@
-"""Tensors in the memory of a device, as they travel between processes of one node. Nothing of torch here.
+"""Transfers tensors in the memory of a device between processes of one node. Does not import torch.
 
-What travels is a *ticket*: where a copy of the tensor lies on the device, which the sender made when the call was made
-(`Exported`), so that it may change its tensor at once. A ticket lies in a slot of shared memory and is lent like any
-other buffer, and that is what makes its end safe:
+The message carries a *ticket*: the place on the device of a copy of the tensor, which the sender made when the call was
+made (`Exported`), so that it may change its tensor at once. A ticket lies in a slot of shared memory and is
+reference-counted like any other buffer, which makes its end safe:
 
-1. The receiver opens the sender's memory, copies it into memory of its own, waits until the device has done so, closes
-   the sender's memory, and only then lets go of the ticket: its give-back says "closed".
-2. The sender frees its copy when the last receiver's loan has ended, never before.
+1. The receiver opens the sender's memory, copies it into its own memory, waits until the device has made the copy,
+   closes the sender's memory, and only then drops the ticket: the release of the slot means "closed".
+2. The sender frees its copy when the last receiver's reference has ended, never before.
 
-A receiver that dies gives its loans back as it does for every slot (its link is lost, and the kernel drops its lock
-when it is really gone). A sender that dies takes its memory with it; what receivers have got is their own. Where a
-peer is on another node, the bytes go through host memory instead (`contents`).
+The references of a receiver that dies end as they do for every slot (its link is lost, and the kernel drops its lock
+when the process is gone). A sender that dies takes its memory with it; the receivers' copies are their own. For a peer
+on another node, the bytes go through host memory instead (`contents`).
 
-What the device does is behind `Backend`: `cuda` has the real one, tests have one without a device.
+A `Backend` makes the device's calls: `cuda` has the real one, tests have one without a device.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from rlmesh.errors import DeviceUnreachable, MalformedFrame
+from rlmesh.memory.device_backend import Backend, Copy, Handle, NotShareable
 from rlmesh.memory.native import Buffer, owner_of
 
 logger = logging.getLogger(__name__)
@@ -40,72 +41,11 @@ _WARN_EVERY_S = 60.0
 _IDLE_S = 1.0
 
 
-class NotShareable(Exception):
-    """This memory cannot be opened by other processes; the text says why. It goes through host memory."""
-
-
-class Handle(NamedTuple):
-    """``nbytes`` of a device, named so that another process finds them: ``memory`` opens an allocation, in which they
-    begin at ``offset``; ``ready`` opens the event after which they may be read."""
-
-    device: str
-    memory: bytes
-    offset: int
-    nbytes: int
-    ready: bytes
-
-
-class Copy(Protocol):
-    """A tensor that is being copied from another process's memory into this one's."""
-
-    value: Any
-
-    def wait(self) -> None:
-        """Until the device has made the copy. May block."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the other process's memory."""
-        ...
-
-
-class Backend(Protocol):
-    """One kind of device. ``dtype`` and ``shape`` are torch's."""
-
-    def device_of(self, tensor: Any) -> str:
-        """Which device a tensor is on: a name that is the same in all processes that see the device."""
-        ...
-
-    def snapshot(self, tensor: Any) -> Any:
-        """A contiguous copy on the same device. Raises NotShareable: there is no room for it."""
-        ...
-
-    def handle(self, snapshot: Any) -> Handle:
-        """How others open it. Raises NotShareable."""
-        ...
-
-    def open(self, handle: Handle, dtype: Any, shape: tuple[int, ...]) -> Copy:
-        """Begin to copy. Raises DeviceUnreachable."""
-        ...
-
-    def again(self, snapshot: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """A tensor of its own, in the process that made the snapshot."""
-        ...
-
-    def to_host(self, source: Any) -> Buffer:
-        """The bytes of a tensor or a snapshot. Blocks."""
-        ...
-
-    def from_host(self, buffer: Buffer, device: str, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """A tensor on that device, or if it is not visible here, on the current one. Raises DeviceUnreachable."""
-        ...
-
-
 _backends: dict[str, Backend] = {}
 
 
 def register(kind: str, backend: Backend | None) -> None:
-    """Use a backend for tensors whose ``device.type`` is ``kind``; None: none any more."""
+    """Use a backend for tensors whose ``device.type`` is ``kind``; None removes it."""
     if backend is None:
         _backends.pop(kind, None)
     else:
@@ -113,7 +53,7 @@ def register(kind: str, backend: Backend | None) -> None:
 
 
 def backend_for(kind: str) -> Backend | None:
-    """The backend for a kind of device, made when it is first needed; None: there is none for it.
+    """The backend for a kind of device, made when first needed; None if the kind has none.
 
     Raises:
         DeviceUnreachable: this process has no such device.
@@ -130,7 +70,7 @@ def backend_for(kind: str) -> Backend | None:
 
 
 class Exported:
-    """A snapshot that others may open, for as long as this object lives."""
+    """A snapshot that other processes may open for as long as this object lives."""
 
     def __init__(self, backend: Backend, snapshot: Any, handle: Handle) -> None:
         self.backend, self.snapshot, self.nbytes = backend, snapshot, handle.nbytes
@@ -140,7 +80,7 @@ class Exported:
         _exported[self.number] = self
 
     def ticket(self) -> ctypes.Array[ctypes.c_ubyte]:
-        """What travels, as an object with a buffer that keeps this one alive."""
+        """The ticket, as an object with a buffer that keeps this object alive."""
         handle = self._handle
         fields = {
             "number": self.number, "device": handle.device, "memory": handle.memory.hex(), "offset": handle.offset,
@@ -152,7 +92,7 @@ class Exported:
         return buffer
 
     def contents(self) -> Buffer:
-        """The bytes themselves, for whoever cannot open the ticket. Blocks."""
+        """The tensor's bytes, for peers that cannot open the ticket. Blocks."""
         if self._host is None:
             self._host = self.backend.to_host(self.snapshot)
         return self._host
@@ -163,7 +103,7 @@ _warned_at: float | None = None
 
 
 def export(backend: Backend, tensor: Any, nbytes: int) -> Buffer | ctypes.Array[ctypes.c_ubyte]:
-    """What to send of a tensor: a ticket, or its bytes where it is small or cannot be shared. Blocks for bytes."""
+    """A tensor's ticket, or its bytes if it is small or cannot be shared. Blocks for bytes."""
     if nbytes < MIN_BYTES:
         return backend.to_host(tensor)
     try:
@@ -179,7 +119,7 @@ def export(backend: Backend, tensor: Any, nbytes: int) -> Buffer | ctypes.Array[
 
 
 def exported_of(frame: object) -> Exported | None:
-    """What stands behind a frame that is a ticket of this process's; None for other frames."""
+    """The exported snapshot of a frame that is a ticket of this process; None for other frames."""
     if type(frame) is not memoryview:
         return None
     owner = owner_of(frame)
@@ -188,7 +128,7 @@ def exported_of(frame: object) -> Exported | None:
 
 
 def contents(frames: Sequence[Buffer]) -> list[Buffer]:
-    """The frames of a message to a peer that cannot open tickets: with bytes in their places. Blocks for those."""
+    """The frames of a message with bytes in place of tickets, for a peer that cannot open them. Blocks for tickets."""
     return [frame if (found := exported_of(frame)) is None else found.contents() for frame in frames]
 
 
@@ -196,15 +136,15 @@ def contents(frames: Sequence[Buffer]) -> list[Buffer]:
 
 
 def receive(buffer: Buffer, kind: str, device: str, nbytes: int, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """The tensor for what `export` gave: on the same device if this process sees it, and its own to write to.
+    """A new tensor for the result of `export`, on the same device if this process sees it.
 
     Raises:
-        DeviceUnreachable: it cannot be had here.
+        DeviceUnreachable: this process cannot reach the device or the sender's memory.
         MalformedFrame: ``buffer`` is neither a ticket nor ``nbytes`` bytes.
     """
     backend = backend_for(kind)
     if backend is None:
-        raise DeviceUnreachable(f"a tensor on {device} ({kind}) came, a kind of device that is not known here")
+        raise DeviceUnreachable(f"a tensor on {device} ({kind}) came, a kind of device that rlmesh does not support")
     view = memoryview(buffer)
     if view.nbytes == nbytes:
         return backend.from_host(buffer, device, dtype, shape)
@@ -232,8 +172,10 @@ def _parse(view: memoryview, nbytes: int) -> tuple[int, Handle]:
 
 
 class Closer:
-    """Closes what was opened once it has been copied, then lets go of the tickets. On a thread of its own, since it
-    waits for the device; the thread ends when there is nothing to close."""
+    """Closes the memory of other processes once it has been copied, then drops the tickets.
+
+    Runs on its own thread, since it waits for the device; the thread ends when there is nothing to close.
+    """
 
     def __init__(self, start: Callable[[Callable[[], None]], object]) -> None:
         self._start = start
@@ -261,10 +203,10 @@ class Closer:
             try:
                 copy.close()
             except Exception:
-                # The sender must not free what may still be open here: this loan lasts until this process ends.
+                # The sender must not free memory that may be open here, so the reference stays until this process ends.
                 logger.exception("memory of another process could not be closed; its owner keeps it")
                 _never_closed.append(ticket)
-            del copy, ticket  # which gives the loan back
+            del copy, ticket  # which releases the slot
 
     def _next(self) -> tuple[Copy, object] | None:
         with self._changed:

@@ -1,6 +1,6 @@
-"""The system calls and the few bytes of C that shared memory needs, through ctypes. No policy here.
+"""The system calls and C functions that shared memory needs, through ctypes, without policy.
 
-Errors are OSError with the number that the kernel gave.
+Errors are OSError with the kernel's number.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Mapping:
-    """A mapping of a file, unmapped when the last reference to this object goes: whoever hands out memory of
-    it keeps a reference for as long as that memory may be used."""
+    """A mapping of a file, unmapped with the last reference to this object.
+
+    Code that hands out memory of the mapping must keep a reference for as long as that memory may be used.
+    """
 
     __slots__ = ("__weakref__", "address", "nbytes")
 
@@ -51,34 +53,34 @@ class Mapping:
 
     @classmethod
     def shared(cls, fd: int, offset: int, nbytes: int, *, writable: bool) -> Mapping:
-        """The file's own pages."""
+        """A mapping of the file's own pages."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         return cls(fd, offset, nbytes, protection, mmap.MAP_SHARED)
 
     @classmethod
     def private(cls, fd: int, offset: int, nbytes: int) -> Mapping:
-        """The file's pages until one is written to; then this process's own copy of that page.
+        """A mapping that shows the file's pages, except that a page written to becomes this process's own copy.
 
-        Never with MAP_POPULATE: on a writable private mapping it copies every page.
+        MAP_POPULATE must not be used: on a writable private mapping it copies every page.
         """
         return cls(fd, offset, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE)
 
     def drop_private_pages(self, offset: int, nbytes: int) -> None:
-        """Forget this process's own copies in a page-aligned range: the file's pages show again."""
+        """Drop this process's own copies in a page-aligned range, so that the file's pages show again."""
         if _libc.madvise(self.address + offset, nbytes, _MADV_DONTNEED) != 0:
             raise _last_error("madvise(MADV_DONTNEED)")
 
     def free_file_pages(self, offset: int, nbytes: int) -> None:
-        """Give the memory of a page-aligned range of the file back to the system; it reads as zeros then."""
+        """Give the memory of a page-aligned range of the file back to the system; the range reads as zeros then."""
         if _libc.madvise(self.address + offset, nbytes, _MADV_REMOVE) != 0:
             raise _last_error("madvise(MADV_REMOVE)")
 
 
 def export(address: int, nbytes: int, owner: object) -> Exporter:
-    """An object whose buffer is that memory, with a reference to whoever must outlive it.
+    """An object whose buffer is that memory, with a reference to ``owner``, which must outlive it.
 
-    Every memoryview, array and tensor that is made from it keeps it alive, so its end (`on_end`) is the end of
-    them all.
+    Every memoryview, array and tensor that is made from the exporter keeps it alive, so it ends (`on_end`) with the
+    last of them.
     """
     exporter = (ctypes.c_ubyte * nbytes).from_address(address)
     vars(exporter)["owner"] = owner
@@ -86,18 +88,18 @@ def export(address: int, nbytes: int, owner: object) -> Exporter:
 
 
 def on_end(exporter: Exporter, callback: Callable[[Any], object], argument: Any) -> None:
-    """Call back when nobody can reach the memory any more: from any thread, at any moment, even inside a lock."""
+    """Call back when no object refers to the memory any more: on any thread, at any moment, even inside a lock."""
     weakref.finalize(exporter, callback, argument).atexit = False
 
 
 def view_of(exporter: Exporter) -> memoryview:
     """A writable view of bytes; its ``obj`` is the exporter."""
-    # memoryview() of a ctypes array has a format that cannot be cast; PickleBuffer gives plain bytes.
+    # memoryview() of a ctypes array has a format that cannot be cast; PickleBuffer exports plain bytes.
     return pickle.PickleBuffer(exporter).raw()
 
 
 def owner_of(view: memoryview) -> object:
-    """The owner of the memory that a view shows, None if it is not of an exporter."""
+    """The owner of the memory that a view shows; None if the memory is not of an exporter."""
     return getattr(view.obj, "owner", None)
 
 
@@ -131,7 +133,7 @@ _to_contiguous.argtypes = [ctypes.c_void_p, ctypes.POINTER(_PyBuffer), ctypes.c_
 
 
 def address_of(buffer: Any) -> int:
-    """Where the bytes of a contiguous buffer are. Valid while somebody holds the buffer."""
+    """The address of a contiguous buffer, valid while the buffer is alive."""
     raw = _PyBuffer()
     _get_buffer(buffer, ctypes.byref(raw), _PYBUF_SIMPLE)
     address = int(raw.buf or 0)
@@ -140,8 +142,11 @@ def address_of(buffer: Any) -> int:
 
 
 def copy_to(address: int, source: memoryview) -> None:
-    """Copy a buffer's items to ``address`` in C order: without the GIL, at memory speed, if they lie in that order
-    already; one by one, an order of magnitude slower, if not."""
+    """Copy a buffer's items to ``address`` in C order.
+
+    Items that lie in C order already are copied without the GIL at memory speed; others one by one, an order of
+    magnitude slower.
+    """
     raw = _PyBuffer()
     _get_buffer(source, ctypes.byref(raw), _PYBUF_FULL_RO)
     try:
@@ -154,9 +159,9 @@ def copy_to(address: int, source: memoryview) -> None:
 
 
 PARALLEL_BYTES = 32 << 20
-"""From here on a copy is cut among cores. One core's memcpy is far below what the memory gives (two cores: 64 MiB at
-13.9 instead of 6.7 GB/s, 512 MiB at 20.5 instead of 11.0 on a 2-core virtual machine); below 16 MiB a part is not worth
-the 60 microseconds that its thread costs."""
+"""Copies of at least this size are split among cores. One core's memcpy is far below the memory's speed (two cores:
+64 MiB at 13.9 instead of 6.7 GB/s, 512 MiB at 20.5 instead of 11.0 on a 2-core virtual machine); a part below 16 MiB is
+not worth the 60 microseconds that its thread costs."""
 _PART_BYTES = 16 << 20
 _MAX_PARTS = 4
 
@@ -171,14 +176,14 @@ def _copy(target: int, source: int, nbytes: int) -> None:
     begun = step
     try:
         while begun < nbytes:
-            # They live for this copy only: a service that embeds a runtime keeps no thread of rlmesh's.
+            # The threads end with this copy: a service that embeds a runtime keeps no thread of rlmesh.
             arguments = (target + begun, source + begun, min(step, nbytes - begun))
             helper = threading.Thread(target=ctypes.memmove, args=arguments, daemon=True)
             helper.start()
             helpers.append(helper)
             begun += step
     except RuntimeError:
-        pass  # No more threads here: what nobody has begun is copied below.
+        pass  # No more threads can be started: the remaining bytes are copied below.
     try:
         ctypes.memmove(target, source, min(step, nbytes))
         if begun < nbytes:
@@ -188,13 +193,13 @@ def _copy(target: int, source: int, nbytes: int) -> None:
             helper.join()
 
 
-# Locks of open file descriptions: the kernel gives them back when a process dies, however it dies.
+# Locks of open file descriptions: the kernel drops them when a process dies, however it dies.
 
 _FLOCK = struct.Struct("hhqqi4x")
 
 
 def try_lock(fd: int, byte: int, *, exclusive: bool) -> bool:
-    """Lock one byte of the file, shared or alone; False if somebody else's lock forbids it."""
+    """Lock one byte of the file, shared or exclusive; False if another lock forbids it."""
     kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
@@ -208,7 +213,7 @@ def unlock(fd: int, byte: int) -> None:
 
 
 def is_locked_by_others(fd: int, byte: int) -> bool:
-    """Does any other open file description hold a lock on that byte?"""
+    """True if another open file description holds a lock on that byte."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 

@@ -1,13 +1,13 @@
-"""The sender's half: reused segments, one copy in, a count of who has borrowed what.
+"""The sender's half: reused segments, one copy in, a count of each receiver's references.
 
-`SegmentPool.put` copies buffers into a slot and gives memoryviews of it, *frames*. A frame that is alive holds its
-slot; so does every loan (`lend`) until it is given back (`give_back`) or its borrower is lost (`receiver_lost`).
-A slot that nobody holds is used again. As the last word the kernel is asked: a slot that some process still
-has locked, though the messages say otherwise (its connection broke, or its lender died after passing the slot on),
-lingers until that process lets go.
+`SegmentPool.put` copies buffers into a slot and returns memoryviews of it, *frames*. A live frame holds its slot, and
+so does every reference of a receiver (`add_ref`) until it is released (`release`) or the receiver is lost
+(`receiver_lost`). A slot without holders is reused. The kernel has the last word: a slot that some process still
+has locked, though the messages say otherwise (its connection broke, or the sender died after passing the slot on),
+lingers until that process releases its lock.
 
 Segments are never shrunk, and pages that were touched once stay mapped: filling a warm slot runs at the speed of
-memcpy (17 GiB/s here), filling fresh pages at a tenth of it. All methods may be called from any thread.
+memcpy (17 GiB/s), filling fresh pages at a tenth of it. All methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from rlmesh.memory.layout import (
     PART_ALIGNMENT,
     TABLE_BYTES,
     Descriptor,
-    LoanReturn,
+    RefCounts,
+    SlotRelease,
     segment_prefix,
 )
 from rlmesh.memory.native import PAGE_BYTES, Buffer, address_of, copy_to, export, on_end, owner_of, view_of
@@ -36,22 +37,21 @@ from rlmesh.memory.segment import ShmSegment
 
 MIN_SEGMENT_BYTES = 4 << 20
 MAX_STEP_BYTES = 1 << 30
-"""A pool grows by a quarter of itself, between these two, or by what is asked for if that is more."""
+"""A pool grows by a quarter of its size, between these two limits, or by the requested size if that is larger."""
 _WAIT_FROM_BYTES = 16 << 20
 WAIT_S_PER_BYTE = 0.04 / (1 << 30)
-"""Filling fresh pages takes half a second per GiB; before that, a tenth of it is waited for a slot that is on loan:
-whoever sends in a loop gets its last answer a moment before its last slot."""
-
+"""Longest wait for a referenced slot before fresh pages are filled, a tenth of the half second per GiB that these take:
+a caller that sends in a loop gets its last answer a moment before its last slot."""
 
 BUFFERS = (bytes, bytearray, memoryview)
 
 
 class PoolExhausted(Exception):
-    """The pool cannot take these bytes now; the text says why. Send them another way."""
+    """The pool has no room for these bytes now, and the text says why; send them another way."""
 
 
 class Filler(Protocol):
-    """Something that is not one contiguous buffer but can write itself into one: a tensor with strides."""
+    """A value that can write its bytes into a buffer, such as a tensor with strides."""
 
     @property
     def nbytes(self) -> int: ...
@@ -69,9 +69,9 @@ class _Slot:
     offset: int
     nbytes: int
     frames: int
-    loans: dict[Hashable, int] = field(default_factory=dict)
+    refs: RefCounts = field(default_factory=RefCounts)
     keeps: object = None
-    """What must live until nobody holds the slot any more."""
+    """An object to keep alive for as long as the slot has holders."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -80,7 +80,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """``lingering_slots`` are held by processes that said they had ended, or whose connection is gone."""
+    """Sizes of a pool. ``lingering_slots`` are locked by processes that released them or whose connection is gone."""
 
     segments: int
     total_bytes: int
@@ -93,15 +93,15 @@ class SegmentPool:
     """The segments of one process.
 
     Args:
-        job_id, owner: parts of the segments' names; the guardian of the job removes what is left under them.
-        limit_bytes: the most that this pool takes; None: whatever there is room for.
-        directory: a tmpfs that is shared with the borrowers.
+        job_id, owner: parts of the segments' names, by which the job's guardian removes leftover segments.
+        limit_bytes: the most that this pool takes; None: as much as there is room for.
+        directory: a tmpfs that is shared with the receivers.
         clock: seconds; decides which segments are idle.
         reclaim: called before the pool grows; may make frames end.
-        may_wait: may the calling thread wait until a slot is given back?
-        wake: called from any thread, at any moment, when `look` should be called soon: a frame has ended whose slot
-            keeps something.
-        room: what is left in the directory and in memory.
+        may_wait: returns True if the calling thread may wait until a slot is released.
+        wake: called from any thread, at any moment, when `settle` should be called soon: a frame has ended whose slot
+            keeps an object alive.
+        room: returns the budget left in the directory and in memory.
 
     Raises:
         ValueError: if ``job_id`` or ``owner`` cannot be part of a file name.
@@ -122,8 +122,8 @@ class SegmentPool:
         self._segments: dict[str, ShmSegment] = {}
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._lingering: set[_Slot] = set()
-        # Frames end whenever and wherever the garbage collector says, also while this lock is held by that very
-        # thread: their end is only noted, and looked at by whatever is done next.
+        # The garbage collector ends frames at any moment and on any thread, even on one that holds this lock. So the
+        # end is only recorded here, and the next operation handles it.
         self._ended: deque[_Slot] = deque()
         self._numbers = itertools.count()
         self._generations = itertools.count(secrets.randbits(60) | 1 << 60)
@@ -133,8 +133,10 @@ class SegmentPool:
     # Filling.
 
     def put(self, items: Sequence[Buffer | Filler], keeps: object = None) -> list[memoryview]:
-        """Copy buffers into one slot; read-only frames of it, in the same order. All are captured when it returns.
-        ``keeps`` is kept alive as long as somebody holds the slot.
+        """Copy buffers into one slot and return read-only frames of it, in the same order.
+
+        Args:
+            keeps: an object that is kept alive as long as the slot has holders.
 
         Raises:
             PoolExhausted: there is no room, by the pool's own limit or the system's; nothing was taken.
@@ -164,7 +166,7 @@ class SegmentPool:
         return [view.toreadonly() for view in views]
 
     def frame_at(self, descriptor: Descriptor) -> memoryview | None:
-        """One more frame of a slot of this pool that is in use; None if it is none."""
+        """Another frame of a slot in use; None if the descriptor is not of a slot in use of this pool."""
         with self._lock:
             slot = self._slots.get((descriptor.segment, descriptor.slot))
             if slot is None or slot.generation != descriptor.generation or slot in self._lingering:
@@ -180,30 +182,30 @@ class SegmentPool:
             if slot.keeps is not None:
                 self._wake()
 
-    def look(self) -> None:
+    def settle(self) -> None:
         """Settle slots whose frames have ended."""
         if self._ended:
             with self._lock:
-                self._look_at_ended()
+                self._settle_ended()
 
     def _make_slot(self, nbytes: int, frames: int) -> _Slot:
         if self._pid != os.getpid():
-            raise PoolExhausted("the pool belongs to the process from which this one was forked")
+            raise PoolExhausted("the pool belongs to the parent of this forked process")
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             slot = self._place(nbytes, frames) or (self._retry_lingering() and self._place(nbytes, frames))
         if slot:
             return slot
         self._reclaim()
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             slot = self._place(nbytes, frames) or self._place_soon(nbytes, frames)
         if slot:
             return slot
-        # Reserving and freeing pages takes long (half a second per GiB), and the loop's thread takes the lock too.
+        # The loop's thread takes the lock too, and reserving and freeing pages takes long (half a second per GiB).
         with self._growth:
             with self._lock:
-                self._look_at_ended()
+                self._settle_ended()
                 slot = self._place(nbytes, frames)
             if slot:
                 return slot
@@ -229,8 +231,8 @@ class SegmentPool:
         return self._take(best[1], nbytes, frames) if best is not None else None
 
     def _place_soon(self, nbytes: int, frames: int) -> _Slot | None:
-        """Wait a little for a slot of that size, if one is on loan and will perhaps come back."""
-        if nbytes < _WAIT_FROM_BYTES or not any(s.loans and s.nbytes >= nbytes for s in self._slots.values()):
+        """Wait a little for a slot of that size, if a receiver has one that it may release."""
+        if nbytes < _WAIT_FROM_BYTES or not any(s.refs and s.nbytes >= nbytes for s in self._slots.values()):
             return None
         deadline = time.monotonic() + nbytes * WAIT_S_PER_BYTE
         slot: _Slot | None = None
@@ -253,7 +255,7 @@ class SegmentPool:
     # Growing and shrinking.
 
     def _size_of_next(self, nbytes: int) -> int:
-        """Bytes of data of the next segment; removes idle segments if the limit demands it."""
+        """Data bytes of the next segment; removes idle segments if the limit demands it."""
         limit = self.limit_bytes
         missing = self._total() + TABLE_BYTES + nbytes - limit if limit is not None else 0
         if limit is not None and missing > 0 and not self._remove_idle_if_enough(missing):
@@ -280,7 +282,7 @@ class SegmentPool:
             try:
                 return ShmSegment(path, size)
             except FileExistsError:
-                continue  # left by an earlier process of the same name
+                continue  # a leftover of an earlier process of the same name
             except OSError as error:
                 if size > least:
                     size = least
@@ -291,13 +293,13 @@ class SegmentPool:
                 ) from error
 
     def _remove_idle_if_enough(self, nbytes: int) -> bool:
-        """Make room by removing idle segments, which are warm, so only if that much can be gained."""
+        """Remove idle segments, which are warm, if that frees at least ``nbytes``; True if it did."""
         if sum(s.nbytes for s in list(self._segments.values()) if s.space.is_empty) < nbytes:
             return False
         return self._remove_idle(self._clock()) >= nbytes
 
     def _remove_idle(self, idle_since: float) -> int:
-        """Remove segments that have been empty since then; how many bytes they had."""
+        """Remove segments that have been empty since then, and return their bytes."""
         with self._lock:
             idle = [s for s in self._segments.values() if s.space.is_empty and s.idle_since <= idle_since]
             for segment in idle:
@@ -311,72 +313,68 @@ class SegmentPool:
         return not self._segments
 
     def has_idle(self, idle_s: float) -> bool:
-        """Would `trim` give something back?"""
+        """True if `trim` would free memory."""
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             before = self._clock() - idle_s
             return any(s.space.is_empty and s.idle_since <= before for s in self._segments.values()) or bool(
                 self._lingering
             )
 
     def trim(self, idle_s: float) -> int:
-        """Give segments back to the system in which nothing was used for so long; how many bytes that were.
+        """Remove segments that have been empty for ``idle_s``, and return their bytes.
 
-        Freeing takes 0.2 s per GiB: not on a loop's thread.
+        Freeing takes 0.2 s per GiB: do not call it on a loop's thread.
         """
         if self._closed or self._pid != os.getpid():
             return 0
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             self._retry_lingering()
         return self._remove_idle(self._clock() - idle_s)
 
-    # Lending.
+    # References of receivers.
 
-    def lend(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
-        """Count one more loan to a receiver, which must not be lost already; where the frame lies, or None if it is
-        not a frame of this pool."""
+    def add_ref(self, frame: memoryview, receiver: Hashable) -> Descriptor | None:
+        """Count one more reference of a receiver, which must not be lost already, and describe the frame to it; None
+        if this pool has no such frame."""
         with self._lock:
             slot = owner_of(frame)
             if self._closed or not isinstance(slot, _Slot) or self._slots.get(slot.key) is not slot:
                 return None
-            slot.loans[receiver] = slot.loans.get(receiver, 0) + 1
+            slot.refs.add(receiver)
             offset = address_of(frame) - slot.segment.mapping.address
             return Descriptor(slot.segment.name, slot.index, slot.generation, offset, frame.nbytes)
 
-    def give_back(self, ended: Iterable[LoanReturn], receiver: Hashable) -> None:
-        """Loans of a receiver have ended. What is not on loan to it is ignored: it came too late, or twice."""
+    def release(self, ended: Iterable[SlotRelease], receiver: Hashable) -> None:
+        """End references of a receiver; references that it does not have (late or repeated messages) are ignored."""
         with self._lock:
-            self._look_at_ended()
-            for segment, index, generation, loans in ended:
+            self._settle_ended()
+            for segment, index, generation, refs in ended:
                 slot = self._slots.get((segment, index))
-                if slot is None or slot.generation != generation or receiver not in slot.loans:
-                    continue
-                slot.loans[receiver] -= loans
-                if slot.loans[receiver] <= 0:
-                    del slot.loans[receiver]
+                if slot is not None and slot.generation == generation and slot.refs.release(receiver, refs):
                     self._settle(slot)
 
     def receiver_lost(self, receiver: Hashable) -> int:
-        """End all loans of a receiver that died or cannot be reached; how many slots it had."""
+        """End all references of a receiver that died or cannot be reached, and return the number of its slots."""
         with self._lock:
-            self._look_at_ended()
-            had = [slot for slot in self._slots.values() if slot.loans.pop(receiver, 0)]
+            self._settle_ended()
+            had = [slot for slot in self._slots.values() if slot.refs.pop(receiver, 0)]
             for slot in had:
                 self._settle(slot)
             return len(had)
 
     # Slots.
 
-    def _look_at_ended(self) -> None:
+    def _settle_ended(self) -> None:
         while self._ended:
             slot = self._ended.popleft()
             slot.frames -= 1
             self._settle(slot)
 
     def _settle(self, slot: _Slot) -> None:
-        """Make a slot free if nobody holds it."""
-        if self._closed or slot.frames > 0 or slot.loans:
+        """Free a slot if it has no holders."""
+        if self._closed or slot.frames > 0 or slot.refs:
             return
         if not slot.segment.retire(slot.index, slot.offset, slot.nbytes):
             self._lingering.add(slot)
@@ -400,25 +398,25 @@ class SegmentPool:
 
     def stats(self) -> PoolStats:
         with self._lock:
-            self._look_at_ended()
+            self._settle_ended()
             used = sum(slot.nbytes for slot in self._slots.values())
             return PoolStats(len(self._segments), self._total(), used, len(self._slots), len(self._lingering))
 
     def unattached(self) -> int:
-        """How many slots are on loan that, as it seems, no receiver has opened yet."""
+        """The number of referenced slots that no receiver seems to have opened yet."""
         with self._lock:
-            return sum(bool(s.loans) and not s.segment.is_attached(s.index) for s in self._slots.values())
+            return sum(bool(s.refs) and not s.segment.is_attached(s.index) for s in self._slots.values())
 
     def close(self) -> None:
-        """Unlink all segments. Frames and loans stay readable; their memory goes with the last of them."""
+        """Unlink all segments. Frames and opened slots stay readable; their memory goes with the last of them."""
         if self._pid != os.getpid():
             return
         with self._lock:
             if self._closed:
                 return
-            self._look_at_ended()
+            self._settle_ended()
             self._closed = True
-            _outliving.extend(slot.keeps for slot in self._slots.values() if slot.keeps is not None and slot.loans)
+            _outliving.extend(slot.keeps for slot in self._slots.values() if slot.keeps is not None and slot.refs)
             segments = list(self._segments.values())
             for table in (self._segments, self._slots, self._lingering, self._ended):
                 table.clear()
@@ -427,7 +425,7 @@ class SegmentPool:
 
 
 _outliving: list[object] = []
-"""What receivers of closed pools may still use: kept until this process ends."""
+"""Objects that receivers of closed pools may still use, kept alive until this process ends."""
 
 
 def _round_up(value: int, unit: int) -> int:

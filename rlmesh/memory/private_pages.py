@@ -1,16 +1,16 @@
-"""Which pages of a private mapping has this process written to?
+"""Finds the pages of a private mapping that this process has written to.
 
-A cached MAP_PRIVATE mapping is what makes receiving free: its pages stay mapped, and they show what the owner
-writes into the file. But a page that was written to here is a copy that hides the file for ever. Such copies must
-be found and dropped before the slot is used again. ``/proc/self/pagemap`` has eight bytes per page; the top one says
+A cached MAP_PRIVATE mapping makes receiving free: its pages stay mapped, and they show the bytes that the owner
+writes into the file. But a page that was written to here is a copy that hides the file's page from then on. Such copies
+must be found and dropped before the slot is reused. ``/proc/self/pagemap`` has eight bytes per page; the top byte says
 whether the page is present (bit 7) or swapped out (bit 6), and whether it belongs to a file (bit 5). A copy is
-present or swapped and does not.
+present or swapped out, and does not belong to a file.
 
-Ways to get a fresh view of a slot, milliseconds of CPU time on a 2-core virtual machine (Linux 6.18, medians,
-neighbours busy):
+Ways to get a fresh view of a slot, milliseconds of CPU time on a 2-core virtual machine (Linux 6.18, medians, on a busy
+host):
 
 ===================================================  =======  ========  =========
-what is done per use of the slot                       1 MiB    64 MiB    512 MiB
+work per use of the slot                               1 MiB    64 MiB    512 MiB
 ===================================================  =======  ========  =========
 cached mapping, pagemap read: never touched here       0.003      0.06       0.46
 cached mapping, pagemap read: all pages mapped         0.003      0.18        5.5
@@ -21,8 +21,8 @@ new mapping per use, read through faults, unmapped     0.05       6           49
 new mapping per use with MAP_POPULATE                  0.24      32          274
 ===================================================  =======  ========  =========
 
-(MAP_POPULATE on a writable private mapping copies every page.) So: one cached mapping, the pagemap read when the
-last view is gone, and only of what was handed out writable; MADV_DONTNEED only on pages that were written to.
+(MAP_POPULATE on a writable private mapping copies every page.) Therefore there is one cached mapping; the pagemap is
+read when the last view is gone, for the ranges that views showed; MADV_DONTNEED is used on pages that were written to.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from rlmesh.memory.native import PAGE_BYTES, Mapping, export, view_of
 _PAGES_PER_READ = 1 << 17
 _MAX_RUNS = 64
 _COPIED = bytes(1 if top & 0xC0 and not top & 0x20 else 0 for top in range(256))
-"""Top byte of a pagemap entry → 1 if the page is this process's own copy."""
+"""Maps the top byte of a pagemap entry to 1 if the page is this process's own copy, else 0."""
 
 
 class PrivatePages:
-    """Looks at the calling process's page table; where it may not, every page counts as written to."""
+    """Reads the calling process's page table; where that is not allowed, every page counts as written to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class PrivatePages:
 
     @property
     def works(self) -> bool:
-        """Does the page table tell copies from file pages here? Tried out once, on two pages."""
+        """True if the page table distinguishes copies from file pages here; found out once, with a small mapping."""
         if self._works is None:
             try:
                 self._works = self._try_out()
@@ -59,11 +59,11 @@ class PrivatePages:
         return self._works
 
     def any(self, address: int, nbytes: int) -> bool:
-        """Was a page that this range touches written to here?"""
+        """True if this process has written to a page of the range."""
         return next(self.runs(address, nbytes), None) is not None
 
     def runs(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Page-aligned ranges (address, length) that cover all pages written to; few, not always minimal."""
+        """Page-aligned ranges (address, length) that cover all pages written to; few ranges, not always minimal."""
         first = address // PAGE_BYTES
         last = -(-(address + nbytes) // PAGE_BYTES)
         if not self.works:
@@ -89,7 +89,7 @@ class PrivatePages:
     def _copied(self, page: int, count: int) -> bytes:
         with self._lock:
             if self._fd < 0 or self._pid != os.getpid():
-                # A descriptor that came through a fork shows the page table of the parent.
+                # An inherited descriptor shows the page table of the parent.
                 if self._fd >= 0:
                     os.close(self._fd)
                 self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,8 +1,8 @@
-"""How much may a pool still take, before the file system, the machine or its memory limit is full?
+"""The memory that a pool may still take before the file system, the machine or the memory limit is full.
 
 Pages of /dev/shm are memory: they count against the file system's size (64 MiB in a container by default), the
-machine's memory and the control group's limit. Whoever exceeds the first gets a bus error at the first touch of a
-page that was not reserved, whoever exceeds the others is killed.
+machine's memory and the control group's limit. A process that exceeds the first gets a bus error at the first touch of
+a page that was not reserved; a process that exceeds the others is killed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _KEPT_FREE = 16
-"""One part in so many is left to others: NCCL and torch use /dev/shm too."""
+"""The inverse of the share that is left to others: NCCL and torch use /dev/shm too."""
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """``bytes`` that may be taken; ``limited_by`` says in words what the limit is and how to raise it."""
+    """The ``bytes`` that may be taken; ``limited_by`` says in words what the limit is and how to raise it."""
 
     bytes: int
     limited_by: str
 
 
 def room_in(directory: str, root: Path = Path("/")) -> MemoryBudget:
-    """What is left there now. ``root`` is where proc and sys are found."""
+    """The memory left for files in a directory. ``root`` is the folder that holds proc and sys."""
     system = os.statvfs(directory)
     size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
     rooms = [
@@ -52,7 +52,7 @@ def room_in(directory: str, root: Path = Path("/")) -> MemoryBudget:
 
 
 def _machine_memory(root: Path) -> tuple[int, int] | None:
-    """Total and available bytes."""
+    """Total and available bytes of the machine."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -64,7 +64,7 @@ def _machine_memory(root: Path) -> tuple[int, int] | None:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, without what the kernel drops when it is needed, of this process's control groups."""
+    """Limits and uses of this process's control groups, without pages that the kernel drops on demand."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""One segment at its owner: the file, its memory, its table of slots. Not thread-safe; `pool` locks."""
+"""A segment at its owner: the file, its memory, its table of slots. Not thread-safe; `pool` locks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlmesh.memory.native import PAGE_BYTES, Mapping, is_locked_by_others, try_l
 
 
 class ShmSegment:
-    """A file whose pages all exist: touching them can neither fail nor end in a bus error.
+    """A file whose pages are all allocated, so that touching them cannot cause a bus error.
 
     Args:
         path: the file, which must not exist.
@@ -45,19 +45,19 @@ class ShmSegment:
         return bool(self._indexes)
 
     def take(self, nbytes: int, generation: int) -> tuple[int, int] | None:
-        """Make a slot: its index and offset, or None if there is no room for it."""
+        """Make a slot and return its index and offset; None if there is no room for it."""
         offset = self.space.take(nbytes) if self._indexes else None
         if offset is None:
             return None
         index = heapq.heappop(self._indexes)
         word = index * ENTRY_WORDS
         self._table[word + 1], self._table[word + 2] = offset, nbytes
-        # Last: whoever sees the generation sees the rest. (Borrowers read it after a message that says so.)
+        # The generation is written last: a borrower that sees it sees the rest.
         self._table[word] = generation
         return index, offset
 
     def retire(self, index: int, offset: int, nbytes: int) -> bool:
-        """End a slot; False if some process still holds it, whatever its messages said."""
+        """End a slot; False if some process still has it locked."""
         if not try_lock(self._fd, index, exclusive=True):
             return False
         self._table[index * ENTRY_WORDS] = 0
@@ -67,19 +67,19 @@ class ShmSegment:
         return True
 
     def is_attached(self, index: int) -> bool:
-        """Has some process a slot open?"""
+        """True if another process has the slot locked."""
         return is_locked_by_others(self._fd, index)
 
     def remove(self) -> None:
-        """Unlink the file. Its memory goes when nobody maps it any more; at once if no slot is in use."""
+        """Unlink the file. Its memory is freed at once if no slot is in use, else with the last mapping."""
         try:
             os.unlink(self.path)
         except FileNotFoundError:
             pass
         if self.space.is_empty:
-            # Borrowers keep their mappings of it until they notice; those shall not keep the memory.
+            # Borrowers unmap the file only when they notice; until then their mappings must not keep the memory.
             try:
                 self.mapping.free_file_pages(0, -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES)
             except OSError:
-                pass  # a file system without holes: the memory goes with the last mapping
+                pass  # a file system without holes: the memory is freed with the last mapping
         os.close(self._fd)

@@ -421,7 +421,7 @@ class RendezvousServer:
             self._changed.set()
             self._changed = asyncio.Event()
 
-        self._runtime.call_soon(wake)
+        self._runtime.post(wake)
 
 
 def _signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Named axes of a role: which ranks belong together. Pure.
+"""Named axes of a role: the ranks that belong together. No I/O.
 
 A role with ``dp=2, tp=4`` has eight members, numbered with the last axis running fastest: rank 5 is ``dp=1, tp=1``.
 """
@@ -22,8 +22,10 @@ class Axes:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Axes:
-        """Raises:
-        UsageError: a size that is no whole number above 0, or no axis at all.
+        """Check sizes and make axes of them.
+
+        Raises:
+            UsageError: a size is not a whole number above 0, or there is no axis.
         """
         if not sizes:
             raise UsageError("mesh(): name at least one axis, such as mesh(dp=2, tp=4)")
@@ -34,14 +36,14 @@ class Axes:
 
     @property
     def size(self) -> int:
-        """How many members they describe."""
+        """The number of members of the role."""
         return prod(self.sizes)
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a member stands on each axis.
+        """The coordinate of a member on each axis.
 
         Raises:
             UsageError: there is no such rank.
@@ -55,10 +57,10 @@ class Axes:
         return dict(zip(self.names, reversed(found), strict=True))
 
     def rank(self, at: Mapping[str, int]) -> int:
-        """The member at these coordinates; axes that are not named count as 0.
+        """The rank at these coordinates; the coordinate on other axes is 0.
 
         Raises:
-            UsageError: an axis or a coordinate that does not exist.
+            UsageError: an axis or a coordinate does not exist.
         """
         self._check(at)
         rank = 0
@@ -67,14 +69,14 @@ class Axes:
         return rank
 
     def along(self, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[int, ...]:
-        """Ranks of the members that differ on ``axes`` only, in the order of their ranks.
+        """The ranks that differ on ``axes`` only, in ascending order.
 
         Args:
             axes: the axes to go along, one or more.
             at: coordinates on the other axes; 0 where none is given.
 
         Raises:
-            UsageError: an axis or a coordinate that does not exist, or an axis that is in both.
+            UsageError: an axis or a coordinate does not exist, or an axis is in both arguments.
         """
         if not axes or not all(isinstance(name, str) for name in axes):
             raise UsageError(f"along(): name an axis of {self}, not {', '.join(map(repr, axes)) or 'nothing'}")

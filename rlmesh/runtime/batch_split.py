@@ -1,4 +1,4 @@
-"""Which part of a batch goes to which member. Pure."""
+"""Splits the arguments of batch calls over the members of a group. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Shared(Generic[T]):
-    """Marks an argument that every member gets whole."""
+    """Marks an argument that is given to every member whole."""
 
     value: T
 
@@ -23,7 +23,7 @@ class Shared(Generic[T]):
 def shared(value: T) -> T:
     """Give ``value`` to every member of a batch call although it could be split.
 
-    To type checkers it is the value itself, since that is what the method gets.
+    For type checkers the result is the value itself, since the method gets that.
     """
     return Shared(value)  # type: ignore[return-value]
 
@@ -37,7 +37,10 @@ def balanced_sizes(size: int, world: int) -> list[int]:
 
 
 def is_splittable(value: object) -> bool:
-    """Lists, tuples, arrays and tensors with at least one axis; text, bytes, dicts and scalars are copied."""
+    """True for lists, tuples, and arrays and tensors with at least one axis.
+
+    Text, bytes, dicts and scalars are given to each member whole.
+    """
     if isinstance(value, list | tuple):
         return True
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
@@ -49,7 +52,7 @@ def is_splittable(value: object) -> bool:
 
 
 def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Each with what messages call it."""
+    """Pairs of an argument's name in messages and its value."""
     named = [(f"argument {i + 1}", value) for i, value in enumerate(args)]
     return named + [(f"argument {key!r}", value) for key, value in kwargs.items()]
 
@@ -57,10 +60,10 @@ def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tupl
 def split_call(
     size: int, world: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments per member for a batch of ``size`` items; only the members that get items.
+    """The arguments for each member that gets items of a batch of ``size`` items.
 
     Raises:
-        UsageError: naming the argument whose length is not ``size``.
+        UsageError: the length of an argument, which the error names, is not ``size``.
     """
     if isinstance(size, bool) or not isinstance(size, int):
         raise UsageError(f"call_batch's second argument is the number of items, an int, not {type(size).__name__}")
@@ -85,17 +88,17 @@ def _part(value: Any, part: slice) -> Any:
     if isinstance(value, Shared):
         return value.value
     if isinstance(value, FutureSequence):
-        return value.part(part)  # The members get its items from where they are.
+        return value.part(part)  # The members fetch its items from their producers.
     return value[part] if is_splittable(value) else value
 
 
 def scatter_call(
     world: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Item i of each splittable argument to member i.
+    """The arguments for each member: item i of each splittable argument goes to member i.
 
     Raises:
-        UsageError: naming the argument that has not one item per member.
+        UsageError: an argument, which the error names, does not have one item per member.
     """
     for name, value in named_arguments(args, kwargs):
         if is_splittable(value) and len(value) != world:

@@ -1,4 +1,4 @@
-"""The runtime that this process uses where none is named."""
+"""The default runtime of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _default: Runtime | None = None
 
 
 def set_default_runtime(runtime: Runtime | None) -> None:
-    """The runtime that ``RoleGroup("X")`` uses in this process."""
+    """Set the runtime that ``RoleGroup("X")`` uses in this process."""
     global _default
     _default = runtime
 
@@ -23,6 +23,11 @@ def default_runtime_or_none() -> Runtime | None:
 
 
 def default_runtime() -> Runtime:
+    """The runtime that this process uses where no other is named.
+
+    Raises:
+        UsageError: this process is not part of a job.
+    """
     if _default is None:
         raise UsageError(
             "this process is not part of a job, so it cannot call roles: RoleGroup works in role classes and entry "

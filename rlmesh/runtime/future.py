@@ -1,4 +1,4 @@
-"""`Future`: a `concurrent.futures.Future` that can also be awaited and knows whom it waits for."""
+"""`Future`: a `concurrent.futures.Future` that can also be awaited and says which member it waits for."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from concurrent.futures._base import PENDING as PENDING
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlmesh.errors import CallCancelled, UsageError, WouldDeadlock
-from rlmesh.runtime.calling.unretrieved import ErrorRetrieved, Unheard
+from rlmesh.runtime.calling.unretrieved import SharedReport, UnretrievedError
 from rlmesh.runtime.process import forked
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_ns
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.calling.future_arguments import KeptResult
+    from rlmesh.runtime.calling.future_arguments import StoredResult
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _loop_threads: dict[int, str] = {}
-"""Idents of the threads whose loop produces answers, with the name of their runtime."""
+"""Threads whose loops receive answers, by their idents, with the names of their runtimes."""
 
 transition = allocate_lock()
-"""Guards the step from pending to done of every future. Held for a few instructions only, so one is enough;
+"""Guards the step from pending to done of every future. It is held for a few instructions only, so one lock is enough;
 a lock and a condition per future would cost more than the rest of a call."""
 
 
@@ -62,43 +62,44 @@ def refuse_to_block(what: Callable[[], str]) -> None:
 
 
 class FutureOrigin(Protocol):
-    """What stands behind a future: the call, or the calls, that will end it."""
+    """The work behind a future: the call, or the calls, that will end it."""
 
     def describe(self) -> str:
-        """Whom it waits for, in a few words."""
+        """The members and methods that the future waits for, in a few words."""
         ...
 
     def explain(self) -> str:
-        """The same, with what is known of whoever must answer."""
+        """The same, with what is known of the members that must answer."""
         ...
 
     def cancel(self) -> None:
-        """The future was cancelled: end the work."""
+        """End the work: the future was cancelled."""
         ...
 
-    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
-        """A thread that waited ran ``lag_ns`` after the answer was there, ``run_queue_ns`` of it without a core."""
+    def waiter_woke(self, lag_ns: int, run_queue_ns: int) -> None:
+        """Record that a waiting thread ran ``lag_ns`` after the answer was there, ``run_queue_ns`` of it without a
+        core."""
         ...
 
-    def stay(self) -> None:
-        """The result may stay where it is made until somebody fetches it."""
+    def leave_at_producer(self) -> None:
+        """Allow the result to stay in the process that makes it, until it is fetched."""
         ...
 
-    def want(self, *, blocks: bool = False) -> None:
-        """Somebody waits for the value here; with ``blocks`` it is this thread, which has nothing else to do."""
+    def value_needed(self, *, blocks: bool = False) -> None:
+        """Get the value here soon. With ``blocks`` this thread waits for it and has nothing else to do."""
         ...
 
     def settled(self) -> bool:
-        """Whether the work is done although the future has no value yet."""
+        """True if the work is done although the future has no value yet."""
         ...
 
     def members(self) -> Sequence[Future[Any]] | None:
-        """The futures whose results together are this one's, as a list; None for a single call."""
+        """The futures whose results, as a list, are this future's result; None for a single call."""
         ...
 
 
-class _Settle:
-    """A callback that needs no value: a result that stays at its producer is as good."""
+class _SettledCallback:
+    """A callback that needs no value: it also runs if the result stays at its producer."""
 
     __slots__ = ("fn",)
 
@@ -110,14 +111,14 @@ class _Settle:
 
 
 class Future(concurrent.futures.Future[T]):
-    """The result of a call that is on its way.
+    """The future result of a call.
 
     Usable from plain threads (``.result()``) and from any running loop (``await``). Waiting needs no timeout of
     its own: each call has a deadline and fails at it. Works with `concurrent.futures.wait` and ``as_completed``.
     """
 
-    # One future is made per call, so it starts as an object of one attribute: the rest are defaults of the class
-    # until they are needed, and the condition of the base class is made only if somebody asks for it.
+    # One future is made per call, so a new one has two attributes: the others are defaults of the class until they are
+    # needed, and the condition of the base class is made on its first use.
     _state = PENDING
     _result: T | None = None
     _exception: BaseException | None = None
@@ -125,16 +126,16 @@ class Future(concurrent.futures.Future[T]):
     _done_callbacks: tuple[Callable[[Any], object], ...] = ()
     _blocked: tuple[Any, ...] = ()
     _made_condition: threading.Condition | None = None
-    _wanted = False
-    kept: KeptResult | None = None
-    """Where the result is, if it stayed at its producer since the future was passed on as an argument."""
+    _value_needed = False
+    stored: StoredResult | None = None
+    """The result at its producer, if it stayed there because the future was passed on as an argument."""
     what = "a call"
-    """Whose result it is, for the messages of a batch."""
+    """The call's name, for the messages of a batch."""
     resolved_ns = 0
-    _heard = False
-    _unheard: Unheard | None = None
-    together: ErrorRetrieved | None = None
-    """Shared with futures whose errors are told as one."""
+    _retrieved = False
+    _unretrieved: UnretrievedError | None = None
+    _report: SharedReport | None = None
+    """Shared with the futures whose errors are logged as one."""
 
     def __init__(self, origin: FutureOrigin | None = None) -> None:
         self._origin = origin
@@ -143,7 +144,7 @@ class Future(concurrent.futures.Future[T]):
     # For concurrent.futures.wait and as_completed, which lock a future by its condition.
     @property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
-        self._want()
+        self._need_value()
         with transition:
             if self._made_condition is None:
                 self._waiters = []
@@ -151,15 +152,17 @@ class Future(concurrent.futures.Future[T]):
             return self._made_condition
 
     def waiting_for(self) -> str:
-        """Whom it waits for: role, rank, method, since when, and what is known of that member: its connection, its
-        process, the last line of its log. Empty once it is done."""
+        """The call that this future waits for: role, rank, method, since when, and what is known of that member: its
+        connection, its process, the last line of its log. Empty once the future is done."""
         origin = self._origin
         return "" if origin is None or self.done() else origin.explain()
 
     def done(self) -> bool:
-        """Whether the call is over. Its value may still have to come from its producer, if the future was passed on
-        as an argument of another call before it was done."""
-        if self._state is not PENDING or self.kept is not None:
+        """True if the call is over.
+
+        If the future was passed on as an argument of another call, its value may still be at the producer.
+        """
+        if self._state is not PENDING or self.stored is not None:
             return True
         origin = self._origin
         if origin is not None:
@@ -188,7 +191,7 @@ class Future(concurrent.futures.Future[T]):
             self._block(timeout)
         error = self._exception
         if error is not None:
-            self.heard()
+            self.mark_retrieved()
             try:
                 raise error
             finally:
@@ -196,31 +199,32 @@ class Future(concurrent.futures.Future[T]):
         return self._result  # type: ignore[return-value]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Block until the answer is there; its error, or None."""
+        """Block until the answer is there; gives its error, or None."""
         if self._state is PENDING:
             self._block(timeout)
         error = self._exception
         if error is not None:
-            self.heard()
+            self.mark_retrieved()
         return error
 
-    def share(self, together: ErrorRetrieved) -> None:
-        """Of the errors of futures that share it, one is told."""
-        self.together = together
-        if (unheard := self._unheard) is not None:
-            unheard.together = together
+    def share_report(self, report: SharedReport) -> None:
+        """Log one error only of all futures that share ``report``."""
+        self._report = report
+        if (unretrieved := self._unretrieved) is not None:
+            unretrieved.report = report
 
-    def heard(self) -> None:
-        """Somebody knows of its error, or will by other means: it is not logged when this future is collected."""
-        self._heard = True
-        unheard, self._unheard = self._unheard, None
-        if unheard is not None:
-            unheard.heard()
+    def mark_retrieved(self) -> None:
+        """Do not log the error when this future is collected: it has been retrieved, or is reported elsewhere."""
+        self._retrieved = True
+        unretrieved, self._unretrieved = self._unretrieved, None
+        if unretrieved is not None:
+            unretrieved.retrieved()
 
     def _block(self, timeout: float | None) -> None:
-        """Wait until it is done; note how long this thread took to wake once the answer was there."""
-        refuse_to_block(self._described)
-        self._want(blocks=True)
+        """Wait until the future is done; measure how long this thread took to wake once the answer was there."""
+        if threading.get_ident() in _loop_threads:
+            refuse_to_block(self._described)
+        self._need_value(blocks=True)
         origin = self._origin
         before_ns = own_run_queue_ns()
         gate = allocate_lock()
@@ -235,14 +239,14 @@ class Future(concurrent.futures.Future[T]):
                     self._blocked = tuple(other for other in self._blocked if other is not gate)
                     raise TimeoutError(f"no answer after {timeout} s: still waiting for {self._described()}")
         if origin is not None:
-            origin.woke(time.perf_counter_ns() - self.resolved_ns, own_run_queue_ns() - before_ns)
+            origin.waiter_woke(time.perf_counter_ns() - self.resolved_ns, own_run_queue_ns() - before_ns)
 
     def set_result(self, result: T) -> None:
-        if not self._finish(FINISHED, result, None):
+        if not self.end(result, None):
             raise concurrent.futures.InvalidStateError(f"{self._state}: {self!r}")
 
     def set_exception(self, exception: BaseException | None) -> None:
-        if not self._finish(FINISHED, None, exception):
+        if not self.end(None, exception):
             raise concurrent.futures.InvalidStateError(f"{self._state}: {self!r}")
 
     def cancel(self) -> bool:
@@ -251,9 +255,9 @@ class Future(concurrent.futures.Future[T]):
             self._refuse_child()
         origin = self._origin
         error = CallCancelled(f"the call was cancelled: {self._described()}")
-        if self._finish(CANCELLED_AND_NOTIFIED, None, error):
-            kept, self.kept = self.kept, None
-            if kept is None and origin is not None:
+        if self.end(None, error, CANCELLED_AND_NOTIFIED):
+            stored, self.stored = self.stored, None
+            if stored is None and origin is not None:
                 origin.cancel()
             return True
         return self._state is CANCELLED_AND_NOTIFIED
@@ -262,11 +266,11 @@ class Future(concurrent.futures.Future[T]):
         return self._state is PENDING
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        self._want()
+        self._need_value()
         self.on_value(fn)
 
     def on_value(self, fn: Callable[[Future[T]], object]) -> None:
-        """As `add_done_callback`, but a value that stays at its producer is not fetched for it."""
+        """As `add_done_callback`, but a value that stays at its producer is not fetched for the callback."""
         with transition:
             if self._state is PENDING:
                 self._done_callbacks = (*self._done_callbacks, fn)
@@ -274,90 +278,92 @@ class Future(concurrent.futures.Future[T]):
         self._run_callback(fn)
 
     def on_settled(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call ``fn`` once the call is over, wherever its value is."""
+        """Run ``fn`` once the call is over, wherever its value is."""
         with transition:
-            if self._state is PENDING and self.kept is None:
-                self._done_callbacks = (*self._done_callbacks, _Settle(fn))
+            if self._state is PENDING and self.stored is None:
+                self._done_callbacks = (*self._done_callbacks, _SettledCallback(fn))
                 return
         self._run_callback(fn)
 
     def as_argument(self) -> T:
-        """This future, where a call takes its value: ``group.call(Actor.forward, future.as_argument())``.
+        """This future, typed as its value: ``group.call(Actor.forward, future.as_argument())``.
 
-        A future can be passed as it is; type checkers, who see a future in the place of a value, accept this.
+        A future can be passed as it is; this method is for type checkers, which see a future in the place of a value.
         """
         return self  # type: ignore[return-value]
 
-    def stay(self) -> None:
-        """Let the value stay at its producer, if it is not on its way already."""
+    def leave_at_producer(self) -> None:
+        """Let the value stay at its producer, unless it has been sent already."""
         origin = self._origin
-        if self._state is PENDING and self.kept is None and origin is not None:
-            origin.stay()
+        if self._state is PENDING and self.stored is None and origin is not None:
+            origin.leave_at_producer()
 
-    def stayed(self, kept: KeptResult) -> None:
-        """The value stays at its producer. On the runtime's loop."""
+    def set_stored(self, stored: StoredResult) -> None:
+        """Settle the future with a value that stays at its producer. On the runtime's loop."""
         with transition:
             if self._state is not PENDING:
                 return
-            self.kept = kept
-            settle = [callback for callback in self._done_callbacks if type(callback) is _Settle]
-            self._done_callbacks = tuple(c for c in self._done_callbacks if type(c) is not _Settle)
-        if self._wanted:
-            kept.fetch_for(self)
-        for callback in settle:
+            self.stored = stored
+            settled = [callback for callback in self._done_callbacks if type(callback) is _SettledCallback]
+            self._done_callbacks = tuple(c for c in self._done_callbacks if type(c) is not _SettledCallback)
+        if self._value_needed:
+            stored.fetch_for(self)
+        for callback in settled:
             self._run_callback(callback)
 
-    def _want(self, *, blocks: bool = False) -> None:
-        """Somebody waits for the value itself."""
+    def _need_value(self, *, blocks: bool = False) -> None:
+        """Get the value into this process: a thread, a task or a callback waits for it."""
         if self._state is not PENDING:
             return
-        self._refuse_child()
-        self._wanted = True
-        kept, origin = self.kept, self._origin
-        if kept is not None:
-            kept.fetch_for(self)
+        if self._fork != forked.count:
+            self._refuse_child()
+        self._value_needed = True
+        stored, origin = self.stored, self._origin
+        if stored is not None:
+            stored.fetch_for(self)
         elif origin is not None:
-            origin.want(blocks=blocks)
+            origin.value_needed(blocks=blocks)
 
     def _refuse_child(self) -> None:
+        """Raise UsageError in a forked child of the process that made the call."""
         if self._fork != forked.count:
             raise UsageError(f"the answer to this call comes to the process that made it: {forked.refusal('it')}")
 
-    def end(self, value: T | None, error: BaseException | None) -> None:
-        """Give it a value or an error, unless it has ended."""
-        self._finish(FINISHED, value, error)
-
-    def _finish(self, state: str, result: T | None, exception: BaseException | None) -> bool:
-        unheard = Unheard(exception, self.together) if exception is not None and state is FINISHED else None
+    def end(self, value: T | None, error: BaseException | None, state: str = FINISHED) -> bool:
+        """Set a value or an error; False if the future has ended already, which changes nothing."""
+        unretrieved = UnretrievedError(error, self._report) if error is not None and state is FINISHED else None
         with transition:
             if self._state is not PENDING:
-                if unheard is not None:
-                    unheard.heard()
+                if unretrieved is not None:
+                    unretrieved.retrieved()
                 return False
-            self._result, self._exception = result, exception
-            if unheard is not None:
-                self._unheard = unheard
+            self._result, self._exception = value, error
+            if unretrieved is not None:
+                self._unretrieved = unretrieved
             self.resolved_ns = time.perf_counter_ns()
             self._state = state
             blocked, callbacks, condition = self._blocked, self._done_callbacks, self._made_condition
             self._blocked = self._done_callbacks = ()
-            # The call knows its future: without the way back the result is freed by its last user, not by the
-            # garbage collector some time later, and so is the shared memory that it may lie in.
+            # The call refers to its future. Without the reference back the last user frees the result, and the shared
+            # memory that it may lie in, and not the garbage collector some time later.
             self._origin = None
-        if unheard is not None and self._heard:
-            unheard.heard()  # Itself, since another thread may just be taking it from this future.
-            self._unheard = None
-        if unheard is not None:
-            unheard.together = self.together  # It may have been shared meanwhile.
+        if unretrieved is not None and self._retrieved:
+            unretrieved.retrieved()  # Not by `mark_retrieved`: another thread may just be taking it from this future.
+            self._unretrieved = None
+        if unretrieved is not None:
+            unretrieved.report = self._report  # It may have been shared meanwhile.
         for gate in blocked:
             gate.release()
         if condition is not None:
             with condition:
                 for waiter in self._waiters:
-                    _tell(waiter, self)
+                    _notify(waiter, self)
                 condition.notify_all()
         for callback in callbacks:
-            self._run_callback(callback)
+            try:  # As `_run_callback`, once per call.
+                callback(self)
+            except Exception:
+                logger.exception("a callback of %r raised", self)
         return True
 
     def _run_callback(self, callback: Callable[[Any], object]) -> None:
@@ -373,7 +379,7 @@ class Future(concurrent.futures.Future[T]):
 
     @property
     def has_value(self) -> bool:
-        """Whether its value is in this process."""
+        """True if the value is in this process."""
         return self._state is FINISHED and self._exception is None
 
     def members(self) -> Sequence[Future[Any]] | None:
@@ -391,12 +397,12 @@ class Future(concurrent.futures.Future[T]):
 
             def wake(_: object) -> None:
                 if threading.get_ident() == thread:
-                    _set(waiter)  # The answer arrived on the waiting loop itself: no wake-up through its pipe.
+                    set_done(waiter)  # The answer arrived on the waiting loop itself: no wake-up through its pipe.
                     return
                 try:
-                    loop.call_soon_threadsafe(_set, waiter)
+                    loop.call_soon_threadsafe(set_done, waiter)
                 except RuntimeError:
-                    pass  # The waiting loop was closed meanwhile: nobody is left to wake.
+                    pass  # The waiting loop was closed meanwhile.
 
             self.add_done_callback(wake)
             try:
@@ -407,12 +413,12 @@ class Future(concurrent.futures.Future[T]):
         return self.result()
 
 
-def _set(waiter: asyncio.Future[None]) -> None:
+def set_done(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
 
 
-def _tell(waiter: Any, future: Future[Any]) -> None:
+def _notify(waiter: Any, future: Future[Any]) -> None:
     """Notify a waiter of `concurrent.futures`."""
     if future.cancelled():
         waiter.add_cancelled(future)
@@ -420,13 +426,3 @@ def _tell(waiter: Any, future: Future[Any]) -> None:
         waiter.add_exception(future)
     else:
         waiter.add_result(future)
-
-
-def resolve(future: Future[T], value: T) -> None:
-    """Set a result unless the future was cancelled meanwhile."""
-    future._finish(FINISHED, value, None)
-
-
-def reject(future: Future[Any], error: BaseException) -> None:
-    """Set an error unless the future was cancelled meanwhile."""
-    future._finish(FINISHED, None, error)

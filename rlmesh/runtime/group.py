@@ -1,4 +1,4 @@
-"""`RoleGroup`: calls to all members of a role, to some, or to one."""
+"""`RoleGroup`: calls to all members of a role, to some of them, or to one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rlmesh.runtime.batch_split import balanced_sizes, scatter_call, split_call
 from rlmesh.runtime.batch_split import shared as shared
 from rlmesh.runtime.calling.call_stats import CallGroup
 from rlmesh.runtime.calling.gathering import GroupOutcomes, gather
-from rlmesh.runtime.calling.rank_loops import Round
+from rlmesh.runtime.calling.outbound import Outbound
+from rlmesh.runtime.calling.pending import RankLoop
 from rlmesh.runtime.connections.address_book import member_name, role_name
 from rlmesh.runtime.default_runtime import default_runtime
 from rlmesh.runtime.future import Future
@@ -35,9 +36,10 @@ class RoleGroup(Generic[A]):
 
     ``RoleGroup(Actor)`` and ``RoleGroup[Actor]("ACTOR")`` are typed: type checkers know the results of
     ``group.call(Actor.forward, x)`` and find wrong methods and arguments. ``group[1:3]``, ``group.along("dp")`` and
-    ``group.options(…)`` are views of the same members. ``RoleGroup("ROLLOUT/prefill")``, or with ``group="prefill"``,
-    are the members of one of the groups that ``.with_groups(prefill=…, decode=…)`` made of a role.
-    ``RoleGroup("REFERENCE", optional=True)`` is empty, and false, where the job has no such role.
+    ``group.options(…)`` are views of the same members. ``RoleGroup("ROLLOUT/prefill")``, or
+    ``RoleGroup("ROLLOUT", group="prefill")``, has the members of one of the groups that
+    ``.with_groups(prefill=…, decode=…)`` made of a role. ``RoleGroup("REFERENCE", optional=True)`` is empty, and false,
+    if the job has no such role.
     """
 
     def __init__(
@@ -58,19 +60,19 @@ class RoleGroup(Generic[A]):
         self._runtime = runtime
         self._ranks = ranks
         self._options = options or CallOptions()
-        self._round = Round()
+        self._rank_loop = RankLoop()
         self._optional = optional
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the members that calls go to."""
+        """The ranks of the members that calls go to."""
         if self._ranks is not None:
             return self._ranks
-        book = self._caller().address_book()
+        book = (self._runtime or default_runtime()).outbound.address_book()
         if self._optional and self.role not in book.roles():
             return ()
         members = book.group(self.role, self.group) if self.group else book.role(self.role)
-        return tuple(member.rank for member in members)
+        return tuple([member.rank for member in members])
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -110,10 +112,10 @@ class RoleGroup(Generic[A]):
             at: coordinates on other axes, instead of 0.
 
         Raises:
-            UsageError: the role has no axes, or none of that name.
+            UsageError: the role has no axes, or no axis of that name.
         """
         known = self.ranks
-        ranks = self._caller().address_book().axes(self.role).along(axes, at)
+        ranks = self._outbound().address_book().axes(self.role).along(axes, at)
         return self._view(tuple(rank for rank in ranks if rank in known))
 
     @overload
@@ -178,9 +180,11 @@ class RoleGroup(Generic[A]):
                 the result raises them together.
         """
         ranks = self.ranks
-        scatter, return_exceptions = kwargs.pop("_scatter", False), kwargs.pop("return_exceptions", False)
-        require("call(_scatter=…)", scatter, bool, "True or False")
-        require("call(return_exceptions=…)", return_exceptions, bool, "True or False")
+        scatter = return_exceptions = False
+        if kwargs:
+            scatter, return_exceptions = kwargs.pop("_scatter", False), kwargs.pop("return_exceptions", False)
+            require("call(_scatter=…)", scatter, bool, "True or False")
+            require("call(return_exceptions=…)", return_exceptions, bool, "True or False")
         calls = scatter_call(len(ranks), args, kwargs) if scatter else [(args, kwargs)] * len(ranks)
         return gather(self._submit(method, ranks, calls), return_exceptions=return_exceptions)
 
@@ -217,12 +221,12 @@ class RoleGroup(Generic[A]):
     @overload
     def call_any(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
     def call_any(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the least busy member: alive, fewest calls of this process on their way, then the shortest queue."""
+        """Call the least busy member: alive, fewest calls of this process in flight, then the shortest queue."""
         ranks = self.ranks
         if not ranks:
             raise RoleNotFound(f"{self!r} has no member to call")
         names = [member_name(self.role, rank) for rank in ranks]
-        chosen = names.index(self._caller().least_busy(names)) if len(names) > 1 else 0
+        chosen = names.index(self._outbound().peers.least_busy(names)) if len(names) > 1 else 0
         return self._member(ranks[chosen]).call(method, *args, **kwargs)
 
     @overload
@@ -247,14 +251,14 @@ class RoleGroup(Generic[A]):
     def call_batch(self, method: Any, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Split a batch over the members, balanced to within one item.
 
-        Lists, tuples, arrays and tensors (along dim 0) are split; text, bytes, dicts and scalars are copied, and
-        so is what is wrapped in ``rlmesh.shared``. Members that would get no item are not called.
+        Lists, tuples, arrays and tensors (along dim 0) are split. Text, bytes, dicts, scalars, and values that are
+        wrapped in ``rlmesh.shared`` are given to each member whole. Members that would get no item are not called.
 
         Args:
             size: number of items; each splittable argument has this length.
 
         Returns:
-            One result per item; the method returns one per item that it was given.
+            The results, one per item. The method returns one result per item of its share.
         """
         ranks = self.ranks
         self._check_present(ranks)
@@ -280,7 +284,7 @@ class RoleGroup(Generic[A]):
         """Call a generator method of every member; items come as they arrive, with ``for`` or ``async for``."""
         ranks = self.ranks
         self._check_present(ranks)
-        return self._caller().stream_group(self.role, ranks, method_name(method), args, kwargs, self._options)
+        return self._outbound().stream_group(self.role, ranks, method_name(method), args, kwargs, self._options)
 
     @overload
     def notify(self, method: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
@@ -289,10 +293,10 @@ class RoleGroup(Generic[A]):
     @overload
     def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
     def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
-        """Call every member without waiting for ends or errors (the members log them)."""
+        """Call every member without waiting for the end of the calls. The members log errors."""
         ranks = self.ranks
         self._check_present(ranks)
-        self._caller().notify_group(self.role, ranks, method_name(method), args, kwargs, self._options)
+        self._outbound().notify_group(self.role, ranks, method_name(method), args, kwargs, self._options)
 
     def _submit(
         self, method: Any, ranks: tuple[int, ...], calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -300,13 +304,18 @@ class RoleGroup(Generic[A]):
         if not ranks:
             self._check_present(ranks)
             return []
-        caller, remote = self._caller(), method_name(method)
+        outbound = (self._runtime or default_runtime()).outbound
+        remote = method if type(method) is str else method_name(method)
         group = CallGroup(len(ranks)) if len(ranks) > 1 else None
-        frames = caller.encode_calls(remote, calls)
-        return caller.submit_group(self.role, ranks, remote, frames, self._options, group=group)
+        frames = outbound.encode_calls(remote, calls)
+        return outbound.submit_group(self.role, ranks, remote, frames, self._options, group=group)
 
     def _check_present(self, ranks: tuple[int, ...]) -> None:
-        """An optional role that is absent is asked for before it is called: a call to nobody would give nothing."""
+        """Refuse a call to an optional role that is absent, which would give no result.
+
+        Raises:
+            RoleNotFound: the role is absent.
+        """
         if self._optional and not ranks:
             raise RoleNotFound(f"the job has no role {self._name}, which is optional here: call it only `if group:`")
 
@@ -315,22 +324,22 @@ class RoleGroup(Generic[A]):
             self.role, group=self.group, runtime=self._runtime, ranks=ranks, options=options or self._options,
             optional=self._optional,
         )  # fmt: skip
-        view._round = self._round
+        view._rank_loop = self._rank_loop
         return view
 
     def _member(self, rank: int) -> MemberHandle[A]:
-        caller = self._caller()
-        if not caller.go_together(self.role):
-            return MemberHandle(caller, member_name(self.role, rank), options=self._options)
-        options = replace(self._options, round=self._round)
-        return MemberHandle(caller, member_name(self.role, rank), options=options)
+        outbound = self._outbound()
+        if not outbound.peers.go_together(self.role):
+            return MemberHandle(outbound, member_name(self.role, rank), options=self._options)
+        options = replace(self._options, rank_loop=self._rank_loop)
+        return MemberHandle(outbound, member_name(self.role, rank), options=options)
 
     @property
     def _name(self) -> str:
         return f"{self.role}/{self.group}" if self.group else self.role
 
-    def _caller(self) -> Runtime:
-        return self._runtime or default_runtime()
+    def _outbound(self) -> Outbound:
+        return (self._runtime or default_runtime()).outbound
 
     if not TYPE_CHECKING:  # hidden, so that type checkers know which attributes there are
 
@@ -338,7 +347,7 @@ class RoleGroup(Generic[A]):
             raise NoSuchAttribute.of(type(self), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As an argument or a result: where it arrives, it calls by that process's own runtime.
+        # A group that was sent as an argument or a result uses the runtime of the process that received it.
         return _arrived, (self.role, self.group, self._ranks, self._options, self._optional)
 
     def __repr__(self) -> str:

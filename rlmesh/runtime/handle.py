@@ -16,7 +16,7 @@ from rlmesh.wire.envelope import ANY_INCARNATION
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    from rlmesh.runtime.calling.rank_loops import Round
+    from rlmesh.runtime.calling.pending import RankLoop
     from rlmesh.runtime.streams import Stream
 
     A = TypeVar("A", default=Any)
@@ -32,8 +32,8 @@ Item = TypeVar("Item", covariant=True)
 
 
 class Items(Protocol[Item]):
-    """To type checkers, what is split over members and what a batch method returns: a list, a tuple, an array, a
-    tensor."""
+    """A list, a tuple, an array or a tensor, for type checkers: an argument that is split over members, or the result
+    of a batch method."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Item: ...
@@ -44,29 +44,30 @@ MAX_WINDOW = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """How calls are made.
+    """The options of calls.
 
     Attributes:
-        timeout_s: seconds until a call fails; None is the job's default, at most what the caller has left.
-        idempotent: the method may run twice: a call that did not run, or may not have run, because the connection
+        timeout_s: seconds until a call fails; None is the job's default. A call that is made while another call is
+            served gets at most the time which that call has left.
+        idempotent: the method may run twice. A call that did not run, or may not have run, because the connection
             or the member was lost is made again within its deadline. A call to several ranks of an elastic role is made
             again by all of them, in the next incarnation of the group.
         queue: wait for room when a member's window is full; otherwise the call fails with `MailboxFull`.
-        window: how many items of a stream a member may be ahead of its consumer.
-        round: the calls that a program makes to the ranks of the same group one by one; set by `RoleGroup`.
+        window: the number of items of a stream that a member may be ahead of its consumer.
+        rank_loop: the calls that a program makes to the ranks of the same group one by one; set by `RoleGroup`.
     """
 
     timeout_s: float | None = None
     idempotent: bool = False
     queue: bool = True
     window: int = 16
-    round: Round | None = field(default=None, repr=False, compare=False)
+    rank_loop: RankLoop | None = field(default=None, repr=False, compare=False)
 
     def changed(self, **changes: Any) -> CallOptions:
-        """These options with others in place of those that are named and not None.
+        """A copy of the options with new values; names whose value is None keep the old one.
 
         Raises:
-            UsageError: a value that cannot be.
+            UsageError: a value is invalid.
         """
         given = {key: value for key, value in changes.items() if value is not None}
         if "timeout_s" in given:
@@ -81,7 +82,7 @@ class CallOptions:
 
 
 class Caller(Protocol):
-    """What a handle needs of its runtime."""
+    """The methods of `Outbound` that a handle uses."""
 
     def submit(
         self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions,
@@ -95,7 +96,7 @@ class Caller(Protocol):
 
 
 class NoSuchAttribute(UsageError, AttributeError):
-    """A handle or a group has no attribute of that name: methods of members are named in ``call``."""
+    """Raised for an unknown attribute of a handle or a group: methods of members are named in ``call``."""
 
     @classmethod
     def of(cls, owner: type[object], name: str) -> NoSuchAttribute:
@@ -107,10 +108,14 @@ class NoSuchAttribute(UsageError, AttributeError):
 
 
 class MemberHandle(Generic[A]):
-    """One member of a role (``group[i]``), or any served object by its address (``Runtime.peer``)."""
+    """One member of a role (``group[i]``), or any served object by its address (``Runtime.peer``).
+
+    Args:
+        caller: makes the calls; None for the runtime that this process has when it calls.
+    """
 
     def __init__(
-        self, caller: Caller, name: str, *, endpoint: str | None = None, incarnation: int = ANY_INCARNATION,
+        self, caller: Caller | None, name: str, *, endpoint: str | None = None, incarnation: int = ANY_INCARNATION,
         options: CallOptions | None = None,
     ) -> None:  # fmt: skip
         self.name, self.endpoint, self.incarnation = name, endpoint, incarnation
@@ -128,8 +133,8 @@ class MemberHandle(Generic[A]):
         return split_name(self.name)[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As an argument or a result: where it arrives, it calls by that process's own runtime.
-        return _arrived, (self.name, self.endpoint, self.incarnation, replace(self._options, round=None))
+        # A handle that was sent as an argument or a result uses the runtime of the process that received it.
+        return _arrived, (self.name, self.endpoint, self.incarnation, replace(self._options, rank_loop=None))
 
     @overload
     def call(
@@ -144,12 +149,12 @@ class MemberHandle(Generic[A]):
     @overload
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a method: ``await`` it or take ``.result()``.
+        """Call a method; ``await`` the future or take its ``.result()``.
 
         Args:
             method: the function, the method, its stub, or its name.
         """
-        return self._caller.submit(
+        return (self._caller or _default_caller()).submit(
             self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation
         )
 
@@ -160,8 +165,8 @@ class MemberHandle(Generic[A]):
     @overload
     def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
     def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
-        """Call a method without waiting for its end or its errors (the member logs them)."""
-        self._caller.submit(
+        """Call a method without waiting for its end. The member logs errors."""
+        (self._caller or _default_caller()).submit(
             self.name, method_name(method), args, kwargs, self._options, self.endpoint, self.incarnation, False
         )
 
@@ -182,7 +187,7 @@ class MemberHandle(Generic[A]):
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> Stream[Any]:
         """Call a generator method and take its items with ``for`` or ``async for``."""
         target = (self.name, self.endpoint, self.incarnation)
-        return self._caller.stream([target], method_name(method), args, kwargs, self._options)
+        return (self._caller or _default_caller()).stream([target], method_name(method), args, kwargs, self._options)
 
     def options(
         self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
@@ -203,21 +208,12 @@ class MemberHandle(Generic[A]):
         return f"<MemberHandle {self.name}{' at ' + self.endpoint if self.endpoint else ''}>"
 
 
-class _DefaultRuntime:
-    """Calls by the runtime that this process has when it calls."""
+def _default_caller() -> Caller:
+    """The calls of the runtime that this process has at this moment."""
+    from rlmesh.runtime.default_runtime import default_runtime
 
-    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._runtime().submit(*args, **kwargs)
-
-    def stream(self, *args: Any, **kwargs: Any) -> Stream[Any]:
-        return self._runtime().stream(*args, **kwargs)
-
-    @staticmethod
-    def _runtime() -> Caller:
-        from rlmesh.runtime.default_runtime import default_runtime
-
-        return default_runtime()
+    return default_runtime().outbound
 
 
 def _arrived(name: str, endpoint: str | None, incarnation: int, options: CallOptions) -> MemberHandle[Any]:
-    return MemberHandle(_DefaultRuntime(), name, endpoint=endpoint, incarnation=incarnation, options=options)
+    return MemberHandle(None, name, endpoint=endpoint, incarnation=incarnation, options=options)

@@ -1,4 +1,4 @@
-"""``@rpc``: which methods other members may call."""
+"""``@rpc``: marks the methods that other members may call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ _exported: dict[str, Callable[..., Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class RpcMark:
-    """What ``@rpc`` noted on a function. ``concurrent``: how many calls may run at once (1 is serial).
-    ``main_thread``: only the process's main thread may run it."""
+    """The options of ``@rpc``, stored on the function.
+
+    Attributes:
+        concurrent: the number of calls that may run at once; 1 is serial.
+        main_thread: only the process's main thread may run the function.
+    """
 
     name: str
     concurrent: int = 1
@@ -36,7 +40,7 @@ class RpcMark:
 
 
 class _Method(Protocol):
-    """A function whose first parameter is called ``self``: to type checkers, a method that ``@rpc`` decorates."""
+    """A function whose first parameter is called ``self``: for type checkers, a method that ``@rpc`` decorates."""
 
     def __call__(this, self: Any, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -49,8 +53,8 @@ _M = TypeVar("_M", bound="_Method | _ClassMethod | staticmethod[..., Any] | clas
 
 
 class RpcFunction(Protocol[P, R_co]):
-    """To type checkers, what ``rpc(function)`` gives for a plain function: the function itself, or, where it is a
-    stub, the decorator that names a method after it. Which of the two only the next call can tell."""
+    """The result of ``rpc(function)`` for a plain function, for type checkers: the function itself, or, for a stub, the
+    decorator that names a method after it. Only the next call tells the two apart."""
 
     @overload
     def __call__(self, function: F, /) -> F: ...
@@ -78,13 +82,14 @@ def rpc(target: Any = None, /, *, export: bool = False, concurrent: int = 1, mai
     """Let other members call a method or a module-level function.
 
     Forms: ``@rpc``, ``@rpc()``, ``@rpc("name")``, ``@rpc(stub)`` (named as the stub function),
-    ``@rpc(export=True)`` (exported in this process wherever it stands, a function at once),
+    ``@rpc(export=True)`` (exported in this process wherever it is defined, a function at once),
     ``@rpc(concurrent=n)`` (up to n calls at a time; 1, the default, runs them one after the other), and
-    ``@rpc(main_thread=True)`` for a ``def`` method that uses a library which insists on the process's main thread:
-    while ``run()`` has that thread, its calls wait for ``current_worker().step_boundary()`` or the end of ``run()``,
-    and those of other methods may overtake them.
+    ``@rpc(main_thread=True)`` for a ``def`` method that uses a library which requires the process's main thread:
+    while ``run()`` has that thread, calls of the method wait for ``current_worker().step_boundary()`` or the end of
+    ``run()``, and calls of other methods may overtake them.
 
-    ``@rpc`` methods of a role's entry class and of the top level of its module are exported by themselves.
+    ``@rpc`` methods of a role's entry class, and ``@rpc`` functions at the top level of its module, are exported
+    without ``export=True``.
     """
     require_number("@rpc(concurrent=…), calls at a time", concurrent, 1, MAX_CONCURRENT)
     require("@rpc(main_thread=…)", main_thread, bool, "True or False")
@@ -126,7 +131,7 @@ def _own_name(function: Any) -> str:
 
 
 def _is_plain_function(function: Any) -> bool:
-    """A function, top-level or local, and not a method, whose class body encloses it directly."""
+    """True for a top-level or local function, False for a method, which a class body encloses directly."""
     enclosing = getattr(function, "__qualname__", ".").rpartition(".")[0]
     return not enclosing or enclosing.endswith("<locals>")
 
@@ -138,8 +143,8 @@ def _underlying(function: Any) -> Any:
 def _is_defined_already(function: Any) -> bool:
     """Tell ``@rpc(stub)`` from ``@rpc`` on a definition: both call ``rpc(function)``.
 
-    While a definition is being decorated, no namespace holds it yet; a stub is found under its own name in
-    its module, or, for a local one, among the names of the code that writes ``@rpc(stub)``.
+    While a definition is being decorated, no namespace holds it yet. A stub is found under its own name in its module,
+    a local stub among the local names of the code around ``@rpc(stub)``.
     """
     plain = _underlying(function)
     found: Any = sys.modules.get(plain.__module__)
@@ -149,7 +154,7 @@ def _is_defined_already(function: Any) -> bool:
         return True
     frame = inspect.currentframe()
     while frame is not None:
-        # A local stub stands in the function around the class, or around the function, that writes ``@rpc(stub)``.
+        # A local stub is a local name of the function around the class, or around the function, with ``@rpc(stub)``.
         own = frame.f_code.co_filename == __file__
         if not own and any(value is function for value in frame.f_locals.values()):
             return True
@@ -177,7 +182,11 @@ def mark_of(function: Any) -> RpcMark | None:
 
 
 def method_name(method: Any) -> str:
-    """The remote name of what was passed to ``call``: a function, a method, a stub, or text."""
+    """The remote name of the first argument of ``call``: a function, a method, a stub, or text.
+
+    Raises:
+        UsageError: the argument is none of these, or has no name.
+    """
     if isinstance(method, str):
         return method
     if not callable(method) and not isinstance(method, staticmethod | classmethod):
@@ -192,7 +201,11 @@ def method_name(method: Any) -> str:
 
 
 def exported(obj: object) -> dict[str, Callable[..., Any]]:
-    """The ``@rpc`` methods of an object (bound), by remote name; of a module, its top-level functions."""
+    """The bound ``@rpc`` methods of an object, or the ``@rpc`` functions of a module, by remote name.
+
+    Raises:
+        UsageError: a class exports two methods under one name.
+    """
     if isinstance(obj, ModuleType):
         members = [(n, v) for n, v in vars(obj).items() if callable(v) and getattr(v, "__module__", "") == obj.__name__]
         return {mark.name: value for _, value in members if (mark := mark_of(value)) is not None}

@@ -6,44 +6,42 @@ import asyncio
 import logging
 import re
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmesh.errors import MethodNotFound, UsageError
+from rlmesh.runtime.activity import RuntimeActivity
 from rlmesh.runtime.argument_types import require
 from rlmesh.runtime.calling.busy_poll import BusyPoll
 from rlmesh.runtime.calling.calls import Calls
-from rlmesh.runtime.calling.outbound import Submission
-from rlmesh.runtime.connections.address_book import AddressBook
-from rlmesh.runtime.connections.bulk_channels import Lanes
-from rlmesh.runtime.connections.channel import Channel, turn_loops
-from rlmesh.runtime.connections.handshake import Door
-from rlmesh.runtime.connections.inbound import Reception
+from rlmesh.runtime.calling.outbound import Outbound
+from rlmesh.runtime.connections.address_book import AddressBook, MemberExit
+from rlmesh.runtime.connections.channel import turn_loops
+from rlmesh.runtime.connections.handshake import Authenticator
+from rlmesh.runtime.connections.inbound import Inbound
 from rlmesh.runtime.connections.network import NetworkOptions, options_of_environment
 from rlmesh.runtime.connections.security import check_key, find_key, make_key
-from rlmesh.runtime.connections.shm_transfer import Lending
+from rlmesh.runtime.connections.shm_transfer import ShmTransfer
+from rlmesh.runtime.connections.transports import Transports
 from rlmesh.runtime.default_runtime import default_runtime_or_none, set_default_runtime
 from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
-from rlmesh.runtime.process import clock, forked
-from rlmesh.runtime.process.at_exit import with_threads
-from rlmesh.runtime.process.loops import LoopThread, Posts
-from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, own_run_queue_since_last_ns, thread_ids_named
+from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.process import forked
+from rlmesh.runtime.process.loops import LoopThread, Posts, with_threads
+from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, own_run_queue_since_last_ns
 from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.serving.activity_board import Board
 from rlmesh.runtime.serving.dispatch import Dispatcher
 from rlmesh.runtime.serving.executors import SerialExecutor
 from rlmesh.runtime.serving.served_objects import Served
-from rlmesh.runtime.transport.base import Link, Transport, local_address
+from rlmesh.runtime.transport.base import local_address
+from rlmesh.wire.envelope import ANY_INCARNATION
 
 if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
-    from rlmesh.runtime.calling.peer_table import JobEnd
     from rlmesh.runtime.connections.joining import Joining
-    from rlmesh.runtime.serving.wait_report import BlockedCalls, CallKey
 
 logger = logging.getLogger(__name__)
 
@@ -54,53 +52,65 @@ _JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")
 _LINGER_S = 1.0
 _DRAIN_POLL_S = 0.005
 _EMBEDDED_LINGER_S = 0.1
-"""A service's loop stands still for no longer."""
+"""The linger time of a runtime on a service's own loop, which is blocked for that long."""
 
 
-class Runtime(Submission, Reception):
+class Runtime:
     """Calls served objects of other processes and serves objects of this one.
 
     `start` gives a runtime with a loop on a thread of its own, for scripts and workers; `open` one on the
     running loop, for services.
-    """
 
-    endpoint: str | None
-    public_endpoint: str | None
-    """Where processes of other nodes connect, in a job of several nodes."""
+    Attributes:
+        name: this process's name, for peers and logs.
+        key: the secret that peers must hold.
+        endpoint: the address at which this process listens; None if it only calls.
+        public_endpoint: the address for processes of other nodes, in a job of several nodes.
+        outbound: the calls that this process makes.
+        inbound: the packets that this process receives.
+        activity: what this process does and waits for.
+        strangers: the peers that were rejected.
+        exit_hook: called with ``SystemExit.code`` when a served method calls ``sys.exit``.
+    """
 
     def __init__(
         self, name: str, key: bytes | None, loop: asyncio.AbstractEventLoop, job_id: str | None,
         node_rank: int = 0, network: NetworkOptions | None = None, *, embedded: bool,
     ) -> None:  # fmt: skip
         self.name = name
-        self.endpoint = self.public_endpoint = None
-        self._node_rank = node_rank
-        self.default_timeout_s = DEFAULT_CALL_TIMEOUT_S
+        self.endpoint: str | None = None
+        self.public_endpoint: str | None = None
         self.exit_hook: Callable[[object], None] | None = None
-        """Called with ``SystemExit.code`` when a served method calls ``sys.exit``."""
-        self._key = make_key() if key is None else check_key(key)
-        self._door = Door(name, self._key)
-        self.strangers = self._door.strangers
-        self._loop, self._embedded = loop, embedded
+        self.network = network or options_of_environment()
+        self.key = make_key() if key is None else check_key(key)
+        self._node_rank, self._loop, self._embedded = node_rank, loop, embedded
         self._thread_owner: LoopThread | None = None
         self._loop_ident = 0
         self._posts = Posts(loop)
-        self.network = network or options_of_environment()
-        self._later = loop.call_later
-        self._transports: dict[str, Transport] = {}
         self._meter = RunQueueMeter()
-        self._lending = Lending(
-            name, self._key, job_id, node_rank, loop, self.post,
+        self._authenticator = Authenticator(name, self.key)
+        self.strangers = self._authenticator.strangers
+        self._transports = Transports(self.network, loop, self.post, self.key, self._meter)
+        self._shm = ShmTransfer(
+            name, self.key, job_id, node_rank, loop, self.post,
             lambda: threading.get_ident() == self._loop_ident,
         )  # fmt: skip
-        self._calls = Calls(loop, self._connect, self._door.knock, self.post, self._meter)
-        self._calls.fetch = self.fetch
+        self._calls = Calls(loop, self._transports.connect, self._authenticator.begin, self.post, self._meter)
+        self.outbound = Outbound(
+            name, self._calls, self._shm, self.network, DEFAULT_CALL_TIMEOUT_S, self.post, loop.call_later
+        )
+        self._calls.fetch = self.fetch = self.outbound.fetch
+        self.capture = self.outbound.capture
         self._dispatcher = Dispatcher(self, loop)
-        self._lanes = Lanes(self, loop, self.network, self._key)
-        self._incoming: dict[Link, Channel] = {}
+        self.outbound.results = self._dispatcher.results
+        self.inbound = Inbound(
+            name, loop, self.post, self.network, self.key, self._calls, self._dispatcher, self._shm,
+            self._authenticator, self._transports,
+        )  # fmt: skip
+        self._transports.receiver = self.inbound
+        self.watch_backlog = self.inbound.watch_backlog
+        self.activity = RuntimeActivity(name, self._calls, self._dispatcher, loop, self.post)
         self._user: LoopThread | None = None
-        self._main_work: tuple[str, float] = ("", 0.0)
-        """What of the user's code, other than methods, occupies the main thread, and since when."""
         self._opening = threading.Lock()
         self._main: Served | None = None
         self._expected: set[str] = set()
@@ -114,16 +124,16 @@ class Runtime(Submission, Reception):
         bind: bool | str = True, public: str | None = None, job_id: str | None = None, node_rank: int = 0,
         network: NetworkOptions | None = None,
     ) -> Runtime:  # fmt: skip
-        """A runtime with its own loop on its own thread; close it with `close` or a ``with`` block.
+        """Start a runtime with a loop on a thread of its own; close it with `close` or a ``with`` block.
 
         Args:
-            name: what peers and logs call this process.
+            name: this process's name, for peers and logs.
             key: the job's secret; None makes one, so that only this process's own peers know it.
             socket_dir: private directory (mode 0700) for the socket; None listens on loopback TCP.
-            bind: False for a pure caller; text for an address of your choice.
-            public: a TCP address to listen at besides, for processes of other nodes.
-            job_id, node_rank: in the names of shared memory, by which the node's guardian finds what was left.
-            network: limits and transports; None takes what the environment says.
+            bind: False for a process that only calls; text for an address of your choice.
+            public: a TCP address to listen at as well, for processes of other nodes.
+            job_id, node_rank: parts of the names of shared memory, by which the node's guardian finds leftovers.
+            network: limits and transports; None takes them from the environment.
         """
         thread = LoopThread(f"rlmesh-io-{name}")
         try:
@@ -141,7 +151,7 @@ class Runtime(Submission, Reception):
         bind: bool | str = True, public: str | None = None, job_id: str | None = None, node_rank: int = 0,
         network: NetworkOptions | None = None,
     ) -> AsyncIterator[Runtime]:  # fmt: skip
-        """A runtime on the running loop: no thread, no signal handler. Arguments as `start`."""
+        """Open a runtime on the running loop: no thread, no signal handler. Arguments as for `start`."""
         runtime = cls._make(name, key, socket_dir, bind, public, job_id, node_rank, network, None)
         try:
             yield runtime
@@ -154,9 +164,9 @@ class Runtime(Submission, Reception):
         cls, address: str, key_file: str | Path | None = None, *, key: bytes | None = None, name: str = "service",
         socket_dir: str | Path | None = None, bind: bool | str = False, network: NetworkOptions | None = None,
         timeout_s: float = 10.0,
-    ) -> Joining:  # fmt: skip
-        """Join a running job from a service of your own: on the running loop, as `open` does, or, in a program without
-        one, with a loop on a thread, as `start` does::
+    ) -> Joining[Runtime]:  # fmt: skip
+        """Join a running job from a service of your own, on the running loop as `open`, or, in a program without a
+        running loop, with a loop on a thread as `start`::
 
             async with Runtime.join(address, key_file) as runtime:
                 text = await RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt)
@@ -164,26 +174,27 @@ class Runtime(Submission, Reception):
             with Runtime.join(address, key_file) as runtime:
                 text = RoleGroup("ROLLOUT", runtime=runtime).call_any("generate", prompt).result()
 
-        The job's roles can be called until the block is left; members that restart or end are followed. The job
+        The job's roles can be called until the block is left; the runtime follows members that restart or end. The job
         neither waits for the service nor notices its end.
 
         Args:
-            address: of the job's master, as ``rlmesh ps JOB`` shows it.
-            key_file: the job's key, as ``rlmesh ps JOB`` shows it; else the file that ``RLMESH_KEY_FILE`` names.
+            address: the address of the job's master, as ``rlmesh ps JOB`` shows it.
+            key_file: the file with the job's key, as ``rlmesh ps JOB`` shows it; None takes the file that
+                ``RLMESH_KEY_FILE`` names.
             key: the key itself, in place of a file.
-            name: what members and logs call the service.
+            name: the service's name, for members and logs.
             socket_dir, bind, network: as for `open`; by default the service only calls.
-            timeout_s: how long the job may take to answer.
+            timeout_s: seconds that the job may take to answer.
 
         Raises, when the block is entered:
             UsageError: the key file cannot be used.
-            AuthenticationFailed: it is another job's.
+            AuthenticationFailed: the key is another job's.
             PeerLost: no job answers.
         """
         from rlmesh.runtime.connections.joining import Joining
 
         make = {"name": name, "socket_dir": socket_dir, "bind": bind, "network": network}
-        return Joining(cls, address, lambda: key or find_key(key_file), timeout_s, make)
+        return Joining(cls.open, cls.start, address, lambda: key or find_key(key_file), timeout_s, make)
 
     @classmethod
     def _make(
@@ -206,15 +217,20 @@ class Runtime(Submission, Reception):
         try:
             if bind:
                 address = bind if isinstance(bind, str) else local_address(socket_dir)
-                runtime.endpoint = runtime._door.endpoint = runtime._transport(address).bind(address)
+                runtime.endpoint = runtime._authenticator.endpoint = runtime._transports.bind(address)
+                runtime.outbound.own_endpoints.add(runtime.endpoint)
             if public:
-                runtime.public_endpoint = runtime._transport(public).bind(public)
+                runtime.public_endpoint = runtime._transports.bind(public)
+                runtime.outbound.own_endpoints.add(runtime.public_endpoint)
         except BaseException:
-            runtime._close_transports(0)
+            runtime._transports.close(0)
             raise
         runtime._loop_ident = threading.get_ident()
         if runtime.network.busy_poll_s > 0:
-            runtime._calls.busy_poll = BusyPoll(runtime._loop_ident, runtime.network.busy_poll_s)
+            calls = runtime._calls
+            calls.busy_poll = BusyPoll(
+                runtime._loop_ident, runtime.network.busy_poll_s, calls.peers.in_flight, calls.on_reply
+            )
         forked.forget_in_children(runtime)
         if thread is not None:
             runtime._thread_owner = thread
@@ -225,8 +241,10 @@ class Runtime(Submission, Reception):
         return runtime
 
     def close(self) -> None:
-        """End pending calls, send what is queued for at most a second, release everything. Idempotent. In a forked
-        child there is nothing to close."""
+        """Fail pending calls, send what is queued for at most a second, release everything.
+
+        May be called more than once. Does nothing in a forked child.
+        """
         if self._closed:
             return
         with self._opening:
@@ -252,51 +270,37 @@ class Runtime(Submission, Reception):
         self.strangers.settle(at_the_end=True)
 
     def forked(self) -> None:
-        """In a forked child: whatever is asked of the runtime raises; nothing of it talks, removes files or ends."""
+        """In a forked child: let all requests to the runtime raise. The child's copy sends nothing, removes no file and
+        ends no thread."""
         self._closed = self._dispatcher.forked = True
         with_threads.discard(self)
         self._posts.forked()
         for thread in filter(None, (self._thread_owner, self._user)):
             thread.posts.forked()
-        for transport in self._transports.values():
-            transport.forked()
-        whose: Any = forked.Inherited(self.name)
-        self._calls = self._dispatcher = self._lending = self._lanes = whose
+        self._transports.forked()
+        inherited: Any = forked.Inherited(self.name)
+        self.outbound.forked(inherited)
+        self.inbound.forked(inherited)
+        self._calls = self._dispatcher = self._shm = self.activity = inherited
 
     async def _drained(self) -> None:
-        """Let packets of this turn and what is queued go out, without standing in the loop's way."""
+        """Wait until the packets of this turn and queued ones have left, without blocking the loop."""
         if self._closed:
             return
         await asyncio.sleep(0)
         for _ in range(int(_LINGER_S / _DRAIN_POLL_S)):
-            if all(transport.idle() for transport in self._transports.values()):
+            if self._transports.idle():
                 break
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def _close_on_loop(self) -> None:
         self._posts.run()
-        self._dispatcher.kept.close()
-        for channel in self._incoming.values():
+        self._dispatcher.results.close()
+        for channel in self.inbound.channels.values():
             channel.flush()
         self._calls.close()
-        self._close_transports(_EMBEDDED_LINGER_S if self._embedded else _LINGER_S)
-        self._lending.close()
-
-    def _transport(self, address: str) -> Transport:
-        scheme, factory = self.network.factory(address)
-        found = self._transports.get(scheme)
-        if found is None:
-            found = self._transports[scheme] = factory(self, self._loop, self.post, self._key)
-            for thread_id in thread_ids_named("ZMQbg"):
-                self._meter.add(thread_id)
-        return found
-
-    def _connect(self, endpoint: str) -> Link:
-        return self._transport(endpoint).connect(endpoint)
-
-    def _close_transports(self, linger_s: float) -> None:
-        for transport in self._transports.values():
-            transport.close(linger_s)
+        self._transports.close(_EMBEDDED_LINGER_S if self._embedded else _LINGER_S)
+        self._shm.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -304,11 +308,26 @@ class Runtime(Submission, Reception):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # Calling.
+
+    def peer(self, name: str, endpoint: str, *, incarnation: int | None = None) -> MemberHandle:
+        """A handle to an object that another process serves, by its address."""
+        number = ANY_INCARNATION if incarnation is None else incarnation
+        return MemberHandle(self.outbound, name, endpoint=endpoint, incarnation=number)
+
+    def address_book(self) -> AddressBook:
+        """The members of the job.
+
+        Raises:
+            UsageError: they are not known yet.
+        """
+        return self.outbound.address_book()
+
     # Serving.
 
     def expect(self, name: str) -> None:
-        """Say that ``name`` will be served here, its ``def`` methods by `run_main`: calls that come before
-        `serve` and `run_main` wait for them, until their deadlines."""
+        """Announce that ``name`` will be served here, its ``def`` methods by `run_main`. Calls that come before `serve`
+        and `run_main` wait for them, until their deadlines."""
         self._expected.add(name)
         self._on_loop(self._dispatcher.expect, name)
 
@@ -319,8 +338,9 @@ class Runtime(Submission, Reception):
         """Let peers call the ``@rpc`` methods of ``obj`` (and ``functions``, by name) under ``name``.
 
         Args:
+            incarnation: the number of the member's start; calls for another incarnation are refused.
+            inline: run ``async def`` methods on the runtime's own loop; always so in an embedded runtime.
             fused: run serial ``def`` methods on the thread of the member that was served first.
-            inline: run ``async def`` methods on the runtime's own loop; always so where it is embedded.
         """
         served = Served(
             name, incarnation, {**(functions or {}), **exported(obj)}, inline=inline or self._embedded,
@@ -335,25 +355,27 @@ class Runtime(Submission, Reception):
         self._on_loop(self._dispatcher.release, name)
 
     def wrap_method(self, name: str, method: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put what ``make`` makes of a served method in its place; for rehearsals of failures.
+        """Replace a served method by ``make(method)``; for rehearsals of failures.
 
         Raises:
-            MethodNotFound: nothing of that name is served here.
+            MethodNotFound: no object of that name is served here, or it has no such method.
         """
-        for served in self._dispatcher.served():
-            if served.name == name:
-                found = served.find(method)
-                found.function = make(found.function)
-                return
-        raise MethodNotFound(f"this process does not serve {name!r}")
+        served = self._find_served(name)
+        if served is None:
+            raise MethodNotFound(f"this process does not serve {name!r}")
+        found = served.find(method)
+        found.function = make(found.function)
 
     def methods_of(self, name: str) -> tuple[str, ...]:
-        """What is exported under a name that is served here; empty if nothing is."""
-        found = [served for served in self._dispatcher.served() if served.name == name]
-        return tuple({*found[0].methods, *exported_functions()}) if found else ()
+        """The methods exported under a name; empty if the name is not served here."""
+        served = self._find_served(name)
+        return tuple({*served.methods, *exported_functions()}) if served is not None else ()
+
+    def _find_served(self, name: str) -> Served | None:
+        return next((served for served in self._dispatcher.served() if served.name == name), None)
 
     def unserve(self, name: str) -> None:
-        """Serve ``name`` no longer; calls that run already end normally."""
+        """Stop serving ``name``; calls that run already end normally."""
 
         def drop() -> None:
             served = self._dispatcher.unserve(name)
@@ -367,7 +389,7 @@ class Runtime(Submission, Reception):
         self._main_executor().run(own_run_queue_since_last_ns)
 
     def stop_main(self, *, now: bool = False) -> None:
-        """Let `run_main` return: after the methods that are queued, or (``now``) after the one that runs."""
+        """Let `run_main` return: after the queued methods, or with ``now`` after the one that runs."""
         self._main_executor().stop(now=now)
 
     def submit_main(self, work: Callable[[], None]) -> None:
@@ -375,12 +397,12 @@ class Runtime(Submission, Reception):
         self._main_executor().submit(work)
 
     def run_waiting_main(self) -> None:
-        """Within `main_busy`, on its thread: run the methods that only the main thread may run and that wait for it."""
+        """Run the waiting methods that only the main thread may run. On that thread, within `main_busy`."""
         if self._main is not None:
             self._main.executor.run_waiting()
 
     def main_busy(self) -> AbstractContextManager[None]:
-        """While user code occupies the thread of `run_main`: ``def`` methods run on a second thread."""
+        """A context in which user code occupies the thread of `run_main`: ``def`` methods run on a second thread."""
         return self._main_executor().busy()
 
     def _main_executor(self) -> SerialExecutor:
@@ -389,72 +411,28 @@ class Runtime(Submission, Reception):
         return self._main.executor
 
     def note_methods_on(self, board: Board) -> None:
-        """Note there which methods begin, for those who look from outside."""
+        """Show the methods that run here on a board that other processes can read."""
         self._dispatcher.board = board
 
-    @contextmanager
-    def occupied(self, what: str) -> Iterator[None]:
-        """While user code that is no method, such as ``A:0.setup()``, has the main thread."""
-        self._main_work = (what, clock.now())
-        try:
-            yield
-        finally:
-            self._main_work = ("", 0.0)
-
-    def blocked(self, older_s: float) -> BlockedCalls:
-        """What runs here and waits for answers, and what is queued behind it, if any call has been here for
-        ``older_s`` seconds. From any thread."""
-        from rlmesh.runtime.serving.wait_report import blocked_calls
-
-        what, since = self._main_work
-        age_s = clock.now() - since if what else 0.0
-        return blocked_calls(self._dispatcher, self.name, (what, age_s), time.perf_counter_ns(), older_s)
-
-    def refuse_queued(self, calls: Collection[CallKey], text: str) -> None:
-        """Let calls that have not begun fail with `WouldDeadlock`. From any thread."""
-        from rlmesh.runtime.serving.wait_report import refuse_queued
-
-        self._on_loop(refuse_queued, self._dispatcher, self._loop, frozenset(calls), text)
-
-    @property
-    def key(self) -> bytes:
-        """The secret that peers must hold."""
-        return self._key
+    # The job.
 
     def set_address_book(self, book: AddressBook) -> None:
+        """Take a newer address book; calls that waited for an address in it go out."""
         self._on_loop(self._calls.set_book, book.seen_from(self._node_rank))
 
-    def member_lost(self, info: ExitInfo) -> None:
-        """Tell the caller's side that a member's process ended: its calls fail now, later ones at once."""
+    def member_lost(self, info: MemberExit) -> None:
+        """Fail the calls to a member whose process ended; later calls fail at once."""
         self._on_loop(self._calls.member_lost, info)
 
-    @property
-    def job_ends(self) -> Callable[[], JobEnd | None]:
-        """Says why the job is ending, if it is and that is known here; for any thread. It can be replaced."""
-        return self._calls.job_end
-
-    @job_ends.setter
-    def job_ends(self, say: Callable[[], JobEnd | None]) -> None:
-        self._calls.job_end = say
-
     def end_calls(self, why: str) -> None:
-        """End the calls that have no answer: nobody is left who could give one."""
-
-        def end() -> None:
-            for call in list(self._calls.pending()):
-                self._calls._fail(call, call.lost(why, "maybe" if call.peer is not None else "no"))
-
-        self._on_loop(end)
+        """Fail the calls that have no answer: no process is left that could give one."""
+        self._on_loop(self._calls.end_all, why)
 
     def on_thread(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on the loop that `start` made, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
-    # For the parts of the runtime.
-
-    def call_soon(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Run ``fn`` on the runtime's loop, from any thread."""
-        self.post(fn, *args)
+    # The parts of the runtime.
 
     def _on_loop(self, fn: Callable[..., Any], *args: Any) -> None:
         if threading.get_ident() == self._loop_ident:
@@ -470,7 +448,7 @@ class Runtime(Submission, Reception):
         """Run ``fn`` on the loop of ``async def`` methods, from any thread: soon, or at once where that loop runs."""
         user = self._user or self._start_user()
         if user is None:
-            return  # It is closed, and nobody waits for the method any more.
+            return  # The runtime is closed, and no caller waits for the method any more.
         if user.is_here():
             fn(*args)
         else:
@@ -483,6 +461,7 @@ class Runtime(Submission, Reception):
             return self._user
 
     def system_exit(self, code: object) -> None:
+        """Call `exit_hook`: a served method called ``sys.exit``."""
         if self.exit_hook is not None:
             self.exit_hook(code)
         else:

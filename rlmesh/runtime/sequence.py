@@ -1,4 +1,4 @@
-"""`FutureSequence`: the results of a batch call as the sequence they stand for."""
+"""`FutureSequence`: the results of a batch call, as a sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 from rlmesh.errors import CallError
 from rlmesh.runtime.batch_results import what_is_wrong
 from rlmesh.runtime.calling.gathering import gather
-from rlmesh.runtime.calling.unretrieved import ErrorRetrieved
+from rlmesh.runtime.calling.unretrieved import SharedReport
 from rlmesh.runtime.future import Future
 from rlmesh.wire.passed import ItemRange
 
@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class PartOfSequence:
-    """Items of a sequence that may not be there yet, to be sent as an argument: the callee gets the items."""
+    """Items of a sequence as an argument of another call. They need not be there yet: the callee gets the items."""
 
     def __init__(self, touched: list[tuple[Future[Any], ItemRange]], shape: Callable[[list[Any]], Any]) -> None:
         self._touched, self._shape = touched, shape
@@ -43,10 +43,11 @@ def _join(shape: Callable[[list[Any]], Any], *shards: list[Any]) -> Any:
 
 
 class FutureSequence(Sequence[T_co]):
-    """The results of a whole batch, one item per item of the batch, in order.
+    """The results of a whole batch, in order, one per item of the batch.
 
-    ``len`` is known at once. Indexes, negative indexes and slices behave as on a list and block only for the
-    shards that they touch. ``await`` gives the list; ``async for`` and `as_completed` give items early.
+    ``len`` is known at once. Indexes, negative indexes and slices work as on a list, and block only for the shards
+    that they touch. A shard is the share of one member. ``await`` gives the list; ``async for`` and `as_completed` give
+    items early.
     """
 
     def __init__(self, shards: Sequence[Future[Any]], sizes: Sequence[int], method: str = "call") -> None:
@@ -54,10 +55,10 @@ class FutureSequence(Sequence[T_co]):
         self._sizes = list(sizes)
         self._starts = [0, *accumulate(self._sizes)]
         self._method = method
-        self._together = ErrorRetrieved()
+        self._report = SharedReport()
         for shard in shards:
             shard.what = f"{method}()"
-            shard.share(self._together)
+            shard.share_report(self._report)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -90,7 +91,7 @@ class FutureSequence(Sequence[T_co]):
         try:
             return self._checked(number, self._shards[number].result())
         except BaseException:
-            self._together.told = True
+            self._report.done = True
             raise
 
     def _checked(self, number: int, items: Any) -> Any:
@@ -104,19 +105,19 @@ class FutureSequence(Sequence[T_co]):
         return items
 
     def as_argument(self) -> list[T_co]:
-        """This sequence, where a call takes the list that it stands for; for type checkers, as `Future.as_argument`."""
+        """This sequence, typed as the list of its results; for type checkers, as `Future.as_argument`."""
         return self  # type: ignore[return-value]
 
     def part(self, items: slice) -> PartOfSequence:
-        """Some items, as an argument of another call; waits for nothing."""
+        """Some items, as an argument of another call. Does not wait."""
         return PartOfSequence(self._touched(items), list)
 
     def item(self, index: int) -> PartOfSequence:
-        """One item, as an argument of another call; waits for nothing."""
+        """A single item, as an argument of another call. Does not wait."""
         return PartOfSequence(self._touched(slice(index, index + 1)), operator.itemgetter(0))
 
     def _touched(self, items: slice) -> list[tuple[Future[Any], ItemRange]]:
-        """The shards that a slice with step 1 touches, and which of their items it means."""
+        """The shards that a slice with step 1 touches, and the items of each in the slice."""
         start, stop, _ = items.indices(len(self))
         touched = []
         for shard, first, size in zip(self._shards, self._starts, self._sizes, strict=False):
@@ -134,7 +135,7 @@ class FutureSequence(Sequence[T_co]):
         return list(self)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for all results and leave them here; the first failure of any shard raises at once."""
+        """Wait for all results; the first failure of any shard raises at once."""
         self.result(timeout)
 
     def done(self) -> bool:
@@ -146,7 +147,7 @@ class FutureSequence(Sequence[T_co]):
         return any(cancelled)
 
     def waiting_for(self) -> str:
-        """Whom it waits for, shard by shard. Empty once it is done."""
+        """The calls that the results come from, shard by shard. Empty once all are done."""
         return "; ".join(shard.waiting_for() for shard in self._shards if not shard.done())
 
     def __await__(self) -> Generator[Any, None, list[T_co]]:
@@ -158,17 +159,17 @@ class FutureSequence(Sequence[T_co]):
             try:
                 items = self._checked(number, await shard)
             except BaseException:
-                self._together.told = True
+                self._report.done = True
                 raise
             for item in items:
                 yield item
 
     async def as_completed(self) -> AsyncIterator[tuple[int, T_co]]:
-        """(index, item) in the order in which shards arrive."""
+        """Pairs of index and item, in the order in which shards arrive."""
         import asyncio
 
         async def one(number: int) -> int:
-            self._shards[number].heard()  # The first error is raised.
+            self._shards[number].mark_retrieved()  # The first error is raised.
             await self._shards[number]
             return number
 

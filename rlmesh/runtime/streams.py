@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from rlmesh.errors import CallError, UsageError
-from rlmesh.runtime.calling.unretrieved import tell
-from rlmesh.runtime.future import Future, refuse_to_block, reject
+from rlmesh.runtime.calling.unretrieved import log_error
+from rlmesh.runtime.future import Future, refuse_to_block, set_done
 from rlmesh.runtime.process import forked
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import Credit, Frames
@@ -39,19 +39,19 @@ class StreamSource:
     def on_item(self, number: int, frames: Frames) -> None:
         """On the runtime's loop."""
         if number < self.arrived:
-            return  # It came twice.
+            return  # A duplicate.
         if number > self.arrived:
             future = self.call.future
             assert future is not None
             text = f"item {self.arrived} of the stream {self.call.describe()} was lost on its way"
             self.call.cancel()
-            reject(future, self.call.error(CallError, text, "yes"))
+            future.end(None, self.call.error(CallError, text, "yes"))
             return
         self.arrived += 1
         self._inbox.put(self, frames)
 
     def took_one(self) -> None:
-        """The consumer took an item: when half of the window is taken, the callee may go on."""
+        """Count an item that the consumer took; the callee gets new credit for each half window."""
         self._taken += 1
         if self._taken * 2 >= self._inbox.window:
             count, self._taken = self._taken, 0
@@ -61,7 +61,7 @@ class StreamSource:
 
 
 class Inbox:
-    """Items that arrived and were not taken yet, of all members that a stream comes from."""
+    """The items of a stream, of all members, that arrived and were not taken yet."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -80,7 +80,7 @@ class Inbox:
         return source
 
     def _ended(self, source: StreamSource, future: Future[int]) -> None:
-        """A member's part is over."""
+        """Take the end of one member's part."""
         error = future.exception()
         if error is None and future.result() != source.arrived:
             text = f"{source.arrived} of {future.result()} items arrived from {source.call.describe()}"
@@ -89,7 +89,7 @@ class Inbox:
             self._close_one()
             return
         if isinstance(error, CallError) and source.arrived and CallError.details(error).executed == "maybe":
-            error.executed = "yes"  # It sent items, so it ran.
+            error.executed = "yes"  # The method sent items, so it ran.
         self.put(source, error)
 
     def put(self, source: StreamSource, what: Frames | BaseException) -> None:
@@ -121,15 +121,15 @@ class Inbox:
             return None
 
     def forget(self) -> None:
-        """Its stream was collected before its end: what nobody will take is told, if it is an error."""
+        """Close the inbox of a stream that was collected before its end, and log an error that nobody took."""
         with self._lock:
             errors = [what for _, what in self._ready if isinstance(what, BaseException)]
         if errors:
-            tell(errors[0])
+            log_error(errors[0])
         self.close()
 
     def close(self) -> None:
-        """End the work at the members; what arrived is dropped."""
+        """End the work at the members, and drop the items that arrived."""
         with self._lock:
             self._open = 0
             self._ready.clear()
@@ -158,7 +158,7 @@ class Stream(Generic[T_co]):
         self._fork = forked.count
 
     def waiting_for(self) -> str:
-        """Whom it waits for, member by member. Empty once it has ended."""
+        """The calls that the stream waits for, member by member. Empty once the stream has ended."""
         calls = [source.call for source in self._inbox.sources if source.call.future and not source.call.future.done()]
         return "" if self._ended else "; ".join(call.explain() for call in calls)
 
@@ -173,7 +173,7 @@ class Stream(Generic[T_co]):
             found = self._take(gate.release)
             if found is not None:
                 return self._opened(*found)
-            gate.acquire()  # Ends at the latest with the deadline of the calls.
+            gate.acquire()  # Released at the latest at the deadline of the calls.
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         return self
@@ -202,7 +202,7 @@ class Stream(Generic[T_co]):
             await waiter
 
     def close(self) -> None:
-        """End the generators; from any thread, more than once."""
+        """End the generators. From any thread; may be called more than once."""
         if not self._ended:
             self._ended = True
             if self._fork == forked.count:
@@ -253,8 +253,3 @@ class Stream(Generic[T_co]):
 
     def __repr__(self) -> str:
         return f"<Stream {self.waiting_for() or 'that has ended'}>"
-
-
-def set_done(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -1,9 +1,9 @@
 """Sub-graph scheduling: a batch goes through several roles along one axis, each part at its own pace.
 
-Run as a whole, a step waits after each role for the slowest member: a straggler in the first stalls all in the second.
-Along ``dp``, the members at ``dp=0`` of every role make one sub-graph, those at ``dp=1`` the next; nothing is shared
-but the roles without that axis. Each sub-graph takes its share of the batch through all roles, and none waits for
-another::
+A step that runs as a whole waits after each role for the slowest member: a straggler in the first role stalls all
+members of the second. Along ``dp``, the members of every role at ``dp=0`` make one sub-graph, the members at ``dp=1``
+the next; only roles without that axis are shared. Each sub-graph takes its share of the batch through all roles, and
+does not wait for the others::
 
     mesh = Mesh()
 
@@ -28,7 +28,7 @@ from rlmesh.runtime.argument_types import require
 from rlmesh.runtime.batch_split import balanced_sizes, split_call
 from rlmesh.runtime.connections.address_book import role_name
 from rlmesh.runtime.default_runtime import default_runtime
-from rlmesh.runtime.future import Future, reject, resolve
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.sequence import FutureSequence
@@ -42,7 +42,7 @@ class Mesh:
     """All roles of a job and their axes, as ``.mesh(dp=2, tp=4)`` declared them.
 
     Args:
-        runtime: of this process; by default that of the worker.
+        runtime: the runtime to call by; by default the worker's.
     """
 
     def __init__(self, *, runtime: Runtime | None = None) -> None:
@@ -56,12 +56,13 @@ class Mesh:
         return RoleGroup(role_name(role), runtime=self._runtime)
 
     def subgraphs(self, axis: str) -> Subgraphs:
-        """The sub-graphs along an axis: as many as the smallest role has places on it.
+        """The sub-graphs along an axis, as many as the smallest role has coordinates on the axis.
 
-        A role with more of them gives each sub-graph as many neighbours; a role without the axis is whole in all.
+        A role with more coordinates gives each sub-graph an equal number of neighbouring ones. A role without the axis
+        is part of all sub-graphs, with all of its members.
 
         Raises:
-            UsageError: no role has the axis, or the sizes do not divide each other.
+            UsageError: no role has the axis, or the sizes are not multiples of the smallest one.
         """
         require("subgraphs(axis)", axis, str, "the name of an axis")
         book = self._caller().address_book()
@@ -100,7 +101,7 @@ class Mesh:
 
 
 class Subgraph:
-    """One part of the job along an axis. ``part["ROLLOUT"]`` are its members of that role."""
+    """One part of the job along an axis. ``part["ROLLOUT"]`` is the group of its members of that role."""
 
     def __init__(self, axis: str, index: int, groups: dict[str, RoleGroup[Any]]) -> None:
         self.axis, self.index = axis, index
@@ -139,16 +140,16 @@ class Subgraphs(Sequence[Subgraph]):
         """Run a batch along the sub-graphs.
 
         Arguments are split as `RoleGroup.call_batch` splits them, balanced to within one item. A plain ``function``
-        runs on a thread per sub-graph, a coroutine function in a task per sub-graph on the running loop; both make
-        calls on behalf of whatever this thread or task serves. Sub-graphs that would get no item are not run.
+        runs on a thread per sub-graph, a coroutine function in a task per sub-graph on the running loop. Both make
+        calls on behalf of the call that this thread or task serves. Sub-graphs that would get no item are not run.
 
         Args:
-            function: takes a sub-graph and its share of each argument; gives one result per item.
+            function: takes a sub-graph and its share of each argument; returns one result per item.
             size: number of items.
 
         Returns:
-            one result per item of the batch; what is there can be taken while others still run. An error of a
-            sub-graph is raised by the items that it owes.
+            One result per item of the batch. Results that are there can be taken while other sub-graphs still run. The
+            items of a sub-graph that failed raise its error.
         """
         if not callable(function):
             raise UsageError(f"run({function!r:.80}): it is a function of a sub-graph and its share of the batch")
@@ -169,9 +170,9 @@ def _begin_thread(
         try:
             value = context.run(function, part, *args, **kwargs)
         except BaseException as error:
-            reject(future, _of_function(error))
+            future.end(None, _error_of_items(error))
         else:
-            resolve(future, value)
+            future.end(value, None)
 
     threading.Thread(target=work, name=f"rlmesh-{part.axis}={part.index}", daemon=True).start()
     return future
@@ -187,9 +188,9 @@ def _begin_task(
         if done.cancelled():
             future.cancel()
         elif (error := done.exception()) is not None:
-            reject(future, _of_function(error))
+            future.end(None, _error_of_items(error))
         else:
-            resolve(future, done.result())
+            future.end(done.result(), None)
 
     task.add_done_callback(ended)
     _running.add(task)
@@ -201,14 +202,15 @@ async def _awaiting(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _of_function(error: BaseException) -> BaseException:
-    """What the sub-graph's items raise. An error that would end the loops of whoever takes them is told by another."""
+def _error_of_items(error: BaseException) -> BaseException:
+    """The error that the sub-graph's items raise. An exception that would end a loop over the items, such as
+    StopIteration, is wrapped."""
     if not isinstance(error, CONTROL_FLOW):
         return error
-    told = RuntimeError(f"the function of a sub-graph raised {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    wrapped = RuntimeError(f"the function of a sub-graph raised {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 _running: set[asyncio.Task[Any]] = set()
-"""A loop keeps only weak references to its tasks."""
+"""Keeps tasks alive: a loop has only weak references to them."""

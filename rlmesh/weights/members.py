@@ -58,7 +58,7 @@ def commander(runtime: Runtime) -> Command:
 
     @lru_cache(maxsize=1024)
     def handle(member: str, incarnation: int, timeout_s: float) -> MemberHandle[Any]:
-        return MemberHandle[Any](runtime, member, incarnation=incarnation).options(timeout_s=timeout_s)
+        return MemberHandle[Any](runtime.outbound, member, incarnation=incarnation).options(timeout_s=timeout_s)
 
     def command(
         member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION

@@ -27,7 +27,7 @@ from typing import Any
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.runtime.argument_types import require, require_number, require_seconds
 from rlmesh.runtime.default_runtime import default_runtime
-from rlmesh.runtime.future import Future, reject, resolve
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.manifest import Casts
@@ -337,14 +337,14 @@ class WeightSync:
             session.conclude(push.number)
         except BaseException as error:
             session.failed = True
-            reject(future, error)
+            future.end(None, error)
             return
         report = PushReport(
             push.version, session.sink_names, session.nbytes, push.captured_s, push.staged_s, self._clock() - push.began
         )
         if newest:
             self.version, self._last_commit = push.version, session.commit_of(push.version)
-        resolve(future, report)
+        future.end(report, None)
 
 
 @dataclass(eq=False)

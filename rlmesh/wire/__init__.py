@@ -1,1 +1,1 @@
-"""What travels between processes: envelopes, the codec of values, failures as plain data. Pure: no sockets."""
+"""The wire format: envelopes, the codec of values, handshakes, failures as plain data. No sockets."""

@@ -1,13 +1,13 @@
-"""Values to frames and back: pickle protocol 5 with out-of-band buffers.
+"""Encodes values as frames and decodes them: pickle protocol 5 with out-of-band buffers.
 
-``encode`` captures: after it returned, the caller may change its arrays and tensors. Frame 0 is the pickle;
-each further frame is one large buffer (numpy array, torch tensor, bytes-like with the buffer protocol).
-``decode`` gives arrays and tensors that the receiver owns and may write to.
+``encode`` captures the value: after it has returned, the caller may change its arrays and tensors. Frame 0 is the
+pickle; each further frame is one large buffer (numpy array, torch tensor, bytes-like with the buffer protocol).
+``decode`` returns arrays and tensors that the receiver owns and may write to.
 
-torch tensors on the CPU travel as raw bytes, in their own dtype and shape, those on a GPU by `rlmesh.memory.device`; a
-tensor that is part of an autograd graph arrives without it. Functions and classes of ``__main__`` are the receiver's
-own where it runs, or has imported, the same program (`rlmesh.wire.main_module`); lambdas and local functions travel by
-value (cloudpickle).
+torch tensors on the CPU travel as raw bytes, in their own dtype and shape, tensors on a GPU by `rlmesh.memory.device`;
+a tensor that is part of an autograd graph arrives without the graph. Functions and classes of ``__main__`` are the
+receiver's own if it runs, or has imported, the same program (`rlmesh.wire.main_module`); lambdas and local functions
+travel by value (cloudpickle).
 
 Never call ``decode`` on bytes from a peer that has not been authenticated: unpickling runs code.
 """
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 Capture: TypeAlias = Callable[[Sequence[memoryview], int], Sequence[Buffer]]
 
 INLINE_LIMIT_BYTES = 4096
-"""Smaller buffers stay inside the pickle: a frame of their own would cost more than the copy."""
+"""Smaller buffers stay inside the pickle: a separate frame would cost more than the copy."""
 
 _MODEST_BYTES = 65536
-"""Nobody caps payloads below."""
+"""Payloads below this size are not checked, since no limit is smaller."""
 
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
-"""Values that pickle's own function writes as well as ours, in a third of the time."""
+"""Types for which ``pickle.dumps`` suffices, in a third of the time of this module's pickler."""
 
 
 class Deferred(Unserializable):
-    """Raised by what cannot be sent by value, but can be where whoever encodes makes room for it."""
+    """Raised while pickling a value that only some encoders can send, such as a future."""
 
 
 def _rebuild_tensor(buffer: Buffer, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Any:
@@ -67,7 +67,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return NotImplemented
     if tensor.device.type != "cpu":
-        return _reduce_elsewhere(tensor)
+        return _reduce_on_device(tensor)
     plain = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -79,17 +79,17 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     return _rebuild_tensor, (pickle.PickleBuffer(raw), tensor.dtype, shape, requires_grad)
 
 
-def _reduce_elsewhere(tensor: torch.Tensor) -> Any:
-    """A tensor in the memory of a device."""
+def _reduce_on_device(tensor: torch.Tensor) -> Any:
+    """Reduce a tensor in the memory of a device."""
     kind, shape = tensor.device.type, tuple(tensor.shape)
     backend = device.backend_for(kind)
     if backend is None:
         return NotImplemented
     nbytes = tensor.numel() * tensor.element_size()
-    what = device.export(backend, tensor, nbytes) if nbytes else b""
+    exported = device.export(backend, tensor, nbytes) if nbytes else b""
     requires_grad = tensor.requires_grad and tensor.is_leaf
     place = (kind, backend.device_of(tensor), nbytes, tensor.dtype, shape)
-    return _rebuild_elsewhere, (pickle.PickleBuffer(what), place, requires_grad)
+    return _rebuild_elsewhere, (pickle.PickleBuffer(exported), place, requires_grad)
 
 
 def _rebuild_elsewhere(buffer: Buffer, place: tuple[str, str, int, Any, tuple[int, ...]], requires_grad: bool) -> Any:
@@ -119,12 +119,12 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
     """Serialize a value.
 
     Args:
-        capture: makes frames of the large buffers, in their order, that no longer change; None copies each. It is
-            told how many bytes the rest of the value has, and may refuse it.
+        capture: makes frames of the large buffers, in order, which no longer change; None copies each buffer. It also
+            gets the size of the rest of the value in bytes, and may refuse the value.
 
     Raises:
-        Unserializable: naming the type that cannot travel.
-        PayloadTooLarge: ``capture`` refuses so much.
+        Unserializable: the value cannot be serialized; the text names its type.
+        PayloadTooLarge: ``capture`` refuses a value of that size.
     """
     if _is_plain(value):
         small = pickle.dumps(value, 5)
@@ -145,7 +145,7 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
     except (Deferred, CallError):
         raise
     except Exception as first:
-        # A local class or a closure deep inside an object that pickle reaches by name: cloudpickle takes those.
+        # cloudpickle also serializes a local class or a closure deep inside an object that pickle sends by name.
         large.clear()
         try:
             whole = by_value(value, buffer_callback=keep)
@@ -164,7 +164,7 @@ def encode(value: Any, capture: Capture | None = None) -> Frames:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is an atom, or the arguments of a call that are atoms."""
+    """True for an atom, and for the arguments of a call if they are atoms."""
     if type(value) is not tuple:
         return type(value) in _ATOMS
     if len(value) != 2:
@@ -174,7 +174,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def decode(frames: Frames) -> Any:
-    """Rebuild a value from its frames. Raises whatever the unpickling raises."""
+    """Rebuild a value from its frames. Errors of unpickling are raised unchanged."""
     if len(frames) == 1:
         return pickle.loads(frames[0])
     buffers = [frame if _is_writable(frame) else bytearray(frame) for frame in frames[1:]]
@@ -182,7 +182,7 @@ def decode(frames: Frames) -> Any:
 
 
 def size_bytes(frames: Frames) -> int:
-    """Bytes of a message's frames; of tickets, those that stand behind them."""
+    """Bytes of a message's frames; a ticket counts with the bytes of its tensor."""
     return sum(ticket.nbytes if (ticket := device.exported_of(f)) else memoryview(f).nbytes for f in frames)
 
 

@@ -1,17 +1,17 @@
-"""Envelopes: who calls what, and which of the packet's frames belong to it.
+"""Envelopes: the headers of messages, and the packets that carry messages with their payloads.
 
-A *packet* is what a transport sends as one unit: a list of frames. Frame 0 is a msgpack list of headers; the
-payload frames of all headers follow in the order of the headers. Messages that are ready in one turn of the
-loop travel in one packet; each header says how many frames are its own, so one bad message fails alone.
+A *packet* is the unit that a transport sends: a list of frames. Frame 0 is a msgpack list of headers; the payload
+frames of all headers follow in the order of the headers. Messages that are ready in one turn of the loop travel in
+one packet; each header says how many frames are its own, so that one bad message fails alone.
 
-Pure: bytes in, values out. Everything that does not fit raises `MalformedFrame`, never anything else.
+No I/O. Malformed input raises `MalformedFrame` and no other exception.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_origin, get_type_hints
 
 import msgpack
 
@@ -25,28 +25,8 @@ Frames: TypeAlias = list[Buffer]
 ANY_INCARNATION = -1
 
 
-class Kind(IntEnum):
-    CALL = 4
-    REPLY = 5
-    CANCEL = 6
-    ITEM = 7
-    CREDIT = 8
-    SHARES = 9
-    GIVE_BACKS = 10
-    KEEP = 11
-    KEPT = 12
-    RELEASE = 13
-    ROOM = 14
-    TAKEN = 15
-    LANE_OFFER = 20
-    OPEN_LANE = 21
-    DETACHED = 22
-    BULK = 23
-    PART = 24
-
-
 class Flag(IntEnum):
-    """What ``Call.flags`` may hold. The rest of a stream's flags is its window: ``STREAM | window << WINDOW_SHIFT``."""
+    """The bits of ``Call.flags``. A stream's flags also hold its window: ``STREAM | window << WINDOW_SHIFT``."""
 
     NO_REPLY = 1
     STREAM = 2
@@ -58,9 +38,10 @@ WINDOW_SHIFT = 8
 
 
 class Call(NamedTuple):
-    """``timeout_s`` is what is left of the caller's deadline, since clocks of two hosts differ.
+    """A call of a method.
 
-    ``chain`` names the serial slots that are held by the calls that led to this one.
+    ``timeout_s`` is the time left until the caller's deadline, since clocks of two hosts differ. ``chain`` names the
+    serial slots that are held by the calls that led to this call.
     """
 
     call_id: int
@@ -73,7 +54,7 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """``ok`` or a failure; where the callee's time went, in nanoseconds."""
+    """The result of a call (``ok``) or its failure, with the callee's times in nanoseconds."""
 
     call_id: int
     ok: bool
@@ -87,28 +68,30 @@ class Cancel(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One item of the stream that the call asked for, from 0 on; a `Reply` with their number ends the stream."""
+    """An item of the stream that the call asked for, numbered from 0; a `Reply` with their count ends the stream."""
 
     call_id: int
     number: int
 
 
 class Credit(NamedTuple):
-    """The consumer of a stream took items: as many more may be sent."""
+    """The consumer of a stream took ``items``, so that the producer may send as many more."""
 
     call_id: int
     items: int
 
 
 class Keep(NamedTuple):
-    """The result of a call, unless it is small, shall stay at the callee until it is fetched. Before a call was sent,
-    ``Flag.KEEP`` says so."""
+    """A request that the callee stores the result of a running call, unless it is small, until it is fetched.
+
+    A call that is not sent yet carries ``Flag.KEEP`` instead.
+    """
 
     call_id: int
 
 
 class StoredReply(NamedTuple):
-    """Instead of a `Reply`: the result stays at the callee under ``token``; times as in `Reply`."""
+    """A reply whose result is stored at the callee under ``token``; times as in `Reply`."""
 
     call_id: int
     token: int
@@ -119,19 +102,19 @@ class StoredReply(NamedTuple):
 
 
 class Release(NamedTuple):
-    """A kept result is no longer needed."""
+    """The caller no longer needs a stored result."""
 
     token: int
 
 
 class Concurrency(NamedTuple):
-    """A method of the sender runs so many calls at once: as many more may be on their way to it."""
+    """A method of the sender runs ``calls`` calls at once, so that the peer may have as many in flight to it."""
 
     calls: int
 
 
 class TakenReplies(NamedTuple):
-    """The number of large replies that the sender has taken in so far on this connection.
+    """The number of large replies that the sender has received so far on this connection.
 
     See `rlmesh.runtime.serving.reply_backlog`.
     """
@@ -139,20 +122,20 @@ class TakenReplies(NamedTuple):
     total: int
 
 
-class Shares(NamedTuple):
-    """Where the sender's shared memory lies: a peer with the same ``place`` can open it."""
+class ShmPlace(NamedTuple):
+    """The place of the sender's shared memory, which peers with an equal ``place`` can open."""
 
     place: str
 
 
-class GiveBacks(NamedTuple):
-    """Loans that have ended: for each slot its segment, number, generation, and how many."""
+class SlotReleases(NamedTuple):
+    """References to slots of shared memory that have ended: segment, slot, generation and count of each."""
 
     items: tuple[tuple[str, int, int, int], ...]
 
 
 class BufferRef(NamedTuple):
-    """In the place of a frame: where in shared memory it lies."""
+    """The place of a frame in shared memory, sent instead of the frame."""
 
     segment: str
     slot: int
@@ -161,19 +144,19 @@ class BufferRef(NamedTuple):
     nbytes: int
 
 
-class LaneOffer(NamedTuple):
-    """Whoever was called takes large payloads over a second connection, at ``port`` (0: at the same address)."""
+class BulkOffer(NamedTuple):
+    """The callee accepts a second connection for large payloads at ``port`` (0: at the same address)."""
 
     token: str
     port: int
 
 
-class OpenLane(NamedTuple):
-    """Whoever was called has a large payload to send: open the second connection."""
+class OpenBulk(NamedTuple):
+    """The callee has a large payload to send and asks the caller to open the second connection."""
 
 
 class Detached(NamedTuple):
-    """A message of another kind whose payload comes over the second connection, under ``number``."""
+    """The header of a message whose payload comes over the second connection, as payload ``number``."""
 
     number: int
     kind: int
@@ -181,19 +164,19 @@ class Detached(NamedTuple):
 
 
 class Bulk(NamedTuple):
-    """The payload ``number``: frames of these sizes, here or in the parts that follow."""
+    """Payload ``number``: frames of these sizes, in this packet or in the parts that follow."""
 
     number: int
     sizes: tuple[int, ...]
 
 
 class BulkPart(NamedTuple):
-    """The next bytes of payload ``number``; none has bytes of two frames."""
+    """The next bytes of payload ``number``; a part has bytes of one frame only."""
 
     number: int
 
 
-LaneHeader: TypeAlias = LaneOffer | OpenLane | Detached | Bulk | BulkPart
+BulkHeader: TypeAlias = BulkOffer | OpenBulk | Detached | Bulk | BulkPart
 Header: TypeAlias = (
     Call
     | Reply
@@ -205,83 +188,61 @@ Header: TypeAlias = (
     | Release
     | Concurrency
     | TakenReplies
-    | Shares
-    | GiveBacks
-    | LaneHeader
+    | ShmPlace
+    | SlotReleases
+    | BulkHeader
 )
 Message: TypeAlias = tuple[Header, Frames]
-Lend: TypeAlias = Callable[[memoryview], BufferRef | None]
-Borrow: TypeAlias = Callable[[list[Buffer | BufferRef]], Frames]
+MakeRef: TypeAlias = Callable[[memoryview], BufferRef | None]
+OpenRefs: TypeAlias = Callable[[list[Buffer | BufferRef]], Frames]
 
-_KIND_OF: dict[type[Any], int] = {
-    Call: int(Kind.CALL),
-    Reply: int(Kind.REPLY),
-    Cancel: int(Kind.CANCEL),
-    Item: int(Kind.ITEM),
-    Credit: int(Kind.CREDIT),
-    Keep: int(Kind.KEEP),
-    StoredReply: int(Kind.KEPT),
-    Release: int(Kind.RELEASE),
-    Concurrency: int(Kind.ROOM),
-    TakenReplies: int(Kind.TAKEN),
-    Shares: int(Kind.SHARES),
-    GiveBacks: int(Kind.GIVE_BACKS),
-    LaneOffer: int(Kind.LANE_OFFER),
-    OpenLane: int(Kind.OPEN_LANE),
-    Detached: int(Kind.DETACHED),
-    Bulk: int(Kind.BULK),
-    BulkPart: int(Kind.PART),
+_HEADERS: dict[int, type[Any]] = {
+    4: Call, 5: Reply, 6: Cancel, 7: Item, 8: Credit, 9: ShmPlace, 10: SlotReleases, 11: Keep, 12: StoredReply,
+    13: Release, 14: Concurrency, 15: TakenReplies, 20: BulkOffer, 21: OpenBulk, 22: Detached, 23: Bulk, 24: BulkPart,
+}  # fmt: skip
+"""The headers by their numbers on the wire."""
+_SHAPES = {
+    kind: (cls, tuple(get_origin(hint) or hint for hint in get_type_hints(cls).values()))
+    for kind, cls in _HEADERS.items()
 }
-_SHAPES: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
-    Kind.CALL: (Call, (int, str, int, str, float, int, tuple)),
-    Kind.REPLY: (Reply, (int, bool, int, int, int)),
-    Kind.CANCEL: (Cancel, (int,)),
-    Kind.ITEM: (Item, (int, int)),
-    Kind.CREDIT: (Credit, (int, int)),
-    Kind.KEEP: (Keep, (int,)),
-    Kind.KEPT: (StoredReply, (int, int, int, int, int, int)),
-    Kind.RELEASE: (Release, (int,)),
-    Kind.ROOM: (Concurrency, (int,)),
-    Kind.TAKEN: (TakenReplies, (int,)),
-    Kind.SHARES: (Shares, (str,)),
-    Kind.GIVE_BACKS: (GiveBacks, (tuple,)),
-    Kind.LANE_OFFER: (LaneOffer, (str, int)),
-    Kind.OPEN_LANE: (OpenLane, ()),
-    Kind.DETACHED: (Detached, (int, int, tuple)),
-    Kind.BULK: (Bulk, (int, tuple)),
-    Kind.PART: (BulkPart, (int,)),
-}
+"""The classes of the headers and the types of their fields, by their numbers."""
+_KIND_OF = {cls: kind for kind, cls in _HEADERS.items()}
+_REF_TYPES = (int, str, int, int, int, int)
 
 
-_LOAN_TYPES = (int, str, int, int, int, int)
+def pack(messages: Sequence[Message], make_ref: MakeRef | None = None) -> Frames:
+    """Join messages into the frames of one packet.
 
-
-def pack(messages: Sequence[Message], lend: Lend | None = None) -> Frames:
-    """Join messages into the frames of one packet; frames that ``lend`` takes are only named."""
+    Args:
+        make_ref: returns the reference to send instead of a frame; None: send the frame itself.
+    """
     headers: list[tuple[Any, ...]] = []
     frames: Frames = [b""]
     for header, payload in messages:
-        loans = []
-        if lend is not None and len(payload) > 1:
-            kept: Frames = []
+        refs = []
+        if make_ref is not None and len(payload) > 1:
+            inline: Frames = []
             for position, frame in enumerate(payload):
-                loan = lend(frame) if type(frame) is memoryview else None
-                if loan is None:
-                    kept.append(frame)
+                ref = make_ref(frame) if type(frame) is memoryview else None
+                if ref is None:
+                    inline.append(frame)
                 else:
-                    loans.append((position, *loan))
-            payload = kept
+                    refs.append((position, *ref))
+            payload = inline
         frames += payload
-        if loans:
-            headers.append((_KIND_OF[type(header)], len(payload), header, loans))
+        if refs:
+            headers.append((_KIND_OF[type(header)], len(payload), header, refs))
         else:
             headers.append((_KIND_OF[type(header)], len(payload), header))
     frames[0] = msgpack.packb(headers)
     return frames
 
 
-def unpack(frames: Sequence[Buffer], borrow: Borrow | None = None) -> list[Message]:
-    """Split a packet into its messages; ``borrow`` fetches what was lent.
+def unpack(frames: Sequence[Buffer], open_refs: OpenRefs | None = None) -> list[Message]:
+    """Split a packet into its messages.
+
+    Args:
+        open_refs: returns a payload's frames with the referenced frames in place of the references.
 
     Raises:
         MalformedFrame: if anything is truncated, of the wrong type, or left over.
@@ -306,9 +267,9 @@ def unpack(frames: Sequence[Buffer], borrow: Borrow | None = None) -> list[Messa
         payload = list(frames[used:end])
         used = end
         if len(entry) == 4:
-            if borrow is None:
-                raise MalformedFrame(f"a {type(header).__name__} lends shared memory to a peer that shares none")
-            payload = borrow(_with_loans(payload, entry[3]))
+            if open_refs is None:
+                raise MalformedFrame(f"a {type(header).__name__} refers to shared memory that this peer does not share")
+            payload = open_refs(_with_refs(payload, entry[3]))
         messages.append((header, payload))
     if used != len(frames):
         raise MalformedFrame(f"{len(frames) - used} frames belong to no message")
@@ -316,15 +277,15 @@ def unpack(frames: Sequence[Buffer], borrow: Borrow | None = None) -> list[Messa
 
 
 def detach(header: Header, number: int) -> Detached:
-    """What is sent in the place of a message whose payload goes another way."""
+    """The message to send instead of a message whose payload goes over the second connection."""
     return Detached(number, _KIND_OF[type(header)], tuple(header))
 
 
 def reattach(message: Detached) -> Header:
-    """The header of the message.
+    """The header of a detached message.
 
     Raises:
-        MalformedFrame: it is none that has a payload.
+        MalformedFrame: a message of its kind has no payload.
     """
     header, _ = _parse((message.kind, 0, message.fields))
     if type(header) not in (Call, Reply, Item):
@@ -332,20 +293,20 @@ def reattach(message: Detached) -> Header:
     return header
 
 
-def _with_loans(payload: Frames, loans: object) -> list[Buffer | BufferRef]:
+def _with_refs(payload: Frames, refs: object) -> list[Buffer | BufferRef]:
     whole: list[Buffer | BufferRef] = list(payload)
-    if type(loans) is not tuple:
-        raise MalformedFrame("a header's loans are not a list")
-    for loan in loans:
-        if type(loan) is not tuple or tuple(map(type, loan)) != _LOAN_TYPES or not 0 <= loan[0] <= len(whole):
-            raise MalformedFrame("a loan is not a position, a segment and four numbers")
-        whole.insert(loan[0], BufferRef(*loan[1:]))
+    if type(refs) is not tuple:
+        raise MalformedFrame("a header's buffer references are not a list")
+    for ref in refs:
+        if type(ref) is not tuple or tuple(map(type, ref)) != _REF_TYPES or not 0 <= ref[0] <= len(whole):
+            raise MalformedFrame("a buffer reference is not a position, a segment and four numbers")
+        whole.insert(ref[0], BufferRef(*ref[1:]))
     return whole
 
 
 def _parse(entry: object) -> tuple[Header, int]:
     if type(entry) is not tuple or not 3 <= len(entry) <= 4:
-        raise MalformedFrame("a header is not a list of kind, frame count, fields and perhaps loans")
+        raise MalformedFrame("a header is not a list of kind, frame count, fields and perhaps buffer references")
     kind, count, values = entry[:3]
     shape = _SHAPES.get(kind) if type(kind) is int else None
     if shape is None:

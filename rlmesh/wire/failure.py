@@ -1,10 +1,10 @@
-"""Exceptions as plain data, and back.
+"""Converts exceptions to plain data and back.
 
-The remote side always sends the type's name, the text, the traceback it formatted itself and the chain of
-causes; the exception's own state is a bonus. The caller raises a class that derives from `RemoteError` *and* from
-the original type, so ``except ValueError`` works; where the type cannot be imported, the two memory layouts
-conflict, or the type steers the interpreter (`remote_type.CONTROL_FLOW`), it is a plain `RemoteError` that knows
-the name.
+The remote side always sends the type's name, the text, the traceback, which it formats itself, and the chain of
+causes; and the exception's own state as far as it can be sent. The caller raises a class that derives from
+`RemoteError` *and* from the original type, so ``except ValueError`` works. Where the type cannot be imported, the two
+memory layouts conflict, or the type has a meaning for the interpreter (`remote_type.CONTROL_FLOW`), the caller raises a
+plain `RemoteError` with the type's name.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class FailureRecord:
     """An exception as data.
 
     Attributes:
-        pickled: the error of a call that the method made itself, which travels as it is; else None.
-        state: what the exception holds.
-        members: the exceptions in it, of an exception group.
+        pickled: the error of a call that the method made itself, which is sent unchanged; else None.
+        state: the exception's attributes, pickled.
+        members: the exceptions of an exception group; else None.
     """
 
     module: str
@@ -74,22 +74,22 @@ def _safely(read: Callable[[], T], otherwise: T) -> T:
 
 
 def _name(error: BaseException) -> tuple[str, str]:
-    """Module and name of its type; of an error that came here from elsewhere, those that it had there."""
+    """Module and name of an error's type; for an error from another process, the names that it had there."""
     cls = type(error)
     module = _safely(lambda: "".join((cls.__module__,)), "?")
     qualname: str = type.__dict__["__qualname__"].__get__(cls)
-    told = remote_type.own_dict(error).get(DETAILS)
+    details = remote_type.own_dict(error).get(DETAILS)
     own_names = ("", qualname, f"{module}.{qualname}")
-    if isinstance(told, CallDetails) and told.remote_type not in own_names:  # It could not be made here as what it was.
-        module, _, qualname = told.remote_type.rpartition(".")
+    if isinstance(details, CallDetails) and details.remote_type not in own_names:  # Its type cannot be made here.
+        module, _, qualname = details.remote_type.rpartition(".")
         module = module or "builtins"
     return module, qualname
 
 
 def message_of(error: BaseException) -> str:
-    """Its text. Never raises."""
+    """The text of an exception. Never raises."""
     try:
-        return "".join((str(error),))  # Of a class of text its plain text.
+        return "".join((str(error),))  # A plain str, even if __str__ returns a subclass.
     except BaseException as broken:
         args = ", ".join(map(remote_type.safe_repr, _safely(lambda: error.args, ())))
         return f"<its __str__ raised {type(broken).__name__}; its arguments: {args or 'none'}>"
@@ -98,18 +98,18 @@ def message_of(error: BaseException) -> str:
 def format_error(error: BaseException) -> str:
     """The traceback as text, beginning with the user's own frame. Never raises."""
     try:
-        told = traceback.TracebackException(type(error), error, _user_traceback(error))
-        _end_in_user_code(told)
-        return "".join(told.format())
+        shown = traceback.TracebackException(type(error), error, _user_traceback(error))
+        _end_in_user_code(shown)
+        return "".join(shown.format())
     except BaseException as broken:
-        why = f"(its own {type(broken).__name__} keeps the rest from being told)"
+        why = f"(the rest cannot be shown, since formatting the error raised {type(broken).__name__})"
         frames = _safely(lambda: "".join(traceback.format_tb(_user_traceback(error))), "")
         return f"Traceback (most recent call last):\n{frames}{'.'.join(_name(error))}: {message_of(error)} {why}\n"
 
 
-def _end_in_user_code(told: traceback.TracebackException) -> None:
-    """Drop the last frames that belong to rlmesh itself, such as those of ``result()``, of an error and its causes."""
-    left, seen = [told], set[int]()
+def _end_in_user_code(shown: traceback.TracebackException) -> None:
+    """Drop the last frames of an error and its causes that belong to rlmesh itself, such as those of ``result()``."""
+    left, seen = [shown], set[int]()
     while left:
         one = left.pop()
         if id(one) in seen:
@@ -124,7 +124,7 @@ def _end_in_user_code(told: traceback.TracebackException) -> None:
 
 
 def _user_traceback(error: BaseException) -> Any:
-    """Drop the leading frames that belong to rlmesh itself: the user's own frame comes first."""
+    """The traceback without leading frames of rlmesh itself, so that the user's own frame comes first."""
     tb = vars(BaseException)["__traceback__"].__get__(error)
     while tb is not None and tb.tb_next is not None and _is_own(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
@@ -140,12 +140,8 @@ def _is_own(filename: str) -> bool:
     return os.path.abspath(filename).startswith(_MACHINERY)
 
 
-def _travels_as_it_is(error: BaseException) -> bool:
-    return isinstance(error, CallError) and not isinstance(error, RemoteError)
-
-
 def _pickled(error: BaseException) -> bytes | None:
-    if not _travels_as_it_is(error):
+    if not isinstance(error, CallError) or isinstance(error, RemoteError):
         return None
     try:
         data = pickle.dumps(error)
@@ -156,7 +152,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _members(error: BaseException) -> tuple[FailureRecord, ...]:
-    """The exceptions in a group. Errors of calls among them keep the member that they came from."""
+    """Records of the exceptions in a group; errors of calls among them keep the member that they came from."""
     assert isinstance(error, BaseExceptionGroup)
     return tuple(map(record, vars(BaseExceptionGroup)["exceptions"].__get__(error)))
 
@@ -166,15 +162,15 @@ def _causes(error: BaseException) -> list[str]:
     seen = {id(error)}
     current: BaseException | None = error
     while current is not None and len(found) < _MAX_CAUSES:
-        following = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-        if following is None or id(following) in seen:
+        cause = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        if cause is None or id(cause) in seen:
             break
-        seen.add(id(following))
+        seen.add(id(cause))
         try:
-            found.append(f"{type(following).__qualname__}: {following}")
+            found.append(f"{type(cause).__qualname__}: {cause}")
         except BaseException:
-            found.append(type(following).__qualname__)
-        current = following
+            found.append(type(cause).__qualname__)
+        current = cause
     return found
 
 
@@ -186,7 +182,7 @@ def rebuild(
     note = f"--- traceback of {member} (pid {failure.pid} on {failure.host}) ---\n{failure.traceback.rstrip()}"
     original = _original(failure)
     if original is not None:
-        # It may be of a call that the method itself had made: what counts here is whether this one ran.
+        # The error may be of a call that the method itself made; `executed` must be about this call.
         remote_type.own_dict(original)["executed"] = failure.executed
         if not type(original).__module__.startswith("rlmesh."):
             remote_type.annotate(original, note)
@@ -196,7 +192,7 @@ def rebuild(
         failure.causes, failure.host, failure.pid,
     )  # fmt: skip
     where = f"[raised by {member} in {method}()]"
-    # Whoever prints an error puts its type before its text; a plain RemoteError does not have that type.
+    # Printing an error shows its type before its text, but a plain RemoteError does not have the original type.
     said = f"{failure.type_name}: {failure.message}" if failure.message else failure.type_name
     error = _instance(failure, details, f"{failure.message} {where}".lstrip(), f"{said} {where}")
     remote_type.annotate(error, note)
@@ -214,7 +210,7 @@ def _original(failure: FailureRecord) -> CallError | None:
 
 
 def _instance(failure: FailureRecord, details: CallDetails, text: str, plain_text: str = "") -> RemoteError:
-    """The error of its own type, with ``text``; or a plain `RemoteError`, with ``plain_text`` where there is one."""
+    """An error of the original type with ``text``; or a plain `RemoteError` with ``plain_text``, if given."""
     values = remote_type.opened(failure.state)
     cls = _find_type(failure)
     base = remote_type.original_type(cls) if cls is not None else None
@@ -231,13 +227,13 @@ def _instance(failure: FailureRecord, details: CallDetails, text: str, plain_tex
 
 
 def _member(failure: FailureRecord, whole: CallDetails) -> CallError:
-    """An exception in a group."""
+    """Rebuild an exception of a group."""
     original = _original(failure)
     if original is not None:
         return original
-    told = remote_type.opened(failure.state).get(DETAILS)
-    if isinstance(told, CallDetails):
-        return _instance(failure, told, failure.message)
+    own = remote_type.opened(failure.state).get(DETAILS)
+    if isinstance(own, CallDetails):
+        return _instance(failure, own, failure.message)
     details = whole._replace(
         remote_type=failure.type_name, remote_message=failure.message, remote_traceback=failure.traceback,
         remote_causes=failure.causes,

@@ -1,11 +1,11 @@
-"""Classes and functions of ``__main__``, so that they are the same objects on both sides.
+"""Sends classes and functions of ``__main__`` so that they are the same objects on both sides.
 
 The module that one process runs as ``__main__`` is imported from the same file in the workers of its job: as
-``__mp_main__`` if it is a script, under its own name if it was run by ``python -m``. Its classes and functions travel
-as references: which program, and which name in it. A receiver that has the same program takes its own object. A
-receiver of another program (a service, a worker whose role is elsewhere) gets a copy, and sends that back by the same
-reference. What has no name that others could import travels by value: of an interactive session, a lambda, a local
-function.
+``__mp_main__`` if it is a script, under its own name if it was run by ``python -m``. Its classes and functions are sent
+as references: the program, and the name in it. A receiver that has the same program takes its own object. A
+receiver of another program (a service, a worker whose role is defined elsewhere) gets a copy, and sends the copy back
+by the same reference. Objects without a name that others could import travel by value: objects of an interactive
+session, lambdas, local functions.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from rlmesh.errors import Unserializable
 __all__ = ["MAIN_ALIAS", "alias_main", "by_value", "program_of", "reduce_object"]
 
 MAIN_ALIAS = "__mp_main__"
-"""The submitter's script is imported under this name, so that its ``if __name__ == "__main__"`` does not run;
-the same name as with multiprocessing."""
+"""The name under which workers import the submitter's script, so that its ``if __name__ == "__main__"`` does not run;
+multiprocessing uses the same name."""
 
 COPY_LIMIT_BYTES = 1 << 18
-"""No larger copy of a class or function goes along for receivers of other programs."""
+"""The largest copy of a class or function that is sent along for receivers of other programs."""
 
 _MAINS = ("__main__", MAIN_ALIAS)
 _MODULE = "-m "
 
 _strangers: dict[tuple[str, str], Any] = {}
-"""What came by value from another program, by reference."""
+"""Objects that came by value from other programs, by reference."""
 _reference_of: dict[int, tuple[str, str]] = {}
-"""The way back, by the object's identity; the objects live as long as the process."""
+"""References of these objects, by ``id()``; the objects live as long as the process."""
 
 
 def program_of(module: ModuleType | None) -> str:
-    """What the program is whose ``__main__`` the module is; empty if nobody else can import it."""
+    """A text that names the program whose ``__main__`` the module is; empty if other processes cannot import it."""
     if module is None:
         return ""
     spec = getattr(module, "__spec__", None)
@@ -55,8 +55,10 @@ _aliased: dict[str, ModuleType] = {}
 
 
 def alias_main() -> None:
-    """In a process that submits a job: the names under which workers import its ``__main__`` mean that module here,
-    too, so that what names a class of it (an exception, a plain pickle) finds the one that the program uses."""
+    """Make ``__main__`` known here under the names by which workers import it, in a process that submits a job.
+
+    A pickle or an exception that names a class of the module then finds the class that the program uses.
+    """
     main = sys.modules.get("__main__")
     program = program_of(main)
     if main is None or not program:
@@ -72,7 +74,7 @@ def _real(file: str) -> str:
 
 
 def reduce_object(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """How a class or a function is pickled that the receiver could not find by its name; None: as any other."""
+    """The reduction of a class or function that the receiver could not find by its name; None: pickle it normally."""
     if (reduced := _reduce_to_reference(obj)) is not None:
         return reduced
     if "<" in obj.__qualname__ or obj.__module__ in _MAINS:
@@ -81,11 +83,11 @@ def reduce_object(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None
 
 
 def by_value(value: Any, *, whole: Any = None, **settings: Any) -> bytes:
-    """A value as cloudpickle writes it, but for what it reaches of ``__main__``, which stays a reference.
+    """Serialize a value with cloudpickle, but classes and functions of ``__main__`` inside it as references.
 
     Args:
-        whole: a class or function that is written by value whatever it is.
-        settings: of the pickler.
+        whole: a class or function that is always serialized by value.
+        settings: arguments of the pickler.
     """
     out = io.BytesIO()
     _by_value_pickler()(out, whole, protocol=5, **settings).dump(value)
@@ -128,7 +130,7 @@ _copies: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
 
 
 def _copy_of(obj: Any) -> bytes:
-    """A class or function by value, for receivers of other programs; empty where that is too much, or cannot be."""
+    """A class or function by value, for receivers of other programs; empty if it is too large or cannot be pickled."""
     found = _copies.get(obj)
     if found is None:
         import cloudpickle

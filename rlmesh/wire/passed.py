@@ -1,8 +1,8 @@
-"""Arguments that are results of other calls: how they are named in a call. Pure.
+"""The payload of calls whose arguments are results of other calls. No I/O.
 
-The payload of a call with ``Flag.PASSED`` is: the frames of the arguments, in which placeholders stand for the
-passed values; the frames of the values that travel along; and one more frame, a msgpack list of how many frames are
-the arguments' and what each value is.
+The payload of a call with ``Flag.PASSED`` is: the frames of the arguments, in which placeholders stand for the passed
+values; the frames of the values that are sent along; and one more frame, a msgpack list with the number of the
+arguments' frames and an entry per value (its number of frames, or a reference to its producer).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHOLE = -1
 
 
 class ItemRange(NamedTuple):
-    """Which items of a value are meant: all of it (``start`` is `WHOLE`), or ``start`` to ``stop`` of ``size``."""
+    """The items of a value that are passed: all (``start`` is `WHOLE`), or ``start`` to ``stop`` of ``size``."""
 
     start: int = WHOLE
     stop: int = 0
@@ -27,7 +27,7 @@ class ItemRange(NamedTuple):
 
 
 class RemoteRef(NamedTuple):
-    """A value that its producer keeps: who that is, the number that it keeps it under, and which part is meant."""
+    """A value that its producer stores: the producer's address, the value's token, and the items that are passed."""
 
     name: str
     endpoint: str

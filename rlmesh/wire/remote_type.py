@@ -1,8 +1,8 @@
-"""Classes and objects of exceptions that another process raised.
+"""Makes the classes and objects of exceptions that another process raised.
 
 The class of such an exception derives from the original type and from `RemoteError`. The object is built without the
-original's ``__init__``, ``__new__``, ``__setattr__`` and ``__reduce__``, any of which may refuse, lie or have effects:
-its state is what the original held.
+original's ``__init__``, ``__new__``, ``__setattr__`` and ``__reduce__``, any of which may fail or have side effects;
+it gets the attributes of the original.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONTROL_FLOW = (
     StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt, asyncio.CancelledError,
     concurrent.futures.CancelledError,
 )  # fmt: skip
-"""Types that mean something to whoever runs the caller's code: an iteration's end, a cancelled task, Ctrl-C."""
+"""Types with a meaning for the code that runs the caller: an iteration's end, a cancelled task, Ctrl-C."""
 
 _TEXT = "_rlmesh_text"
 _NOTES = "__notes__"
@@ -32,7 +32,7 @@ State = Mapping[str, bytes]
 """Pickles of an exception's attributes, by name; its arguments are under ``args``."""
 
 
-# Reading an exception: nothing here runs the exception's own code, save that of the values' pickling.
+# Reading an exception. The only code of the exception that runs here is that of pickling its values.
 
 
 def own_dict(error: BaseException) -> dict[str, Any]:
@@ -41,22 +41,22 @@ def own_dict(error: BaseException) -> dict[str, Any]:
 
 
 def state_of(error: BaseException) -> State:
-    """What the exception holds, without what cannot be sent and what rlmesh itself noted on it."""
+    """The exception's attributes, without those that cannot be sent and those that rlmesh itself set."""
     values: dict[str, Any] = {}
     for cls in reversed(type(error).__mro__):
         for name, descriptor in _members(cls):
             try:
                 value = descriptor.__get__(error, type(error))
             except Exception:
-                continue  # A slot without a value.
-            if value is not None or cls.__module__ != "builtins":  # There None means that it is not set.
+                continue  # a slot without a value
+            if value is not None or cls.__module__ != "builtins":  # in builtins None means "not set"
                 values[name] = value
     own = own_dict(error)
     values.update(own)
     if isinstance(error, RemoteError):
-        told = _details_of(own) if type(error) is not RemoteError else None
+        details = _details_of(own) if type(error) is not RemoteError else None
         for name in _OURS:
-            if name in values and (told is None or values[name] is getattr(told, name, own.get(_TEXT))):
+            if name in values and (details is None or values[name] is getattr(details, name, own.get(_TEXT))):
                 del values[name]
         values.pop(_TEXT, None)
     state = {name: data for name, value in values.items() if (data := _pickled(value)) is not None}
@@ -70,7 +70,7 @@ def _details_of(own: Mapping[str, Any]) -> CallDetails | None:
 
 
 def _members(cls: type) -> list[tuple[str, Any]]:
-    """Slots, and the fields of types that are written in C (``OSError.filename``)."""
+    """The slots of a class, and the fields of types that are written in C (``OSError.filename``)."""
     if cls in (BaseException, object):
         return []
     return [
@@ -104,11 +104,11 @@ def safe_repr(value: Any) -> str:
         return f"<{type(value).__name__}>"
 
 
-# Building one.
+# Building an exception.
 
 
 def opened(state: State) -> dict[str, Any]:
-    """The attributes of a state, as far as they can be rebuilt here."""
+    """The attributes of a state that can be unpickled here."""
     values = {}
     for name, data in state.items():
         try:
@@ -119,7 +119,7 @@ def opened(state: State) -> dict[str, Any]:
 
 
 def plain(message: str, values: Mapping[str, Any], details: CallDetails, text: str) -> RemoteError:
-    """A `RemoteError` and nothing else, with those attributes of the original that have other names."""
+    """A plain `RemoteError`, with the attributes of the original whose names rlmesh does not use."""
     error = RemoteError.__new__(RemoteError, message)
     ours = (*_OURS, "args", "code", DETAILS, "details", "with_traceback", "add_note")
     own_dict(error).update({name: value for name, value in values.items() if name not in ours})
@@ -130,10 +130,10 @@ def plain(message: str, values: Mapping[str, Any], details: CallDetails, text: s
 def build(
     base: type[Exception], args: tuple[Any, ...], values: Mapping[str, Any], details: CallDetails, text: str
 ) -> RemoteError:
-    """An object of the class that is a ``base`` and a `RemoteError`.
+    """An exception that is a ``base`` and a `RemoteError`.
 
     Raises:
-        TypeError: their memory layouts conflict, or ``base`` cannot be derived from.
+        TypeError: the memory layouts conflict, or ``base`` cannot be subclassed.
     """
     cls = combine(base)
     error = _new(cls, args)
@@ -147,7 +147,7 @@ def build(
             try:
                 fields[name].__set__(error, value)
             except Exception:
-                pass  # Read-only: `_new` has set it.
+                pass  # a read-only field, which `_new` has set
         else:
             own[name] = value
     for name, value in (*details._asdict().items(), ("text", text)):
@@ -158,7 +158,7 @@ def build(
 
 
 def _new(cls: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
-    """An empty object, made by the type that is written in C."""
+    """An empty object, made by the ``__new__`` of a base that is written in C."""
     for base in cls.__mro__:
         made = vars(base).get("__new__")
         if not isinstance(made, BuiltinFunctionType):
@@ -166,19 +166,19 @@ def _new(cls: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
         try:
             error = base.__new__(cls, *args)
         except TypeError:
-            continue  # Of a class with several such bases, one of them.
+            continue  # another base may work
         if isinstance(error, RemoteError):
             return error
     raise TypeError(f"{cls.__qualname__} cannot be made")
 
 
 def _defines(base: type[Exception], name: str) -> bool:
-    """Whether the user's class has an attribute of this name: a default, a property, a slot, a method."""
+    """True if the user's class has an attribute of this name: a default, a property, a slot, a method."""
     return any(name in vars(kind) for kind in base.__mro__ if kind not in _BASES and not issubclass(kind, CallError))
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """As ``add_note``, which goes through the exception's own ``__setattr__``."""
+    """Like ``add_note``, but without the exception's own ``__setattr__``."""
     own = own_dict(error)
     notes = own.get(_NOTES)
     own[_NOTES] = [*notes, note] if isinstance(notes, list) else [note]
@@ -195,7 +195,7 @@ def combine(original: type[Exception]) -> type[RemoteError]:
             "__module__": original.__module__, "__qualname__": original.__qualname__, "__str__": _str,
             "__repr__": _repr, "__reduce__": _reduce, "__reduce_ex__": _reduce,
         }  # fmt: skip
-        # The original's attributes come first, except that the codes of rlmesh's errors stay those of their place.
+        # The original's attributes come first, except for rlmesh's own errors, which get the code of a RemoteError.
         ours = issubclass(original, RLMeshError)
         bases = (RemoteError, original) if ours else (original, RemoteError)
         found = type(original.__name__, bases, namespace)
@@ -204,8 +204,8 @@ def combine(original: type[Exception]) -> type[RemoteError]:
 
 
 def original_type(cls: type[BaseException]) -> type[Exception] | None:
-    """The user's exception type in ``cls``, which may be a combined class that passed several processes; None if a
-    caller must not meet it as what it is."""
+    """The user's exception type in ``cls``, which may be a combined class that passed several processes; None if the
+    caller must get a plain `RemoteError`."""
     if issubclass(cls, BaseExceptionGroup) and not issubclass(cls, Exception):
         return ExceptionGroup
     for base in cls.__mro__:

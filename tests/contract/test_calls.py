@@ -243,7 +243,7 @@ def test_cancelling_reaches_queued_and_running_calls(mesh: Mesh, until: Callable
     assert running.result() == "released"
     handle.call("echo", None).result()
     assert member.seen == []
-    assert mesh.caller.pending() == []
+    assert mesh.caller.activity.pending() == []
 
 
 @pytest.mark.parametrize("method", ["sleep", "echo_async"])
@@ -311,7 +311,7 @@ def test_a_pending_future_says_whom_it_waits_for(mesh: Mesh) -> None:
     future = group.call("wait")
     assert member.started.wait(HANG_S)
     assert "A:0.wait() for " in future.waiting_for() and "1 of 1" in future.waiting_for()
-    assert [line.partition(" for ")[0] for line in mesh.caller.pending()] == ["A:0.wait()"]
+    assert [line.partition(" for ")[0] for line in mesh.caller.activity.pending()] == ["A:0.wait()"]
     with pytest.raises(TimeoutError, match=r"still waiting for .*A:0\.wait\(\)"):
         future.result(0.05)
     member.release.set()
@@ -322,7 +322,7 @@ def test_thousands_of_calls_at_once_are_all_answered(mesh: Mesh) -> None:
     handle = mesh.serve("A", Member())[0]
     futures = [handle.call("echo", number) for number in range(5000)]
     assert [future.result(60) for future in futures] == list(range(5000))
-    assert mesh.caller.pending() == []
+    assert mesh.caller.activity.pending() == []
 
 
 _seen: ContextVar[int] = ContextVar("seen", default=0)

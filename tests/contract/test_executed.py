@@ -21,7 +21,7 @@ from rlmesh.errors import (
     StaleIncarnation,
     Unserializable,
 )
-from rlmesh.runtime.calling import calls
+from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 from tests.stalls import HANG_S, Stalls
@@ -94,7 +94,7 @@ def test_death_says_maybe_of_what_was_sent_and_no_of_what_comes_later(mesh: Mesh
         assert "killed by SIGKILL" in str(future.exception())
     later = group[0].call("beside")
     assert executed(later)[:2] == (PeerLost, "no") and "killed by SIGKILL" in str(later.exception())
-    assert mesh.caller.pending() == []
+    assert mesh.caller.activity.pending() == []
 
 
 def test_a_deadline_says_maybe(mesh: Mesh, until: Callable[..., None]) -> None:
@@ -105,7 +105,7 @@ def test_a_deadline_says_maybe(mesh: Mesh, until: Callable[..., None]) -> None:
     assert executed(hasty.call("hold")) == (CallTimeout, "maybe", "A", 0, "hold")
     queued = executed(hasty.call("hold", "queued"))
     assert queued[0] is CallTimeout
-    until(lambda: mesh.runtimes[-1].serving() == ())
+    until(lambda: mesh.runtimes[-1].activity.serving() == ())
     member.release.set()
     assert group[0].call("fail").exception(5) is not None
     assert member.ran == [None], "a call whose deadline passed in the queue never starts"
@@ -124,7 +124,7 @@ def test_what_is_too_large_is_refused_where_it_is_made(mesh: Mesh) -> None:
     member = Member()
     group = mesh.serve("A", member)
     for runtime in mesh.runtimes:
-        runtime.network = replace(runtime.network, max_payload_bytes=1 << 20)
+        runtime.outbound.network = replace(runtime.network, max_payload_bytes=1 << 20)
     with pytest.raises(PayloadTooLarge, match=r"2,000,\d+ bytes are more than .* 1,048,576 bytes"):
         group[0].call("hold", bytes(2_000_000))
     assert member.ran == []
@@ -143,13 +143,13 @@ def test_an_argument_that_cannot_be_sent_is_named(mesh: Mesh) -> None:
     ):
         with pytest.raises(Unserializable, match=rf"^{name} of hold\(\): a value of .* cannot be sent .*lock"):
             call()
-    assert mesh.caller.pending() == []
+    assert mesh.caller.activity.pending() == []
 
 
 def test_a_full_window_holds_a_thread_back_and_never_a_loop(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None], stalls: Stalls
 ) -> None:
-    monkeypatch.setattr(calls, "WINDOW", 4)
+    monkeypatch.setattr(peer_connections, "WINDOW", 4)
     member = Member()
     handle = mesh.serve("A", member)[0]
     handle.call("beside").result()
@@ -166,7 +166,7 @@ def test_a_full_window_holds_a_thread_back_and_never_a_loop(
 
     on_loop = asyncio.run(on_a_loop())
     assert time.monotonic() - began < 2 + stalls.seconds, "a loop is not held back"
-    assert len(mesh.caller.pending()) == 20
+    assert len(mesh.caller.activity.pending()) == 20
     assert executed(handle.options(queue=False).call("hold"))[:2] == (MailboxFull, "no")
     thread.start()
     time.sleep(0.1)
@@ -181,7 +181,7 @@ def test_a_full_window_holds_a_thread_back_and_never_a_loop(
 def test_a_cancelled_call_that_waits_in_line_is_never_sent(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(calls, "WINDOW", 2)
+    monkeypatch.setattr(peer_connections, "WINDOW", 2)
     member = Member()
     handle = mesh.serve("A", member)[0]
 

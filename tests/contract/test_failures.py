@@ -253,7 +253,7 @@ def test_a_group_fails_as_fast_as_a_member_dies(
     group: RoleGroup[Any] = RoleGroup("G", runtime=mesh.caller)
     future = group.call("f")
     collected = group.options(timeout_s=2).call("f", return_exceptions=True)
-    until(lambda: len(mesh.caller.pending()) == 4)
+    until(lambda: len(mesh.caller.activity.pending()) == 4)
     os.kill(rank_2.pid, signal.SIGKILL)
     killed_at = time.monotonic()
     rank_2.wait(HANG_S)

@@ -53,7 +53,7 @@ async def outcomes(plan: FaultPlan) -> dict[str, Any]:
             for name in forms:
                 tasks.create_task(one(name))
                 await asyncio.sleep(0.01)  # Else all of them travel in one packet.
-        assert cluster.caller.pending() == []
+        assert cluster.caller.activity.pending() == []
     return found
 
 

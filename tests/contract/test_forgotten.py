@@ -56,14 +56,14 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # what tests before have forgotten is told now
-    monkeypatch.setattr(unretrieved, "_alike", unretrieved.Alike())
+    monkeypatch.setattr(unretrieved, "_limiter", unretrieved.RepeatLimiter())
 
 
 @pytest.mark.case("n16")
 def test_many_alike_are_told_as_one() -> None:
-    alike, kind, other = unretrieved.Alike(), ("W:0.f()", "ValueError"), ("W:0.f()", "KeyError")
-    assert [alike.skip(kind, now) for now in (0.0, 1.0, 9.9)] == [0, None, None]
-    assert [alike.skip(other, 5.0), alike.skip(kind, 10.1), alike.skip(kind, 30.0)] == [0, 2, 0]
+    limiter, kind, other = unretrieved.RepeatLimiter(), ("W:0.f()", "ValueError"), ("W:0.f()", "KeyError")
+    assert [limiter.skipped(kind, now) for now in (0.0, 1.0, 9.9)] == [0, None, None]
+    assert [limiter.skipped(other, 5.0), limiter.skipped(kind, 10.1), limiter.skipped(kind, 30.0)] == [0, 2, 0]
 
 
 def all_done(group: Any) -> None:

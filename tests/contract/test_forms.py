@@ -154,7 +154,7 @@ def test_from_a_plain_thread(mesh: Mesh, until: Callable[..., None]) -> None:
             group.call("refuse" + suffix, 7).result()
         assert isinstance(caught.value, RemoteError) and caught.value.rank == 1
     check_names(group)
-    until(lambda: mesh.caller.pending() == [])
+    until(lambda: mesh.caller.activity.pending() == [])
 
 
 async def every_form(group: Group) -> None:
@@ -182,7 +182,7 @@ def test_from_another_loop(
     group = serve(mesh)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(every_form(group))
-    until(lambda: mesh.caller.pending() == [])
+    until(lambda: mesh.caller.activity.pending() == [])
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

@@ -100,7 +100,7 @@ def test_all_items_come_in_order(mesh: Mesh, method: str, n: int) -> None:
     handle = mesh.serve("A", Member())[0]
     assert list(handle.stream(method, n)) == list(range(n))
     assert list(handle.options(window=1).stream(method, n)) == list(range(n))
-    assert mesh.caller.pending() == []
+    assert mesh.caller.activity.pending() == []
 
 
 @pytest.mark.parametrize("method", GENERATORS)
@@ -149,7 +149,7 @@ def test_leaving_early_ends_the_generator(mesh: Mesh, until: Callable[..., None]
             break
     gc.collect()  # Only for interpreters that do not count references.
     assert member.closed.wait(HANG_S)
-    until(lambda: mesh.caller.pending() == [])
+    until(lambda: mesh.caller.activity.pending() == [])
     assert member.made < 100
 
     member.closed.clear()
@@ -200,7 +200,7 @@ def test_the_deadline_is_that_of_the_whole_stream(mesh: Mesh, stalls: Stalls) ->
 
 
 def test_the_death_of_a_member_ends_the_stream(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlmesh.runtime.calling.calls.LOSS_GRACE_S", 0.1)
+    monkeypatch.setattr("rlmesh.runtime.calling.peer_connections.LOSS_GRACE_S", 0.1)
     stream = mesh.serve("A", Member())[0].stream("wait_after", 2)
     assert next(stream) == 0
     mesh.runtimes[-1].close()

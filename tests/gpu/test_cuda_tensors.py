@@ -43,7 +43,7 @@ class Pair:
 
     def freed(self) -> bool:
         """Whether this process holds no more device memory than at the start."""
-        self.runtime._lending.exchange.trim(1e9)
+        self.runtime._shm.exchange.trim(1e9)
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() <= self.before
 

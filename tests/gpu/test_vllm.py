@@ -70,7 +70,7 @@ class Engines:
             process.stdin.flush()
         book = AddressBook(1, tuple(MemberAddress(*row) for row in self.rows))
         self.caller.set_address_book(book)
-        until(lambda: self.caller._calls.book == book)
+        until(lambda: self.caller._calls.peers.book == book)
 
     def ask(self, role: str, method: str, *args: Any) -> Any:
         return RoleGroup[Any](role, runtime=self.caller).call(method, *args).result(120)[0]

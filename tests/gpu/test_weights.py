@@ -70,7 +70,7 @@ class Mesh:
             process.stdin.write(json.dumps([1, [row[:4] for row in self.rows]]) + "\n")
             process.stdin.flush()
         self.caller.set_address_book(book)
-        until(lambda: self.caller._calls.book == book)
+        until(lambda: self.caller._calls.peers.book == book)
 
     def sync(self, source: Any = None, *, sinks: slice = slice(None), **options: Any) -> WeightSync:
         group: RoleGroup[Any] = RoleGroup("SINK", runtime=self.caller)

@@ -195,7 +195,7 @@ def test_a_trainer_has_the_handles_of_the_roles(worker: Make) -> None:
         try:
             runtime.set_address_book(AddressBook(1, members))
             known = threading.Event()
-            runtime.call_soon(known.set)
+            runtime.post(known.set)
             assert known.wait(HANG_S)
             assert [handle.name for handle in trainer.actors] == ["ACTOR:0", "ACTOR:1"]
             assert [trainer.rollouts, trainer.references, trainer.rewards, trainer.critics] == [[], [], [], []]

@@ -17,11 +17,20 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlmesh.memory.attach import writable
+from rlmesh.memory.attach import Attachments, writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn, segment_prefix
+from rlmesh.memory.layout import DIRECTORY, Descriptor, SlotRelease, segment_prefix
 
 ANSWER_WITHIN_S = 30.0
+
+
+def borrowed(attachments: Attachments) -> list[dict[str, Any]]:
+    """The slots that a process holds: segment, slot, bytes, views."""
+    return [
+        {"segment": segment.name, "slot": slot.index, "nbytes": slot.nbytes, "views": slot.parts}
+        for segment in attachments._segments.values()
+        for slot in segment.slots.values()
+    ]
 
 
 class Commands:
@@ -46,13 +55,13 @@ class Commands:
     def drop(self, name: str) -> None:
         del self.views[name]
 
-    def give_backs(self) -> dict[Hashable, list[LoanReturn]]:
-        return self.exchange.take_give_backs()
+    def releases(self) -> dict[Hashable, list[SlotRelease]]:
+        return self.exchange.take_releases()
 
     def pass_on(self, name: str, receiver: Hashable) -> Descriptor | None:
         """Lend a view on; the frame is kept until `sent`. None: it would be copied."""
         frame = self.exchange.capture([self.views[name]])[0]
-        descriptor = self.exchange.lend(frame, receiver)
+        descriptor = self.exchange.add_ref(frame, receiver)
         if descriptor is None or descriptor.segment.startswith(self.own):
             return None
         self.frames[name] = frame
@@ -61,16 +70,16 @@ class Commands:
     def put(self, name: str, data: bytes, receiver: Hashable) -> Descriptor | None:
         """A buffer of this process's own pool, lent."""
         self.frames[name] = self.exchange.pool.put([data])[0]
-        return self.exchange.lend(self.frames[name], receiver)
+        return self.exchange.add_ref(self.frames[name], receiver)
 
     def sent(self, name: str) -> None:
         del self.frames[name]
 
-    def receive_give_backs(self, ended: list[LoanReturn], receiver: Hashable) -> None:
-        self.exchange.give_back(ended, receiver)
+    def receive_give_backs(self, ended: list[SlotRelease], receiver: Hashable) -> None:
+        self.exchange.release(ended, receiver)
 
     def borrowed(self) -> list[dict[str, Any]]:
-        return self.exchange.attachments.borrowed()
+        return borrowed(self.exchange.attachments)
 
     def churn(self, descriptors: Sequence[Descriptor], lender: Hashable) -> None:
         """Borrow, write, pass on and drop for ever, until a signal ends it."""
@@ -80,7 +89,7 @@ class Commands:
                 self.exchange.capture([view])
                 writable(view)[:100] = b"x" * 100
                 del view
-                self.exchange.take_give_backs()
+                self.exchange.take_releases()
 
     def close_exchange(self) -> None:
         self.exchange.close(0)

@@ -18,7 +18,7 @@ import torch
 
 from rlmesh.errors import DeviceUnreachable
 from rlmesh.memory import device
-from rlmesh.memory.device import Handle, NotShareable
+from rlmesh.memory.device_backend import Handle, NotShareable
 from rlmesh.memory.native import Buffer
 
 KIND = "meta"

@@ -45,7 +45,7 @@ def main() -> None:
     # All of a segment's pages exist and copies of pages are not the file system's: nothing here can be a bus error.
     del big, little
     kept = [exchange.capture([bytes([i]) * MIB])[0] for i in range(3)]
-    loans = [exchange.lend(frame, "R") for frame in kept]
+    loans = [exchange.add_ref(frame, "R") for frame in kept]
     views = [exchange.borrow([loan], "L")[0] for loan in loans if loan is not None]
     for view in views:
         writable(view)[:] = b"w" * len(view)

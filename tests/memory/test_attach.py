@@ -12,8 +12,9 @@ import pytest
 
 from rlmesh.errors import MalformedFrame, SlotGone
 from rlmesh.memory.attach import Attachments, writable
-from rlmesh.memory.layout import TABLE_BYTES, Descriptor, LoanReturn
+from rlmesh.memory.layout import TABLE_BYTES, Descriptor, SlotRelease
 from rlmesh.memory.pool import SegmentPool
+from tests.memory.borrower import borrowed
 
 SIZE = 300_000
 
@@ -32,7 +33,7 @@ def attachments(job_id: str, woken: list[int]) -> Iterator[Attachments]:
 
 def send(pool: SegmentPool, data: bytes) -> Descriptor:
     """Put and lend; only the loan holds the slot."""
-    descriptor = pool.lend(pool.put([data])[0], "R")
+    descriptor = pool.add_ref(pool.put([data])[0], "R")
     assert descriptor is not None
     return descriptor
 
@@ -42,9 +43,9 @@ def pass_on(attachments: Attachments, view: memoryview) -> memoryview | None:
     return attachments.frame_at(descriptor) if descriptor is not None else None
 
 
-def settle(pool: SegmentPool, attachments: Attachments) -> dict[object, list[LoanReturn]]:
+def settle(pool: SegmentPool, attachments: Attachments) -> dict[object, list[SlotRelease]]:
     ended = attachments.collect()
-    pool.give_back(ended.get("L", []), "R")
+    pool.release(ended.get("L", []), "R")
     return ended
 
 
@@ -57,17 +58,17 @@ def test_a_view_shows_the_slot_and_its_end_gives_it_back(
     part = view[1000:2000]
     del view
     assert woken == []
-    assert attachments.borrowed()[0]["views"] == 1
+    assert borrowed(attachments)[0]["views"] == 1
     del part
     assert woken == [1]
-    assert attachments.collect() == {"L": [LoanReturn(descriptor.segment, descriptor.slot, descriptor.generation, 1)]}
+    assert attachments.collect() == {"L": [SlotRelease(descriptor.segment, descriptor.slot, descriptor.generation, 1)]}
     assert attachments.collect() == {}
-    assert attachments.borrowed() == []
+    assert borrowed(attachments) == []
 
 
 def test_changes_stay_here_and_are_gone_at_the_next_use(pool: SegmentPool, attachments: Attachments) -> None:
     frame = pool.put([b"a" * SIZE])[0]
-    descriptor = pool.lend(frame, "R")
+    descriptor = pool.add_ref(frame, "R")
     assert descriptor is not None
     view = attachments.borrow(descriptor, "L")
     writable(view)[:] = b"z" * SIZE
@@ -90,7 +91,7 @@ def test_two_receivers_in_one_process_do_not_see_each_others_changes(
     pool: SegmentPool, attachments: Attachments
 ) -> None:
     frame = pool.put([b"a" * SIZE])[0]
-    loans = [pool.lend(frame, "R") for _ in range(3)]
+    loans = [pool.add_ref(frame, "R") for _ in range(3)]
     views = [attachments.borrow(loan, "L") for loan in loans if loan is not None]
     for i, view in enumerate(views):
         writable(view)[:] = bytes([i]) * SIZE
@@ -98,19 +99,19 @@ def test_two_receivers_in_one_process_do_not_see_each_others_changes(
     assert frame == b"a" * SIZE
     del view, views[0]
     attachments.collect()
-    fourth = pool.lend(frame, "R")
+    fourth = pool.add_ref(frame, "R")
     assert fourth is not None
     views.append(attachments.borrow(fourth, "L"))  # the first one's changes are still in the cached mapping
     assert views[-1] == b"a" * SIZE
     views.clear()
-    assert [g.loans for g in settle(pool, attachments)["L"]] == [4]
+    assert [g.refs for g in settle(pool, attachments)["L"]] == [4]
     del frame
     assert pool.stats().slots == 0
 
 
 def test_parts_of_one_slot_are_apart(pool: SegmentPool, attachments: Attachments) -> None:
     frames = pool.put([b"a" * 100, b"b" * 100, b"c" * 5000])
-    views = [attachments.borrow(loan, "L") for loan in (pool.lend(f, "R") for f in frames) if loan is not None]
+    views = [attachments.borrow(loan, "L") for loan in (pool.add_ref(f, "R") for f in frames) if loan is not None]
     writable(views[0])[:] = b"z" * 100
     assert [bytes(v[:1]) for v in views] == [b"z", b"b", b"c"]
     del frames, views[1]
@@ -128,16 +129,16 @@ def test_an_unchanged_view_is_passed_on_without_a_copy(pool: SegmentPool, attach
     assert frame is not None and frame.readonly
     writable(view)[8192:9000] = b"z" * 808  # after it was captured
     assert frame == (bytes(range(250)) * 1000)[8192:9000]
-    onward = attachments.lend(frame, "S")
+    onward = attachments.add_ref(frame, "S")
     assert onward == descriptor._replace(offset=descriptor.offset + 8192, nbytes=808)
     assert pass_on(attachments, view[8192:9000]) is None
     assert pass_on(attachments, view[4 * 8192 :]) is not None
     assert pass_on(attachments, memoryview(bytes(SIZE))) is None
     del view, frame
     assert attachments.collect() == {}, "the loan to S holds the slot"
-    assert attachments.give_back([LoanReturn(*descriptor[:3], 1)], "T") == {}
-    assert attachments.give_back([LoanReturn(*descriptor[:3], 1)], "S") == {"L": [LoanReturn(*descriptor[:3], 1)]}
-    assert attachments.borrowed() == []
+    assert attachments.release([SlotRelease(*descriptor[:3], 1)], "T") == {}
+    assert attachments.release([SlotRelease(*descriptor[:3], 1)], "S") == {"L": [SlotRelease(*descriptor[:3], 1)]}
+    assert borrowed(attachments) == []
 
 
 def test_what_a_dead_lender_left_is_passed_on_as_bytes(pool: SegmentPool, attachments: Attachments) -> None:
@@ -145,7 +146,7 @@ def test_what_a_dead_lender_left_is_passed_on_as_bytes(pool: SegmentPool, attach
     frame = pass_on(attachments, view)
     assert frame is not None
     pool.close()  # its owner has ended, and its segment went with it
-    assert attachments.lend(frame, "S") is None, "nobody else can open it"
+    assert attachments.add_ref(frame, "S") is None, "nobody else can open it"
     assert bytes(frame) == b"a" * SIZE
 
 
@@ -153,7 +154,7 @@ def test_a_lost_peer_ends_its_loans_and_is_owed_nothing(pool: SegmentPool, attac
     first, second = send(pool, b"a" * SIZE), send(pool, b"b" * SIZE)
     view, other = attachments.borrow(first, "L"), attachments.borrow(second, "M")
     frame = pass_on(attachments, view)
-    assert frame is not None and attachments.lend(frame, "S") is not None
+    assert frame is not None and attachments.add_ref(frame, "S") is not None
     del view, frame
     attachments.collect()
     assert [g.slot for g in attachments.peer_lost("S")["L"]] == [first.slot]
@@ -166,7 +167,7 @@ def test_a_lost_peer_ends_its_loans_and_is_owed_nothing(pool: SegmentPool, attac
 def test_a_slot_that_holds_something_else_is_gone(pool: SegmentPool, attachments: Attachments) -> None:
     descriptor = send(pool, b"a" * SIZE)
     pool.receiver_lost("R")
-    with pytest.raises(SlotGone, match="lender has ended"):
+    with pytest.raises(SlotGone, match="sender has ended"):
         attachments.borrow(descriptor, "L")
     again = send(pool, b"b" * SIZE)
     assert again.slot == descriptor.slot
@@ -304,7 +305,7 @@ def test_many_threads_send_change_pass_on_and_drop(pool: SegmentPool, attachment
     assert failures == []
     settle(pool, attachments)
     assert pool.stats().slots == 0
-    assert attachments.borrowed() == []
+    assert borrowed(attachments) == []
 
 
 def test_a_view_that_ends_while_the_collector_runs_does_not_block(pool: SegmentPool, attachments: Attachments) -> None:

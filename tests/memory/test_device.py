@@ -66,7 +66,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Later:
 def sent(exchange: MemoryExchange, value: Any, *receivers: Hashable) -> tuple[Frames, list[Descriptor]]:
     """As the runtime sends: captured, lent, the frames dropped."""
     frames = codec.encode(value, lambda buffers, rest: exchange.capture(buffers))
-    loans = [exchange.lend(frames[1], receiver) for receiver in receivers]
+    loans = [exchange.add_ref(frames[1], receiver) for receiver in receivers]
     assert all(loans)
     return frames[:1], [loan for loan in loans if loan is not None]
 
@@ -92,13 +92,13 @@ def test_the_sender_frees_when_the_receiver_has_closed_and_not_before(
     assert len(gpu.allocated()) == 1 and gpu.opened() == []
     value = received(other, head, loan, "S")["x"]
     assert len(gpu.opened()) == 1
-    assert other.take_give_backs() == {}, "not before it has been copied"
+    assert other.take_releases() == {}, "not before it has been copied"
     exchange.trim(0)
     assert len(gpu.allocated()) == 1
     receiver.run()
     assert gpu.opened() == [] and len(gpu.allocated()) == 1, "closed; the sender does not know yet"
     assert torch.equal(values_of(value), VALUES)
-    exchange.give_back(other.take_give_backs()["S"], "R")
+    exchange.release(other.take_releases()["S"], "R")
     assert gpu.allocated() == []
     assert torch.equal(values_of(value), VALUES), "the receiver's own"
 
@@ -109,11 +109,11 @@ def test_each_receiver_of_a_group_must_have_closed(
     head, loans = sent(exchange, on_device(VALUES), "R0", "R1")
     first = received(other, head, loans[0], "S0")
     receiver.run()
-    exchange.give_back(other.take_give_backs()["S0"], "R0")
+    exchange.release(other.take_releases()["S0"], "R0")
     assert len(gpu.allocated()) == 1
     second = received(other, head, loans[1], "S1")
     receiver.run()
-    exchange.give_back(other.take_give_backs()["S1"], "R1")
+    exchange.release(other.take_releases()["S1"], "R1")
     assert gpu.allocated() == []
     assert torch.equal(values_of(first), VALUES) and torch.equal(values_of(second), VALUES)
 
@@ -124,14 +124,14 @@ def test_a_receiver_that_never_looks_or_is_lost_gives_back_too(
     _, (loan,) = sent(exchange, on_device(VALUES), "R")
     view = other.borrow([loan], "S")
     del view  # the call was cancelled before its arguments were decoded
-    exchange.give_back(other.take_give_backs()["S"], "R")
+    exchange.release(other.take_releases()["S"], "R")
     assert gpu.allocated() == []
     head, (loan,) = sent(exchange, on_device(VALUES), "R")
     value = received(other, head, loan, "S")
     exchange.peer_lost("R")  # its link broke, but it lives and still copies
     assert len(gpu.allocated()) == 1 and exchange.pool.stats().lingering_slots == 1
     receiver.run()
-    other.take_give_backs()
+    other.take_releases()
     exchange.trim(0)
     assert gpu.allocated() == [] and torch.equal(values_of(value), VALUES)
 
@@ -153,9 +153,9 @@ def test_what_cannot_be_closed_is_never_freed(
         received(other, head, loan, "S")
         receiver.run()
     assert "could not be closed" in caplog.text
-    assert other.take_give_backs() == {} and len(gpu.allocated()) == 1
+    assert other.take_releases() == {} and len(gpu.allocated()) == 1
     never.clear()
-    exchange.give_back(other.take_give_backs()["S"], "R")
+    exchange.release(other.take_releases()["S"], "R")
     assert gpu.allocated() == []
 
 
@@ -212,7 +212,7 @@ def test_a_device_that_is_hidden_and_bytes_that_are_no_ticket(
     fake_device.install(tmp_path, "FAKE-1")
     with pytest.raises(DeviceUnreachable, match="FAKE-0, which this process cannot see"):
         received(other, head, loan, "S")
-    exchange.give_back(other.take_give_backs()["S"], "R")
+    exchange.release(other.take_releases()["S"], "R")
     assert gpu.allocated() == [], "a receiver that cannot open it gives it back as well"
     for wrong in (b"", b"x" * 4096, b"{}".ljust(4096), b"x" * 100):
         with pytest.raises(MalformedFrame):

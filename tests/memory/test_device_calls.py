@@ -95,10 +95,10 @@ def test_a_peer_without_shared_memory_gets_the_bytes(gpu: FakeBackend, tmp_path:
         member = runtime.peer("M:0", peer.endpoint)
         assert member.call("take", on_device(VALUES)).result() == float(VALUES.sum())
         assert torch.equal(values_of(member.call("give", 50_000).result()), torch.arange(50_000, dtype=torch.float32))
-        assert runtime._lending.exchange.pool.stats().slots == 0
+        assert runtime._shm.exchange.pool.stats().slots == 0
         member.call("pid").result()  # what the member shares is known by now, and not used
         assert member.call("take", on_device(VALUES)).result() == float(VALUES.sum())
-        assert not any(peer.channel.lend for peer in runtime._calls._peers.values())
+        assert not any(peer.channel.make_ref for peer in runtime._calls.peers.by_endpoint.values())
         until(lambda: gpu.allocated() == [] and gpu.opened() == [])
 
 
@@ -131,7 +131,7 @@ def test_a_receiver_is_killed(gpu: FakeBackend, tmp_path: Path, sockets: str, mo
         peer.kill()
         for call in calls:
             assert call.exception() is None or isinstance(call.exception(), PeerLost)
-        pool = runtime._lending.exchange.pool
+        pool = runtime._shm.exchange.pool
         until(lambda: (pool.trim(1e9), gpu.allocated() == [])[1])
 
 

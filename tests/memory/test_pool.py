@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from rlmesh.memory.attach import Attachments
-from rlmesh.memory.layout import Descriptor, LoanReturn
+from rlmesh.memory.layout import Descriptor, SlotRelease
 from rlmesh.memory.native import PARALLEL_BYTES
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.memory.room import MemoryBudget
@@ -26,12 +26,12 @@ from tests.stalls import HANG_S
 MIB = 1 << 20
 
 
-def ended(descriptor: Descriptor, loans: int = 1) -> list[LoanReturn]:
-    return [LoanReturn(descriptor.segment, descriptor.slot, descriptor.generation, loans)]
+def ended(descriptor: Descriptor, loans: int = 1) -> list[SlotRelease]:
+    return [SlotRelease(descriptor.segment, descriptor.slot, descriptor.generation, loans)]
 
 
 def lent(pool: SegmentPool, frame: memoryview, receiver: str = "R") -> Descriptor:
-    descriptor = pool.lend(frame, receiver)
+    descriptor = pool.add_ref(frame, receiver)
     assert descriptor is not None
     return descriptor
 
@@ -51,9 +51,9 @@ def test_a_slot_is_used_again_when_its_frames_and_loans_have_ended(pool: Segment
     assert (first.segment, first.slot, first.generation) == (second.segment, second.slot, second.generation)
     del frames
     assert pool.stats().slots == 1
-    pool.give_back(ended(first), "R")
+    pool.release(ended(first), "R")
     assert pool.stats().slots == 1
-    pool.give_back(ended(second), "R")
+    pool.release(ended(second), "R")
     assert pool.stats().slots == 0
     again = lent(pool, pool.put([b"c" * 9000])[0])
     assert (again.segment, again.slot, again.offset) == (first.segment, first.slot, first.offset)
@@ -65,18 +65,18 @@ def test_a_slice_of_a_frame_can_be_lent(pool: SegmentPool) -> None:
     frame = pool.put([bytes(range(256)) * 64])[0]
     whole, part = lent(pool, frame), lent(pool, frame[300:400])
     assert (part.offset - whole.offset, part.nbytes) == (300, 100)
-    assert pool.lend(memoryview(b"something else"), "R") is None
+    assert pool.add_ref(memoryview(b"something else"), "R") is None
 
 
 def test_give_backs_that_are_late_or_wrong_change_nothing(pool: SegmentPool) -> None:
     frame = pool.put([b"a"])[0]
     loan = lent(pool, frame)
-    pool.give_back(ended(loan), "somebody else")
-    pool.give_back([LoanReturn(loan.segment, loan.slot, loan.generation + 1, 1), LoanReturn("x", 1, 1, 1)], "R")
+    pool.release(ended(loan), "somebody else")
+    pool.release([SlotRelease(loan.segment, loan.slot, loan.generation + 1, 1), SlotRelease("x", 1, 1, 1)], "R")
     del frame
     assert pool.stats().slots == 1
-    pool.give_back(ended(loan), "R")
-    pool.give_back(ended(loan), "R")
+    pool.release(ended(loan), "R")
+    pool.release(ended(loan), "R")
     assert pool.stats().slots == 0
 
 
@@ -215,7 +215,7 @@ def test_frames_outlive_the_pool(job_id: str) -> None:
     pool.close()
     pool.close()
     assert bytes(frame) == b"a" * 5000
-    assert pool.lend(frame, "R") is None
+    assert pool.add_ref(frame, "R") is None
     with pytest.raises(PoolExhausted, match="closed"):
         pool.put([b"x"])
     del frame
@@ -248,7 +248,7 @@ def test_many_threads(pool: SegmentPool) -> None:
                 assert bytes(frame) == data
                 del frame
                 if i % 2:
-                    pool.give_back(ended(loan), str(number))
+                    pool.release(ended(loan), str(number))
             pool.receiver_lost(str(number))
         except BaseException as error:
             failures.append(error)
@@ -323,10 +323,10 @@ class PoolMachine(RuleBasedStateMachine):
         return descriptor, receiver
 
     @rule(loan=loans)
-    def give_back(self, loan: tuple[Descriptor, str] | None) -> None:
+    def release(self, loan: tuple[Descriptor, str] | None) -> None:
         if loan is not None and self.open.get(loan, 0):
             self.open[loan] -= 1
-            self.pool.give_back(ended(loan[0]), loan[1])
+            self.pool.release(ended(loan[0]), loan[1])
 
     @rule(receiver=st.sampled_from("RS"))
     def lose(self, receiver: str) -> None:
@@ -352,7 +352,7 @@ class PoolMachine(RuleBasedStateMachine):
         ranges: dict[str, list[tuple[int, int]]] = {}
         for frame, _ in self.alive:
             probe = lent(self.pool, frame, "probe")
-            self.pool.give_back(ended(probe), "probe")
+            self.pool.release(ended(probe), "probe")
             ranges.setdefault(probe.segment, []).append((probe.offset, probe.offset + probe.nbytes))
         for inside in ranges.values():
             ordered = sorted(each for each in inside if each[0] < each[1])
@@ -386,13 +386,13 @@ def test_a_slot_that_comes_back_in_a_moment_is_waited_for(job_id: str, monkeypat
     data = bytes(32 * MIB)
     first = lent(pool, pool.put([data])[0])
 
-    def give_back() -> None:
+    def release() -> None:
         end = time.monotonic() + 10
         while not pool._waiting and time.monotonic() < end:
             time.sleep(0.001)
-        pool.give_back(ended(first), "R")
+        pool.release(ended(first), "R")
 
-    giver = threading.Thread(target=give_back)
+    giver = threading.Thread(target=release)
     giver.start()
     again = lent(pool, pool.put([data])[0])
     giver.join()

@@ -16,7 +16,7 @@ from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.layout import Descriptor, remove_segments
 from rlmesh.memory.native import PAGE_BYTES
-from tests.memory.borrower import Borrower, borrower, digest
+from tests.memory.borrower import Borrower, borrowed, borrower, digest
 from tests.stalls import HANG_S
 
 SIZE = 3 << 20
@@ -37,12 +37,12 @@ def two(job_id: str) -> Iterator[Borrower]:
 
 def lend(exchange: MemoryExchange, data: bytes, *receivers: str) -> list[Descriptor]:
     frame = exchange.capture([data])[0]
-    found = [exchange.lend(frame, receiver) for receiver in receivers]
+    found = [exchange.add_ref(frame, receiver) for receiver in receivers]
     return [descriptor for descriptor in found if descriptor is not None]
 
 
 def take_back(exchange: MemoryExchange, process: Borrower, name: str) -> None:
-    exchange.give_back(process.do("give_backs").get("main", []), name)
+    exchange.release(process.do("releases").get("main", []), name)
 
 
 def eventually_no_slots(exchange: MemoryExchange) -> bool:
@@ -122,7 +122,7 @@ def test_a_receiver_is_killed(exchange: MemoryExchange, one: Borrower, when: str
         one.do("write", "x", 1)
     if when == "after it let go":
         one.do("drop", "x")
-        one.do("give_backs")  # which get lost
+        one.do("releases")  # which get lost
     one.kill()
     assert exchange.pool.receiver_lost("one") == 1
     assert eventually_no_slots(exchange)
@@ -134,7 +134,7 @@ def test_a_receiver_is_killed_at_any_moment(exchange: MemoryExchange, job_id: st
     for _ in range(8):
         with borrower(job_id, "churn") as process:
             descriptors = [lend(exchange, bytes([i]) * (100_000 * (i + 1)), "churn")[0] for i in range(4)]
-            process.do("give_backs")  # it is up
+            process.do("releases")  # it is up
             process.start("churn", descriptors, "main")
             time.sleep(dice.uniform(0, 0.05))
             os.kill(process.process.pid, signal.SIGKILL)
@@ -172,10 +172,10 @@ def test_forwarding_copies_nothing_and_every_loan_comes_back(
     one.do("sent", "x")
     one.do("write", "x", 9)
     one.do("drop", "x")
-    assert one.do("give_backs") == {}, "two still has it"
+    assert one.do("releases") == {}, "two still has it"
     assert two.do("digest", "y") == digest(DATA)
     two.do("drop", "y")
-    ended = two.do("give_backs")
+    ended = two.do("releases")
     assert list(ended) == ["one"]
     one.do("receive_give_backs", ended["one"], "two")
     take_back(exchange, one, "one")
@@ -199,7 +199,7 @@ def test_a_forwarder_dies_after_the_next_one_opened(exchange: MemoryExchange, on
         lend(exchange, bytes([byte]) * SIZE, "nobody")
     assert two.do("digest", "y") == digest(DATA)
     two.do("drop", "y")
-    two.do("give_backs")
+    two.do("releases")
     exchange.pool.receiver_lost("nobody")
     assert eventually_no_slots(exchange)
 
@@ -226,19 +226,19 @@ def test_to_its_owner_and_back_to_itself(exchange: MemoryExchange, one: Borrower
     one.do("drop", "x")
     assert view == DATA
     assert exchange.pool.stats().segments == 1
-    ended = exchange.take_give_backs()
+    ended = exchange.take_releases()
     assert list(ended) == ["one"], "given back at once: the owner holds it by itself"
     one.do("receive_give_backs", ended["one"], "main")
     take_back(exchange, one, "one")
     assert exchange.pool.stats().slots == 1 and view == DATA
     del view
-    assert exchange.take_give_backs() == {}
+    assert exchange.take_releases() == {}
     assert exchange.pool.stats().slots == 0
 
 
 def test_what_came_home_is_room_before_the_pool_grows(exchange: MemoryExchange, one: Borrower) -> None:
     """Who sends a large value, gets it back and sends the next one needs no second segment, though nobody ran
-    `take_give_backs` in between, and what it wrote to the value is gone."""
+    `take_releases` in between, and what it wrote to the value is gone."""
     for step in range(3):
         data = bytes([step]) * (100 << 20)
         (descriptor,) = lend(exchange, data, "one")
@@ -246,7 +246,7 @@ def test_what_came_home_is_room_before_the_pool_grows(exchange: MemoryExchange, 
         view = exchange.borrow([one.do("pass_on", "x", "main")], "one")[0]
         one.do("sent", "x")
         one.do("drop", "x")
-        one.do("receive_give_backs", exchange.take_give_backs()["one"], "main")
+        one.do("receive_give_backs", exchange.take_releases()["one"], "main")
         take_back(exchange, one, "one")
         assert view == data
         writable(view)[:100] = b"w" * 100
@@ -269,21 +269,21 @@ def test_a_value_that_is_passed_to_and_fro_comes_home(exchange: MemoryExchange, 
     view = exchange.borrow([one.do("pass_on", "v6", "main")], "one")[0]
     one.do("sent", "v6")
     frame = exchange.capture([view])[0]
-    assert exchange.lend(frame, "two") == descriptor
+    assert exchange.add_ref(frame, "two") == descriptor
     two.do("borrow", "v7", descriptor, "main")
     del frame, view
     for i in range(8):
         processes["one" if i % 2 == 0 and i < 7 else "two"].do("drop", f"v{i}")
     for _ in range(4):
         for name, process in processes.items():
-            for lender, ended in process.do("give_backs").items():
+            for lender, ended in process.do("releases").items():
                 if lender == "main":
-                    exchange.give_back(ended, name)
+                    exchange.release(ended, name)
                 else:
                     processes[lender].do("receive_give_backs", ended, name)
-        for lender, ended in exchange.take_give_backs().items():
+        for lender, ended in exchange.take_releases().items():
             processes[str(lender)].do("receive_give_backs", ended, "main")
-    assert one.do("borrowed") == two.do("borrowed") == exchange.attachments.borrowed() == []
+    assert one.do("borrowed") == two.do("borrowed") == borrowed(exchange.attachments) == []
     assert exchange.pool.stats().slots == 0
 
 
@@ -294,8 +294,8 @@ def test_an_owner_is_killed_and_its_values_live_on(exchange: MemoryExchange, one
     assert remove_segments(job_id, "one") == 1
     assert view == DATA
     del view
-    assert exchange.take_give_backs() == {}
-    assert exchange.attachments.borrowed() == []
+    assert exchange.take_releases() == {}
+    assert borrowed(exchange.attachments) == []
 
 
 def test_what_was_sent_last_is_opened_before_the_segments_go(job_id: str, one: Borrower) -> None:
@@ -312,6 +312,6 @@ def test_a_message_that_cannot_be_opened_is_given_back_whole(exchange: MemoryExc
     second = one.do("put", "b", b"b" * SIZE, "main")
     with pytest.raises(SlotGone):
         exchange.borrow([first, second._replace(generation=1 << 40), second], "one")
-    ended = exchange.take_give_backs()["one"]
+    ended = exchange.take_releases()["one"]
     assert sorted(g.slot for g in ended) == sorted([first.slot, second.slot, second.slot])
-    assert [g.loans for g in ended] == [1, 1, 1]
+    assert [g.refs for g in ended] == [1, 1, 1]

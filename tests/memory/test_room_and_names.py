@@ -10,7 +10,7 @@ import pytest
 from rlmesh.errors import MalformedFrame
 from rlmesh.memory.layout import (
     Descriptor,
-    LoanReturn,
+    SlotRelease,
     owner_name,
     place,
     remove_segments,
@@ -117,10 +117,10 @@ def test_what_is_no_descriptor_is_malformed(fields: object) -> None:
     with pytest.raises(MalformedFrame):
         Descriptor.parse(fields)
     with pytest.raises(MalformedFrame):
-        LoanReturn.parse([*fields[:-1], None] if isinstance(fields, list) else fields)
+        SlotRelease.parse([*fields[:-1], None] if isinstance(fields, list) else fields)
 
 
 def test_descriptors_survive_the_wire() -> None:
-    descriptor, ended = Descriptor("rlmesh-j-a-0", 1, 2, 3, 4), LoanReturn("rlmesh-j-a-0", 1, 2, 3)
+    descriptor, ended = Descriptor("rlmesh-j-a-0", 1, 2, 3, 4), SlotRelease("rlmesh-j-a-0", 1, 2, 3)
     assert Descriptor.parse(list(descriptor)) == descriptor
-    assert LoanReturn.parse(list(ended)) == ended
+    assert SlotRelease.parse(list(ended)) == ended

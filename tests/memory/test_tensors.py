@@ -13,7 +13,7 @@ import torch
 
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import LoanReturn
+from rlmesh.memory.layout import SlotRelease
 from tests.memory.borrower import Borrower, borrower, digest
 
 
@@ -24,14 +24,14 @@ def raw(tensor: torch.Tensor) -> memoryview:
 def receive(exchange: MemoryExchange, source: Any) -> memoryview:
     """Through shared memory and back into the same process."""
     frame = exchange.capture([source])[0]
-    descriptor = exchange.lend(frame, "self")
+    descriptor = exchange.add_ref(frame, "self")
     assert descriptor is not None
     return exchange.borrow([descriptor], "self")[0]
 
 
-def settle(exchange: MemoryExchange) -> dict[Hashable, list[LoanReturn]]:
-    ended = exchange.take_give_backs()
-    exchange.give_back(ended.get("self", []), "self")
+def settle(exchange: MemoryExchange) -> dict[Hashable, list[SlotRelease]]:
+    ended = exchange.take_releases()
+    exchange.release(ended.get("self", []), "self")
     return ended
 
 
@@ -76,7 +76,7 @@ def test_pickled_arrays_take_views_as_their_buffers(exchange: MemoryExchange) ->
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     frames = exchange.capture([buffer.raw() for buffer in buffers])
-    loans = [exchange.lend(frame, "self") for frame in frames]
+    loans = [exchange.add_ref(frame, "self") for frame in frames]
     views = exchange.borrow([loan for loan in loans if loan is not None], "self")
     del frames
     loaded = pickle.loads(data, buffers=views)
@@ -114,7 +114,7 @@ def test_small_empty_and_read_only_buffers(exchange: MemoryExchange) -> None:
     read_only.flags.writeable = False
     frames = exchange.capture([b"", np.zeros((0, 5)).reshape(-1).data, b"x" * 100, read_only.data])
     assert [bytes(frame[:3]) for frame in frames[:3]] == [b"", b"", b"xxx"]
-    assert [exchange.lend(frame, "self") is None for frame in frames] == [True, True, True, False]
+    assert [exchange.add_ref(frame, "self") is None for frame in frames] == [True, True, True, False]
     assert frames[3] == read_only.data.cast("B")
 
 
@@ -145,9 +145,9 @@ def test_a_pool_that_is_full_captures_bytes_and_says_so_once(job_id: str, caplog
 
 def test_messages_that_were_not_sent_hold_nothing(exchange: MemoryExchange) -> None:
     frame = exchange.capture([b"x" * 100_000])[0]
-    descriptors = [exchange.lend(frame, "R") for _ in range(3)]
+    descriptors = [exchange.add_ref(frame, "R") for _ in range(3)]
     del frame
-    exchange.give_back_unsent([d for d in descriptors if d is not None], "R")
+    exchange.release_unsent([d for d in descriptors if d is not None], "R")
     assert exchange.pool.stats().slots == 0
 
 
@@ -163,7 +163,7 @@ def test_tensors_that_circulate_among_three(exchange: MemoryExchange, job_id: st
             if dice.random() < 0.5 or not held:
                 data = bytes([step]) * dice.choice([70_000, 300_000, 2 << 20])
                 frame = exchange.capture([data])[0]
-                process.do("borrow", f"v{step}", exchange.lend(frame, name), "main")
+                process.do("borrow", f"v{step}", exchange.add_ref(frame, name), "main")
                 held[f"v{step}"] = (name, digest(data))
                 del frame
                 continue
@@ -196,9 +196,9 @@ def test_tensors_that_circulate_among_three(exchange: MemoryExchange, job_id: st
 
 def _exchange_give_backs(exchange: MemoryExchange, processes: dict[str, Borrower]) -> None:
     for name, process in processes.items():
-        for lender, ended in process.do("give_backs").items():
+        for lender, ended in process.do("releases").items():
             if lender == "main":
-                exchange.give_back(ended, name)
+                exchange.release(ended, name)
             else:
                 processes[str(lender)].do("receive_give_backs", ended, name)
 
@@ -218,10 +218,10 @@ def test_more_than_4_gib(job_id: str) -> None:
     assert bytes(view[-3:]) == b"e\1d"
     part = receive(exchange, _Sparse(70_000))  # the owner's second segment
     frame = exchange.capture([view[: nbytes - 4096]])[0]  # unchanged: not copied
-    descriptor = exchange.lend(frame, "self")
+    descriptor = exchange.add_ref(frame, "self")
     assert descriptor is not None and descriptor.nbytes == nbytes - 4096
     assert exchange.pool.stats().slots == 2
-    exchange.give_back_unsent([descriptor], "self")
+    exchange.release_unsent([descriptor], "self")
     del view, tensor, part, frame
     settle(exchange)
     assert exchange.pool.stats().slots == 0

@@ -46,7 +46,7 @@ def test_errors_list_the_groups_that_there_are() -> None:
         cluster.serve("ACTOR", Rollout(0))
         with pytest.raises(RoleNotFound, match=r"'prefil' \(its groups: prefill, decode\); did you mean prefill\?"):
             RoleGroup("ROLLOUT/prefil").call("which")
-        with pytest.raises(RoleNotFound, match="ACTOR has no group 'prefill', nor any other"):
+        with pytest.raises(RoleNotFound, match="ACTOR has no group 'prefill' and no other group"):
             len(RoleGroup("ACTOR/prefill"))
         with pytest.raises(RoleNotFound, match=r"no role 'ROLOUT'.*did you mean ROLLOUT"):
             len(RoleGroup("ROLOUT/prefill"))

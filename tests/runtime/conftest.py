@@ -40,7 +40,7 @@ class Mesh(InProcessCluster):
 
     def wait_for_books(self, book: AddressBook) -> None:
         """Taking a book is asynchronous."""
-        _until(lambda: all(runtime._calls.book == book for runtime in self.runtimes))
+        _until(lambda: all(runtime._calls.peers.book == book for runtime in self.runtimes))
 
 
 def _until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:

@@ -96,7 +96,7 @@ def test_what_a_member_holds_is_bounded(mesh: Mesh, until: Callable[..., None], 
         other.call("echo", 1).result(HANG_S)
         group[0].call("echo", 1).result(HANG_S)
         futures = [group[0].options(timeout_s=HANG_S).call(method, number % 250) for number in range(CALLS)]
-        until(lambda: len(mesh.runtimes[-1].serving()) == CALLS)
+        until(lambda: len(mesh.runtimes[-1].activity.serving()) == CALLS)
         with stopped(mesh.caller):
             member.gate.set()
             quiet(until, member, other)
@@ -116,11 +116,11 @@ def test_who_takes_nothing_is_cut_off(
     group = mesh.serve("A", member)
     group[0].call("echo", 1).result(HANG_S)
     futures = [group[0].options(timeout_s=HANG_S).call("make", number % 250) for number in range(CALLS)]
-    until(lambda: len(mesh.runtimes[-1].serving()) == CALLS)
+    until(lambda: len(mesh.runtimes[-1].activity.serving()) == CALLS)
     with stopped(mesh.caller):
         member.gate.set()
         until(lambda: "cuts" in caplog.text)
-    assert "has not taken in" in caplog.text and "of its calls wait" in caplog.text
+    assert "has not received" in caplog.text and "of its calls wait" in caplog.text
     errors = [future.exception(HANG_S) for future in futures]
     assert any(isinstance(error, PeerLost) for error in errors)
     assert member.ran < CALLS
@@ -134,11 +134,11 @@ def test_a_caller_that_reads_is_never_behind(mesh: Mesh, until: Callable[..., No
     for _ in range(3):
         futures = [group[0].call("make", number) for number in range(60)]
         assert [int(future.result(HANG_S)[0]) for future in futures] == list(range(60))
-    until(lambda: all(channel.backlog.owed_bytes <= 2 * reply_backlog.TELL_BYTES for channel in _channels(mesh)))
+    until(lambda: all(channel.backlog.unreceived_bytes <= 2 * reply_backlog.TELL_BYTES for channel in _channels(mesh)))
 
 
 def _channels(mesh: Mesh) -> list[Any]:
-    return [channel for runtime in mesh.runtimes for channel in runtime._incoming.values()]
+    return [channel for runtime in mesh.runtimes for channel in runtime.inbound.channels.values()]
 
 
 @pytest.mark.case("a09")
@@ -151,14 +151,14 @@ def test_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(7):
         account.sent(small)
         account.sent(large)
-        assert peer.took(small) == 0
-    assert not account.sets_aside(call)  # type: ignore[arg-type]
+        assert peer.on_received(small) == 0
+    assert not account.set_aside(call)
     account.sent(large)
-    assert account.is_behind and account.sets_aside(call)  # type: ignore[arg-type]
+    assert account.is_behind and account.set_aside(call)
     now[0] += reply_backlog.CUT_OFF_S - 1
     assert not account.is_stuck(now[0])
     for _ in range(4):
-        assert account.told(peer.took(large)) == []
+        assert account.on_taken(peer.on_received(large)) == []
     now[0] += 2
     assert not account.is_stuck(now[0]), "it takes some in"
-    assert account.told(peer.took(large)) == [call] and not account.is_behind
+    assert account.on_taken(peer.on_received(large)) == [call] and not account.is_behind

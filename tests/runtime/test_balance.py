@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlmesh.errors import MailboxFull, UsageError
-from rlmesh.runtime.calling import calls
-from rlmesh.runtime.calling.load_balance import Load, least_busy
+from rlmesh.runtime.calling import peer_connections
+from rlmesh.runtime.calling.peer_table import Load, least_busy
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
 
@@ -78,7 +78,7 @@ def test_call_any_spreads_over_idle_members(mesh: Mesh) -> None:
 def test_without_queueing_a_full_window_is_an_error(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(calls, "WINDOW", 4)
+    monkeypatch.setattr(peer_connections, "WINDOW", 4)
     member = Member(0)
     handle: Any = mesh.serve("A", member)[0]
     handle.call("rank_of").result()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlmesh.errors import MethodNotFound
-from rlmesh.runtime.calling.pending import wait_about
+from rlmesh.runtime.calling.busy_poll import wait_about
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc

@@ -132,4 +132,4 @@ def test_more_than_4_gib_in_one_call() -> None:
         member = caller.peer("M:0", server.endpoint)
         member.call("mirror", 0).result()
         assert member.call("tail", array).result() == (nbytes, 7, 9)
-        assert caller._lending.exchange.exhausted == 0
+        assert caller._shm.exchange.exhausted == 0

@@ -33,8 +33,8 @@ async def _packets(calls: int, *, awaited: bool) -> list[int]:
     """Sizes of the packets of one turn in which so many calls were made."""
     async with Runtime.open(bind=False) as runtime:
         link = Recorder()
-        runtime._calls._connect_link = lambda endpoint: _as_link(link)
-        runtime._calls._knock = lambda channel, endpoint: setattr(channel, "authenticated", True)
+        runtime._calls.connections._connect_link = lambda endpoint: _as_link(link)
+        runtime._calls.connections._shake_hands = lambda channel, endpoint: setattr(channel, "authenticated", True)
         handle = runtime.peer("A:0", "unix:///nowhere")
         first = handle.call("hello")
         await asyncio.sleep(0.01)
@@ -75,8 +75,8 @@ async def test_a_full_turn_is_sent_in_parts_so_that_the_peer_begins() -> None:
 async def test_a_lone_call_leaves_when_it_is_awaited() -> None:
     async with Runtime.open(bind=False) as runtime:
         link = Recorder()
-        runtime._calls._connect_link = lambda endpoint: _as_link(link)
-        runtime._calls._knock = lambda channel, endpoint: setattr(channel, "authenticated", True)
+        runtime._calls.connections._connect_link = lambda endpoint: _as_link(link)
+        runtime._calls.connections._shake_hands = lambda channel, endpoint: setattr(channel, "authenticated", True)
         handle = runtime.peer("A:0", "unix:///nowhere")
         first = handle.call("hello")
         await asyncio.sleep(0.01)

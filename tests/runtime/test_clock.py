@@ -33,7 +33,9 @@ def own_clock() -> Iterator[None]:
 def test_running_time_leaves_standstills_out() -> None:
     source = [100.0]
     told: list[tuple[float, float]] = []
-    running = clock.RunningTime(lambda: source[0], still_s=2.0, told=lambda at, seconds: told.append((at, seconds)))
+    running = clock.RunningTime(
+        lambda: source[0], still_s=2.0, on_suspended=lambda at, seconds: told.append((at, seconds))
+    )
     for step in (0.5, 1.9, 30.0, 0.5, 3600.0, 0.1):
         source[0] += step
         running()

@@ -14,7 +14,7 @@ import pytest
 
 from rlmesh.errors import PeerLost, RemoteError
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime.calling import calls
+from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from tests.runtime.conftest import KEY, Mesh
@@ -75,7 +75,7 @@ def test_a_killed_member_fails_all_its_calls_with_its_last_words(
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
     assert group[0].call("pid").result() == victim.pid
     futures = [group[0].call("nap", 60) for _ in range(100)]
-    until(lambda: len(mesh.caller.pending()) == 100)
+    until(lambda: len(mesh.caller.activity.pending()) == 100)
     os.kill(victim.pid, signal.SIGKILL)
     killed_at = time.monotonic()
     victim.wait(HANG_S)
@@ -106,7 +106,7 @@ def test_a_member_that_dies_before_it_is_up_fails_the_calls_that_wait_for_it(mes
 def test_without_the_agents_word_calls_fail_after_a_short_grace(
     mesh: Mesh, victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, stalls: Stalls
 ) -> None:
-    monkeypatch.setattr(calls, "LOSS_GRACE_S", 0.2)
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.2)
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
     group[0].call("pid").result()
     began = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, until: Callable[..., None]
 ) -> None:
     """Exit handlers, and the end of an interpreter that has loaded much: how it ended is known only afterwards."""
-    monkeypatch.setattr(calls, "LOSS_GRACE_S", 0.4)
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.4)
     monkeypatch.setenv("SLOW_END_S", "1")
     victim: subprocess.Popen[str] = request.getfixturevalue("victim")
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)

@@ -11,7 +11,7 @@ import pytest
 
 from rlmesh.errors import CallTimeout, MailboxFull, PeerLost, Restarting, StaleIncarnation
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime.calling import calls
+from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
@@ -152,7 +152,7 @@ def test_a_lost_connection_of_one_rank_holds_all_back(role: Role, until: Callabl
     dead = next(runtime for runtime in role.mesh.runtimes if runtime.endpoint == role.at[1, 0])
     role.mesh.runtimes.remove(dead)
     dead.close()
-    until(lambda: bool(role.mesh.caller._calls._lost))
+    until(lambda: bool(role.mesh.caller._calls.peers.lost))
     waiting = every_way(role)
     role.publish((1, None), (1, None))
     role.died(1, 0)
@@ -221,7 +221,7 @@ def test_a_cancelled_call_that_waits_begins_nowhere(role: Role) -> None:
     assert role.group.call_batch("update_all", 2, [1, 2]).cancel()
     role.serves(0)
     assert role.group.call("update", 2).result(HANG_S) == [2, 2] and role.began(0) == [[2], [2]]
-    assert role.mesh.caller.pending() == []
+    assert role.mesh.caller.activity.pending() == []
 
 
 def fill(role: Role, rank: int, until: Callable[..., None]) -> list[Any]:
@@ -233,7 +233,7 @@ def fill(role: Role, rank: int, until: Callable[..., None]) -> list[Any]:
 def test_a_full_window_of_one_rank_holds_all_back(
     role: Role, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(calls, "WINDOW", 3)
+    monkeypatch.setattr(peer_connections, "WINDOW", 3)
     role.serves(0)
     held = fill(role, 1, until)
     results = role.group.options(queue=False).call("update", 1, return_exceptions=True).result(HANG_S)
@@ -251,7 +251,7 @@ def test_a_full_window_of_one_rank_holds_all_back(
 def test_a_call_that_waits_for_room_goes_to_the_next_generation_as_a_whole(
     role: Role, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(calls, "WINDOW", 3)
+    monkeypatch.setattr(peer_connections, "WINDOW", 3)
     role.serves(0)
     held = fill(role, 1, until)
     waiting = role.group.call("update", 1)
@@ -268,7 +268,7 @@ def test_a_call_that_waits_for_room_goes_to_the_next_generation_as_a_whole(
 def test_thousands_that_wait_for_room_go_on_in_their_order(
     role: Role, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(calls, "WINDOW", 4)
+    monkeypatch.setattr(peer_connections, "WINDOW", 4)
     role.serves(0)
     made: list[Any] = []
 
@@ -345,16 +345,16 @@ def test_an_idempotent_call_is_not_made_again_by_the_same_generation(
     role: Role, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
     """The connection to one rank breaks and nobody dies: the other one may be in the middle of the first attempt."""
-    monkeypatch.setattr(calls, "LOSS_GRACE_S", 0.05)
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.05)
     role.serves(0)
     future = role.group.options(idempotent=True, timeout_s=HANG_S).call("hold", 1)
     until(lambda: role.began(0) == [[1], [1]])
     server = next(runtime for runtime in role.mesh.runtimes if runtime.endpoint == role.at[1, 0])
 
     def cut() -> None:
-        for link in list(server._incoming):
+        for link in list(server.inbound.channels):
             link.close()
-            server.on_lost(link, "cut")
+            server.inbound.on_lost(link, "cut")
 
     server.post(cut)
     with pytest.raises(PeerLost):
@@ -391,7 +391,7 @@ def test_a_handle_to_an_incarnation_meets_no_other(role: Role) -> None:
     from rlmesh.runtime.handle import MemberHandle
 
     role.serves(0)
-    handles = [MemberHandle[Any](role.mesh.caller, "A:0", incarnation=number) for number in range(3)]
+    handles = [MemberHandle[Any](role.mesh.caller.outbound, "A:0", incarnation=number) for number in range(3)]
     assert handles[0].call("update", 1).result(HANG_S) == 1
     soon = handles[1].call("update", 2)
     role.start(1)

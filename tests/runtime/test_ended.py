@@ -7,8 +7,9 @@ import time
 import pytest
 
 from rlmesh.errors import RLMeshError
-from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, CallRecorder, EndedCall, message_bytes
+from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, CallRecorder, EndedCall
 from rlmesh.runtime.rpc import rpc
+from rlmesh.wire import codec
 from tests.runtime.conftest import Mesh
 from tests.stalls import Stalls
 
@@ -29,38 +30,38 @@ class Echo:
 
 def test_each_member_of_a_group_is_an_edge(mesh: Mesh) -> None:
     group = mesh.serve("E", Echo(), Echo())
-    mesh.caller.take_edges()
+    mesh.caller.activity.call_stats.take_edges()
     for _ in range(64):
         group.call("echo", b"x" * 1000).result()
     group[1].notify("echo", b"")
     with pytest.raises(ValueError):
         group[0].call("fail").result()
-    edges = {(edge.callee, edge.method): edge for edge in mesh.caller.take_edges()}
+    edges = {(edge.callee, edge.method): edge for edge in mesh.caller.activity.call_stats.take_edges()}
     assert set(edges) == {("E:0", "echo"), ("E:1", "echo"), ("E:0", "fail")}
     assert edges["E:0", "echo"].calls == 64 and edges["E:1", "echo"].calls == 65
     assert edges["E:0", "echo"].failed == edges["E:0", "fail"].failed == 0, "an error is an answer"
     for edge in (edges["E:0", "echo"], edges["E:1", "echo"]):
         assert 16_000 <= edge.sent_bytes <= 128_000 and 16_000 <= edge.received_bytes <= 128_000
         assert 0 < edge.method_s <= edge.wall_s
-    assert mesh.caller.take_edges() == ()
+    assert mesh.caller.activity.call_stats.take_edges() == ()
 
 
 def test_large_messages_are_measured_one_by_one(mesh: Mesh) -> None:
     numpy = pytest.importorskip("numpy")
     group = mesh.serve("E", Echo())
-    mesh.caller.take_edges()
+    mesh.caller.activity.call_stats.take_edges()
     group.call("echo", numpy.zeros(1 << 20, numpy.uint8)).result()
-    (edge,) = mesh.caller.take_edges()
+    (edge,) = mesh.caller.activity.call_stats.take_edges()
     assert 1 << 20 <= edge.sent_bytes < (1 << 20) + 2000
     assert 1 << 20 <= edge.received_bytes < (1 << 20) + 2000
 
 
 def test_a_call_without_answer_counts_as_such(mesh: Mesh) -> None:
     group = mesh.serve("E", Echo())
-    mesh.caller.take_edges()
+    mesh.caller.activity.call_stats.take_edges()
     with pytest.raises(RLMeshError):
         group.options(timeout_s=0.05).call("slow").result()
-    edges = mesh.caller.take_edges()
+    edges = mesh.caller.activity.call_stats.take_edges()
     assert [(edge.calls, edge.failed) for edge in edges] == [(1, 1)]
 
 
@@ -125,9 +126,9 @@ def test_only_calls_that_somebody_waited_for_and_that_were_answered_take_time() 
 
 
 def test_what_counts_as_bytes_of_a_message() -> None:
-    assert message_bytes([b"x" * 10]) == 10
-    assert message_bytes([b"x", memoryview(bytes(100))]) == 101
-    assert message_bytes([]) == 0
+    assert codec.size_bytes([b"x" * 10]) == 10
+    assert codec.size_bytes([b"x", memoryview(bytes(100))]) == 101
+    assert codec.size_bytes([]) == 0
 
 
 class Slow:
@@ -141,22 +142,22 @@ class Slow:
 
 def test_the_slowest_members_time_is_not_overhead(mesh: Mesh, stalls: Stalls) -> None:
     group = mesh.serve("S", Slow(0.02), Slow(0.15), Slow(0.05))
-    mesh.caller.take_call_stats()
+    mesh.caller.activity.call_stats.take_stats()
     group.call("work").result()
-    (stats,) = mesh.caller.take_call_stats()
+    (stats,) = mesh.caller.activity.call_stats.take_stats()
     lost_s = stalls.seconds
     assert (stats.role, stats.method, stats.calls) == ("S", "work", 1)
     assert stats.slowest_rank == 1 or lost_s > 0.05
     assert 0.15 <= stats.method_s <= stats.wall_s < 0.5 + lost_s
     assert stats.overhead_s < 0.1 + lost_s
-    assert mesh.caller.take_call_stats() == ()
+    assert mesh.caller.activity.call_stats.take_stats() == ()
 
 
 def test_waiting_behind_another_call_is_queueing(mesh: Mesh, stalls: Stalls) -> None:
     handle = mesh.serve("S", Slow(0.1))[0]
     for future in [handle.call("work") for _ in range(3)]:
         future.result()
-    (stats,) = mesh.caller.take_call_stats()
+    (stats,) = mesh.caller.activity.call_stats.take_stats()
     assert stats.calls == 3
     lost_s = stalls.seconds
     assert 0.25 < stats.queued_s < 0.6 + 2 * lost_s  # 0 + 0.1 + 0.2 and change; a stall may keep two waiting.

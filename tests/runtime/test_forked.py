@@ -223,7 +223,7 @@ def test_a_child_keeps_the_shared_memory_that_its_parent_gives_back(tmp_path: Pa
             def make(self, n): return np.full(1 << 18, n, dtype=np.int64)
 
         def give_backs_arrive(maker, used):
-            while (now := maker._lending.exchange.pool.stats().used_bytes) > used:
+            while (now := maker._shm.exchange.pool.stats().used_bytes) > used:
                 time.sleep(0.01)
 
         with InProcessCluster("unix") as cluster:
@@ -243,8 +243,8 @@ def test_a_child_keeps_the_shared_memory_that_its_parent_gives_back(tmp_path: Pa
             os.write(write, b"x")
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the memory was used again"
             give_backs_arrive(maker, size)
-            maker._lending.exchange.pool.trim(60)  # which a timer does
-            assert maker._lending.exchange.pool.stats().used_bytes == 0
+            maker._shm.exchange.pool.trim(60)  # which a timer does
+            assert maker._shm.exchange.pool.stats().used_bytes == 0
         """,
     )
     assert done.returncode == 0, done.stderr
@@ -284,7 +284,8 @@ def test_forks_at_any_moment_of_calls(tmp_path: Path) -> None:
                 pending = RoleGroup("ECHO").call_rank0("echo", 1)
                 if (pid := os.fork()) == 0:
                     refused = 0
-                    for ask in (lambda: RoleGroup("ECHO").call_rank0("echo", 1), cluster.caller.waiting,
+                    for ask in (lambda: RoleGroup("ECHO").call_rank0("echo", 1),
+                                lambda: cluster.caller.activity.waiting(),
                                 lambda: RoleGroup("ECHO").call_rank0("echo", np.zeros(1 << 16))):
                         try: ask()
                         except UsageError: refused += 1

@@ -61,7 +61,7 @@ def test_what_is_injected_ends_the_connection(
     assert (tcp.handle.call("echo", data).result(HANG_S) == data).all()
     victim = tcp.server if at == "the member" else tcp.caller
     other = tcp.caller if at == "the member" else tcp.server
-    (carrier,) = other._lanes._carriers
+    (carrier,) = other.inbound.bulk._connections
     made = tmp_path / "made"
     other.post(carrier.link.send, ATTACKS[attack](made))  # Bytes in the stream, as another on its path can put there.
     with pytest.raises(PeerLost):
@@ -75,9 +75,9 @@ def test_what_is_injected_ends_the_connection(
 def test_not_even_the_jobs_own_processes_make_calls_over_it(tcp: Tcp) -> None:
     data = np.arange(2 * MIB, dtype=np.uint8)
     tcp.handle.call("echo", data).result(HANG_S)
-    (lane,) = tcp.caller._lanes._carriers.values()
-    assert lane.outgoing is not None
-    link = lane.outgoing._link
+    (lane,) = tcp.caller.inbound.bulk._connections.values()
+    assert lane.sender is not None
+    link = lane.sender._link
     assert isinstance(link, _SealedLink)
     tcp.caller.post(link.send, pack([(CALL._replace(method="keep"), [pickle.dumps(((1,), {}))])]))
     with pytest.raises(PeerLost):

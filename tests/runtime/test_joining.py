@@ -89,7 +89,7 @@ def test_members_are_followed_to_new_addresses_and_their_ends_are_told() -> None
         async with job() as (master, options, _):
             master.publish(1, "loop://old")
             async with Runtime.join(MASTER, key=KEY, network=options) as runtime:
-                assert runtime.default_timeout_s == 42.0
+                assert runtime.outbound.default_timeout_s == 42.0
                 group: RoleGroup[Any] = RoleGroup("A", runtime=runtime)
                 assert await group.call("who") == ["old"]
                 end = ExitInfo("A", 0, 0, 11, None, 9, time.time(), hostname="h")

@@ -135,7 +135,7 @@ def test_the_plain_port_takes_nothing_but_lanes() -> None:
     made = Tcp(over_tcp(private=True))
     try:
         made.handle.call("echo", np.zeros(2 * MIB, np.uint8)).result()
-        port = made.server._transports["plain"]._listener.getsockname()[1]  # type: ignore[attr-defined]
+        port = made.server._transports.by_scheme["plain"]._listener.getsockname()[1]  # type: ignore[attr-defined]
         options = NetworkOptions(transports={"plain": plain})
         with Runtime.start(name="caller", key=KEY, bind=False, network=options) as other:
             future = other.peer("A:0", f"plain://127.0.0.1:{port}").options(timeout_s=10).call("ping")
@@ -186,7 +186,7 @@ def test_a_lost_lane_ends_what_waits_for_it() -> None:
         async with AsyncExitStack() as stack:
             handle, server = await loopback(stack, FaultPlan(), Member())
             assert len(await handle.call("echo", bytes(5000))) == 5000
-            (carrier,) = server._lanes._carriers
+            (carrier,) = server.inbound.bulk._connections
             future = handle.call("numbers", [])
             waiting = handle.call("echo", bytes(5000))
             carrier.link.close()

@@ -120,13 +120,13 @@ class Counter:
 
     def __init__(self, runtime: Runtime) -> None:
         self.nbytes = 0
-        take = runtime.on_packet
+        take = runtime.inbound.on_packet
 
         def on_packet(link: Any, frames: Frames) -> None:
             self.nbytes += sum(memoryview(frame).nbytes for frame in frames)
             take(link, frames)
 
-        runtime.on_packet = on_packet  # type: ignore[method-assign]
+        runtime.inbound.on_packet = on_packet  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(runtime: Runtime) -> int:
-    return len(runtime._dispatcher.kept)
+    return len(runtime._dispatcher.results)
 
 
 def runtime_of(mesh: Mesh, name: str) -> Runtime:
@@ -293,7 +293,7 @@ def test_deadline_and_cancellation_while_an_argument_is_awaited(mesh: Mesh, unti
     assert after.result() == [], "calls behind those that ended go on"
     maker.go.set()
     assert len(made.result()) == LARGE
-    until(lambda: mesh.caller.pending() == [])
+    until(lambda: mesh.caller.activity.pending() == [])
 
 
 def test_results_are_copies_for_each_consumer(mesh: Mesh) -> None:

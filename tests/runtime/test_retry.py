@@ -11,7 +11,7 @@ import pytest
 
 from rlmesh.errors import CallTimeout, PeerLost, Restarting, StaleIncarnation
 from rlmesh.job.status import ExitInfo
-from rlmesh.runtime.calling import calls
+from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.calling.retry import MAX_ATTEMPTS, pause_before_retry
 from rlmesh.runtime.connections.address_book import MemberAddress, member_name
 from rlmesh.runtime.group import RoleGroup
@@ -79,16 +79,16 @@ def break_connections(mesh: Mesh) -> None:
 
     def cut(link: Link) -> None:
         link.close()
-        server.on_lost(link, "it was cut")
+        server.inbound.on_lost(link, "it was cut")
 
-    for link in list(server._incoming):
+    for link in list(server.inbound.channels):
         server.post(cut, link)
 
 
 def test_an_idempotent_call_survives_a_broken_connection(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(calls, "LOSS_GRACE_S", 0.05)
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.05)
     member = Member()
     group = mesh.serve("A", member)
     future = group.options(idempotent=True)[0].call("slow_once", 5)
@@ -100,7 +100,7 @@ def test_an_idempotent_call_survives_a_broken_connection(
 
 
 def test_other_calls_are_told(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]) -> None:
-    monkeypatch.setattr(calls, "LOSS_GRACE_S", 0.05)
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.05)
     member = Member()
     future = mesh.serve("A", member)[0].call("slow_once", 5)
     until(lambda: member.begun == 1)
@@ -135,7 +135,7 @@ def test_a_call_for_an_older_incarnation_finds_the_new_one(mesh: Mesh) -> None:
 def test_a_dead_member_is_not_called_again(mesh: Mesh, until: Callable[..., None], stalls: Stalls) -> None:
     mesh.serve("A", Member())
     mesh.caller.member_lost(ExitInfo("A", 0, 0, 1, None, 9, time.time()))
-    until(lambda: mesh.caller._calls._dead)
+    until(lambda: mesh.caller._calls.peers.dead)
     started = time.monotonic()
     with pytest.raises(PeerLost, match="SIGKILL"):
         RoleGroup("A", runtime=mesh.caller).options(idempotent=True)[0].call("echo", 1).result(HANG_S)
@@ -145,7 +145,7 @@ def test_a_dead_member_is_not_called_again(mesh: Mesh, until: Callable[..., None
 def test_cancelling_and_deadlines_hold_for_all_attempts(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(calls, "LOSS_GRACE_S", 0.05)
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.05)
     member = Member()
     handle = mesh.serve("A", member)[0].options(idempotent=True)
     future = handle.call("slow_once", 1)
@@ -156,4 +156,4 @@ def test_cancelling_and_deadlines_hold_for_all_attempts(
     member.begun = 0
     with pytest.raises(CallTimeout):
         handle.options(timeout_s=0.2).call("slow_once", 1).result()
-    until(lambda: mesh.caller.pending() == [])
+    until(lambda: mesh.caller.activity.pending() == [])

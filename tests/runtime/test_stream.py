@@ -41,7 +41,7 @@ def read(data: bytes, sizes: list[int], limit: int = PACKET_LIMIT_BYTES, widen_a
         assert len(space) > 0, "a reader without room would read for ever"
         count = min(len(space), max(1, sizes[turn % len(sizes)]), len(data) - at)
         space[:count] = data[at : at + count]
-        reader.took(count)
+        reader.on_read(count)
         at, turn = at + count, turn + 1
         while (packet := reader.next_packet(limit)) is not None:
             found.append([bytes(frame) for frame in packet])
@@ -90,7 +90,7 @@ def test_noise_is_no_packet(noise: bytes, sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     ("head", "text"),
     [
-        (struct.pack("<4sI", b"RLM1", 1 << 31), "frames is more"),
+        (struct.pack("<4sI", b"RLM1", 1 << 31), "frames is above this side.s limit"),
         (struct.pack("<4sIQ", b"RLM1", 1, 1 << 63), "above the limit"),
         (struct.pack("<4sIQ", b"RLM1", 1, PACKET_LIMIT_BYTES), "no memory for a frame"),
     ],
@@ -102,9 +102,9 @@ def test_a_packet_that_nobody_can_take_ends_the_stream(head: bytes, text: str, m
 
     reader = PacketReader()
     reader.widen()
-    monkeypatch.setattr(stream, "room", no_memory)
+    monkeypatch.setattr(stream, "allocate", no_memory)
     reader.space()[: len(head)] = head
-    reader.took(len(head))
+    reader.on_read(len(head))
     with pytest.raises(ValueError, match=text):
         reader.next_packet(PACKET_LIMIT_BYTES)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlmesh.runtime.connections import pool_trimmer
-from rlmesh.runtime.connections.pool_trimmer import EVERY_S, IDLE_S, Trimmer
+from rlmesh.runtime.connections.pool_trimmer import EVERY_S, IDLE_S, PoolTrimmer
 from rlmesh.runtime.process.loops import Posts
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
@@ -39,9 +39,9 @@ class _Held:
 def test_the_timer_runs_while_there_is_memory_and_gives_idle_memory_back() -> None:
     held = _Held()
     with VirtualLoop() as loop:
-        trimmer = Trimmer(held, loop, Posts(loop).put)
+        trimmer = PoolTrimmer(held, loop, Posts(loop).put)
         for _ in range(3):
-            trimmer.want()
+            trimmer.start()
         loop.advance(5 * EVERY_S + 1)
         assert held.threads == [] and trimmer._timer is not None, "in use: looked at, nothing else"
         held.idle = True
@@ -52,7 +52,7 @@ def test_the_timer_runs_while_there_is_memory_and_gives_idle_memory_back() -> No
         loop.advance(0.001)
         assert trimmer._timer is None, "no timer without memory"
         held.nbytes = 1
-        trimmer.want()
+        trimmer.start()
         loop.advance(0.001)
         assert trimmer._timer is not None
         trimmer.close()
@@ -86,10 +86,10 @@ def test_a_job_that_lives_on_gives_its_segments_back(
             monkeypatch.setattr(pool_trimmer, "IDLE_S", 60.0)
             data = np.arange(1 << 20)
             assert member.call("take", data).result() == (1 << 20) - 1
-            assert client._lending.exchange.pool.stats().segments == 1
+            assert client._shm.exchange.pool.stats().segments == 1
             monkeypatch.setattr(pool_trimmer, "IDLE_S", 0.1)
             assert callable(until)
-            until(lambda: client._lending.exchange.is_empty() and server._lending.exchange.is_empty())
+            until(lambda: client._shm.exchange.is_empty() and server._shm.exchange.is_empty())
             assert segments() == []
 
 
@@ -103,7 +103,7 @@ def test_who_does_not_know_the_jobs_name_gets_bytes() -> None:
         server.serve("S:0", _Giver())
         array = tool.peer("S:0", server.endpoint).call("give", 1 << 20).result()
         assert array.shape == (1 << 20,) and not array.any()
-        assert tool._lending.exchange.attachments.is_empty
+        assert tool._shm.exchange.attachments.is_empty
 
 
 class _Giver:

@@ -38,7 +38,7 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
     group = mesh.serve("A", member)
     mesh.addresses[:] = [MemberAddress("A", 0, 0, mesh.addresses[0].endpoint, pid=os.getpid())]
     mesh.publish(MemberAddress("B", 0, 0, None))
-    mesh.caller.read_last_lines(lambda role, rank: f"{role}-{rank} said this")
+    mesh.caller.outbound.peers.last_line_of = lambda role, rank: f"{role}-{rank} said this"
     future = group[0].call("wait")
     queued = group[0].call("next_in_line")
     until(lambda: "(connected; process" in future.waiting_for())
@@ -47,25 +47,25 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
     assert f"(connected; process {os.getpid()} " in text and text.endswith("; its last line: A-0 said this")
     unbound = RoleGroup("B", runtime=mesh.caller).call("wait")
     assert "1 of 1 members" in unbound.waiting_for() and "its address is not known yet" in unbound.waiting_for()
-    until(lambda: len(mesh.runtimes[-1].serving()) == 2 and len(mesh.caller.pending()) == 3)
-    waiting = mesh.caller.waiting()
+    until(lambda: len(mesh.runtimes[-1].activity.serving()) == 2 and len(mesh.caller.activity.pending()) == 3)
+    waiting = mesh.caller.activity.waiting()
     assert [(w.name, w.method) for w in waiting] == [("A:0", "wait"), ("A:0", "next_in_line"), ("B:0", "wait")]
     assert 0 < waiting[0].since_s < 60 and 1700 < waiting[0].left_s < 1800
-    until(lambda: mesh.runtimes[-1].serving()[0].runs)
-    running, in_line = mesh.runtimes[-1].serving()
+    until(lambda: mesh.runtimes[-1].activity.serving()[0].runs)
+    running, in_line = mesh.runtimes[-1].activity.serving()
     assert str(running).startswith("A:0.wait() for caller runs for ")
     assert str(in_line).startswith("A:0.next_in_line() for caller is queued for ")
     member.release.set()
     future.result(HANG_S)
     queued.result(HANG_S)
-    assert unbound.cancel() and mesh.caller.waiting() == ()
-    until(lambda: mesh.runtimes[-1].serving() == ())
+    assert unbound.cancel() and mesh.caller.activity.waiting() == ()
+    until(lambda: mesh.runtimes[-1].activity.serving() == ())
 
 
 def test_a_dead_members_end_is_told(mesh: Mesh, until: Callable[..., None]) -> None:
     mesh.publish(MemberAddress("A", 0, 0, None))
     mesh.caller.member_lost(ExitInfo("A", 0, 0, 7, None, 9, time.time(), hostname="h"))
-    until(lambda: mesh.caller._calls._dead)
+    until(lambda: mesh.caller._calls.peers.dead)
     failed = RoleGroup("A", runtime=mesh.caller)[0].call("wait").exception(10)
     assert "A rank 0 (pid 7 on h) killed by SIGKILL" in str(failed)
 

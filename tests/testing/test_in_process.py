@@ -50,7 +50,7 @@ def test_hours_pass_in_virtual_time() -> None:
     async def main() -> int:
         async with InProcessCluster(plan=FaultPlan(delay_s=(0.0, 60.0))) as cluster:
             cluster.serve("SCORER", Scorer())
-            cluster.caller.default_timeout_s = 4000
+            cluster.caller.outbound.default_timeout_s = 4000
             return await total_async(["a", "bc"])
 
     with VirtualLoop() as loop:

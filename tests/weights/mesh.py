@@ -55,7 +55,7 @@ class WeightMesh:
         book = AddressBook(self._version, tuple(self._addresses.values()))
         for each in self._runtimes.values():
             each.set_address_book(book)
-        until(lambda: all(each._calls.book == book for each in self._runtimes.values()))
+        until(lambda: all(each._calls.peers.book == book for each in self._runtimes.values()))
 
     def runtime(self, member: str) -> Runtime:
         return self._runtimes[member]

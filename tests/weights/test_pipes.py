@@ -95,5 +95,5 @@ def test_bytes_that_nobody_touched_arrive() -> None:
     ],
 )
 def test_bytes_that_somebody_changed_are_refused(change: Change) -> None:
-    with pytest.raises(AlteredBytes, match="not those that were sent"):
+    with pytest.raises(AlteredBytes, match="not the weights that were sent"):
         sent_and_received(change)

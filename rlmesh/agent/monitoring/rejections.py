@@ -31,7 +31,7 @@ class RejectionReporter:
 
     def start(self) -> None:
         """Report until the runtime's loop ends. Can be called from any thread."""
-        self._runtime.call_soon(self._again)
+        self._runtime.post(self._again)
 
     def flush(self) -> None:
         """Report counts that were not reported yet. Never waits and never fails."""

@@ -69,14 +69,14 @@ class CallReporter:
         self._trace: CallTrace | None = None
 
     def start(self) -> None:
-        self._runtime.call_soon(self._again)
+        self._runtime.post(self._again)
 
     def note_calls(self) -> None:
         """Trace single calls as well, from now on. On the runtime's loop."""
         if self._trace is None:
             role, _, rank = self._name.rpartition(":")
             self._trace = CallTrace(self._run_dir, role, int(rank))
-            self._runtime.trace_calls(self._trace.add)
+            self._runtime.activity.call_stats.trace = self._trace.add
 
     def close(self) -> None:
         """Send and write the remaining reports. Can be called from any thread."""
@@ -86,7 +86,7 @@ class CallReporter:
 
     def flush(self) -> None:
         """Send the edges seen since the last time. Can be called from any thread; never waits and never fails."""
-        if edges := self._runtime.take_edges():
+        if edges := self._runtime.activity.call_stats.take_edges():
             self._master.notify("observed", self._name, edges)
 
     def _again(self) -> None:
@@ -94,19 +94,19 @@ class CallReporter:
 
     def _report_blocked(self) -> None:
         try:
-            waits = self._runtime.blocked(QUEUED_S)
+            waits = self._runtime.activity.blocked(QUEUED_S)
         except Exception:  # it inspects frames of unknown code
             logger.exception("%s cannot report what waits here", self._name)
             return
         if waits or self._was_blocked:
-            self._runtime.notify_aside(self._master, "blocked", self._name, self._incarnation, waits)
+            self._runtime.activity.notify_aside(self._master, "blocked", self._name, self._incarnation, waits)
         self._was_blocked = bool(waits)
 
     def _report_running_on(self) -> None:
         """Report calls that run although they were cancelled or timed out."""
-        calls = [call for call in self._runtime.running_on(EVERY_S) if not call.method.startswith("@")]
+        calls = [call for call in self._runtime.activity.running_on(EVERY_S) if not call.method.startswith("@")]
         if calls or self._ran_on:
-            self._runtime.notify_aside(
+            self._runtime.activity.notify_aside(
                 self._master, "runs_on", self._name, self._incarnation, tuple(calls[:MOST_SHOWN])
             )
         self._ran_on = bool(calls)

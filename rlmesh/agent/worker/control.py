@@ -206,7 +206,7 @@ class Orders:
         if again or self.phase == "starting":
             raise Terminated
         self.ask_to_stop("SIGTERM")
-        self._runtime.call_soon(self._remind)
+        self._runtime.post(self._remind)
         self.give("end", now=True)  # while run() runs: taken when it returns
 
     def _remind(self) -> None:
@@ -295,13 +295,13 @@ class Control:
     async def pending(self, member: str = "") -> tuple[tuple[Waiting, ...], tuple[Serving, ...]]:
         """The calls that this member waits for, and the calls that it has not answered. The waits of a process of
         several members are reported for the first member."""
-        waits = self._runtime.waiting() if member in ("", self._name) else ()
+        waits = self._runtime.activity.waiting() if member in ("", self._name) else ()
         return waits, tuple(self._calls_of(member))
 
     @rpc
     async def refuse_queued(self, calls: tuple[CallKey, ...], text: str) -> None:
         """Refuse calls that are queued here and would never begin, since they are part of a deadlock."""
-        self._runtime.refuse_queued(calls, text)
+        self._runtime.activity.refuse_queued(calls, text)
 
     @rpc
     async def stacks(self) -> str:
@@ -330,12 +330,12 @@ class Control:
         return MemberProgress(
             run_s=None if began is None else time.monotonic() - began,
             calls=tuple(call for call in self._calls_of(member) if call.runs),
-            quiet_s=self._runtime.quiet_s(),
-            waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.waiting())),
+            quiet_s=self._runtime.activity.quiet_s(),
+            waits=tuple(dict.fromkeys(waiting.name for waiting in self._runtime.activity.waiting())),
         )
 
     def _calls_of(self, member: str) -> Iterator[Serving]:
-        for call in self._runtime.serving():
+        for call in self._runtime.activity.serving():
             if call.method.startswith(f"{member}.") if member else not call.method.startswith(CONTROL):
                 yield call
 
@@ -371,9 +371,9 @@ class MasterLink:
         self._orders.listen(listener)
 
     def tell_listeners(self) -> None:
-        self._runtime.note_activity()
+        self._runtime.activity.note_activity()
         self._orders.tell_listeners()
         self._runtime.run_waiting_main()
 
     def take_call_stats(self) -> tuple[CallStats, ...]:
-        return self._runtime.take_call_stats()
+        return self._runtime.activity.call_stats.take_stats()

@@ -93,7 +93,7 @@ class Reaper:
 
     def start(self, runtime: Runtime) -> None:
         """Check until the runtime ends."""
-        runtime.call_soon(self._again)
+        runtime.post(self._again)
 
     def _again(self) -> None:
         self.look()

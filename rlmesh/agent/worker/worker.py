@@ -219,10 +219,10 @@ class WorkerMember:
             node_rank=spec.node_rank,
         )
         with runtime:
-            runtime.default_timeout_s = spec.call_timeout_s
+            runtime.outbound.default_timeout_s = spec.call_timeout_s
             self._runtime = runtime
-            runtime.call_soon(stacks.take_signals, spec.socket_dir, spec.role, spec.rank)
-            runtime.read_last_lines(self._last_line_of)
+            runtime.post(stacks.take_signals, spec.socket_dir, spec.role, spec.rank)
+            runtime.outbound.peers.last_line_of = self._last_line_of
             master = runtime.peer(MASTER, spec.master_endpoint)
             self._master = master.options(timeout_s=MASTER_TIMEOUT_S, idempotent=True)
             self._outbox = Outbox(runtime, master, f"{self.name}.{spec.incarnation}/{os.getpid()}")
@@ -250,7 +250,7 @@ class WorkerMember:
             set_default_runtime(runtime)
             code = self._guarded(self._work)
             reporter.close()
-            runtime.call_soon(rejections.flush)
+            runtime.post(rejections.flush)
             self._outbox.drain(LAST_REPORTS_S)
             self._outbox.close()
             self._by_signal = self._orders.terminated and code == 0
@@ -307,11 +307,11 @@ class WorkerMember:
         self._orders.runs = runner.spec.name if runner is not None else ""
         self._await_book()
         for role in self._roles:
-            with self._runtime.occupied(f"{role.spec.name}.setup()"):
+            with self._runtime.activity.occupied(f"{role.spec.name}.setup()"):
                 self._attempt(role, "setup() failed", partial(role.hook, "setup"))
             if (restart := role.spec.restart) is not None:
                 event = restart.with_restored(role.spec.rank, role.restored)
-                with self._runtime.occupied(f"{role.spec.name}.on_restart()"):
+                with self._runtime.activity.occupied(f"{role.spec.name}.on_restart()"):
                     self._attempt(role, "on_restart() failed", partial(role.hook, "on_restart", event))
         self._attempt(
             first, "does not have what the plan gave it", lambda: check_torch_devices(self.name, self.spec.devices)
@@ -418,10 +418,10 @@ class WorkerMember:
                     raise
 
         self._orders.run_began_at = time.monotonic()
-        with self._runtime.main_busy(), self._runtime.occupied(f"{role.spec.name}.run()"):
+        with self._runtime.main_busy(), self._runtime.activity.occupied(f"{role.spec.name}.run()"):
             self._attempt(role, "run() failed", call)
         self._orders.run_began_at = None
-        self._runtime.await_answers(LAST_ANSWERS_S)  # so that a failure that nobody waited for is in the log
+        self._runtime.activity.await_answers(LAST_ANSWERS_S)  # so that a failure that nobody waited for is in the log
         self._outbox.drain(MASTER_TIMEOUT_S)  # the job may end when the master learns that run() has ended
         self._call_master("run_finished", *role.spec.key)
 

@@ -1,1 +1,1 @@
-"""The caller's side of calls: submission, pending calls, retries, and what a caller knows of its peers."""
+"""The caller's side of calls: submission, pending calls, retries, and a caller's knowledge of its peers."""

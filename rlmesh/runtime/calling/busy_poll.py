@@ -1,12 +1,12 @@
-"""Waiting for a quick answer without going to sleep.
+"""Busy polling: wait for a quick answer without going to sleep.
 
-A core that has gone idle needs longer to wake than most short calls take: 30 to 60 µs on a virtual machine, of 150. And
-an answer that the runtime's loop reads for another thread wakes two threads, one after the other. So whoever waits for
-the only call on its way, of a member whose last answer was quick, looks for the answer itself, until it is there or no
-longer quick: a loop between its other tasks, which run meanwhile as ever, a plain thread without a pause.
+An idle core needs longer to wake up than most short calls take: 30 to 60 µs on a virtual machine, of 150. An answer
+that the runtime's loop reads for another thread wakes two threads, one after the other. So if only one call is in
+flight, and its member answered the last call quickly, the waiting thread polls for the answer until the answer is there
+or is no longer quick. A waiting loop polls between its other tasks, a plain thread without a pause.
 
-Where the waiting thread is not the runtime's own, it reads the connection in the loop's place (`StreamLink.read_here`),
-and takes nothing but a lone answer that carries its value with it; everything else stays with the loop.
+A thread other than the runtime's own reads the connection in place of the loop (`StreamLink.read_here`). It takes only
+a packet with a single answer whose value lies in the packet; the loop reads everything else.
 """
 
 from __future__ import annotations
@@ -15,44 +15,52 @@ import asyncio
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import Future as PlainFuture
+from concurrent.futures import wait
+from typing import Any
 
 from rlmesh.errors import MalformedFrame
+from rlmesh.runtime.calling.pending import PendingCall
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.serving.reply_backlog import is_large
+from rlmesh.runtime.transport.base import Link
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import Frames, Message, Reply, TakenReplies, unpack
 
-if TYPE_CHECKING:
-    from rlmesh.runtime.calling.pending import PendingCall
-
 
 class BusyPoll:
-    """Of one runtime. From any thread; one call is waited for in this way at a time.
+    """The busy polling of one runtime: for one call at a time, from any thread.
 
     Args:
-        thread: the runtime's loop runs there.
-        limit_s: an answer that takes longer is not waited for in this way, nor is the next one of that member.
+        thread: the thread of the runtime's loop.
+        limit_s: an answer that takes longer is not polled for, nor is the next answer of that member.
+        in_flight: the number of calls without an answer.
+        on_reply: handles an answer.
     """
 
-    def __init__(self, thread: int, limit_s: float) -> None:
+    def __init__(
+        self, thread: int, limit_s: float, in_flight: Callable[[], int], on_reply: Callable[[Link, Reply, Frames], None]
+    ) -> None:
         self.limit_s = limit_s
         self._thread, self._limit_ns = thread, int(limit_s * 1e9)
+        self._in_flight, self._on_reply = in_flight, on_reply
         self._call: PendingCall | None = None
         self.turns = 0
-        """How often somebody looked."""
+        """The number of looks so far."""
 
     def await_answer(self, call: PendingCall) -> None:
-        """The call, which was sent, is awaited on the running loop, if there is one."""
+        """Poll for the answer of a call that was sent, on the running loop if there is one."""
         loop = asyncio._get_running_loop()
         if loop is not None and self._is_quick(call) and self._may_poll(call):
             self._begin(call, 0)
             loop.call_soon(self._turn, call, loop)
 
     def block(self, call: PendingCall, due_s: float | None = None) -> None:
-        """A plain thread waits for the call: returns when it has ended, or is no longer quick.
+        """Poll on a plain thread until the call has ended or is no longer quick.
 
         Args:
-            due_s: the answer is expected so long after the call was made, whatever its member took for the last one.
+            due_s: the expected duration of the whole call, whatever the member's last call took.
         """
         if not (due_s is not None or self._is_quick(call)) or not self._may_poll(call):
             return
@@ -60,7 +68,7 @@ class BusyPoll:
         try:
             while self._goes_on(call):
                 self._look(call)
-                os.sched_yield()  # On few cores, to whoever makes the answer.
+                os.sched_yield()  # With few cores, the callee may need this one.
         finally:
             self._call = None
 
@@ -68,7 +76,7 @@ class BusyPoll:
         return call.peer is not None and 0 < call.peer.answer_ns < self._limit_ns
 
     def _begin(self, call: PendingCall, due_ns: int) -> None:
-        call.look_until_ns = call.started_ns + due_ns + self._limit_ns
+        call.poll_until_ns = call.started_ns + due_ns + self._limit_ns
         self._call = call
 
     def _may_poll(self, call: PendingCall) -> bool:
@@ -76,17 +84,17 @@ class BusyPoll:
         return (
             (self._call is None or not self._goes_on(self._call))  # A loop that was stopped leaves its call here.
             and peer is not None
-            and call.table.on_their_way() == 1
+            and self._in_flight() == 1
             and (threading.get_ident() == self._thread or isinstance(peer.channel.link, StreamLink))
         )
 
     def _goes_on(self, call: PendingCall) -> bool:
         peer = call.peer
-        return peer is not None and call.call_id in peer.pending and time.perf_counter_ns() < call.look_until_ns
+        return peer is not None and call.call_id in peer.pending and time.perf_counter_ns() < call.poll_until_ns
 
     def _turn(self, call: PendingCall, loop: asyncio.AbstractEventLoop) -> None:
         if threading.get_ident() != self._thread:
-            self._look(call)  # Otherwise the loop itself looks, between its turns.
+            self._look(call)  # The runtime's own loop reads the socket between its turns.
         else:
             self.turns += 1
         if self._goes_on(call):
@@ -98,22 +106,43 @@ class BusyPoll:
         self.turns += 1
         assert call.peer is not None
         link = call.peer.channel.link
-        answer = link.read_here(_lone_answer) if isinstance(link, StreamLink) else None
+        answer = link.read_here(_single_answer) if isinstance(link, StreamLink) else None
         if answer is not None:
             reply, frames = answer
             assert isinstance(reply, Reply)
             channel = call.peer.channel
-            call.table.on_reply(link, reply, frames)
-            if is_large(frames) and (count := channel.backlog.took(frames)):
+            self._on_reply(link, reply, frames)
+            if is_large(frames) and (count := channel.backlog.on_received(frames)):
                 channel.send(TakenReplies(count), [])
 
 
-def _lone_answer(packet: Frames) -> Message | None:
+def _single_answer(packet: Frames) -> Message | None:
     """The only message of a packet, if it is an answer whose value lies in the packet and not in shared memory."""
     if len(packet) != 2:
         return None
     try:
         messages = unpack(packet)
     except MalformedFrame:
-        return None  # Or it lends something. The loop looks closer.
+        return None  # The packet may refer to shared memory: the loop reads it.
     return messages[0] if len(messages) == 1 and type(messages[0][0]) is Reply else None
+
+
+def wait_about(answer: PlainFuture[Any], seconds: float) -> None:
+    """Block until a call is over whose usual duration is known.
+
+    Sleeps until shortly before the answer is due and polls for it then, instead of being woken by the thread that reads
+    the answer.
+
+    Args:
+        seconds: the expected duration of the whole call.
+    """
+    call = answer._origin if isinstance(answer, Future) else None
+    poll = call.table.busy_poll if isinstance(call, PendingCall) else None
+    if isinstance(call, PendingCall) and isinstance(poll, BusyPoll):
+        try:
+            # A wake-up takes about as long as an answer may take that still counts as quick.
+            answer.exception(max(0.0, seconds - 2 * poll.limit_s - call.age_s()))
+        except TimeoutError:
+            poll.block(call, seconds)
+    if not answer.done():
+        wait([answer])

@@ -1,7 +1,6 @@
-"""Every call that ended, noted once: where its caller's time went, and the edges that leave this process in the job's
-graph.
+"""Statistics of ended calls: where the caller's time went, and the edges from this process in the job's call graph.
 
-An ended call costs one tuple. The sums are made when somebody takes them, or when many tuples wait.
+An ended call costs one tuple. The sums are made when they are taken, or when many tuples wait.
 """
 
 from __future__ import annotations
@@ -12,17 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rlmesh.wire.codec import size_bytes
-from rlmesh.wire.envelope import Frames
-
 FOLD_AT = 4_000
-"""So many calls between two reports share the time out exactly; where there are more, they are summed in bulk: the
+"""Up to this number of calls between two reports, the time is shared out exactly. More calls are summed in bulk: the
 exact way would cost a busy caller a third of its calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """Where the caller's time went in the calls of one method of one role, summed over one report.
+    """The caller's time in the calls of one method of one role, summed over one report.
 
     ``overhead_s`` is the time in rlmesh itself: ``wall_s`` minus what the slowest member spent in the method
     and in methods queued before it, minus the time that threads of both sides were runnable without a core.
@@ -57,7 +53,7 @@ class EdgeStats:
     received_bytes: int
 
     def plus(self, other: EdgeStats) -> EdgeStats:
-        """Both together; they are of the same method of the same member."""
+        """The sum of both, for calls of the same method of the same member."""
         return EdgeStats(
             self.callee, self.method, self.calls + other.calls, self.failed + other.failed,
             self.wall_s + other.wall_s, self.method_s + other.method_s, self.queued_s + other.queued_s,
@@ -66,7 +62,7 @@ class EdgeStats:
 
 
 class CallGroup:
-    """The calls of one group call that are still on their way; together they make one record."""
+    """The calls of one group call that have not ended; together they make one record."""
 
     __slots__ = ("left", "slowest")
 
@@ -75,10 +71,13 @@ class CallGroup:
         self.slowest: tuple[str, int, int, int] | None = None
 
     def member_done(self, times: tuple[str, int, int, int] | None) -> tuple[str, int, int, int] | None:
-        """Name, executed, queued and run-queue ns of one member, or None if it failed without an answer.
+        """Count a member whose call has ended.
+
+        Args:
+            times: its name, and executed, queued and run-queue ns; None if it failed without an answer.
 
         Returns:
-            The slowest member's, once the last one is done.
+            The times of the slowest member, once the last one is done.
         """
         if times is not None and (self.slowest is None or times[1] + times[2] > self.slowest[1] + self.slowest[2]):
             self.slowest = times
@@ -87,15 +86,10 @@ class CallGroup:
 
 
 EndedCall: TypeAlias = tuple[str, str, int, int, int, bool, int, int, int, int, int, int, CallGroup | None]
-"""One call to one member: member, method, call number, start and end (ns of `time.perf_counter_ns`), whether it was
-answered, ns in the method and ns queued before it at the member, bytes sent and received; then ns that threads were
-runnable without a core, at the caller (-1 for a notification, which nobody waits for) and at the member; then the group
-call that it is part of. A plain tuple, since there is one for every call."""
-
-
-def message_bytes(frames: Frames) -> int:
-    """Bytes of a message's payload."""
-    return len(frames[0]) if len(frames) == 1 else size_bytes(frames)
+"""An ended call to one member, as a plain tuple, since there is one for every call: member, method, call number, start
+and end (ns of `time.perf_counter_ns`), True if it was answered, ns in the method, ns in the member's queue, bytes sent,
+bytes received, ns that threads were runnable without a core at the caller (-1 for a notification, which no caller waits
+for), the same at the member, and the group call that it is a part of."""
 
 
 @dataclass(slots=True)
@@ -112,7 +106,7 @@ class _Sum:
     def add(
         self, calls: int, wall_ns: int, method_ns: int, queued_ns: int, run_queue_ns: int, share_ns: float, name: str
     ) -> None:
-        """Calls that ``name`` was the slowest member of."""
+        """Add calls whose slowest member was ``name``."""
         self.calls += calls
         self.wall_ns += wall_ns
         self.method_ns += method_ns
@@ -124,18 +118,21 @@ class _Sum:
 
 
 class CallRecorder:
-    """The ended calls of one runtime. ``add`` and ``add_wake`` may be called from any thread."""
+    """The ended calls of one runtime. ``add`` and ``add_wake`` may be called from any thread.
+
+    Attributes:
+        trace: gets the single calls as well, some time after they ended.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended: list[EndedCall] = []
         self._in_edges = 0
-        """So many of them are in the sums of the edges, and wait for those of the times."""
+        """The number of ended calls that are in the sums of the edges, but not yet in the sums of the times."""
         self._edges: dict[tuple[str, str], tuple[int, ...]] = {}
         self._times: dict[tuple[str, str], _Sum] = {}
         self._wakes: list[tuple[str, str, int, int]] = []
         self.trace: Callable[[Sequence[EndedCall]], None] | None = None
-        """Is given the single calls as well, some time after they ended."""
 
     def add(self, call: EndedCall) -> None:
         self._ended.append(call)
@@ -143,14 +140,14 @@ class CallRecorder:
             self._fold(_add_in_bulk)
 
     def add_wake(self, role: str, method: str, lag_ns: int, run_queue_ns: int) -> None:
-        """Time from the arrival of an answer until the thread that waited for it ran."""
+        """Add the time from the arrival of an answer until the thread that waited for it ran."""
         self._wakes.append((role, method, lag_ns, run_queue_ns))
         if len(self._wakes) > FOLD_AT:
             self._fold(_add_exactly)
 
     def take_edges(self) -> tuple[EdgeStats, ...]:
-        """Calls by member and method since the last take, without those to rlmesh's own processes, whose names begin
-        with ``@``."""
+        """The calls since the last take, by member and method, without calls to rlmesh's own processes, whose names
+        begin with ``@``."""
         with self._lock:
             fresh = self._sum_edges()
             sums, self._edges = self._edges, {}
@@ -161,15 +158,14 @@ class CallRecorder:
         )
 
     def take_stats(self) -> tuple[CallStats, ...]:
-        """Where the time went since the last take, by role and method; a call to a group counts once, as its slowest
-        member."""
+        """The times since the last take, by role and method; a call to a group counts once, as its slowest member."""
         self._fold(_add_exactly)
         with self._lock:
             sums, self._times = self._times, {}
         return tuple(_stats(role, method, total) for (role, method), total in sums.items() if total.calls)
 
     def _fold(self, add_up: Callable[[dict[tuple[str, str], _Sum], list[EndedCall]], None]) -> None:
-        """Put all that ended into all sums."""
+        """Put all ended calls into all sums."""
         with self._lock:
             fresh = self._sum_edges()
             # In place, and no more than was seen: other threads go on adding.
@@ -185,7 +181,7 @@ class CallRecorder:
         self._hand_on(fresh)
 
     def _sum_edges(self) -> list[EndedCall]:
-        """Under the lock: put what ended since the last time into the sums of the edges."""
+        """Under the lock: put the calls that ended since the last time into the sums of the edges."""
         fresh = self._ended[self._in_edges :]
         self._in_edges += len(fresh)
         for key, calls in _by_method(fresh).items():
@@ -211,8 +207,8 @@ def _by_method(calls: Sequence[EndedCall]) -> dict[tuple[str, str], list[EndedCa
 
 
 def waited_for(calls: Sequence[EndedCall]) -> list[EndedCall]:
-    """Those that somebody waited for and that were answered; of a group call the last one, with its slowest member's
-    times in place of its own."""
+    """The answered calls that a caller waited for; of a group call the last one, with the times of the slowest
+    member."""
     found = []
     for call in calls:
         group = call[12]
@@ -237,8 +233,11 @@ def _add_exactly(sums: dict[tuple[str, str], _Sum], calls: list[EndedCall]) -> N
 
 
 def _add_in_bulk(sums: dict[tuple[str, str], _Sum], calls: list[EndedCall]) -> None:
-    """Sums of whole columns. The time in which any call was pending is taken as the span from first to last, or as
-    what the calls took where that is less; each call has its share by the time that it took."""
+    """Add sums of whole columns.
+
+    The time in which any call was pending is estimated as the span from first to last, or as the sum of the calls'
+    times if that is less; each call gets a share in proportion to its time.
+    """
     if not calls:
         return
     groups = _by_method(calls)
@@ -258,7 +257,7 @@ def _sum_of(sums: dict[tuple[str, str], _Sum], name: str, method: str) -> _Sum:
 
 
 def shares_ns(calls: Sequence[EndedCall]) -> list[float]:
-    """Each call's share of the time in which any was pending: while n are pending, each gets 1/n of it."""
+    """Each call's share of the time in which any call was pending: while n are pending, each gets 1/n of it."""
     events = sorted(
         [(call[3], 1, number) for number, call in enumerate(calls)]
         + [(call[4], -1, number) for number, call in enumerate(calls)]

@@ -1,11 +1,11 @@
 """Futures as arguments of further calls: the callee takes the values straight from their producers.
 
-A future that is passed on while its call is still running asks the producer to keep the result. When all that a call
-needs is there, the call goes out with the names of the kept results, and the callee fetches them; what is small, or
-was at the caller already, travels with the call. Whatever a caller keeps alive at a producer is released when its
-last future and the last call that needs it are gone.
+A future that is passed on while its call is still running asks the producer to store the result. When all arguments of
+a call have ended, the call goes out with references to the stored results, and the callee fetches them. Values that are
+small, or were at the caller already, travel with the call. The caller releases a stored result when its last future and
+the last call that needs it are gone.
 
-`PassedArguments` and `KeptResult` are the caller's side, `ArgumentResolver` is the callee's.
+`PassedArguments` and `StoredResult` are the caller's side, `ArgumentResolver` is the callee's.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ from rlmesh.wire.envelope import Frames
 from rlmesh.wire.passed import WHOLE, ItemRange, RemoteRef, Value, pack_passed
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.calling.pending import Peer
     from rlmesh.runtime.future import Future
 
-_THE_WHOLE = ItemRange()
+_WHOLE_RANGE = ItemRange()
 
 
-class KeptResult:
-    """A result that its producer keeps for this process. Released when nobody refers to it any more."""
+class StoredResult:
+    """A result that its producer stores for this process. Released when no object refers to it any more.
 
-    __slots__ = ("_fetch", "_fetching", "_post", "_release", "elsewhere", "nbytes", "peer", "what")
+    Args:
+        ref: names the result and its producer.
+        what: the call, for messages.
+        release: tells the producer; it may be called on any thread, inside any lock.
+        fetch: gets the value.
+    """
+
+    __slots__ = ("_fetch", "_fetching", "_release", "ref", "what")
 
     def __init__(
-        self, elsewhere: RemoteRef, nbytes: int, what: str, peer: Peer, post: Callable[..., None],
-        release: Callable[[Peer, int], None], fetch: Callable[[RemoteRef, float | None], Future[Any]],
+        self, ref: RemoteRef, what: str, release: Callable[[], object],
+        fetch: Callable[[RemoteRef, float | None], Future[Any]],
     ) -> None:  # fmt: skip
-        self.elsewhere, self.nbytes, self.what, self.peer = elsewhere, nbytes, what, peer
-        self._post, self._release, self._fetch = post, release, fetch
+        self.ref, self.what = ref, what
+        self._release, self._fetch = release, fetch
         self._fetching = False
 
     def fetch_for(self, future: Future[Any]) -> None:
@@ -55,22 +61,21 @@ class KeptResult:
             else:
                 future.end(None, not_fetched(error, what, "yes"))
 
-        self._fetch(self.elsewhere, None).add_done_callback(arrived)
+        self._fetch(self.ref, None).add_done_callback(arrived)
 
     def __del__(self) -> None:
-        # The collector may run this on any thread, inside any lock.
-        self._post(self._release, self.peer, self.elsewhere.token)
+        self._release()  # The collector may run this on any thread.
 
 
 def not_fetched(error: BaseException, what: str, executed: str) -> BaseException:
-    """The error of whoever needed a result that could not be had from its producer."""
+    """The error of a call that needed a result which could not be fetched from its producer."""
     if isinstance(error, CallError) and not isinstance(error, RemoteError):
         text = f"the result of {what}, which is kept there until it is needed, could not be fetched: {error}"
-        told = type(error).__new__(type(error), text)
-        told.args = (text,)
-        told.__dict__.update(error.__dict__, executed=executed)
-        told.__cause__ = error
-        return told
+        wrapped = type(error).__new__(type(error), text)
+        wrapped.args = (text,)
+        wrapped.__dict__.update(error.__dict__, executed=executed)
+        wrapped.__cause__ = error
+        return wrapped
     return error
 
 
@@ -90,11 +95,11 @@ class _Resolving(threading.local):
 _collecting, _resolving = _Collecting(), _Resolving()
 
 
-def reduce_future(future: Future[Any], part: ItemRange = _THE_WHOLE) -> tuple[Any, ...]:
-    """How a future is pickled as an argument: a value that is there as itself, else a placeholder.
+def reduce_future(future: Future[Any], part: ItemRange = _WHOLE_RANGE) -> tuple[Any, ...]:
+    """Pickle a future as an argument: a value that is there as itself, else a placeholder.
 
     Raises:
-        Deferred: the codec is not told where to put futures.
+        Deferred: this thread does not encode the arguments of a call.
     """
     found = _collecting.found
     if found is None:
@@ -102,7 +107,7 @@ def reduce_future(future: Future[Any], part: ItemRange = _THE_WHOLE) -> tuple[An
             "a Future cannot be stored or sent by itself: pass it as an argument of a call, which takes its value "
             "from its producer, or use its .result()"
         )
-    if future.has_value and future.kept is None:
+    if future.has_value and future.stored is None:
         value = future.result()
         return _itself, (value if part.start == WHOLE else items_of(value, part, future.what),)
     members = future.members()
@@ -113,6 +118,9 @@ def reduce_future(future: Future[Any], part: ItemRange = _THE_WHOLE) -> tuple[An
         found[key] = len(_collecting.futures)
         _collecting.futures.append((future, part))
     return _take, (found[key],)
+
+
+# Other processes find these three functions by name: pickles hold them.
 
 
 def _itself(value: Any) -> Any:
@@ -140,13 +148,13 @@ def _resolved(values: list[Any]) -> Iterator[None]:
 
 
 class PassedArguments:
-    """The arguments of one call or of several that get the same ones, with the futures in them."""
+    """The arguments of one call, or of several calls with the same arguments, and the futures in them."""
 
     def __init__(self, call: object, capture: codec.Capture | None) -> None:
         """Captures the arguments.
 
         Raises:
-            Unserializable: something else in them cannot be sent.
+            Unserializable: an argument other than a future cannot be sent.
         """
         self._capture = capture
         outer = _collecting.found, getattr(_collecting, "futures", [])
@@ -156,25 +164,25 @@ class PassedArguments:
             self._needs = _collecting.futures
         finally:
             _collecting.found, _collecting.futures = outer
-        self._payload: tuple[Frames, list[KeptResult]] | None = None
-        self._keep = True
+        self._payload: tuple[Frames, list[StoredResult]] | None = None
+        self._store = True
         self._left = len(self._needs)
         self._waiting: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
-    def gather(self, *, keep: bool) -> None:
+    def gather(self, *, store: bool) -> None:
         """Start to wait for the futures.
 
         Args:
-            keep: let large results stay where they are; otherwise they come here and travel with the call.
+            store: let large results stay at their producers; otherwise they come here and travel with the call.
         """
-        self._keep = keep
+        self._store = store
         for future, _ in self._needs:
-            if keep:
-                future.stay()
-                future.on_settled(self._one_settled)
+            if store:
+                future.leave_at_producer()
+                future.on_settled(self._on_settled)
             else:
-                future.add_done_callback(self._one_settled)
+                future.add_done_callback(self._on_settled)
 
     @property
     def ready(self) -> bool:
@@ -188,7 +196,7 @@ class PassedArguments:
                 return
         fn()
 
-    def _one_settled(self, _: Future[Any]) -> None:
+    def _on_settled(self, _: Future[Any]) -> None:
         with self._lock:
             self._left -= 1
             if self._left:
@@ -198,25 +206,27 @@ class PassedArguments:
             fn()
 
     def awaited(self) -> list[Future[Any]]:
-        """Those that have not ended."""
+        """The futures that have not ended."""
         return [future for future, _ in self._needs if not future.done()]
 
     def describe(self) -> str:
-        """Which of them are awaited."""
-        waiting = [future._described() for future, _ in self._needs if not future.done()]
+        """The calls whose futures have not ended, for messages."""
+        waiting = [future._described() for future in self.awaited()]
         return "; ".join(filter(None, waiting)) or "calls that have just ended"
 
     def error(self) -> BaseException | None:
-        """The first failure among them."""
+        """The first failure among the futures that have ended."""
         for future, _ in self._needs:
-            if future.kept is None and future.done():
+            if future.stored is None and future.done():
                 error = future.exception()
                 if error is not None:
                     return error
         return None
 
-    def payload(self) -> tuple[Frames, list[KeptResult]]:
-        """What travels, and what must be kept until the call is over. Only when `ready`, and without `error`.
+    def payload(self) -> tuple[Frames, list[StoredResult]]:
+        """The frames that travel, and the results that must be stored until the call is over.
+
+        Only when `ready`, and without `error`.
 
         Raises:
             Unserializable, CallError: a value that is here cannot be sent, or has not the expected length.
@@ -224,22 +234,26 @@ class PassedArguments:
         if self._payload is not None:
             return self._payload
         values: list[Value] = []
-        kept: list[KeptResult] = []
+        stored: list[StoredResult] = []
         for future, part in self._needs:
-            if future.kept is not None and (self._keep or not future.has_value):
-                kept.append(future.kept)
-                values.append(future.kept.elsewhere._replace(**part._asdict()))
+            if future.stored is not None and (self._store or not future.has_value):
+                stored.append(future.stored)
+                values.append(future.stored.ref._replace(**part._asdict()))
             else:
                 value = future.result()
                 if part.start != WHOLE:
                     value = items_of(value, part, future.what)
                 values.append(codec.encode(value, self._capture))
-        self._payload = pack_passed(self._frames, values), kept
+        self._payload = pack_passed(self._frames, values), stored
         return self._payload
 
 
+Payload = Frames | PassedArguments
+"""The arguments of a call: captured, or waiting for futures among them."""
+
+
 class ArgumentResolver:
-    """The passed values of a call, at its callee: some came with it, the others are fetched."""
+    """The passed values of a call, at its callee: some came with the call, the others are fetched."""
 
     def __init__(
         self, values: Sequence[Value], timeout_s: float, fetch: Callable[[RemoteRef, float | None], Future[Any]]
@@ -253,7 +267,7 @@ class ArgumentResolver:
                 value.cancel()
 
     async def there(self) -> None:
-        """Wait for those that are fetched; failures are left to `decode`."""
+        """Wait until the values have been fetched; failures are left to `decode`."""
         for value in self._values:
             if not isinstance(value, list) and not value.done():
                 try:
@@ -262,7 +276,7 @@ class ArgumentResolver:
                     pass
 
     def decode(self, frames: Frames) -> Any:
-        """Arguments with the values in their places; waits for them, at most until the call's deadline.
+        """Decode the arguments, with the values in their places; waits for them, at most until the call's deadline.
 
         Raises:
             CallError: a value could not be fetched.

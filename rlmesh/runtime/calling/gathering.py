@@ -3,99 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from rlmesh.errors import GroupCallError
-from rlmesh.runtime.future import PENDING, Future, reject, resolve, transition
+from rlmesh.runtime.future import PENDING, Future, transition
 from rlmesh.runtime.process import clock
+
+_SHOWN = 8
+"""A message names no more members of a group than this."""
+_result_of = attrgetter("_result")
 
 
 class GroupOutcomes(list[Any]):
-    """Results of all members, errors in their places: what ``return_exceptions=True`` gives."""
+    """The results of all members, with errors in their places: the value of a call with ``return_exceptions=True``."""
 
     def raise_all(self) -> None:
         """Raise a `GroupCallError` if any member failed."""
         failures = {rank: value for rank, value in enumerate(self) if isinstance(value, Exception)}
         if failures:
-            results = {rank: value for rank, value in enumerate(self) if rank not in failures}
-            raise group_error(failures, results)
+            error = GroupCallError(f"{len(failures)} of {len(self)} members failed", list(failures.values()))
+            error.failures = failures
+            error.results = {rank: value for rank, value in enumerate(self) if rank not in failures}
+            raise error
 
 
-def group_error(failures: dict[int, Exception], results: dict[int, Any]) -> GroupCallError:
-    error = GroupCallError(f"{len(failures)} of {len(failures) + len(results)} members failed", list(failures.values()))
-    error.failures = failures
-    error.results = results
-    return error
-
-
-_TOLD = 8
-"""So many members of a group are named one by one."""
-
-
-class _Gathered:
-    """The calls of a group, as the origin of the future that waits for all."""
+class GatheredCalls:
+    """The calls of a group, as the origin of the future that waits for all of them."""
 
     def __init__(self, futures: Sequence[Future[Any]], *, plain: bool) -> None:
-        self._futures, self._plain = futures, plain
+        self.futures, self._plain = futures, plain
         self._first = futures[0]._origin if futures else None
         self._since = clock.now()
 
     def describe(self) -> str:
-        return self._text([future._described() for future in self._futures if not future.done()])
+        return self._text([future._described() for future in self.futures if not future.done()])
 
     def explain(self) -> str:
-        return self._text([future.waiting_for() for future in self._futures if not future.done()])
+        return self._text([future.waiting_for() for future in self.futures if not future.done()])
 
     def _text(self, waiting: list[str]) -> str:
         age_s = clock.now() - self._since
-        more = f"; and {len(waiting) - _TOLD} more" if len(waiting) > _TOLD else ""
-        told = "; ".join(waiting[:_TOLD]) + more
-        return f"{len(waiting)} of {len(self._futures)} members for {age_s:.1f} s: {told}"
+        more = f"; and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
+        return f"{len(waiting)} of {len(self.futures)} members for {age_s:.1f} s: {'; '.join(waiting[:_SHOWN])}{more}"
 
     def cancel(self) -> None:
-        for future in self._futures:
+        for future in self.futures:
             future.cancel()
 
-    def woke(self, lag_ns: int, run_queue_ns: int) -> None:
+    def waiter_woke(self, lag_ns: int, run_queue_ns: int) -> None:
         if self._first is not None:
-            self._first.woke(lag_ns, run_queue_ns)
+            self._first.waiter_woke(lag_ns, run_queue_ns)
 
-    def stay(self) -> None:
-        pass  # Its members are passed on, each for itself.
+    def leave_at_producer(self) -> None:
+        pass  # The members are passed on one by one.
 
-    def want(self, *, blocks: bool = False) -> None:
-        for future in self._futures:
-            future._want()
+    def value_needed(self, *, blocks: bool = False) -> None:
+        for future in self.futures:
+            future._need_value()
 
     def settled(self) -> bool:
-        return all(future.done() for future in self._futures)
+        return all(future.done() for future in self.futures)
 
     def members(self) -> Sequence[Future[Any]] | None:
-        return self._futures if self._plain else None
+        return self.futures if self._plain else None
 
 
 def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -> Future[list[Any]]:
-    """All results in order, or the first failure as soon as it is there."""
-    whole: Future[list[Any]] = Future(_Gathered(futures, plain=not return_exceptions))
+    """A future with all results in order, or with the first failure as soon as there is one.
+
+    Args:
+        return_exceptions: give errors in the places of results, as `GroupOutcomes`.
+    """
+    whole: Future[list[Any]] = Future(GatheredCalls(futures, plain=not return_exceptions))
     left = len(futures)
 
     def one_done(future: Future[Any]) -> None:
         nonlocal left
-        if not return_exceptions and whole._state is PENDING:
-            error = future.exception()
-            if error is not None:
-                reject(whole, error)
+        if not return_exceptions and future._exception is not None:
+            whole.end(None, future.exception())
         with transition:
             left -= 1
             last = left == 0
         if last and whole._state is PENDING:
-            outcomes = GroupOutcomes(map(_outcome, futures)) if return_exceptions else [f.result() for f in futures]
-            resolve(whole, outcomes)
+            whole.end(GroupOutcomes(map(_outcome, futures)) if return_exceptions else [*map(_result_of, futures)], None)
 
     if not futures:
         whole.set_result([])
     for future in futures:
-        future.heard()  # What fails is the whole.
+        future.mark_retrieved()  # The whole reports the error.
         future.on_value(one_done)
     return whole
 

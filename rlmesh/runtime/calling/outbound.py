@@ -1,114 +1,152 @@
-"""How calls leave a process: arguments are captured, then a call is made of them and sent, or kept until it can be."""
+"""`Outbound`: the calls that leave a process.
+
+Arguments are captured. Then a call is made of them and sent, or kept until it can be sent.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import Unserializable, UsageError
-from rlmesh.runtime.calling.call_stats import CallGroup, CallStats, EdgeStats, EndedCall
-from rlmesh.runtime.calling.group_calls import GroupSubmission
-from rlmesh.runtime.calling.peer_status import Serving, Waiting
-from rlmesh.runtime.calling.pending import PendingCall
-from rlmesh.runtime.calling.retry import Retries
-from rlmesh.runtime.connections.address_book import AddressBook
+from rlmesh.runtime.calling.call_stats import CallGroup
+from rlmesh.runtime.calling.calls import Calls
+from rlmesh.runtime.calling.pending import Cohort, PendingCall
+from rlmesh.runtime.connections.address_book import AddressBook, member_name
 from rlmesh.runtime.connections.network import NetworkOptions
+from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.future import Future
-from rlmesh.runtime.handle import CallOptions, MemberHandle
-from rlmesh.runtime.process import clock
-from rlmesh.runtime.serving.call_context import CallContext, served_call
-from rlmesh.runtime.serving.result_store import FETCH
-from rlmesh.runtime.serving.served_calls import is_shown, serving_of
+from rlmesh.runtime.handle import CallOptions
+from rlmesh.runtime.serving.call_context import CallContext, current_call, served_call
+from rlmesh.runtime.serving.result_store import FETCH, ResultStore
 from rlmesh.wire import codec
-from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag, Frames
+from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.calling.calls import Calls
-    from rlmesh.runtime.calling.future_arguments import PassedArguments
-    from rlmesh.runtime.connections.shm_transfer import Lending
-    from rlmesh.runtime.serving.dispatch import Dispatcher
+    from rlmesh.runtime.calling.future_arguments import Payload
+    from rlmesh.runtime.calling.retry import GroupRetries
     from rlmesh.runtime.streams import Inbox, Stream
     from rlmesh.wire.passed import RemoteRef
 
-_ANSWERS_POLL_S = 0.005
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Submission(GroupSubmission):
-    """The caller's half of a `Runtime`."""
+class Outbound:
+    """The calls that one runtime makes.
 
-    name: str
-    endpoint: str | None
-    public_endpoint: str | None
-    default_timeout_s: float
-    post: Callable[..., None]
-    network: NetworkOptions
-    _later: Callable[[float, Callable[[], None]], object]
-    _calls: Calls
-    _dispatcher: Dispatcher
-    _lending: Lending
+    Args:
+        name: of the runtime.
+        calls: the pending calls.
+        shm: captures large buffers in shared memory.
+        network: limits.
+        default_timeout_s: the deadline of calls without an own one.
+        post: runs a function on the runtime's loop.
+        later: runs a function after a pause; on the loop.
 
-    def peer(self, name: str, endpoint: str, *, incarnation: int | None = None) -> MemberHandle:
-        """A handle to an object that another process serves, by its address."""
-        number = ANY_INCARNATION if incarnation is None else incarnation
-        return MemberHandle(self, name, endpoint=endpoint, incarnation=number)
+    Attributes:
+        peers: addresses, connections and deaths.
+        own_endpoints: the addresses at which this process listens.
+        results: the results that this process stores for its callers; set by the runtime.
+    """
 
-    def submit(
-        self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions,
-        endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
-    ) -> Future[Any]:  # fmt: skip
-        """Send one call. Its arguments are captured before this returns."""
-        return self.submit_encoded(
-            name, method, self._encode(method, (args, kwargs), keep=reply), options, endpoint, incarnation, reply
-        )
+    results: ResultStore
 
-    def encode_calls(
-        self, method: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    ) -> list[Frames | PassedArguments]:
-        """Frames per member; members that get the same arguments share them, encoded once."""
-        encoded: dict[int, Frames | PassedArguments] = {}
+    def __init__(
+        self, name: str, calls: Calls, shm: ShmTransfer, network: NetworkOptions, default_timeout_s: float,
+        post: Callable[..., None], later: Callable[[float, Callable[[], None]], object],
+    ) -> None:  # fmt: skip
+        self.name, self.default_timeout_s = name, default_timeout_s
+        self.own_endpoints: set[str] = set()
+        self.peers, self._calls, self._shm, self.network = calls.peers, calls, shm, network
+        self._post, self._later = post, later
+
+    def forked(self, inherited: Any) -> None:
+        """In a forked child: put the object that refuses everything in the place of the parent's parts."""
+        self._calls = self.peers = self._shm = self.results = inherited
+
+    def address_book(self) -> AddressBook:
+        book = self.peers.book
+        if book is None:
+            raise UsageError(
+                f"{self.name} does not know the job's members yet: roles can be called from run(), from methods, and "
+                "from setup() once all members are up"
+            )
+        return book
+
+    # Arguments.
+
+    def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
+        """Frames of large buffers that no longer change: in shared memory where there is room.
+
+        Args:
+            rest_bytes: the size of the rest of the message.
+
+        Raises:
+            PayloadTooLarge: the message is above the cap.
+        """
+        self.network.check_payload(sum(buffer.nbytes for buffer in buffers) + rest_bytes)
+        return self._shm.capture(buffers) if buffers else ()
+
+    def encode_calls(self, method: str, calls: list[Arguments]) -> list[Payload]:
+        """The frames for each member; members that get the same arguments share them, encoded once."""
+        if len(calls) == 1:
+            return [self._encode(method, calls[0])]
+        encoded: dict[int, Payload] = {}
         for call in calls:
             if id(call) not in encoded:
                 encoded[id(call)] = self._encode(method, call)
         return [encoded[id(call)] for call in calls]
 
-    def _encode(
-        self, method: str, call: tuple[tuple[Any, ...], dict[str, Any]], *, keep: bool = True
-    ) -> Frames | PassedArguments:
-        """Capture arguments; those that hold futures go out when all of them have ended."""
+    def _encode(self, method: str, call: Arguments, *, store: bool = True) -> Payload:
+        """Capture arguments. If they hold futures, the call goes out once all of them have ended.
+
+        Args:
+            store: large results of those futures may stay at their producers.
+        """
         try:
             return codec.encode(call, self.capture)
         except codec.Deferred:
             from rlmesh.runtime.calling.future_arguments import PassedArguments
 
             passed = PassedArguments(call, self.capture)
-            passed.gather(keep=keep)
+            passed.gather(store=store)
             return passed
         except Unserializable as error:
             raise _naming_the_argument(method, call, error) from error.__cause__
 
+    # Calls to one member.
+
+    def submit(
+        self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions,
+        endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
+    ) -> Future[Any]:  # fmt: skip
+        """Send one call. Its arguments are captured before this returns."""
+        frames = self._encode(method, (args, kwargs), store=reply)
+        return self.submit_encoded(name, method, frames, options, endpoint, incarnation, reply)
+
     def submit_encoded(
-        self, name: str, method: str, frames: Frames | PassedArguments, options: CallOptions,
+        self, name: str, method: str, frames: Payload, options: CallOptions,
         endpoint: str | None = None, incarnation: int = ANY_INCARNATION, reply: bool = True,
         group: CallGroup | None = None, inbox: Inbox | None = None,
     ) -> Future[Any]:  # fmt: skip
-        context = served_call()
+        """Send one call with captured arguments, on behalf of the call that this thread or task serves."""
+        context = current_call.get()
         timeout_s = float(self.default_timeout_s if options.timeout_s is None else options.timeout_s)
         chain: tuple[str, ...] = ()
         if context is not None:
-            chain = context.chain
-            timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
+            if context.over:
+                context = None
+            else:
+                chain = context.chain
+                timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
         if options.idempotent and reply and inbox is None:
             return self._retried(name, method, frames, timeout_s, chain, endpoint, incarnation, options.queue, context)
-        passed = None if isinstance(frames, list) else frames
-        captured = frames if isinstance(frames, list) else []
         call = PendingCall(
-            self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, options.queue, group
+            self._calls, name, method, timeout_s, chain, endpoint, incarnation, frames, options.queue, group
         )
-        if options.round is not None:
-            call.round = options.round
-            call.round.add(call)
+        if options.rank_loop is not None:
+            call.rank_loop = options.rank_loop
+            call.rank_loop.add(call)
         future: Future[Any] = Future(call)
         if reply:
             call.future = future
@@ -119,57 +157,57 @@ class Submission(GroupSubmission):
                 call.source = inbox.add(call)
         else:
             call.flags = int(Flag.NO_REPLY)
-        if passed is None:
-            self._calls.start(call)
-        else:
-            call.passed = passed
-            self._calls.start_later(call)
+        self._calls.start(call)
         return future
 
-    def fetch(self, elsewhere: RemoteRef, timeout_s: float | None) -> Future[Any]:
-        """A result that a process keeps; on behalf of no particular call."""
-        if elsewhere.endpoint in (self.endpoint, self.public_endpoint):
-            return self._dispatcher.kept.fetch_here(elsewhere, self.capture)
-        # The caller, perhaps on another node, named the producer by the address that it uses itself.
-        member = self._calls.book.find_name(elsewhere.name) if self._calls.book is not None else None
-        if member is not None and member.endpoint and member.incarnation == elsewhere.incarnation:
-            elsewhere = elsewhere._replace(endpoint=member.endpoint)
+    def fetch(self, ref: RemoteRef, timeout_s: float | None) -> Future[Any]:
+        """Get a result that a process stores; on behalf of no particular call."""
+        if ref.endpoint in self.own_endpoints:
+            future: Future[Any] = Future()
+            try:
+                future.end(self.results.value(ref, self.capture), None)
+            except Exception as error:
+                future.end(None, error)
+            return future
+        # The caller, perhaps on another node, named the producer by the address that the caller itself uses.
+        book = self.peers.book
+        member = book.find_name(ref.name) if book is not None else None
+        if member is not None and member.endpoint and member.incarnation == ref.incarnation:
+            ref = ref._replace(endpoint=member.endpoint)
         limit_s = self.default_timeout_s if timeout_s is None else timeout_s
-        frames = codec.encode(((elsewhere.token, *elsewhere.part), {}))
-        return self._launch(
-            elsewhere.name, FETCH, frames, float(limit_s), (), elsewhere.endpoint, elsewhere.incarnation, True
-        )
+        frames = codec.encode(((ref.token, *ref.part), {}))
+        return self._launch(ref.name, FETCH, frames, float(limit_s), (), ref.endpoint, ref.incarnation, True)
 
     def _launch(
-        self, name: str, method: str, frames: Frames | PassedArguments, timeout_s: float, chain: tuple[str, ...],
+        self, name: str, method: str, frames: Payload, timeout_s: float, chain: tuple[str, ...],
         endpoint: str | None, incarnation: int, queue: bool,
     ) -> Future[Any]:  # fmt: skip
-        """A call on behalf of no particular call, from any thread."""
-        captured = frames if isinstance(frames, list) else []
-        call = PendingCall(self._calls, name, method, timeout_s, chain, endpoint, incarnation, captured, queue, None)
-        future: Future[Any] = Future(call)
-        call.future = future
-        if isinstance(frames, list):
-            self._calls.start(call)
-        else:
-            call.passed = frames
-            self._calls.start_later(call)
+        """Make a call on behalf of no particular call, from any thread."""
+        call = PendingCall(self._calls, name, method, timeout_s, chain, endpoint, incarnation, frames, queue, None)
+        call.future = future = Future[Any](call)
+        self._calls.start(call)
         return future
 
     def _retried(
-        self, name: str, method: str, frames: Frames | PassedArguments, timeout_s: float, chain: tuple[str, ...],
+        self, name: str, method: str, frames: Payload, timeout_s: float, chain: tuple[str, ...],
         endpoint: str | None, incarnation: int, queue: bool, context: CallContext | None,
     ) -> Future[Any]:  # fmt: skip
-        """A call that is made again where `pause_before_retry` allows it."""
+        """Make a call that is repeated where `pause_before_retry` allows it."""
+        from rlmesh.runtime.calling.retry import Retries
+
         retries = Retries(
             lambda left_s: self._launch(name, method, frames, left_s, chain, endpoint, incarnation, queue),
-            lambda pause_s, fn: self.post(self._later, pause_s, fn),
-            lambda: self._calls.is_gone(name, endpoint),
+            self._on_loop_later,
+            lambda: self.peers.is_gone(name, endpoint),
             timeout_s,
         )
         if context is not None:
             context.add_child(retries.future)
-        return retries.start()
+        retries.start()
+        return retries.future
+
+    def _on_loop_later(self, pause_s: float, fn: Callable[[], None]) -> None:
+        self._post(self._later, pause_s, fn)
 
     def stream(
         self, targets: Sequence[tuple[str, str | None, int]], method: str, args: tuple[Any, ...],
@@ -182,107 +220,102 @@ class Submission(GroupSubmission):
         inbox = Inbox(options.window)
         for name, endpoint, incarnation in targets:
             self.submit_encoded(name, method, frames, options, endpoint, incarnation, inbox=inbox)
-        return Stream(inbox, self.post)
+        return Stream(inbox, self._post)
 
-    def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
-        """Frames of large buffers that no longer change: in shared memory where there is room.
+    # Calls to several members of a role.
 
-        Raises:
-            PayloadTooLarge: they and the rest of their message are above the cap.
-        """
-        self.network.check_payload(sum(buffer.nbytes for buffer in buffers) + rest_bytes)
-        return self._lending.capture(buffers) if buffers else ()
+    def submit_group(
+        self, role: str, ranks: Sequence[int], method: str, frames: Sequence[Payload],
+        options: CallOptions, *, reply: bool = True, group: CallGroup | None = None, inbox: Inbox | None = None,
+    ) -> list[Future[Any]]:  # fmt: skip
+        """Make one call for each rank. The calls to an elastic role go to one generation of its group, or to none."""
+        if len(ranks) == 1:
+            name = member_name(role, ranks[0])
+            return [self.submit_encoded(name, method, frames[0], options, None, ANY_INCARNATION, reply, group, inbox)]
+        names = [member_name(role, rank) for rank in ranks]
+        if len(set(names)) < len(names) or not names or not self.peers.go_together(role):
+            return [
+                self.submit_encoded(name, method, part, options, reply=reply, group=group, inbox=inbox)
+                for name, part in zip(names, frames, strict=True)
+            ]
+        context = served_call()
+        timeout_s = float(self.default_timeout_s if options.timeout_s is None else options.timeout_s)
+        if context is not None:
+            timeout_s = max(0.0, min(timeout_s, context.remaining_s()))
+        chain = context.chain if context is not None else ()
 
-    def least_busy(self, names: Sequence[str]) -> str:
-        """Which of these members has the fewest calls of this process on their way, and the shortest queue."""
-        return self._calls.least_busy(names)
+        def launch(left_s: float, newer_than: int = -1, group: CallGroup | None = None) -> Cohort:
+            parts = [
+                PendingCall(self._calls, name, method, left_s, chain, None, ANY_INCARNATION, part, options.queue, group)
+                for name, part in zip(names, frames, strict=True)
+            ]
+            for call in parts:
+                if not reply:
+                    call.flags = int(Flag.NO_REPLY)
+                    continue
+                call.future = Future(call)
+                if inbox is not None:
+                    call.flags = Flag.STREAM | inbox.window << WINDOW_SHIFT
+                    call.source = inbox.add(call)
+            cohort = Cohort(parts, newer_than)
+            self._calls.cohorts.start(cohort)
+            return cohort
 
-    def take_edges(self) -> tuple[EdgeStats, ...]:
-        """Whom this process called since the last take, summed by member and method."""
-        return self._calls.ended.take_edges()
+        def is_gone() -> bool:
+            # Of each rank, since this also forgets lost connections.
+            return True in [self.peers.is_gone(name, None) for name in names]
 
-    def trace_calls(self, trace: Callable[[Sequence[EndedCall]], None]) -> None:
-        """Give single calls to ``trace``, some time after they ended; from any thread."""
-        self._calls.ended.trace = trace
+        retries: GroupRetries | None = None
+        if options.idempotent and reply and inbox is None:
+            from rlmesh.runtime.calling.retry import GroupRetries
 
-    def take_call_stats(self) -> tuple[CallStats, ...]:
-        """Where the time of this process's calls went since this was called before."""
-        return self._calls.ended.take_stats()
-
-    def await_answers(self, timeout_s: float) -> None:
-        """Wait until no call of this process to a member is on its way, but no longer than that."""
-        end = clock.now() + timeout_s
-        while clock.now() < end and any(c.future and not c.name.startswith("@") for c in self._calls.pending()):
-            time.sleep(_ANSWERS_POLL_S)
-        taken_in = Event()
-        self.post(taken_in.set)  # Behind the answer that the loop may just be reading.
-        taken_in.wait(max(0.0, end - clock.now()))
-
-    def pending(self) -> list[str]:
-        """Whom this process waits for: one line per call."""
-        return [call.describe() for call in self._calls.pending()]
-
-    def waiting(self) -> tuple[Waiting, ...]:
-        """Whom this process waits for, with what is known of whoever must answer; those that wait longest first."""
-        calls = sorted(self._calls.pending(), key=lambda call: call.started_ns)
-        return tuple(self._calls.waiting(call) for call in calls)
-
-    def note_activity(self) -> None:
-        """A sign of life of this process. From any thread."""
-        self._calls.active_at = clock.now()
-
-    def notify_aside(self, peer: MemberHandle, method: str, *args: object) -> None:
-        """Notify without a sign of life: what the process says about itself must not keep it from being quiet."""
-        active_at, began_at = self._calls.active_at, clock.now()
-        peer.notify(method, *args)
-        if began_at <= self._calls.active_at <= clock.now():
-            self._calls.active_at = active_at
-
-    def quiet_s(self) -> float:
-        """Seconds since this process sent a call, got an answer, sent an item of a stream, or gave another sign of
-        life. Calls that it serves are none."""
-        return max(0.0, clock.now() - max(self._calls.active_at, self._dispatcher.active_at))
-
-    def serving(self) -> tuple[Serving, ...]:
-        """What this process was asked and has not ended, whether somebody waits for it or not."""
-        now_ns = time.perf_counter_ns()
-        return tuple(serving_of(incoming, now_ns) for incoming in self._dispatcher.calls() if is_shown(incoming))
-
-    def running_on(self, for_s: float) -> tuple[Serving, ...]:
-        """What has been running here for so many seconds although its call was cancelled or timed out."""
-        now_ns = time.perf_counter_ns()
-        calls = (serving_of(incoming, now_ns) for incoming in self._dispatcher.unawaited() if incoming.cancelled)
-        return tuple(call for call in calls if call.runs and call.since_s >= for_s)
-
-    def read_last_lines(self, read: Callable[[str, int], str]) -> None:
-        """Let ``read`` give the last line of a member's log, by role and rank, for messages about members that one
-        waits for."""
-        self._calls.last_line_of = read
-
-    def address_book(self) -> AddressBook:
-        book = self._calls.book
-        if book is None:
-            raise UsageError(
-                f"{self.name} does not know the job's members yet: roles can be called from run(), from methods, and "
-                "from setup() once all members are up"
+            retries = GroupRetries(
+                launch, self._on_loop_later, is_gone, lambda: self.peers.generation(role), timeout_s, len(names)
             )
-        return book
+            futures = retries.futures
+        else:
+            parts = launch(timeout_s, group=group).parts
+            futures = [call.future for call in parts if call.future is not None]
+        if context is not None:
+            for future in futures:
+                context.add_child(future)
+        if retries is not None:
+            retries.start()
+        return futures
+
+    def stream_group(
+        self, role: str, ranks: Sequence[int], method: str, args: tuple[Any, ...], kwargs: dict[str, Any],
+        options: CallOptions,
+    ) -> Stream[Any]:  # fmt: skip
+        """Ask members of a role for the items of a generator method."""
+        from rlmesh.runtime.streams import Inbox, Stream
+
+        frames = self._encode(method, (args, kwargs))
+        inbox = Inbox(options.window)
+        self.submit_group(role, ranks, method, [frames] * len(ranks), options, inbox=inbox)
+        return Stream(inbox, self._post)
+
+    def notify_group(
+        self, role: str, ranks: Sequence[int], method: str, args: tuple[Any, ...], kwargs: dict[str, Any],
+        options: CallOptions,
+    ) -> None:  # fmt: skip
+        """Call members of a role without waiting for an answer."""
+        frames = self._encode(method, (args, kwargs), store=False)
+        self.submit_group(role, ranks, method, [frames] * len(ranks), options, reply=False)
 
 
-def _as_it_is(buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
-    """For values that are encoded only to see whether that works."""
+def _not_captured(buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
+    """The buffers themselves, for values that are encoded only to see whether that works."""
     return buffers
 
 
-def _naming_the_argument(
-    method: str, call: tuple[tuple[Any, ...], dict[str, Any]], error: Unserializable
-) -> Unserializable:
-    """The same error, for whoever wrote the call."""
+def _naming_the_argument(method: str, call: Arguments, error: Unserializable) -> Unserializable:
+    """The same error, with the name of the argument that cannot be sent."""
     from rlmesh.runtime.batch_split import named_arguments
 
     for name, value in named_arguments(*call):
         try:
-            codec.encode(value, _as_it_is)
+            codec.encode(value, _not_captured)
         except Unserializable as own:
             return Unserializable(f"{name} of {method}(): {own}")
     return error

@@ -1,4 +1,4 @@
-"""Whom a process waits for, and what is known about whoever must answer."""
+"""Reports on single calls, for people: `Waiting` at the caller, `Serving` at the callee, and the state of a process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One call without an answer.
+    """A call without an answer.
 
     Attributes:
-        name: who must answer, such as ``ACTOR:1``.
-        method: what it was asked.
-        since_s: how long ago.
-        left_s: until the call's deadline.
-        peer: what is known about the connection and the process of whoever must answer.
-        last_line: of its log, if this process can read it.
+        name: the member that must answer, such as ``ACTOR:1``.
+        method: the method that was called.
+        since_s: seconds since the call was made.
+        left_s: seconds until the call's deadline.
+        peer: what is known about the connection to the member, and about its process.
+        last_line: the last line of the member's log, if this process can read it.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """One call that this process has not ended.
+    """A call that this process serves and has not ended.
 
     Attributes:
-        method: of which member, such as ``ACTOR:1.update``.
-        since_s: since it began, or, if it has not, since it came.
-        caller: who made it.
-        runs: whether it runs.
-        unawaited: why nobody waits for its answer; empty if its caller does.
+        method: member and method, such as ``ACTOR:1.update``.
+        since_s: seconds since the method began, or, if it has not begun, since the call arrived.
+        caller: the name of the calling process.
+        runs: True if the method has begun.
+        unawaited: why no caller waits for the answer; empty if one does.
     """
 
     method: str
@@ -66,7 +66,7 @@ class Serving:
 
 
 def process_state(pid: int) -> str:
-    """What a process of this machine does, as a sentence; empty if ``pid`` is 0."""
+    """The state of a process of this machine, as a sentence; empty if ``pid`` is 0."""
     if pid <= 0:
         return ""
     letter = state_letter(pid)
@@ -76,12 +76,12 @@ def process_state(pid: int) -> str:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process of this machine has not ended; not so for 0."""
+    """True if a process of this machine has not ended; False for 0."""
     return pid > 0 and state_letter(pid) not in ("", "Z", "X")
 
 
 def state_letter(pid: int) -> str:
-    """What the kernel says that a process of this machine does, as one letter; empty if it is gone."""
+    """The kernel's one-letter state of a process of this machine; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""What a caller knows of its peers: addresses, connections, deaths, how busy they are, what they do."""
+"""A caller's knowledge of its peers: addresses, connections, deaths, load, and state."""
 
 from __future__ import annotations
 
@@ -6,57 +6,171 @@ import itertools
 import os
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from rlmesh.runtime.calling.load_balance import Load, least_busy
+from rlmesh.errors import Executed, PeerLost, Restarting, RoleNotFound, StaleIncarnation
 from rlmesh.runtime.calling.peer_status import Waiting, lives, process_state, state_letter
 from rlmesh.runtime.calling.pending import Peer, PendingCall, how_it_ended
-from rlmesh.runtime.connections.address_book import AddressBook, split_name
+from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress, MemberExit, split_name
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.activity_board import board_path, does_not_answer, look_at
+from rlmesh.runtime.transport.base import Link
+from rlmesh.wire.envelope import ANY_INCARNATION
 
-if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
+_SAME_NS = 1_000_000
+"""Queueing times that differ by less count as equal."""
 
 
 class JobEnd(NamedTuple):
-    """Why a job ends: in one line, and as the error of the whole job where there is one."""
+    """The reason why a job ends: in one line, and as the error of the whole job where there is one."""
 
     why: str
     error: BaseException | None = None
 
 
-def _goes_on() -> JobEnd | None:
-    return None
+class Load(NamedTuple):
+    """The load of a member, as far as one caller knows.
+
+    ``queued_ns`` is how long the member's last answered call had waited for other calls there, whoever made them. It
+    is halved each time the member is passed over, so that an old value does not count for ever.
+    """
+
+    alive: bool
+    reachable: bool
+    in_flight: int
+    queued_ns: int
 
 
-class Knowledge:
-    """The tables that `Calls` keeps, and questions about them. From any thread."""
+def least_busy(loads: Sequence[Load], turn: int) -> int:
+    """Index of the member to call: alive, with a known address, fewest calls of this caller in flight, then the
+    shortest queue; equal members take turns.
+
+    Args:
+        loads: at least one.
+        turn: a number that grows with each call.
+    """
+    ranks = [(not load.alive, not load.reachable, load.in_flight, load.queued_ns // _SAME_NS) for load in loads]
+    best = min(ranks)
+    equal = [index for index, rank in enumerate(ranks) if rank == best]
+    return equal[turn % len(equal)]
+
+
+class PeerTable:
+    """The peers of one runtime. Questions may be asked from any thread; `Calls` changes the table.
+
+    Attributes:
+        lock: guards the table and the pending calls of all peers.
+        book: the newest address book.
+        by_endpoint: the connections that calls take.
+        by_link: the same connections by their links.
+        orphans: lost connections whose calls still wait for the agent's word on the member's end.
+        lost: endpoints whose connection was lost, and why.
+        dead: ended members, by name and incarnation, as their agents reported them.
+        job_end: says why the job is ending, or has ended, if it has: lost members are an effect of that.
+        last_line_of: gives the last line of a member's log, by role and rank, where this process can read it.
+    """
 
     def __init__(self) -> None:
-        self._lock = allocate_lock()
-        self._book: AddressBook | None = None
-        self._peers: dict[str, Peer] = {}
-        self._orphans: dict[str, Peer] = {}
-        self._lost: dict[str, str] = {}
-        """Endpoints whose connection was lost, and why."""
-        self._dead: dict[tuple[str, int], ExitInfo] = {}
-        """Members, by name and incarnation, of whose end an agent told."""
-        self._turns = itertools.count()
-        self.active_at = clock.now()
-        """When this process last sent a call, got an answer, or gave another sign of life."""
-        self.job_end: Callable[[], JobEnd | None] = _goes_on
-        """Why the job is ending, or has ended: what a lost member is the effect of."""
+        self.lock = allocate_lock()
+        self.book: AddressBook | None = None
+        self.by_endpoint: dict[str, Peer] = {}
+        self.by_link: dict[Link, Peer] = {}
+        self.orphans: dict[str, Peer] = {}
+        self.lost: dict[str, str] = {}
+        self.dead: dict[tuple[str, int], MemberExit] = {}
+        self.job_end: Callable[[], JobEnd | None] = lambda: None
         self.last_line_of: Callable[[str, int], str] | None = None
-        """The last line of a member's log, by role and rank, where this process can read it."""
+        self._turns = itertools.count()
 
-    @property
-    def book(self) -> AddressBook | None:
-        return self._book
+    # Addresses.
+
+    def needs_route(self, call: PendingCall) -> bool:
+        """Set the endpoint of a call from the address book; True if the call has to take the way over the loop
+        (`endpoint_of`)."""
+        if call.pinned:
+            return call.endpoint in self.lost
+        book = self.book
+        member = book.find_name(call.name) if book is not None else None
+        if member is None or member.endpoint is None or (call.name, member.incarnation) in self.dead:
+            return True
+        if member.endpoint in self.lost or (call.wanted != ANY_INCARNATION and call.wanted != member.incarnation):
+            return True
+        if call.rank_loop is not None and self.left_behind(call, member.incarnation) is not None:
+            return True
+        call.endpoint, call.incarnation = member.endpoint, member.incarnation
+        return False
+
+    def endpoint_of(self, call: PendingCall) -> str | None:
+        """The address that a call goes to; None as long as it is not known.
+
+        Raises:
+            RoleNotFound: the role has no such rank.
+            CallError: the member is gone, of another incarnation, or being restarted.
+        """
+        if call.pinned:
+            return call.endpoint
+        role, rank = split_name(call.name)
+        if self.book is None or rank is None:
+            return None
+        member = self.book.find(role, rank)
+        if member is None:
+            group = self.book.role(role)
+            raise RoleNotFound(f"{role} has {len(group)} members; there is no {call.name}")
+        if call.wanted not in (ANY_INCARNATION, member.incarnation):
+            if member.incarnation < call.wanted:
+                return None
+            text = f"{call.name}.{call.method}() was meant for incarnation {call.wanted}; it was restarted since"
+            raise call.error(StaleIncarnation, text, "no")
+        self._check_rank_loop(call, member.incarnation)
+        exit_info = self.dead.get((call.name, member.incarnation))
+        if exit_info is not None:
+            raise self.lost_error(call, how_it_ended(exit_info), "no")
+        call.incarnation = member.incarnation
+        if member.endpoint is None and member.incarnation and not call.queue:
+            text = f"{call.name} is being restarted and options(queue=False) was asked for"
+            raise call.error(Restarting, text, "no")
+        return member.endpoint
+
+    def _find(self, name: str) -> MemberAddress | None:
+        return self.book.find_name(name) if self.book is not None else None
+
+    # Groups that restart together.
+
+    def go_together(self, role: str) -> bool:
+        """True if calls to ranks of this role are parts of one; also as long as nothing is known of the role."""
+        return self.book is None or self.book.is_elastic(role)
+
+    def generation(self, role: str) -> int:
+        """The newest known generation of an elastic role; -1 if none is known."""
+        found = self.book.role(role) if self.book is not None and role in self.book.roles() else ()
+        return max((member.incarnation for member in found), default=-1)
+
+    def left_behind(self, call: PendingCall, generation: int) -> PendingCall | None:
+        """A call that the program made in one loop with this call, and that an older generation got."""
+        if call.rank_loop is None or self.book is None or not self.book.is_elastic(split_name(call.name)[0]):
+            return None
+        return call.rank_loop.left_behind(call, generation)
+
+    def _check_rank_loop(self, call: PendingCall, generation: int) -> None:
+        """Refuse a call that would run alone in its generation.
+
+        Raises:
+            StaleIncarnation: another call of the loop went to an older generation.
+        """
+        other = self.left_behind(call, generation)
+        if other is not None:
+            text = (
+                f"{call.name}.{call.method}() was not sent: its group restarted (incarnation {generation}) since "
+                f"{other.name}.{other.method}() was called (incarnation {other.incarnation}). Ranks that are called "
+                "one by one would not run the same calls: call the group as a whole, or all ranks again"
+            )
+            raise call.error(StaleIncarnation, text, "no")
+
+    # Load and life.
 
     def least_busy(self, names: Sequence[str]) -> str:
-        """The member that a call would wait for the shortest, as far as this process knows. From any thread."""
-        with self._lock:
+        """The member whose answer would come first, as far as this process knows."""
+        with self.lock:
             known = [self._load(name) for name in names]
             chosen = least_busy([load for load, _ in known], next(self._turns))
             for index, (_, peer) in enumerate(known):
@@ -65,44 +179,60 @@ class Knowledge:
             return names[chosen]
 
     def _load(self, name: str) -> tuple[Load, Peer | None]:
-        member = self._book.find_name(name) if self._book is not None else None
+        member = self._find(name)
         if member is None or member.endpoint is None:
             return Load(True, False, 0, 0), None
-        alive = (name, member.incarnation) not in self._dead and member.endpoint not in self._lost
-        peer = self._peers.get(member.endpoint)
+        alive = (name, member.incarnation) not in self.dead and member.endpoint not in self.lost
+        peer = self.by_endpoint.get(member.endpoint)
         return (Load(alive, True, 0, 0), None) if peer is None else (Load(alive, True, *peer.load()), peer)
 
+    def in_flight(self) -> int:
+        """The number of calls that were sent and not answered."""
+        with self.lock:
+            return sum(len(peer.pending) for peer in self.by_endpoint.values())
+
+    def calls_of(self, peer: Peer) -> list[PendingCall]:
+        with self.lock:
+            return [*peer.pending.values(), *peer.waiting]
+
     def is_gone(self, name: str, endpoint: str | None) -> bool:
-        """Whether a member's process has ended; otherwise its lost connection is forgotten, so that the next call
-        opens another."""
-        member = self._book.find_name(name) if self._book is not None else None
-        if member is not None and (name, member.incarnation) in self._dead:
+        """True if a member's process has ended. Otherwise the loss of its connection is forgotten, so that the next
+        call opens another one."""
+        member = self._find(name)
+        if member is not None and (name, member.incarnation) in self.dead:
             return True
-        with self._lock:
-            self._lost.pop(endpoint or (member.endpoint if member is not None else None) or "", None)
+        with self.lock:
+            self.lost.pop(endpoint or (member.endpoint if member is not None else None) or "", None)
         return False
 
-    def _is_ending(self, peer: Peer) -> bool:
-        """Its process has closed its socket and is not gone, or was not at the last look: exit handlers and the
-        interpreter's own end may take seconds, and only then can its agent tell how it ended."""
-        member = self._book.find_name(peer.channel.peer_name) if self._book is not None else None
+    def is_ending(self, peer: Peer) -> bool:
+        """True if the peer has closed its socket, but its process was alive at this check or at the one before.
+
+        Exit handlers and the interpreter's own end may take seconds; only then can the agent tell how the process
+        ended.
+        """
+        member = self._find(peer.channel.peer_name)
         scheme, _, path = peer.endpoint.partition("://")
         if member is None or member.endpoint != peer.endpoint or scheme not in ("unix", "ipc"):
             return False
         before, peer.ending = peer.ending, not os.path.exists(path) and lives(member.pid)
         return before or peer.ending
 
-    def _calls_of(self, peer: Peer) -> list[PendingCall]:
-        with self._lock:
-            return [*peer.pending.values(), *peer.waiting]
+    # Descriptions for people.
 
-    def on_their_way(self) -> int:
-        """Calls that were sent and not answered."""
-        with self._lock:
-            return sum(len(peer.pending) for peer in self._peers.values())
+    def lost_error(self, call: PendingCall, reason: str, executed: Executed) -> PeerLost:
+        """The error of a call whose callee is gone."""
+        end = self.job_end()
+        reason = end.why if end is not None else reason
+        text = f"{call.name} cannot answer {call.method}(): {reason} [asked {call.describe()}]"
+        error = call.error(PeerLost, text, executed)
+        assert isinstance(error, PeerLost)
+        error.reason = reason
+        error.__cause__ = end.error if end is not None else None
+        return error
 
     def waiting(self, call: PendingCall) -> Waiting:
-        """Whom a call waits for, and what is known of it."""
+        """The member that a call waits for, and what is known of that member."""
         role, rank = split_name(call.name)
         last_line = ""
         if rank is not None and self.last_line_of is not None:
@@ -110,19 +240,24 @@ class Knowledge:
         left_s = call.deadline - clock.now()
         return Waiting(call.name, call.method, call.age_s(), left_s, self._state_of(call), last_line)
 
+    def unanswered(self, call: PendingCall) -> str:
+        """The state of the callee at the deadline of a call that was sent."""
+        why = self._why_silent(call)
+        return "the member has not answered" + (f": it is {why}" if why.startswith(("stopped", "busy")) else "")
+
     def _state_of(self, call: PendingCall) -> str:
         if call.passed is not None:
             return f"waits for an argument, from {call.passed.describe()}"
-        member = self._book.find_name(call.name) if self._book is not None else None
-        if member is not None and (exit_info := self._dead.get((call.name, member.incarnation))) is not None:
+        member = self._find(call.name)
+        if member is not None and (exit_info := self.dead.get((call.name, member.incarnation))) is not None:
             return how_it_ended(exit_info).partition(";")[0]
         peer = call.peer
         if peer is None and call.cohort is not None:
             return "not every rank that the call goes to has an address in the same incarnation"
         if peer is None:
             return "its address is not known yet" if call.endpoint is None else "not sent yet"
-        if peer.endpoint in self._lost or peer.endpoint in self._orphans:
-            state = self._lost.get(peer.endpoint, "the connection was lost")
+        if peer.endpoint in self.lost or peer.endpoint in self.orphans:
+            state = self.lost.get(peer.endpoint, "the connection was lost")
         elif not peer.channel.authenticated:
             state = "not connected yet"
         elif call.call_id in peer.pending:
@@ -136,15 +271,10 @@ class Knowledge:
         return "; ".join(filter(None, known))
 
     def _why_silent(self, call: PendingCall) -> str:
-        """Why a member of this machine does not answer: it is stopped, or busy in something that keeps it from it."""
-        member = self._book.find_name(call.name) if self._book is not None else None
+        """The reason why a member of this machine does not answer: its process is stopped, or busy."""
+        member = self._find(call.name)
         scheme, _, path = (call.peer.endpoint if call.peer is not None else "").partition("://")
         if member is None or scheme not in ("unix", "ipc"):
             return ""
         seen = look_at(board_path(os.path.dirname(path), call.name))
         return does_not_answer(state_letter(member.pid), member.pid, seen)
-
-    def unanswered(self, call: PendingCall) -> str:
-        """What is known at the deadline of a call that was sent."""
-        why = self._why_silent(call)
-        return "the member has not answered" + (f": it is {why}" if why.startswith(("stopped", "busy")) else "")

@@ -1,4 +1,5 @@
-"""Failed calls whose results nobody asked for: told once, when the future is collected, as asyncio does."""
+"""Logs the errors of failed calls whose results were never asked for, when their futures are collected, as asyncio
+does."""
 
 from __future__ import annotations
 
@@ -10,73 +11,74 @@ from rlmesh.runtime.process import clock, forked
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 10.0
-_KINDS = 1000
+REPEAT_S = 10.0
+_MOST_KINDS = 1000
 _OWN = ("@", "weights_")
-"""Targets and methods of rlmesh's own calls begin so."""
+"""Prefixes of the targets and methods of rlmesh's own calls."""
 
 
-class ErrorRetrieved:
-    """Shared by futures of which one error is enough: ``told`` once somebody knows of it."""
+class SharedReport:
+    """Shared by futures whose errors are logged as one. ``done`` is True once an error was logged or retrieved."""
 
-    __slots__ = ("told",)
+    __slots__ = ("done",)
 
     def __init__(self) -> None:
-        self.told = False
+        self.done = False
 
 
-class Unheard:
-    """A future's error until somebody asks for it. It is collected with the future."""
+class UnretrievedError:
+    """A future's error until it is retrieved. Logs the error if the future is collected before that."""
 
-    __slots__ = ("_error", "_fork", "together")
+    __slots__ = ("_error", "_fork", "report")
 
-    def __init__(self, error: BaseException, together: ErrorRetrieved | None) -> None:
+    def __init__(self, error: BaseException, report: SharedReport | None) -> None:
         self._error: BaseException | None = error
-        self.together = together
+        self.report = report
         self._fork = forked.count
 
-    def heard(self) -> None:
+    def retrieved(self) -> None:
         self._error = None
 
     def __del__(self) -> None:
-        error, together = self._error, self.together
-        if error is None or (together is not None and together.told) or sys.is_finalizing():
+        error, report = self._error, self.report
+        if error is None or (report is not None and report.done) or sys.is_finalizing():
             return
-        if self._fork != forked.count:  # the parent of this forked child tells it
+        if self._fork != forked.count:  # The parent of this forked child logs the error.
             return
-        if together is not None:
-            together.told = True
+        if report is not None:
+            report.done = True
         try:
-            tell(error)
+            log_error(error)
         except Exception:
             pass  # The collector runs this anywhere; nobody could take an error of it.
 
 
-class Alike:
-    """Of many failures of one kind within `AGAIN_S` the first is told, and later how many there were."""
+class RepeatLimiter:
+    """Limits the log to one of many alike failures within `REPEAT_S`, and counts the others."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, str], tuple[float, int]] = {}
+        self._logged: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def skip(self, kind: tuple[str, str], now: float) -> int | None:
-        """None if this one is not told; else how many were not since the last one that was."""
-        at, silent = self._told.get(kind, (-AGAIN_S, 0))
-        if now - at < AGAIN_S:
-            self._told[kind] = (at, silent + 1)
+    def skipped(self, kind: tuple[str, str], now: float) -> int | None:
+        """The number of failures of this kind that were skipped since the last logged one; None if this failure is to
+        be skipped too."""
+        at, skipped = self._logged.get(kind, (-REPEAT_S, 0))
+        if now - at < REPEAT_S:
+            self._logged[kind] = (at, skipped + 1)
             return None
-        if len(self._told) > _KINDS:
-            self._told.clear()
-        self._told[kind] = (now, 0)
-        return silent
+        if len(self._logged) > _MOST_KINDS:
+            self._logged.clear()
+        self._logged[kind] = (now, 0)
+        return skipped
 
 
-_alike = Alike()
+_limiter = RepeatLimiter()
 
 
-def tell(error: BaseException) -> None:
-    """Log an error that nobody will be given."""
+def log_error(error: BaseException) -> None:
+    """Log an error that no caller will be given."""
     if isinstance(error, CallCancelled | ShuttingDown):
-        return  # Whoever cancelled, or ends, knows.
+        return  # Expected: the caller cancelled, or is ending.
     if not isinstance(error, CallError):
         logger.error("a call failed, and its result was never asked for: %s: %s", type(error).__name__, error)
         return
@@ -84,10 +86,10 @@ def tell(error: BaseException) -> None:
     member = str(details.role) if details.rank is None else f"{details.role}:{details.rank}"
     own = member.startswith(_OWN) or str(details.method).startswith(_OWN)
     what = f"{member}.{details.method}()" if details.method else "a call"
-    if (alike := _alike.skip((what, type(error).__name__), clock.now())) is None:
+    if (skipped := _limiter.skipped((what, type(error).__name__), clock.now())) is None:
         return
-    if alike:
-        what = f"{what} (and {alike} such calls before it)"
+    if skipped:
+        what = f"{what} (and {skipped} such calls before it)"
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RemoteError):
         text = f"{error}\n{details.remote_traceback.rstrip()}"

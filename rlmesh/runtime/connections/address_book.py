@@ -1,9 +1,10 @@
-"""Who is where: the address book that the master hands to every member."""
+"""The address book, which the master sends to every member, and the names of members and roles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Protocol
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.axes import Axes
@@ -11,8 +12,12 @@ from rlmesh.runtime.axes import Axes
 
 @dataclass(frozen=True, slots=True)
 class MemberAddress:
-    """One member. ``endpoint`` is None until its process has bound one: calls to it wait for that. Where a job has
-    several nodes, ``public`` is where processes of the others reach it. ``group`` is its group within the role."""
+    """The address of a member.
+
+    ``endpoint`` is None until the member's process has bound one; calls to the member wait for that. In a job of
+    several nodes, ``public`` is the endpoint for processes of other nodes. ``group`` is the member's group within its
+    role.
+    """
 
     role: str
     rank: int
@@ -28,11 +33,41 @@ class MemberAddress:
         return member_name(self.role, self.rank)
 
 
+class MemberExit(Protocol):
+    """The end of a member's process, as its agent reports it.
+
+    Attributes:
+        served: calls may have begun in the process.
+        last_log_lines: the last lines of the member's log.
+    """
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def hostname(self) -> str: ...
+    @property
+    def served(self) -> bool: ...
+    @property
+    def last_log_lines(self) -> tuple[str, ...]: ...
+
+    def describe(self) -> str:
+        """The way the process ended, such as ``exited with code 3``."""
+        ...
+
+
 @dataclass(frozen=True)
 class AddressBook:
-    """All members of a job; a higher ``version`` replaces a lower one. ``meshes`` are the axes of the roles that
-    declared some. ``groups`` are the ranks of nodes that are one machine. ``elastic`` are the roles whose members
-    restart together: their incarnation is the generation of the group."""
+    """All members of a job; a higher ``version`` replaces a lower one.
+
+    ``meshes`` are the axes of roles that declared axes. ``groups`` are the ranks of nodes that are one machine.
+    ``elastic`` are the roles whose members restart together: their incarnation is the generation of the group.
+    """
 
     version: int
     members: tuple[MemberAddress, ...]
@@ -40,7 +75,6 @@ class AddressBook:
     groups: tuple[tuple[int, ...], ...] = ()
     elastic: tuple[str, ...] = ()
     _by_role: dict[str, tuple[MemberAddress, ...]] = field(init=False, repr=False, compare=False, hash=False)
-
     _by_name: dict[str, MemberAddress] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +86,7 @@ class AddressBook:
         object.__setattr__(self, "_by_name", {member.name: member for member in self.members})
 
     def seen_from(self, node_rank: int) -> AddressBook:
-        """The book with the addresses that a process of a node uses; -1 for one that belongs to none."""
+        """The book with the addresses that a process of a node uses; -1 for a process outside the job's nodes."""
         near = next((group for group in self.groups if node_rank in group), (node_rank,))
         if all(not member.public or member.node_rank in near for member in self.members):
             return self
@@ -68,14 +102,14 @@ class AddressBook:
         return tuple(self._by_role)
 
     def is_elastic(self, role: str) -> bool:
-        """Whether the members of a role are one group, which restarts as a whole."""
+        """True if the members of a role are one group, which restarts as a whole."""
         return role in self.elastic
 
     def role(self, name: str) -> tuple[MemberAddress, ...]:
         """The members of a role, by rank.
 
         Raises:
-            RoleNotFound: with the roles there are.
+            RoleNotFound: there is no such role; the text names the job's roles.
         """
         found = self._by_role.get(name)
         if found is None:
@@ -91,7 +125,7 @@ class AddressBook:
         """The members of a group within a role, by rank.
 
         Raises:
-            RoleNotFound: with the groups there are.
+            RoleNotFound: there is no such group; the text names the role's groups.
         """
         members = self.role(role)
         found = tuple(member for member in members if member.group == name)
@@ -99,7 +133,7 @@ class AddressBook:
             return found
         known = list(dict.fromkeys(member.group for member in members if member.group))
         if not known:
-            raise RoleNotFound(f"{role} has no group {name!r}, nor any other: .with_groups({name}=…) makes groups")
+            raise RoleNotFound(f"{role} has no group {name!r} and no other group: .with_groups({name}=…) makes groups")
         import difflib
 
         near = difflib.get_close_matches(name, known, n=1)
@@ -111,7 +145,7 @@ class AddressBook:
 
         Raises:
             RoleNotFound: there is no such role.
-            UsageError: it declared none.
+            UsageError: the role declared no axes.
         """
         self.role(role)
         for name, axes in self.meshes:
@@ -139,11 +173,11 @@ def role_name(role: object) -> str:
 
 
 def member_name(role: str, rank: int) -> str:
-    """Name under which a member is served: ``ACTOR:1``."""
+    """The name of a member: ``ACTOR:1``."""
     return f"{role}:{rank}"
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """``ACTOR:1`` to (``ACTOR``, 1); a control object such as ``@master`` has no rank."""
+    """Split ``ACTOR:1`` into (``ACTOR``, 1); a control object such as ``@master`` has no rank."""
     role, separator, rank = name.rpartition(":")
     return (role, int(rank)) if separator and rank.isdigit() else (name, None)

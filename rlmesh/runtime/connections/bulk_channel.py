@@ -1,9 +1,9 @@
-"""A second connection to a peer, for large payloads, so that small messages are not stuck behind them.
+"""Both halves of a bulk channel: large payloads take a second connection, so that small messages do not wait for them.
 
-A message with a large payload is sent as `Detached`: its header goes with the other messages, in its turn; its
-payload follows over the lane. The receiver keeps the message until its payload has come. What must not overtake it
-waits behind it (later calls for the same place in the same member's queue, later answers to the same call);
-everything else goes on.
+A message with a large payload is sent as `Detached`: its header goes with the other messages, in order; its payload
+follows over the bulk channel. The receiver holds the message until its payload has come. Messages that must not
+overtake it wait behind it (later calls for the same queue of the same member, later answers to the same call); all
+other messages are handled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlmesh.errors import MalformedFrame, PayloadTooLarge
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.transport.base import PACKET_LIMIT_BYTES
-from rlmesh.runtime.transport.receive_buffers import room
+from rlmesh.runtime.transport.receive_buffers import allocate
 from rlmesh.wire.envelope import (
     Buffer,
     Bulk,
@@ -38,45 +38,45 @@ from rlmesh.wire.envelope import (
 )
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.connections.bulk_channels import LaneHost
+    from rlmesh.runtime.connections.bulk_channels import BulkHost
 
 _TURN_BYTES = 4 << 20
 
 
-class LaneLink(Protocol):
-    """Where a lane's packets go: the connection, or what puts them in order before it."""
+class BulkLink(Protocol):
+    """The sink of a bulk channel's packets: a connection, or a wrapper around one."""
 
     @property
     def chunk_bytes(self) -> int | None:
-        """How large a part of a payload may be; None: as large as it is."""
+        """The largest part of a payload that may be sent at once; None: no limit."""
         ...
 
     def send(self, frames: Frames) -> None: ...
 
 
-class Outgoing:
+class BulkSender:
     """The sending half.
 
     Args:
-        threshold_bytes: payloads of at least this size take the lane.
-        loop: the runtime's.
+        threshold_bytes: payloads of at least this size take the bulk channel.
+        loop: the runtime's loop.
         post: runs a function on the loop, from any thread.
-        open_lane: called on the loop when the first payload waits for a lane.
+        open_channel: called on the loop when the first payload waits for a bulk channel.
     """
 
     def __init__(
         self, threshold_bytes: int, loop: asyncio.AbstractEventLoop, post: Callable[..., None],
-        open_lane: Callable[[], None],
+        open_channel: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._threshold_bytes, self._loop, self._post, self._open_lane = threshold_bytes, loop, post, open_lane
+        self._threshold_bytes, self._loop, self._post, self._open_lane = threshold_bytes, loop, post, open_channel
         self._numbers = itertools.count(1)
         self._queue: deque[tuple[int, Frames]] = deque()
-        self._link: LaneLink | None = None
+        self._link: BulkLink | None = None
         self._packets: Iterator[Frames] = iter(())
         self._asked = self._busy = False
 
     def divert(self, header: Header, payload: Frames) -> Detached | None:
-        """From any thread: take the payload if it is large; gives what is sent in the message's place."""
+        """Take a large payload and return the message to send instead; None if the payload is small. Thread-safe."""
         if not payload or sum(len(frame) for frame in payload) < self._threshold_bytes:
             return None
         number = next(self._numbers)
@@ -85,12 +85,12 @@ class Outgoing:
         return detach(header, number)
 
     def open(self) -> None:
-        """Have a lane opened if there is none yet: the peer wants one."""
+        """Open the bulk channel unless that was asked for already."""
         if not self._asked:
             self._asked = True
             self._open_lane()
 
-    def opened(self, link: LaneLink) -> None:
+    def opened(self, link: BulkLink) -> None:
         self._asked = True
         self._link = link
         self._push()
@@ -103,8 +103,8 @@ class Outgoing:
             self._busy = True
             self._send_some(self._link)
 
-    def _send_some(self, link: LaneLink) -> None:
-        """A few packets; other work of the loop has its turn before the next."""
+    def _send_some(self, link: BulkLink) -> None:
+        """Send a few packets, then let the loop do other work before the next packets."""
         left = _TURN_BYTES
         while left > 0:
             packet = next(self._packets, None)
@@ -136,7 +136,7 @@ class _Assembly:
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         try:
-            self.frames: Frames = [room(size) for size in sizes]
+            self.frames: Frames = [allocate(size) for size in sizes]
         except MemoryError:
             raise PayloadTooLarge(f"this process has no memory for a payload of {sum(sizes):,} bytes") from None
         self._views = [memoryview(frame) for frame in self.frames]
@@ -144,14 +144,14 @@ class _Assembly:
         self._skip_full()
 
     def add(self, part: Buffer) -> bool:
-        """True once it is complete.
+        """Add a part; True once the payload is complete.
 
         Raises:
-            MalformedFrame: the part does not fit.
+            MalformedFrame: the part is too large.
         """
         size = len(part)
         if self._frame == len(self.frames) or self._at + size > len(self.frames[self._frame]):
-            raise MalformedFrame(f"a part of {size} bytes is more than its payload still wants")
+            raise MalformedFrame(f"a part of {size} bytes is more than its payload still lacks")
         self._views[self._frame][self._at : self._at + size] = part
         self._at += size
         self._skip_full()
@@ -162,8 +162,8 @@ class _Assembly:
             self._frame, self._at = self._frame + 1, 0
 
 
-class _Held:
-    """A message that waits for its payload, or behind one that does."""
+class _HeldMessage:
+    """A message that waits for its payload, or behind a message that waits."""
 
     __slots__ = ("header", "key", "payload", "since")
 
@@ -173,44 +173,44 @@ class _Held:
 
 
 class BulkReceiver:
-    """The receiving half, for the messages of one channel. On the loop."""
+    """The receiving half, for the messages of one channel; runs on the loop."""
 
-    def __init__(self, host: LaneHost, channel: Channel) -> None:
+    def __init__(self, host: BulkHost, channel: Channel) -> None:
         self._host, self._channel = host, channel
-        self._queues: dict[Hashable, deque[_Held]] = {}
-        self._waiting: dict[int, _Held] = {}
+        self._queues: dict[Hashable, deque[_HeldMessage]] = {}
+        self._waiting: dict[int, _HeldMessage] = {}
         self._arrived: dict[int, Frames] = {}
         self._unwanted: set[int] = set()
         self._assemblies: dict[int, _Assembly] = {}
         self._calls: dict[int, tuple[Hashable, int | None]] = {}
-        """Calls that are held, by their id: their queue, and the number of their payload if that has not come."""
+        """Held calls by id: their queue, and the number of their payload if that has not come."""
 
     # Messages.
 
     def holds(self, header: Header, payload: Frames) -> bool:
-        """Keep a message that must wait behind others; False where it need not."""
+        """Hold a message that must wait behind others; False if it need not wait."""
         if not self._queues:
             return False
         if isinstance(header, Cancel | Keep | Credit) and (held := self._calls.get(header.call_id)) is not None:
             if type(header) is Cancel:
                 self._cancel(header.call_id)
             else:
-                self._queues[held[0]].append(_Held(header, held[0], payload))
+                self._queues[held[0]].append(_HeldMessage(header, held[0], payload))
             return True
         key = self._key_of(header)
         queue = self._queues.get(key) if key is not None else None
         if queue is None:
             return False
-        queue.append(_Held(header, key, payload))
+        queue.append(_HeldMessage(header, key, payload))
         if type(header) is Call:
             self._calls[header.call_id] = (key, None)
         return True
 
     def on_detached(self, message: Detached) -> None:
-        """A message whose payload comes over the lane, or came already.
+        """Handle a message whose payload comes over the bulk channel, or came already.
 
         Raises:
-            MalformedFrame: it is none.
+            MalformedFrame: the message cannot have such a payload.
         """
         header, number = reattach(message), message.number
         if number in self._waiting:
@@ -218,7 +218,7 @@ class BulkReceiver:
         key = self._key_of(header)
         if key is None:
             key = ("payload", number)
-        held = _Held(header, key, self._arrived.pop(number, None))
+        held = _HeldMessage(header, key, self._arrived.pop(number, None))
         self._queues.setdefault(key, deque()).append(held)
         if type(header) is Call:
             self._calls[header.call_id] = (key, number)
@@ -229,17 +229,17 @@ class BulkReceiver:
     # Payloads.
 
     def on_bulk(self, bulk: Bulk, payload: Frames) -> None:
-        """The begin of a payload, or all of it.
+        """Handle a whole payload, or the beginning of one.
 
         Raises:
-            WireError: it is none.
+            WireError: the payload is malformed or too large.
         """
         sizes = bulk.sizes
         if any(type(size) is not int or size < 0 for size in sizes) or sum(sizes) > PACKET_LIMIT_BYTES:
-            raise MalformedFrame("a payload came whose sizes are wrong")
+            raise MalformedFrame("a payload came with invalid sizes")
         if payload:
             if tuple(len(frame) for frame in payload) != sizes:
-                raise MalformedFrame("a payload came that is not of its size")
+                raise MalformedFrame("a payload came that does not have the announced sizes")
             self._complete(bulk.number, payload)
         elif sum(sizes) == 0:
             self._complete(bulk.number, [b"" for _ in sizes])
@@ -249,10 +249,10 @@ class BulkReceiver:
             self._assemblies[bulk.number] = _Assembly(sizes)
 
     def on_part(self, part: BulkPart, payload: Frames) -> None:
-        """The next part of a payload.
+        """Handle the next part of a payload.
 
         Raises:
-            MalformedFrame: it belongs to none.
+            MalformedFrame: the part belongs to no payload.
         """
         assembly = self._assemblies.get(part.number)
         if assembly is None or len(payload) != 1:
@@ -283,7 +283,7 @@ class BulkReceiver:
         return None
 
     def _advance(self, key: Hashable) -> None:
-        """Deliver what stands at the front with its payload."""
+        """Deliver the messages at the front of a queue that have their payloads."""
         queue = self._queues.get(key)
         while queue and queue[0].payload is not None:
             held = queue.popleft()

@@ -1,9 +1,9 @@
-"""Which channels have a lane for large payloads, and how it is opened.
+"""Opens the bulk channel of each channel: a second connection to the peer, for large payloads only.
 
-The side that was called offers a lane after the greeting (`LaneOffer`); the side that called opens it when one of
-them has the first large payload, and names the offer's token in a greeting of its own. Where the network is
-encrypted the lane leads to the same address; where its operator calls it private, to a plain TCP port. What comes
-over a lane is payloads only, and over a plain port each packet of them is sealed.
+The callee offers a bulk channel after the handshake (`BulkOffer`); the caller opens it when one of them has the first
+large payload, and names the offer's token in the handshake of the second connection. Where the network is encrypted,
+the second connection goes to the same address; where its operator declares it private, to a plain TCP port. A bulk
+channel carries payloads only, and over a plain port each of its packets is sealed.
 """
 
 from __future__ import annotations
@@ -17,91 +17,93 @@ from rlmesh.errors import MalformedFrame
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.transport.base import Link
-from rlmesh.wire.envelope import Bulk, BulkPart, Call, Detached, Frames, Header, LaneOffer, OpenLane
+from rlmesh.wire.envelope import Bulk, BulkOffer, BulkPart, Call, Detached, Frames, Header, OpenBulk
+from rlmesh.wire.key_proof import Seal, Side
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.connections.bulk_channel import BulkReceiver, LaneLink, Outgoing
-    from rlmesh.wire.seal import Seal, Side
+    from rlmesh.runtime.connections.bulk_channel import BulkLink, BulkReceiver, BulkSender
 
 _NAME = "~lane:"
 SEALED_BYTES = 1 << 20
-"""Payloads on an unencrypted connection are cut into parts of this size: each is hashed in one go, and the loop does
-other things in between."""
+"""Size of the parts of payloads on an unencrypted connection: a part is hashed in one go, and the loop does other work
+between parts."""
 
 
-class LaneHost(Protocol):
-    """What a lane needs of its runtime, on the loop."""
+class BulkHost(Protocol):
+    """The runtime's methods that a bulk channel calls, on the loop."""
 
     def deliver(self, channel: Channel, header: Header, payload: Frames) -> None:
-        """Handle a message as if it had just arrived whole."""
+        """Handle a message that is complete now."""
         ...
 
     def order_of(self, call: Call) -> Hashable | None:
-        """What a call has in common with those that must start in the order they were made."""
+        """The key that calls share if they must start in the order they were made; None for a call without order."""
         ...
 
 
-class LanesHost(LaneHost, Protocol):
-    """What lanes need of their runtime."""
+class BulkChannelsHost(BulkHost, Protocol):
+    """The runtime's methods that bulk channels use."""
 
     def post(self, fn: Callable[..., Any], *args: Any) -> None: ...
 
-    def connect_lane(self, endpoint: str, name: str) -> Channel:
-        """Connect and begin the greeting under ``name``."""
+    def connect_bulk(self, endpoint: str, name: str) -> Channel:
+        """Connect and begin the handshake under ``name``."""
         ...
 
     def listen_plain(self, host: str) -> int:
-        """A port for unencrypted lanes."""
+        """Listen for unencrypted bulk channels and return the port."""
         ...
 
     def is_plain(self, link: Link) -> bool:
-        """Whether a link is not encrypted."""
+        """True if a link is unencrypted TCP."""
         ...
 
     def end(self, channel: Channel, reason: str) -> None:
-        """Close a channel; what waits for its answers fails."""
+        """Close a channel; calls that wait for its answers fail."""
         ...
 
 
-class _Lane:
-    """The lane of one channel, open or not."""
+class _BulkChannel:
+    """The bulk channel of a channel, open or not."""
 
-    def __init__(self, channel: Channel, incoming: BulkReceiver) -> None:
-        self.channel, self.incoming = channel, incoming
-        self.outgoing: Outgoing | None = None
-        self.carrier: Channel | None = None
+    def __init__(self, channel: Channel, receiver: BulkReceiver) -> None:
+        self.channel, self.receiver = channel, receiver
+        self.sender: BulkSender | None = None
+        self.connection: Channel | None = None
         self.offer: str | None = None
 
 
-class Lanes:
-    """All lanes of one runtime. On the loop."""
+class BulkChannels:
+    """The bulk channels of a runtime. Its methods run on the loop."""
 
-    def __init__(self, host: LanesHost, loop: asyncio.AbstractEventLoop, options: NetworkOptions, key: bytes) -> None:
+    def __init__(
+        self, host: BulkChannelsHost, loop: asyncio.AbstractEventLoop, options: NetworkOptions, key: bytes
+    ) -> None:
         self._host, self._loop, self._options, self._key = host, loop, options, key
-        self._lanes: dict[Channel, _Lane] = {}
-        self._offers: dict[str, _Lane] = {}
-        self._carriers: dict[Channel, _Lane] = {}
+        self._channels: dict[Channel, _BulkChannel] = {}
+        self._offers: dict[str, _BulkChannel] = {}
+        self._connections: dict[Channel, _BulkChannel] = {}
         self._plain_port: int | None = None
 
     def admitted(self, channel: Channel, *, called: str | None, here: str | None) -> bool:
-        """A greeting is over. True if the channel is the carrier of a lane and nothing else.
+        """Handle the end of a handshake; True if the channel is the second connection of a bulk channel.
 
         Args:
-            called: the address that this side called; None if it was called.
+            called: the address that this side called; None if the peer called.
             here: this side's own address.
         """
-        if channel in self._carriers:
-            lane = self._carriers[channel]
-            self._opened(lane, "caller", str(lane.offer))
+        if channel in self._connections:
+            bulk = self._connections[channel]
+            self._opened(bulk, "caller", str(bulk.offer))
             return True
         if channel.peer_name.startswith(_NAME):
             token = channel.peer_name.removeprefix(_NAME)
             offered = self._offers.pop(token, None)
             if offered is None:
-                self._host.end(channel, "its lane was not offered, or is open already")
+                self._host.end(channel, "its bulk channel was not offered, or is open already")
                 return True
-            offered.carrier = channel
-            self._carriers[channel] = offered
+            offered.connection = channel
+            self._connections[channel] = offered
             self._opened(offered, "listener", token)
             return True
         if self._host.is_plain(channel.link):
@@ -113,116 +115,114 @@ class Lanes:
         return False
 
     def lost(self, channel: Channel) -> None:
-        """A channel is gone: a lane and what it belongs to end together, so that nothing waits for half of them."""
-        lane = self._carriers.pop(channel, None)
-        if lane is not None:
-            lane.carrier = None
-            self._host.end(lane.channel, "the connection for its large payloads was lost")
-        lane = self._lanes.pop(channel, None)
-        if lane is not None:
-            if lane.offer is not None:
-                self._offers.pop(lane.offer, None)
-            if lane.carrier is not None:
-                self._carriers.pop(lane.carrier, None)
-                self._host.end(lane.carrier, "the connection that it belonged to was lost")
+        """End the bulk channel of a lost channel, or the channel of a lost bulk channel: no call waits for ever."""
+        bulk = self._connections.pop(channel, None)
+        if bulk is not None:
+            bulk.connection = None
+            self._host.end(bulk.channel, "the connection for its large payloads was lost")
+        bulk = self._channels.pop(channel, None)
+        if bulk is not None:
+            if bulk.offer is not None:
+                self._offers.pop(bulk.offer, None)
+            if bulk.connection is not None:
+                self._connections.pop(bulk.connection, None)
+                self._host.end(bulk.connection, "the connection that its payloads belong to was lost")
 
     def on_carried(self, channel: Channel, header: Header, payload: Frames) -> None:
-        """What came over the second connection, which carries payloads and nothing else.
+        """Handle a message that came over a second connection, which may carry payloads only.
 
         Raises:
-            WireError: it does not fit.
+            WireError: the message is no payload, or malformed.
         """
-        lane = self._carriers.get(channel)
-        if lane is None or type(header) not in (Bulk, BulkPart):
+        bulk = self._connections.get(channel)
+        if bulk is None or type(header) not in (Bulk, BulkPart):
             raise MalformedFrame(f"a {type(header).__name__} came over a connection for large payloads")
         self.on_message(channel, header, payload)
 
     def on_message(self, channel: Channel, header: Header, payload: Frames) -> None:
-        """A message that lanes are made of.
+        """Handle a message of the bulk channel protocol.
 
         Raises:
-            WireError: it does not fit.
+            WireError: the message is malformed or unexpected.
         """
-        lane = self._carriers.get(channel) or self._lanes.get(channel)
-        if lane is None:
-            raise MalformedFrame(f"a {type(header).__name__} came over a connection without a lane")
+        bulk = self._connections.get(channel) or self._channels.get(channel)
+        if bulk is None:
+            raise MalformedFrame(f"a {type(header).__name__} came over a connection without a bulk channel")
         if type(header) is Bulk:
-            lane.incoming.on_bulk(header, payload)
+            bulk.receiver.on_bulk(header, payload)
         elif type(header) is BulkPart:
-            lane.incoming.on_part(header, payload)
+            bulk.receiver.on_part(header, payload)
         elif type(header) is Detached:
-            lane.incoming.on_detached(header)
-        elif type(header) is OpenLane:
-            self._open(lane)
-        elif type(header) is LaneOffer:
-            self._offered(lane, header)
+            bulk.receiver.on_detached(header)
+        elif type(header) is OpenBulk:
+            self._open(bulk)
+        elif type(header) is BulkOffer:
+            self._offered(bulk, header)
 
-    # The side that was called.
+    # Callee.
 
     def _prepare(self, channel: Channel, called: str | None, address: str) -> None:
         from rlmesh.runtime.connections.bulk_channel import BulkReceiver
         from rlmesh.runtime.transport.inet import split_host_port
 
-        lane = self._lanes[channel] = _Lane(channel, BulkReceiver(self._host, channel))
-        channel.incoming = lane.incoming
+        bulk = self._channels[channel] = _BulkChannel(channel, BulkReceiver(self._host, channel))
+        channel.bulk_receiver = bulk.receiver
         if called is not None:
-            return  # It learns from the offer that the peer has lanes too.
+            return  # The offer tells the caller that the peer has bulk channels too.
         token, port = secrets.token_hex(16), 0
         if self._options.private and address.startswith("tcp://"):
             if self._plain_port is None:
                 self._plain_port = self._host.listen_plain(split_host_port(address.removeprefix("tcp://"))[0])
             port = self._plain_port
-        lane.offer = token
-        self._offers[token] = lane
-        self._divert(lane, lambda: channel.send(OpenLane(), []))
-        channel.send(LaneOffer(token, port), [])
+        bulk.offer = token
+        self._offers[token] = bulk
+        self._divert(bulk, lambda: channel.send(OpenBulk(), []))
+        channel.send(BulkOffer(token, port), [])
 
-    # The side that called.
+    # Caller.
 
-    def _offered(self, lane: _Lane, offer: LaneOffer) -> None:
+    def _offered(self, bulk: _BulkChannel, offer: BulkOffer) -> None:
         from rlmesh.runtime.transport.inet import join_host_port, split_host_port
 
-        if lane.outgoing is not None:
-            raise MalformedFrame("a lane was offered twice")
-        called = lane.channel.link.peer
+        if bulk.sender is not None:
+            raise MalformedFrame("a bulk channel was offered twice")
+        called = bulk.channel.link.peer
         if offer.port:
             host, _ = split_host_port(called.removeprefix("tcp://"))
             called = f"plain://{join_host_port(host, offer.port)}"
-        lane.offer = offer.token
-        self._divert(lane, lambda: self._open(lane, called))
+        bulk.offer = offer.token
+        self._divert(bulk, lambda: self._open(bulk, called))
 
-    def _open(self, lane: _Lane, endpoint: str | None = None) -> None:
+    def _open(self, bulk: _BulkChannel, endpoint: str | None = None) -> None:
         if endpoint is None:
-            # The peer asked; it sends over the lane, and so may this side.
-            if lane.outgoing is not None:
-                lane.outgoing.open()
+            # The peer asked, since it has a payload to send; both sides may use the bulk channel.
+            if bulk.sender is not None:
+                bulk.sender.open()
             return
-        if lane.carrier is None:
-            lane.carrier = self._host.connect_lane(endpoint, _NAME + str(lane.offer))
-            self._carriers[lane.carrier] = lane
+        if bulk.connection is None:
+            bulk.connection = self._host.connect_bulk(endpoint, _NAME + str(bulk.offer))
+            self._connections[bulk.connection] = bulk
 
-    # Both.
+    # Both sides.
 
-    def _divert(self, lane: _Lane, open_lane: Callable[[], None]) -> None:
-        from rlmesh.runtime.connections.bulk_channel import Outgoing
+    def _divert(self, bulk: _BulkChannel, open_channel: Callable[[], None]) -> None:
+        from rlmesh.runtime.connections.bulk_channel import BulkSender
 
-        lane.outgoing = Outgoing(self._options.bulk_bytes, self._loop, self._host.post, open_lane)
-        lane.channel.divert = lane.outgoing.divert
+        bulk.sender = BulkSender(self._options.bulk_bytes, self._loop, self._host.post, open_channel)
+        bulk.channel.divert = bulk.sender.divert
 
-    def _opened(self, lane: _Lane, side: Side, token: str) -> None:
-        carrier = lane.carrier
-        if carrier is None:
+    def _opened(self, bulk: _BulkChannel, side: Side, token: str) -> None:
+        connection = bulk.connection
+        if connection is None:
             return
-        link: LaneLink = carrier.link
-        carrier.unseal = _as_it_is
-        if self._host.is_plain(carrier.link):
-            from rlmesh.wire.seal import Seal
-
+        link: BulkLink = connection.link
+        connection.unseal = _as_it_is
+        if self._host.is_plain(connection.link):
             other: Side = "caller" if side == "listener" else "listener"
-            carrier.unseal = Seal(self._key, token, other).open
-            link = _SealedLink(carrier.link, Seal(self._key, token, side))
-        if lane.outgoing is not None:
-            lane.outgoing.opened(link)
+            connection.unseal = Seal(self._key, token, other).open
+            link = _SealedLink(connection.link, Seal(self._key, token, side))
+        if bulk.sender is not None:
+            bulk.sender.opened(link)
 
 
 def _as_it_is(frames: Frames) -> Frames:
@@ -230,7 +230,7 @@ def _as_it_is(frames: Frames) -> Frames:
 
 
 class _SealedLink:
-    """The sending half of an unencrypted carrier. On the loop, so that packets leave in the order of their seals."""
+    """Seals the packets of an unencrypted connection; used on the loop, so that packets leave in their seals' order."""
 
     chunk_bytes = SEALED_BYTES
 

@@ -1,4 +1,4 @@
-"""A link with what the protocol adds: messages of one loop turn in one packet, none before the greeting is over."""
+"""`Channel`: a link that sends the messages of one loop turn in one packet, and none before the handshake is over."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ import threading
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rlmesh.memory.device import contents
 from rlmesh.runtime.process import forked
 from rlmesh.runtime.serving.reply_backlog import Backlog
 from rlmesh.runtime.transport.base import Link
-from rlmesh.wire.envelope import Frames, Header, Lend, Message, pack
-from rlmesh.wire.greeting import Admission, Opening
-
-if TYPE_CHECKING:
-    from rlmesh.runtime.connections.bulk_channel import BulkReceiver
+from rlmesh.wire.envelope import Frames, Header, MakeRef, Message, pack
+from rlmesh.wire.handshake import CallerHandshake, ListenerHandshake
 
 _PACKET_MESSAGES = 1024
 _FULL_TURN_MESSAGES = 64
-"""A turn that has made so many sends them, so that the peer begins while the turn makes more."""
+"""A turn that has made this many messages sends them, so that the peer begins while the turn makes more."""
 
-NORMAL_ROOM = 512
-"""A method that runs more calls at once than this says so, and gets a wider window for it."""
+NORMAL_CALLS = 512
+"""A method that runs more calls at once than this announces its number, and gets a wider window for it."""
 
 turn_loops: dict[int, asyncio.AbstractEventLoop] = {}
-"""Threads that run a loop of rlmesh: what they send in one turn leaves together at the turn's end."""
+"""Loops of rlmesh by their threads; the messages that such a thread sends in one turn leave together at its end."""
 forked.reset_in_children(turn_loops.clear)
+
+
+class MessageHolder(Protocol):
+    def holds(self, header: Header, payload: Frames) -> bool:
+        """Take a message that must wait for an earlier message; False if it need not wait."""
+        ...
 
 
 class Channel:
@@ -39,34 +42,34 @@ class Channel:
     """
 
     __slots__ = (
-        "_lock", "_outbox", "_post", "_scheduled", "authenticated", "backlog", "divert", "greeting", "incoming", "lend",
-        "link", "peer_name", "room", "unseal",
+        "_lock", "_outbox", "_post", "_scheduled", "announced_calls", "authenticated", "backlog", "bulk_receiver",
+        "divert", "handshake", "link", "make_ref", "peer_name", "unseal",
     )  # fmt: skip
 
     def __init__(self, link: Link, post: Callable[..., None]) -> None:
         self.link = link
         self.authenticated = False
-        self.greeting: Opening | Admission | None = None
-        self.lend: Lend | None = None
-        """Set once the peer is known to share this process's memory."""
+        self.handshake: CallerHandshake | ListenerHandshake | None = None
+        self.make_ref: MakeRef | None = None
+        """Replaces frames by references to shared memory; set once the peer is known to share it."""
         self.divert: Callable[[Header, Frames], Header | None] | None = None
-        """Set once the peer takes large payloads another way: takes such a payload, gives what is sent instead."""
-        self.incoming: BulkReceiver | None = None
-        """What of the peer's messages waits for its payload."""
+        """Sends large payloads over the bulk channel and returns the header to send instead; set once there is one."""
+        self.bulk_receiver: MessageHolder | None = None
+        """Holds the peer's messages whose payloads have not come yet, and the messages behind them."""
         self.unseal: Callable[[Frames], Frames] | None = None
-        """Set for a connection that carries payloads only: gives the frames of a packet that the peer sent."""
+        """Checks a packet and returns its frames; set for a connection that carries bulk payloads only."""
         self.backlog = Backlog()
         self.peer_name = link.peer
-        self.room = NORMAL_ROOM
-        """So many calls of one method may be on their way here, as far as the peer was told."""
+        self.announced_calls = NORMAL_CALLS
+        """The number of calls of one method that may be on their way here, as last announced to the peer."""
         self._post = post
         self._outbox: deque[Message] = deque()
         self._scheduled: set[int] = set()
         self._lock = allocate_lock()
 
     def accept(self, peer_name: str) -> None:
-        """The peer has shown the job's key: what waited for that goes out."""
-        self.greeting = None
+        """Mark the peer as authenticated and send the messages that waited for that."""
+        self.handshake = None
         self.peer_name = peer_name
         self.link.trust()
         self.authenticated = True
@@ -77,7 +80,7 @@ class Channel:
         self.kick()
 
     def put(self, header: Header, frames: Frames) -> None:
-        """Queue a message without sending it yet; `kick` must follow. For callers that hold a lock."""
+        """Queue a message without sending it; `kick` must follow. For callers that hold a lock."""
         self._outbox.append((header, frames))
 
     def kick(self) -> None:
@@ -97,7 +100,7 @@ class Channel:
             self.flush()
 
     def hurry(self) -> None:
-        """As `kick`, for a message that has no company to wait for."""
+        """Send the queue at once, for a message that no other will join in this turn."""
         if self.link.thread_safe:
             if self._outbox:
                 self.flush()
@@ -107,16 +110,19 @@ class Channel:
     def flush(self) -> None:
         with self._lock:
             if not self.authenticated:
-                return  # Nothing is said to a stranger; `accept` sends what waits.
+                return  # `accept` sends what is queued.
             outbox = self._outbox
             while outbox:
-                messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
-                if self.lend is None:
-                    # The peer cannot open this node's shared memory, nor what tickets of device memory name.
+                if len(outbox) == 1:
+                    messages = [outbox.popleft()]
+                else:
+                    messages = [outbox.popleft() for _ in range(min(len(outbox), _PACKET_MESSAGES))]
+                if self.make_ref is None:
+                    # The peer cannot open this node's shared memory, nor the device memory that tickets name.
                     messages = [(header, contents(f) if len(f) > 1 else f) for header, f in messages]
-                if self.divert is not None and self.lend is None:
+                if self.divert is not None and self.make_ref is None:
                     messages = [self._diverted(self.divert, *message) for message in messages]
-                self.link.send(pack(messages, self.lend))
+                self.link.send(pack(messages, self.make_ref))
 
     @staticmethod
     def _diverted(divert: Callable[[Header, Frames], Header | None], header: Header, frames: Frames) -> Message:

@@ -1,7 +1,7 @@
-"""Who may come in. Greets those who connect, and keeps account of strangers.
+"""Authenticates the peers of a runtime, and keeps count of strangers.
 
-Until a peer is admitted nothing of what it sends is read but the fixed layout of a greeting. A stranger gets no
-answer that tells it anything, is counted by what was wrong, and named in the log once per peer and minute.
+Until a peer is admitted, nothing of what it sends is read but the fixed layout of a handshake. A stranger gets no
+answer that reveals anything, is counted by what was wrong, and is named in the log once per peer and minute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlmesh.errors import AuthenticationFailed, VersionMismatch, WireError
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.transport.base import Rejection
 from rlmesh.wire.envelope import Frames
-from rlmesh.wire.greeting import Admission, Opening, parse
+from rlmesh.wire.handshake import CallerHandshake, ListenerHandshake, parse
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +26,20 @@ _KNOWN_PEERS = 256
 
 
 class Strangers:
-    """Counts what was rejected, and logs one line per peer and minute, and how many it were once they are gone.
+    """Counts rejected connections; logs one line per peer and minute, and the sum once no more come.
 
     Attributes:
-        counts: how often, by reason.
+        counts: rejected connections by reason.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
         self._name, self._clock = name, clock
-        self._silent: dict[str, tuple[float, int]] = {}
+        self._logged: dict[str, tuple[float, int]] = {}
+        """By peer: when its last line was logged, and how many rejections were counted since without a line."""
         self._noted_at = self._summed_at = -LOG_EVERY_S
         self._summed = 0
-        """Of the total, what the last line in the log counts."""
+        """The total that the last line in the log shows."""
 
     @property
     def total(self) -> int:
@@ -47,24 +48,27 @@ class Strangers:
     def note(self, peer: str, reason: Rejection, detail: str) -> None:
         self.counts[reason] += 1
         now = self._noted_at = self._clock()
-        if peer not in self._silent and len(self._silent) >= _KNOWN_PEERS:
-            self._silent = {known: entry for known, entry in self._silent.items() if now - entry[0] < LOG_EVERY_S}
-            if len(self._silent) >= _KNOWN_PEERS:
+        if peer not in self._logged and len(self._logged) >= _KNOWN_PEERS:
+            self._logged = {known: entry for known, entry in self._logged.items() if now - entry[0] < LOG_EVERY_S}
+            if len(self._logged) >= _KNOWN_PEERS:
                 peer = "others"
-        logged_at, unsaid = self._silent.get(peer, (-LOG_EVERY_S, 0))
+        logged_at, unlogged = self._logged.get(peer, (-LOG_EVERY_S, 0))
         if now - logged_at < LOG_EVERY_S:
-            self._silent[peer] = (logged_at, unsaid + 1)
+            self._logged[peer] = (logged_at, unlogged + 1)
             return
-        self._silent[peer] = (now, 0)
+        self._logged[peer] = (now, 0)
         self._summed = self.total
-        more = f", and {unsaid} times in the last minutes" if unsaid else ""
+        more = f", and {unlogged} times in the last minutes" if unlogged else ""
         logger.warning(
             "%s rejected %s (%s%s): %s. Rejected so far: %s", self._name, peer, reason, more, detail, self._sums()
         )
 
     def settle(self, *, at_the_end: bool = False) -> None:
-        """Log the sums if the last line has fewer, nobody came for a while, and the last such line is a minute old; at
-        the end in any case."""
+        """Log the sums if the last line shows fewer, no stranger came for a while, and the last sums are a minute old.
+
+        Args:
+            at_the_end: log the sums now if the last line shows fewer.
+        """
         now = self._clock()
         quiet = now - self._noted_at >= QUIET_S and now - self._summed_at >= LOG_EVERY_S
         if self._summed < self.total and (quiet or at_the_end):
@@ -75,46 +79,48 @@ class Strangers:
         return ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common())
 
 
-class Door:
-    """Greets for one runtime. ``endpoint`` is where it listens."""
+class Authenticator:
+    """Makes the handshakes of one runtime.
+
+    Attributes:
+        endpoint: the address that the runtime listens at.
+    """
 
     def __init__(self, name: str, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         self.endpoint = ""
         self.strangers = Strangers(name, clock)
         self._name, self._key = name, key
 
-    def knock(self, channel: Channel, endpoint: str, name: str | None = None) -> None:
-        """Begin the greeting with whoever listens at ``endpoint``, under this runtime's name or another."""
-        opening = Opening(self._key, name or self._name, endpoint)
-        channel.greeting = opening
-        channel.link.send(opening.hello.pack())
+    def begin(self, channel: Channel, endpoint: str, name: str | None = None) -> None:
+        """Begin the handshake with the listener at ``endpoint``, under this runtime's name or another."""
+        channel.handshake = CallerHandshake(self._key, name or self._name, endpoint)
+        channel.link.send(channel.handshake.hello.pack())
 
-    def greet(self, channel: Channel, frames: Frames) -> bool:
-        """Take a packet of a peer that is not admitted yet; True if it is now.
+    def on_packet(self, channel: Channel, frames: Frames) -> bool:
+        """Handle a packet of a peer that is not admitted yet; True if the peer is admitted now.
 
         Raises:
-            WireError: it must not be admitted.
+            WireError: the peer must not be admitted.
         """
-        said = parse(frames)
-        greeting = channel.greeting
-        if isinstance(greeting, Opening):
-            channel.link.send(greeting.answer(said).pack())
-            channel.accept(said.name)
-        elif isinstance(greeting, Admission):
-            channel.accept(greeting.admit(said))
+        message = parse(frames)
+        handshake = channel.handshake
+        if isinstance(handshake, CallerHandshake):
+            channel.link.send(handshake.answer(message).pack())
+            channel.accept(message.name)
+        elif isinstance(handshake, ListenerHandshake):
+            channel.accept(handshake.admit(message))
         else:
-            channel.greeting = Admission(self._key, self._name, channel.link.here or self.endpoint, said)
-            channel.link.send(channel.greeting.challenge.pack())
+            channel.handshake = ListenerHandshake(self._key, self._name, channel.link.here or self.endpoint, message)
+            channel.link.send(channel.handshake.challenge.pack())
         return channel.authenticated
 
-    def turn_away(self, channel: Channel, error: WireError, reason: Rejection | None = None) -> None:
-        """Count and log a peer that was not admitted, or one whose packet cannot be understood."""
-        if reason is not None:
-            pass
-        elif isinstance(error, AuthenticationFailed):
-            reason = "wrong key"
-        elif isinstance(error, VersionMismatch):
-            reason = "other version"
-        else:
-            reason = "malformed packet" if channel.authenticated else "no greeting"
+    def count_rejected(self, channel: Channel, error: WireError, reason: Rejection | None = None) -> None:
+        """Count and log a peer that was not admitted, or a peer whose packet cannot be understood."""
+        if reason is None:
+            if isinstance(error, AuthenticationFailed):
+                reason = "wrong key"
+            elif isinstance(error, VersionMismatch):
+                reason = "other version"
+            else:
+                reason = "malformed packet" if channel.authenticated else "no greeting"
         self.strangers.note(channel.peer_name, reason, str(error))

@@ -1,61 +1,81 @@
-"""Joining a running job from outside: a service asks the job's master where the members are, and follows them."""
+"""Joins a running job from outside: a service gets the members' addresses from the job's master and follows changes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rlmesh.errors import CallError, CallTimeout, PeerLost
 from rlmesh.runtime.argument_types import refuse_inside_loop
 from rlmesh.runtime.calling.peer_table import JobEnd
-from rlmesh.runtime.connections.address_book import AddressBook
+from rlmesh.runtime.connections.address_book import AddressBook, MemberExit
 from rlmesh.runtime.process import clock
 
 if TYPE_CHECKING:
-    from rlmesh.job.status import ExitInfo
-    from rlmesh.runtime.runtime import Runtime
+    from rlmesh.runtime.calling.outbound import Outbound
 
 logger = logging.getLogger(__name__)
 
 MASTER = "@master"
 FOLLOW_WAIT_S = 20.0
-"""So long a question after changes waits at the master."""
+"""Longest time that a request for changes waits at the master."""
 _ANSWER_S = 10.0
 MASTER_AWAY_S = 60.0
-"""A master that dies is started again within seconds and adopts its job; after so long without one, the job is over."""
+"""Time without a master after which the job is over; a master that dies is restarted within seconds."""
 _RETRY_S = 0.5
 _ENDS_S = 2.0
-"""A job that said that it ends is over when its master has been away for so long."""
+"""Time without a master after which a job that announced its end is over."""
 _ENTER_MARGIN_S = 30.0
+
+
+class ClientRuntime(Protocol):
+    """The runtime's members that following a job uses."""
+
+    outbound: Outbound
+
+    def peer(self, name: str, endpoint: str) -> Any: ...
+
+    def set_address_book(self, book: AddressBook) -> None: ...
+
+    def member_lost(self, info: MemberExit) -> None: ...
+
+    def end_calls(self, why: str) -> None: ...
+
+    def on_thread(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+R = TypeVar("R", bound=ClientRuntime)
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipUpdate:
-    """What a service learns of a job: its members' addresses, and which of them ended since it asked before.
+    """A job's members, and the members that ended since the last request, as a service follows them.
 
-    ``call_timeout_s`` is the job's default. ``exits_seen`` counts the exits up to this view. ``ends`` says why the job
-    is ending; it is empty as long as it goes on.
+    ``call_timeout_s`` is the job's default. ``exits_seen`` counts the exits up to this update. ``ends`` is the reason
+    why the job is ending; empty while it runs.
     """
 
     job_id: str
     job_name: str
     call_timeout_s: float
     book: AddressBook
-    exits: tuple[ExitInfo, ...]
+    exits: tuple[MemberExit, ...]
     exits_seen: int
     ends: str = ""
 
 
-async def ask(runtime: Runtime, address: str, timeout_s: float) -> MembershipUpdate:
-    """The first view of a job, once its members are known.
+async def first_update(runtime: ClientRuntime, address: str, timeout_s: float) -> MembershipUpdate:
+    """The first update of a job, once its members are known.
 
     Raises:
-        PeerLost: no job answers there.
+        PeerLost: no job answers at the address.
         AuthenticationFailed: the job has another key.
     """
     master = runtime.peer(MASTER, address).options(timeout_s=timeout_s)
@@ -70,9 +90,9 @@ async def ask(runtime: Runtime, address: str, timeout_s: float) -> MembershipUpd
 
 
 class Follower:
-    """Keeps a runtime's address book as the master has it, by one task on the running loop."""
+    """Keeps a runtime's address book equal to the master's, by a task on the running loop."""
 
-    def __init__(self, runtime: Runtime, address: str, view: MembershipUpdate) -> None:
+    def __init__(self, runtime: ClientRuntime, address: str, view: MembershipUpdate) -> None:
         self._runtime, self._address, self._view = runtime, address, view
         self._task: asyncio.Task[None] | None = None
         self._ends = False
@@ -94,75 +114,83 @@ class Follower:
         away_since: float | None = None
         while True:
             view = self._view
-            # A master that was away may count exits anew: it is asked for everything it knows.
+            # A restarted master may count exits anew, so everything is requested again.
             version, seen = (view.book.version, view.exits_seen) if away_since is None else (0, 0)
             try:
                 self._take(await master.call("follow", version, seen, FOLLOW_WAIT_S))
                 away_since = None
             except CallTimeout:
-                logger.warning("the master of job %s does not answer; it is asked again", view.job_id)
+                logger.warning("the master of job %s does not answer; trying again", view.job_id)
             except CallError as error:
                 now = clock.now()
                 if away_since is None:
                     away_since = now
-                    level = logging.DEBUG if view.ends or self._runtime.job_ends() else logging.WARNING
-                    logger.log(level, "the master of job %s is away; it is looked for: %s", view.job_id, error)
+                    level = logging.DEBUG if view.ends or self._runtime.outbound.peers.job_end() else logging.WARNING
+                    logger.log(level, "the master of job %s is away; trying again: %s", view.job_id, error)
                 if now - away_since > MASTER_AWAY_S or (view.ends and now - away_since > _ENDS_S):
                     why = view.ends or f"job {view.job_name} is over: its master has been away for {MASTER_AWAY_S:g} s"
                     logger.info("job %s is no longer followed: %s", view.job_id, error)
-                    tell_end(self._runtime, JobEnd(why))
+                    _announce_end(self._runtime, JobEnd(why))
                     self._runtime.end_calls(why)
                     return
                 await asyncio.sleep(_RETRY_S)
             if self._view.ends:
-                await asyncio.sleep(_RETRY_S)  # Its master answers at once from now on.
+                await asyncio.sleep(_RETRY_S)  # The master answers at once from now on.
 
     def _take(self, view: MembershipUpdate) -> None:
         self._view = view
         if view.ends and not self._ends:
             self._ends = True
-            tell_end(self._runtime, JobEnd(view.ends))
+            _announce_end(self._runtime, JobEnd(view.ends))
         self._runtime.set_address_book(view.book)
         for exit in view.exits:
             self._runtime.member_lost(exit)
 
 
-def tell_end(runtime: Runtime, end: JobEnd) -> None:
-    """The job is ending: lost members are the effect of that. Whoever started the job may know more."""
-    before = runtime.job_ends
-    runtime.job_ends = lambda: before() or end
+def _announce_end(runtime: ClientRuntime, end: JobEnd) -> None:
+    """Note that the job is ending, which explains lost members; an earlier source of `job_end` comes first."""
+    peers = runtime.outbound.peers
+    before = peers.job_end
+    peers.job_end = lambda: before() or end
 
 
-class Joining:
-    """A runtime that calls a job's members, as long as a block lasts: ``async with`` on the running loop, ``with`` on a
-    thread of its own. Made by `Runtime.join`."""
+class Joining(Generic[R]):
+    """A runtime that calls a job's members within a block. Made by `Runtime.join`.
+
+    ``async with`` uses the running loop, ``with`` a loop on its own thread.
+
+    Args:
+        open_here: makes a runtime on the running loop (`Runtime.open`).
+        start: makes a runtime with its own thread (`Runtime.start`).
+    """
 
     def __init__(
-        self, make: type[Runtime], address: str, find_key: Callable[[], bytes], timeout_s: float,
-        options: Mapping[str, Any],
+        self, open_here: Callable[..., AbstractAsyncContextManager[R]], start: Callable[..., R], address: str,
+        find_key: Callable[[], bytes], timeout_s: float, options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self._make, self._address, self._find_key = make, address, find_key
+        self._open_here, self._start = open_here, start
+        self._address, self._find_key = address, find_key
         self._timeout_s, self._options = timeout_s, options
         self._stack = AsyncExitStack()
-        self._runtime: Runtime | None = None
+        self._runtime: R | None = None
 
-    def _rest(self, view: MembershipUpdate) -> dict[str, Any]:
-        # Through a socket of the first node it reaches that node's others; over the network, what all nodes offer.
+    def _options_for(self, view: MembershipUpdate) -> dict[str, Any]:
+        # A socket of the first node leads to that node's other sockets; over the network, to the nodes' TCP addresses.
         return {**self._options, "job_id": view.job_id, "node_rank": -1 if self._address.startswith("tcp:") else 0}
 
-    def _scout(self) -> dict[str, Any]:
+    def _scout_options(self) -> dict[str, Any]:
         return {"name": self._options["name"], "network": self._options["network"], "bind": False}
 
-    async def _follow(self, runtime: Runtime, view: MembershipUpdate) -> None:
-        runtime.default_timeout_s = view.call_timeout_s
+    async def _follow(self, runtime: ClientRuntime, view: MembershipUpdate) -> None:
+        runtime.outbound.default_timeout_s = view.call_timeout_s
         await self._stack.enter_async_context(Follower(runtime, self._address, view))
 
-    async def __aenter__(self) -> Runtime:
+    async def __aenter__(self) -> R:
         key = self._find_key()
-        async with self._make.open(key=key, **self._scout()) as scout:
-            view = await ask(scout, self._address, self._timeout_s)
+        async with self._open_here(key=key, **self._scout_options()) as scout:
+            view = await first_update(scout, self._address, self._timeout_s)
         async with AsyncExitStack() as opening:
-            runtime = await opening.enter_async_context(self._make.open(key=key, **self._rest(view)))
+            runtime = await opening.enter_async_context(self._open_here(key=key, **self._options_for(view)))
             await self._follow(runtime, view)
             opening.push_async_exit(self._stack)
             self._stack = opening.pop_all()
@@ -173,13 +201,13 @@ class Joining:
     ) -> None:
         await self._stack.aclose()
 
-    def __enter__(self) -> Runtime:
+    def __enter__(self) -> R:
         refuse_inside_loop("Runtime.join()", "async with Runtime.join()")
         key = self._find_key()
         limit_s = self._timeout_s + _ENTER_MARGIN_S
-        with self._make.start(key=key, **self._scout()) as scout:
-            view = scout.on_thread(ask(scout, self._address, self._timeout_s), limit_s)
-        runtime = self._make.start(key=key, **self._rest(view))
+        with closing(self._start(key=key, **self._scout_options())) as scout:
+            view = scout.on_thread(first_update(scout, self._address, self._timeout_s), limit_s)
+        runtime = self._start(key=key, **self._options_for(view))
         try:
             runtime.on_thread(self._follow(runtime, view), limit_s)
         except BaseException:

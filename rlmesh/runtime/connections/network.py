@@ -1,4 +1,4 @@
-"""How a runtime talks to others: which transports there are, and what they may carry."""
+"""The network options of a runtime: its transports and their limits."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PRIVATE_VARIABLE = "RLMESH_PRIVATE_NETWORK"
 
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """What a runtime may send, and by what.
+    """Limits and transports of a runtime.
 
     Attributes:
-        max_payload_bytes: arguments or a result above it are refused at the sender (`PayloadTooLarge`).
-        bulk_bytes: between nodes, larger payloads take a connection of their own, so that small calls are not stuck
-            behind them.
-        bulk_schemes: where that is so.
+        max_payload_bytes: larger arguments or results are refused at the sender (`PayloadTooLarge`).
+        bulk_bytes: between nodes, payloads of at least this size take a second connection, so that small calls do not
+            wait behind them.
+        bulk_schemes: the schemes of addresses with such second connections.
         share_memory: large arguments and results pass through shared memory where both sides can reach it.
-        private: the operator's word that nobody else can listen on the network between the job's nodes: large
-            payloads go unencrypted, which is several times faster. Whoever connects still has to show the key.
-        busy_poll_s: who waits for the only call on its way, of a member that answers within so many seconds, looks for
-            the answer instead of sleeping; 0 never does. Saves a third of a short call's time.
-        transports: more transports by the scheme of their addresses, or others in place of the usual ones.
+        private: True if the operator declares that nobody else can listen on the network between the job's nodes: large
+            payloads then go unencrypted, which is several times faster. Connecting still requires the key.
+        busy_poll_s: a caller whose only pending call goes to a member that answers within this time polls for the
+            answer instead of sleeping; 0 never polls. Saves a third of a short call's time.
+        transports: additional transports by address scheme; they replace built-in transports of the same scheme.
     """
 
     max_payload_bytes: int = 1 << 36
@@ -40,8 +40,10 @@ class NetworkOptions:
     transports: Mapping[str, TransportFactory] = field(default_factory=dict)
 
     def check_payload(self, nbytes: int) -> None:
-        """Raises:
-        PayloadTooLarge: so much may not be sent at once.
+        """Check a payload's size against the limit.
+
+        Raises:
+            PayloadTooLarge: the payload is larger.
         """
         if nbytes > self.max_payload_bytes:
             raise PayloadTooLarge(
@@ -50,10 +52,10 @@ class NetworkOptions:
             )
 
     def factory(self, address: str) -> tuple[str, TransportFactory]:
-        """Scheme and transport of an address.
+        """The scheme of an address and the factory of its transport.
 
         Raises:
-            UsageError: there is none.
+            UsageError: no transport has such a scheme.
         """
         scheme, found, _ = address.partition("://")
         factory = {**_TRANSPORTS, **self.transports}.get(scheme) if found else None
@@ -64,10 +66,10 @@ class NetworkOptions:
 
 
 def options_of_environment() -> NetworkOptions:
-    """What the environment says: ``RLMESH_MAX_PAYLOAD_BYTES``, ``RLMESH_PRIVATE_NETWORK=1``.
+    """Options from the environment: ``RLMESH_MAX_PAYLOAD_BYTES``, ``RLMESH_PRIVATE_NETWORK=1``.
 
     Raises:
-        UsageError: a variable holds what it cannot hold.
+        UsageError: a variable has an invalid value.
     """
     options = NetworkOptions()
     text = os.environ.get(MAX_PAYLOAD_VARIABLE, "")
@@ -79,11 +81,11 @@ def options_of_environment() -> NetworkOptions:
     return NetworkOptions(max_payload_bytes=int(text) if text else options.max_payload_bytes, private=private == "1")
 
 
-# The transports are loaded when they are used: a process on one node never needs ZeroMQ.
+# Transports are imported on first use: a process of a job on one node never needs ZeroMQ.
 
 
 def unix(receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes) -> Transport:
-    """Unix sockets."""
+    """Make the transport over Unix sockets."""
     from rlmesh.runtime.transport.unix_transport import UnixTransport
 
     return UnixTransport(receiver, loop, post)
@@ -92,7 +94,7 @@ def unix(receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callab
 def plain(
     receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
 ) -> Transport:
-    """TCP without encryption: for large payloads on a private network only."""
+    """Make the transport over TCP without encryption, for large payloads on a private network only."""
     from rlmesh.runtime.transport.plain_transport import PlainTransport
 
     return PlainTransport(receiver, loop, post)
@@ -101,7 +103,7 @@ def plain(
 def zeromq(
     receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, post: Callable[..., None], key: bytes
 ) -> Transport:
-    """ZeroMQ with CURVE, over TCP or Unix sockets."""
+    """Make the transport over ZeroMQ with CURVE, on TCP or Unix sockets."""
     from rlmesh.runtime.connections.security import CurveKeys
     from rlmesh.runtime.transport.zmq_transport import ZmqTransport
 

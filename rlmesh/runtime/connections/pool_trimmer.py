@@ -1,8 +1,8 @@
-"""Memory that nobody used for a while goes back to the system, while the runtime lives on.
+"""Gives idle shared memory back to the system while the runtime runs.
 
-A timer on the runtime's loop looks every half a minute; what takes long, giving pages back (0.2 s per GiB), runs on a
-thread that lives for that moment only: a service that embeds a runtime keeps no thread of rlmesh's. The timer itself
-runs only while there is shared memory.
+A timer on the runtime's loop checks every half minute. Freeing pages takes long (0.2 s per GiB), so it runs on a thread
+that is started for it and ends with it: a service that embeds a runtime keeps no thread of rlmesh. The timer runs only
+while there is shared memory.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ _JOIN_S = 5.0
 
 
 class Trimmed(Protocol):
-    """What is looked after."""
+    """The memory that a `PoolTrimmer` trims."""
 
     def is_empty(self) -> bool:
-        """Nothing is held that could become idle."""
+        """True if there is no memory that could become idle."""
         ...
 
     def has_idle(self, idle_s: float) -> bool:
-        """Is there something to give back? Quick."""
+        """True if `trim` would free memory. Quick."""
         ...
 
     def trim(self, idle_s: float) -> int:
-        """Give it back; bytes. May take long."""
+        """Free memory that has been idle for ``idle_s``, and return its bytes. May take long."""
         ...
 
 
-class Trimmer:
-    """The timer of one runtime.
+class PoolTrimmer:
+    """The timer of a runtime.
 
     Args:
-        loop: the runtime's.
-        post: runs a function on it, from any thread.
+        loop: the runtime's loop.
+        post: runs a function on the loop, from any thread.
     """
 
-    def __init__(self, held: Trimmed, loop: asyncio.AbstractEventLoop, post: Callable[..., None]) -> None:
-        self._held, self._loop, self._post = held, loop, post
-        self._wanted = self._closed = False
+    def __init__(self, memory: Trimmed, loop: asyncio.AbstractEventLoop, post: Callable[..., None]) -> None:
+        self._memory, self._loop, self._post = memory, loop, post
+        self._started = self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._thread: threading.Thread | None = None
 
-    def want(self) -> None:
-        """There is something to look after. From any thread, as often as one likes."""
-        if not self._wanted:
-            self._wanted = True
+    def start(self) -> None:
+        """Start the timer unless it runs. Thread-safe; called whenever memory comes into use."""
+        if not self._started:
+            self._started = True
             self._post(self._set_timer)
 
     def close(self) -> None:
-        """On the loop; waits for what is being given back at this moment."""
+        """Stop the timer, and wait for a trim that is running. Runs on the loop."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -66,20 +66,20 @@ class Trimmer:
 
     def _set_timer(self) -> None:
         if not self._closed:
-            self._timer = self._loop.call_later(EVERY_S, self._look)
+            self._timer = self._loop.call_later(EVERY_S, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
-        if self._held.has_idle(IDLE_S):
+        if self._memory.has_idle(IDLE_S):
             self._thread = threading.Thread(target=self._trim, name="rlmesh-trim", daemon=True)
             self._thread.start()
         else:
-            self._looked()
+            self._checked()
 
     def _trim(self) -> None:
         try:
-            nbytes = self._held.trim(IDLE_S)
-            logger.debug("%d bytes of shared memory that were idle went back to the system", nbytes)
+            nbytes = self._memory.trim(IDLE_S)
+            logger.debug("%d bytes of idle shared memory went back to the system", nbytes)
         finally:
             self._post(self._trimmed)
 
@@ -87,10 +87,10 @@ class Trimmer:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(_JOIN_S)
-        self._looked()
+        self._checked()
 
-    def _looked(self) -> None:
-        # In this order: what is captured in between sets the timer again.
-        self._wanted = False
-        if not self._held.is_empty():
-            self.want()
+    def _checked(self) -> None:
+        # The flag is cleared first, so that memory that comes into use meanwhile starts the timer again.
+        self._started = False
+        if not self._memory.is_empty():
+            self.start()

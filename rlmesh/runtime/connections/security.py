@@ -1,13 +1,12 @@
-"""The job's key: made, kept in a file, and what is derived from it.
+"""The job's key: making it, reading it from a file or the environment, and the CURVE keys derived from it.
 
 Every process of a job holds the same 32 random bytes, and nobody else does. They never leave a process: peers
-prove that they hold them (`rlmesh.wire.greeting`), and ZeroMQ's CURVE keys are derived from them, so that who
-does not hold the job's key does not know the public key either and cannot even begin a conversation.
+prove that they hold them (`rlmesh.wire.handshake`), and ZeroMQ's CURVE keys are derived from them, so that a process
+without the job's key does not know the public key either and cannot even begin a conversation.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import stat
@@ -15,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from rlmesh.errors import UsageError
-from rlmesh.wire.greeting import KEY_BYTES
+from rlmesh.wire.key_proof import KEY_BYTES, keyed_hash
 
 KEY_VARIABLE = "RLMESH_KEY_FILE"
 """Environment variable that names the key file where no ``--key-file`` is given."""
@@ -30,10 +29,10 @@ def make_key() -> bytes:
 
 
 def check_key(key: object) -> bytes:
-    """The key as it is.
+    """Return a key unchanged.
 
     Raises:
-        UsageError: it is no key.
+        UsageError: the value is not 32 bytes.
     """
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         size = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
@@ -42,7 +41,7 @@ def check_key(key: object) -> bytes:
 
 
 def write_key_file(path: str | Path, key: bytes | None = None) -> bytes:
-    """Write a key (a new one if none is given) to a new file of mode 0600; gives the key.
+    """Write a key (a new one if none is given) to a new file of mode 0600, and return the key.
 
     Raises:
         UsageError: the file exists already, or cannot be made.
@@ -68,10 +67,10 @@ def load_key_file(path: str | Path) -> bytes:
     """The key in a file: 64 hexadecimal digits, in a regular file of this user that nobody else can read.
 
     Raises:
-        UsageError: there is no such file, it is open to others, or holds no key; says what to do.
+        UsageError: there is no such file, others can read it, or it holds no key; the text says what to do.
     """
     try:
-        # Without O_NONBLOCK a named pipe would wait for a writer, for ever.
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UsageError(f"the key file {path} cannot be read: {error.strerror}; {_HOW}") from None
@@ -95,8 +94,11 @@ def load_key_file(path: str | Path) -> bytes:
 def parse_key(text: bytes, where: str) -> bytes:
     """A key from its 64 hexadecimal digits.
 
+    Args:
+        where: the place the text comes from, for the error.
+
     Raises:
-        UsageError: ``where`` holds no key.
+        UsageError: the text is no key.
     """
     try:
         key = bytes.fromhex(text.decode("ascii")) if len(text) == _HEX_CHARS else b""
@@ -104,7 +106,7 @@ def parse_key(text: bytes, where: str) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise UsageError(
-            f"{where} holds {len(text)} characters that are no key, which is {_HEX_CHARS} hexadecimal digits; {_HOW}"
+            f"{where} holds {len(text)} characters that are no key (a key is {_HEX_CHARS} hexadecimal digits); {_HOW}"
         )
     return key
 
@@ -113,7 +115,7 @@ def find_key(key_file: str | Path | None = None) -> bytes:
     """The key of ``key_file``, else of the file that ``RLMESH_KEY_FILE`` names, else the one in ``RLMESH_KEY``.
 
     Raises:
-        UsageError: none is given, or what is given is not fit.
+        UsageError: no key is given, or the given key or file cannot be used.
     """
     path = key_file or os.environ.get(KEY_VARIABLE)
     if path:
@@ -125,7 +127,7 @@ def find_key(key_file: str | Path | None = None) -> bytes:
 
 
 class CurveKeys:
-    """ZeroMQ's key pairs of a job, in its text form: one for all who listen, one for all who connect.
+    """A job's CURVE key pairs in ZeroMQ's text form: one pair for all listeners, one for all callers.
 
     The listeners' *public* key is as secret as the job's key: a caller that does not know it cannot make a first
     message that a listener accepts.
@@ -136,17 +138,17 @@ class CurveKeys:
 
     @cached_property
     def listener(self) -> tuple[bytes, bytes]:
-        """Public and secret."""
+        """The public and the secret key."""
         return self._pair(b"rlm-curve-listen")
 
     @cached_property
     def caller(self) -> tuple[bytes, bytes]:
-        """Public and secret."""
+        """The public and the secret key."""
         return self._pair(b"rlm-curve-caller")
 
     def _pair(self, label: bytes) -> tuple[bytes, bytes]:
         import zmq
         from zmq.utils import z85
 
-        secret = z85.encode(hashlib.blake2b(key=self._key, digest_size=32, person=label).digest())
+        secret = z85.encode(keyed_hash(self._key, label))
         return zmq.curve_public(secret), secret

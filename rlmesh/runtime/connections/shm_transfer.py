@@ -1,8 +1,8 @@
-"""Large buffers between processes of one node: shared memory instead of bytes in the packet.
+"""Passes large buffers between processes of one node through shared memory.
 
-Each side says after the greeting where its shared memory lies (`Shares`); if both say the same, the frames of
-messages that lie in shared memory are lent: the packet carries where they are (`BufferRef`), and the borrower gives
-them back (`GiveBacks`) when its last array or tensor over them is gone.
+After the handshake each side sends the place of its shared memory (`ShmPlace`). If the places are equal, a packet
+carries references (`BufferRef`) to frames in shared memory instead of their bytes, and the receiver releases them
+(`SlotReleases`) when its last array or tensor over them is gone.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import SlotGone, WireError
 from rlmesh.memory.attach import writable
 from rlmesh.memory.exchange import MemoryExchange
-from rlmesh.memory.layout import Descriptor, LoanReturn, owner_name
-from rlmesh.runtime.connections.pool_trimmer import Trimmer
-from rlmesh.wire.envelope import Buffer, BufferRef, Frames, GiveBacks, Shares
+from rlmesh.memory.layout import Descriptor, SlotRelease, owner_name
+from rlmesh.runtime.connections.pool_trimmer import PoolTrimmer
+from rlmesh.wire.envelope import Buffer, BufferRef, Frames, ShmPlace, SlotReleases
 
 if TYPE_CHECKING:
     from rlmesh.runtime.connections.channel import Channel
 
 
 _numbers = itertools.count()
-"""Of the runtimes of this process."""
+"""Numbers for the runtimes of this process."""
 
 
 class _Gone:
-    """In the place of a message whose buffers cannot be had: decoding it raises."""
+    """The content of a message whose buffers cannot be opened; decoding it raises."""
 
     def __init__(self, error: WireError) -> None:
         self.error = error
@@ -44,12 +44,12 @@ def _raise_gone(error: WireError) -> None:
     raise error
 
 
-def _not_there(error: WireError | OSError, sender: str) -> WireError:
-    """What whoever decodes the message is told."""
+def _unavailable(error: WireError | OSError, sender: str) -> WireError:
+    """The error that decoding the message raises."""
     if isinstance(error, SlotGone):
         return SlotGone(
-            f"{error}, before this process ({os.getpid()}) could hold what {sender} sent. Nothing of it can be read "
-            "any more: make the call again once the lender is back, or ask whoever made the value"
+            f"{error}, before this process ({os.getpid()}) could lock the memory that {sender} sent. Its content is "
+            "lost: make the call again once the process that sent it is back, or fetch the value from its producer"
         )
     if isinstance(error, OSError):
         return WireError(
@@ -59,17 +59,17 @@ def _not_there(error: WireError | OSError, sender: str) -> WireError:
     return error
 
 
-class Lending:
+class ShmTransfer:
     """The shared memory of one runtime, as its channels use it.
 
     Args:
-        name: the runtime's; part of its segments' names, for people.
-        node_rank: the node's; part of the names, by which each node's guardian knows its own.
-        key: the job's secret; without a ``job_id`` segments are named for its hash.
-        job_id: the job's, by which its guardian finds segments that were left.
-        loop: the runtime's.
-        post: runs a function on it.
-        on_loop: is the calling thread the loop's?
+        name: the runtime's name; part of its segments' names, for people.
+        key: the job's key; without a ``job_id`` its hash is part of the segments' names.
+        job_id: part of the segments' names, by which the job's guardian finds leftover segments.
+        node_rank: part of the segments' names, by which each node's guardian finds the segments of its node.
+        loop: the runtime's loop.
+        post: runs a function on the loop.
+        on_loop: returns True on the loop's thread.
     """
 
     def __init__(
@@ -82,40 +82,43 @@ class Lending:
         self._woken = False
         self.exchange = MemoryExchange(job, owner, wake=self._wake, may_wait=lambda: not on_loop())
         self.place = f"{self.exchange.place}:{job}"
-        """Equal at a peer: it can open this runtime's segments, and does. (Who does not know the job's name, a tool
-        that only has its key, opens none of them.)"""
-        self._trimmer = Trimmer(self.exchange, loop, post)
+        """Peers with an equal value open this runtime's segments. (A tool that has the job's key but not its name opens
+        none of them.)"""
+        self._trimmer = PoolTrimmer(self.exchange, loop, post)
 
     def capture(self, buffers: Sequence[memoryview]) -> Sequence[Buffer]:
-        """Frames of an argument's or a result's large buffers; from any thread."""
+        """Frames of an argument's or a result's large buffers. Thread-safe."""
         frames = self.exchange.capture(buffers)
-        self._trimmer.want()
+        self._trimmer.start()
         return frames
 
     def announce(self, channel: Channel) -> None:
-        channel.send(Shares(self.place), [])
+        channel.send(ShmPlace(self.place), [])
 
-    def on_shares(self, channel: Channel, shares: Shares) -> None:
-        if shares.place == self.place:
-            channel.lend = lambda frame: self._lend(frame, channel)
+    def on_place(self, channel: Channel, message: ShmPlace) -> None:
+        if message.place == self.place:
+            channel.make_ref = lambda frame: self._make_ref(frame, channel)
 
-    def _lend(self, frame: memoryview, channel: Channel) -> BufferRef | None:
-        found = self.exchange.lend(frame, channel)
+    def _make_ref(self, frame: memoryview, channel: Channel) -> BufferRef | None:
+        found = self.exchange.add_ref(frame, channel)
         return BufferRef(*found) if found is not None else None
 
-    def borrow(self, payload: Sequence[Buffer | BufferRef], channel: Channel) -> Frames:
-        """The frames of a message, with what was lent in its place. If that is not there (its owner died, or it
-        cannot be mapped), decoding the message raises, and so only this message fails."""
-        loans = [frame for frame in payload if type(frame) is BufferRef]
+    def open_refs(self, payload: Sequence[Buffer | BufferRef], channel: Channel) -> Frames:
+        """The frames of a message, with the referenced frames in place of the references.
+
+        If a referenced frame is unavailable (its owner died, or it cannot be mapped), decoding the message raises, so
+        that only this message fails.
+        """
+        refs = [frame for frame in payload if type(frame) is BufferRef]
         try:
-            views = iter(self.exchange.borrow([Descriptor(*loan) for loan in loans], channel))
+            views = iter(self.exchange.borrow([Descriptor(*ref) for ref in refs], channel))
         except (WireError, OSError) as error:
-            return [pickle.dumps(_Gone(_not_there(error, channel.peer_name)))]
-        self._trimmer.want()
+            return [pickle.dumps(_Gone(_unavailable(error, channel.peer_name)))]
+        self._trimmer.start()
         return [writable(next(views)) if type(frame) is BufferRef else frame for frame in payload]  # type: ignore[misc]
 
-    def on_give_backs(self, channel: Channel, message: GiveBacks) -> None:
-        self.exchange.give_back([LoanReturn.parse(item) for item in message.items], channel)
+    def on_releases(self, channel: Channel, message: SlotReleases) -> None:
+        self.exchange.release([SlotRelease.parse(item) for item in message.items], channel)
 
     def lost(self, channel: Channel) -> None:
         self.exchange.peer_lost(channel)
@@ -125,13 +128,13 @@ class Lending:
         self.exchange.close()
 
     def _wake(self) -> None:
-        # Called by the garbage collector too, on any thread and at any moment.
+        # The garbage collector may call this, on any thread and at any moment.
         if not self._woken:
             self._woken = True
-            self._post(self._send_give_backs)
+            self._post(self._send_releases)
 
-    def _send_give_backs(self) -> None:
+    def _send_releases(self) -> None:
         self._woken = False
-        owed: Any
-        for channel, owed in self.exchange.take_give_backs().items():
-            channel.send(GiveBacks(tuple(tuple(item) for item in owed)), [])  # type: ignore[attr-defined]
+        ended: Any
+        for channel, ended in self.exchange.take_releases().items():
+            channel.send(SlotReleases(tuple(tuple(item) for item in ended)), [])  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""What each process of a job needs once: clocks, event loops, and care for forks and exit."""
+"""Services of a process that uses rlmesh: clocks, event loops, and handling of forks and exit."""

@@ -1,13 +1,13 @@
-"""The clocks of rlmesh. None of them follows the wall clock, which somebody may set at any moment.
+"""The clocks of rlmesh, which do not follow the wall clock, since that may be set at any moment.
 
 `now`
-    For deadlines and durations within one process: monotonic, and without the time in which the process stood still.
-    ``scontrol suspend``, a container that is frozen and a virtual machine that moves stop all processes of a job at
-    once; when they go on, nobody has had the time that the kernel's clock shows. The tick of a runtime's deadlines
-    finds such a standstill by its own lateness.
+    For deadlines and durations within one process: monotonic, without the time in which the process was suspended.
+    ``scontrol suspend``, a frozen container and a migrating virtual machine stop all processes of a job at once; when
+    they continue, no process could use the time that the kernel's clock shows. The tick of a runtime's deadlines
+    detects such a suspension by its own lateness.
 `epoch`
-    Seconds since the epoch for people and for files. Within a job it only grows: it was set once, by the driver, and
-    follows the machine's monotonic clock from then on, so differences of two such times are durations.
+    Seconds since the epoch for people and for files. Within a job it only grows: the driver sets it once, and it
+    follows the machine's monotonic clock from then on, so that differences of two such times are durations.
 
 Tests replace `now` (`rlmesh.testing.VirtualLoop`).
 """
@@ -30,29 +30,29 @@ __all__ = [
 ]  # fmt: skip
 
 STILL_S = 1.0
-"""A process whose tick comes so much too late stood still. Ticks come every 0.1 s at least."""
+"""Lateness of a tick from which the process counts as suspended meanwhile. Ticks come at least every 0.1 s."""
 EPOCH_VARIABLE = "RLMESH_EPOCH"
-"""Hands a job's `epoch` to the processes below the driver: the boot that it holds for, and the offset."""
+"""Environment variable with a job's `epoch` for the processes below the driver: the boot id and the offset."""
 
 now: Callable[[], float] = time.monotonic
-"""Call it as ``clock.now()``, so that a replaced clock is seen."""
+"""The current time, in seconds. Call it as ``clock.now()``, so that a replacement takes effect."""
 
 
 class RunningTime:
-    """A clock without the standstills of whoever reads it, as seconds of another clock. It must be read often.
+    """A clock that leaves out the suspensions of the process that reads it. It must be read often.
 
     Args:
-        source: the clock that goes on during a standstill.
-        still_s: without being read for so long, the process stood still.
-        lost_s: standstills that were left out before.
-        told: called with each new standstill: when it began, by this clock, and its seconds.
+        source: the clock, in seconds, that continues during a suspension.
+        still_s: an interval between two reads above which the process counts as suspended.
+        lost_s: the sum of earlier suspensions, which are left out.
+        on_suspended: called with the start, by this clock, and the seconds of each new suspension.
     """
 
     def __init__(
         self, source: Callable[[], float], still_s: float = STILL_S, lost_s: float = 0.0,
-        told: Callable[[float, float], object] = lambda at, seconds: None,
+        on_suspended: Callable[[float, float], object] = lambda at, seconds: None,
     ) -> None:  # fmt: skip
-        self._source, self._still_s, self.lost_s, self._told = source, still_s, lost_s, told
+        self._source, self._still_s, self.lost_s, self._on_suspended = source, still_s, lost_s, on_suspended
         self._read_at = source()
 
     def __call__(self) -> float:
@@ -60,11 +60,11 @@ class RunningTime:
         away_s, self._read_at = at - self._read_at, at
         if away_s > self._still_s:
             self.lost_s += away_s
-            self._told(at - self.lost_s, away_s)
+            self._on_suspended(at - self.lost_s, away_s)
         return at - self.lost_s
 
 
-# The clock of this process. As long as it has not stood still, `now` is the kernel's clock itself, which costs least.
+# The clock of this process. Until the first suspension `now` is the kernel's clock itself, which costs least.
 
 _beaters: list[asyncio.AbstractEventLoop] = []
 _beat_at = 0.0
@@ -73,28 +73,28 @@ _lost_s = 0.0
 
 
 def begin(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop calls `beat` every 0.1 s from now on, as long as it runs."""
+    """Register a loop that calls `beat` every 0.1 s from now on, while it runs."""
     global _beat_at
     with _beating:
         _beaters[:] = [each for each in _beaters if not each.is_closed()]
         if not any(each.is_running() for each in _beaters if each is not loop):
-            # Loops that no longer run left the last beat behind: its age is no standstill.
+            # Loops that no longer run made the last beat: its age is no suspension.
             _beat_at = time.monotonic()
         _beaters.append(loop)
 
 
 def end(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop does not call `beat` any more."""
+    """Unregister a loop that does not call `beat` any more."""
     with _beating, contextlib.suppress(ValueError):
         _beaters.remove(loop)
 
 
 def beat() -> None:
-    """This process runs. If it did not for a while, that while is left out of `now`."""
+    """Note that this process runs, and leave out of `now` the time since the last beat if that is too long ago."""
     global _beat_at, _lost_s, now
     with _beating:
         if not _beaters:
-            return  # who looks at the clock cannot tell a standstill from a time without loops
+            return  # a suspension cannot be distinguished from a time without loops
         at = time.monotonic()
         away_s, _beat_at = at - _beat_at, at
         if away_s > STILL_S and (now is time.monotonic or now is _running):
@@ -107,9 +107,9 @@ def _running() -> float:
 
 
 class Timer:
-    """Calls something on a loop after a delay in which the process was running; `cancel` keeps it from that.
+    """Calls a function on a loop after a delay in which the process was running; `cancel` prevents the call.
 
-    It waits in parts. A part that ends too late stood still for the rest, whoever else looks at the clock.
+    The timer waits in parts. A part counts with its planned length, even if it ended late after a suspension.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Timer:
 
     def _wait(self) -> None:
         part_s = max(0.0, min(self._left_s, STILL_S / 2))
-        self._handle = self._loop.call_later(part_s, self._look, part_s)
+        self._handle = self._loop.call_later(part_s, self._check, part_s)
 
-    def _look(self, part_s: float) -> None:
+    def _check(self, part_s: float) -> None:
         self._left_s -= part_s
         if self._left_s > 0:
             self._wait()
@@ -136,7 +136,7 @@ class Timer:
 
 @contextlib.asynccontextmanager
 async def timeout(seconds: float) -> AsyncIterator[None]:
-    """As ``asyncio.timeout``, for seconds in which the process was running."""
+    """Like ``asyncio.timeout``, for seconds in which the process was running."""
     import asyncio
 
     loop = asyncio.get_running_loop()
@@ -149,9 +149,9 @@ async def timeout(seconds: float) -> AsyncIterator[None]:
 
 
 def wait_for(condition: threading.Condition, predicate: Callable[[], object], seconds: float) -> bool:
-    """As ``Condition.wait_for``, for seconds in which the process was running; whether the predicate is true.
+    """Like ``Condition.wait_for``, for seconds in which the process was running; True if the predicate is true.
 
-    A part of the wait that ends too late stood still for the rest, whoever else looks at the clock.
+    The wait has parts, each of which counts at most with its planned length, even if it ended late.
     """
     left_s = seconds
     while not predicate():
@@ -174,17 +174,17 @@ def epoch() -> float:
 
 
 def share_epoch(env: MutableMapping[str, str]) -> None:
-    """Let processes that are started with these variables have the same `epoch`."""
+    """Set the variable by which processes that are started with ``env`` have the same `epoch`."""
     env[EPOCH_VARIABLE] = epoch_here()
 
 
 def epoch_here() -> str:
-    """This process's `epoch` as a text, for others on this machine."""
+    """This process's `epoch` as a text, for other processes on this machine."""
     return f"{_boot()}:{_epoch_offset()!r}"
 
 
 def epoch_of(text: str) -> float:
-    """Seconds since the epoch now, by the clock of which `epoch_here` gave the text; else by this process's own."""
+    """The current time by the clock that `epoch_here` described as ``text``; by this process's own if invalid here."""
     offset = _inherited(text)
     return epoch() if offset is None else time.clock_gettime(time.CLOCK_BOOTTIME) + offset
 
@@ -193,7 +193,7 @@ def _epoch_offset() -> float:
     global _offset
     if _offset is None:
         _offset = _inherited(os.environ.get(EPOCH_VARIABLE, ""))
-    if _offset is None:  # the one moment at which the wall clock counts
+    if _offset is None:  # the only moment at which the wall clock is read
         _offset = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     return _offset
 
@@ -207,7 +207,7 @@ def _inherited(text: str) -> float | None:
 
 
 def _boot() -> str:
-    """What tells this start of the machine from others: its monotonic clock holds for it alone."""
+    """The id of this boot of the machine, for which alone its monotonic clock is valid."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -216,7 +216,7 @@ def _boot() -> str:
 
 
 def _forked() -> None:
-    """No loop of the parent ticks in its child."""
+    """Forget the parent's loops in a child, where they do not run."""
     global _beating
     _beating = threading.Lock()
     _beaters.clear()

@@ -1,4 +1,4 @@
-"""Deadlines of pending calls: buckets that a tick of the loop empties, cheap to add and remove from any thread."""
+"""Deadlines of pending calls, in buckets that a tick of the loop empties; entries are added and removed cheaply."""
 
 from __future__ import annotations
 
@@ -22,41 +22,30 @@ class DeadlineEntry(Protocol):
 
 
 class _Wheel:
-    """Entries by the interval in which they expire."""
+    """Deadline entries by the interval in which they expire."""
 
     def __init__(self, width_s: float) -> None:
         self.width_s = width_s
         self.buckets: dict[int, dict[int, DeadlineEntry]] = {}
-        self._done = int(clock.now() / width_s)
-
-    def add(self, entry: DeadlineEntry) -> None:
-        # At least one interval ahead of the tick, so that nobody adds to a bucket that is being emptied.
-        number = int(entry.deadline / self.width_s) + 1
-        if number < self._done + 2:
-            number = self._done + 2
-        bucket = self.buckets.get(number)
-        if bucket is None:
-            bucket = self.buckets[number] = {}
-        bucket[entry.call_id] = entry
-        entry.bucket = bucket
+        self.done = int(clock.now() / width_s)
 
     def expired(self, now: float) -> list[DeadlineEntry]:
         last = int(now / self.width_s)
         found: list[DeadlineEntry] = []
-        for number in range(self._done + 1, last + 1):
+        for number in range(self.done + 1, last + 1):
             bucket = self.buckets.pop(number, None)
             if bucket:
                 found += bucket.values()
-        self._done = max(self._done, last)
+        self.done = max(self.done, last)
         return found
 
 
 class Deadlines:
     """Calls ``expired(entry)`` on the loop for each entry that was not removed in time.
 
-    Late by at most two intervals: 0.04 s for deadlines up to 10 s away (0.14 s for the first one after a pause),
-    2 s for those beyond. One tick serves all entries, however many there are. Time in which the process stood still
-    does not count.
+    The call is late by at most two intervals: 0.04 s for deadlines up to 10 s away (0.14 s for the first one after a
+    pause), 2 s for later deadlines. One tick serves all entries. Time in which the process was suspended does not
+    count.
     """
 
     def __init__(
@@ -72,8 +61,17 @@ class Deadlines:
         self._closed = False
 
     def add(self, entry: DeadlineEntry, timeout_s: float) -> None:
-        """From any thread that holds the lock."""
-        (self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse).add(entry)
+        """Add an entry; the calling thread must hold the lock."""
+        wheel = self._fine if timeout_s <= _FINE_UP_TO_S else self._coarse
+        # At least one interval ahead of the tick, so that no entry is added to a bucket that is being emptied.
+        number = int(entry.deadline / wheel.width_s) + 1
+        if number < wheel.done + 2:
+            number = wheel.done + 2
+        bucket = wheel.buckets.get(number)
+        if bucket is None:
+            bucket = wheel.buckets[number] = {}
+        bucket[entry.call_id] = entry
+        entry.bucket = bucket
 
     @staticmethod
     def remove(entry: DeadlineEntry) -> None:

@@ -1,11 +1,10 @@
-"""What a forked child must not have of rlmesh, and how it loses it.
+"""Releases rlmesh's sockets, locks and handlers in forked children.
 
-``os.fork`` copies everything but the other threads: the sockets on which the parent talks, locks that are held by
-threads that the child does not have, exit handlers and signal handlers. Whatever owns such things registers here. In
-the child its ``forked`` is called before any code of the user runs there, and lets go of the copies. The parent
-notices nothing.
+``os.fork`` copies everything but the other threads: the sockets of the parent's connections, locks held by threads
+that the child does not have, exit handlers and signal handlers. Owners of such things register here. In the child
+their ``forked`` is called before any code of the user runs there, and releases the copies. The parent notices nothing.
 
-What a child asks of rlmesh afterwards raises `UsageError` at once (`refusal`). A child may open a runtime of its own.
+A child's later use of inherited objects raises `UsageError` at once (`refusal`). A child may open its own runtime.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[int, FrameType | None], Any]
 
 count = 0
-"""How many forks lie between this process and the one that imported rlmesh first: what was made at another count is
-the parent's."""
+"""The number of forks between the process that first imported rlmesh and this process; an object that was made at
+another count belongs to a parent."""
 
 
 class Owner(Protocol):
-    """Something of which a forked child must let go."""
+    """An object that a forked child must release."""
 
     def forked(self) -> None:
-        """In the child: let go, without locks (whoever held them is gone) and without a word to anybody else."""
+        """In the child, release the inherited parts, without locks (their holders are gone) and without any message."""
         ...
 
 
 class Inherited:
-    """In a child, in the place of a part of the parent's: whatever is asked of it raises `UsageError`."""
+    """Stands in a child for a part of the parent's runtime; any use of it raises `UsageError`."""
 
     def __init__(self, whose: str) -> None:
         self._error_text = refusal(whose)
@@ -59,7 +58,7 @@ _handlers: list[tuple[int, Handler, Any]] = []
 
 
 def refusal(whose: str) -> str:
-    """What a child is told that uses what is its parent's."""
+    """The error text for a child that uses an inherited object."""
     return (
         f"this process (pid {os.getpid()}) was forked from {whose}, whose connections, threads and reports stay with "
         "the parent: make the call in the parent and hand the value to the child, or open a connection of the child's "
@@ -73,13 +72,16 @@ def forget_in_children(owner: Owner) -> None:
 
 
 def reset_in_children(reset: Callable[[], object]) -> None:
-    """Call ``reset`` in each child: for the state of a module."""
+    """Call ``reset``, which resets a module's state, in each child."""
     _resets.append(reset)
 
 
 def handle(number: int, handler: Handler) -> Any:
-    """As `signal.signal`, for a handler that children must not have: they get back the one before. Gives that one."""
-    # A handler that was not installed by Python cannot be put back: its place takes what the system does.
+    """Like `signal.signal`, for a handler that children must not inherit: in them the earlier handler is restored.
+
+    Returns the earlier handler.
+    """
+    # A handler that was not installed by Python cannot be restored: children get the system's default.
     before = signal.getsignal(number) or signal.SIG_DFL
     signal.signal(number, handler)
     _handlers[:] = [entry for entry in _handlers if entry[0] != number or entry[1] == before]
@@ -87,7 +89,7 @@ def handle(number: int, handler: Handler) -> Any:
     return before
 
 
-def _put_handlers_back() -> None:
+def _restore_handlers() -> None:
     for number, ours, before in reversed(_handlers):
         if signal.getsignal(number) == ours:
             signal.signal(number, before)
@@ -95,8 +97,7 @@ def _put_handlers_back() -> None:
 
 
 def end_child(error: BaseException | None) -> NoReturn:
-    """End a child whose code has come back into rlmesh's, as the interpreter would have ended it: there is nothing
-    here for it to go on with."""
+    """End a child whose code has returned into rlmesh's, which has no work for it, as the interpreter would."""
     code: Any = 0
     if isinstance(error, SystemExit):
         code = error.code
@@ -115,7 +116,7 @@ def end_child(error: BaseException | None) -> NoReturn:
 
 
 class _Forking(threading.local):
-    """What a thread that forks had blocked before."""
+    """The signal mask that a forking thread had before the fork."""
 
     mask: set[int | signal.Signals] | None = None
 
@@ -124,7 +125,7 @@ _forking = _Forking()
 
 
 def _before_fork() -> None:
-    # A signal to the child waits until it has its own handlers: the interpreter forgets those that came before.
+    # A signal to the child waits until it has its own handlers: the interpreter drops signals that came before.
     if _handlers:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number for number, _, _ in _handlers})
 
@@ -139,7 +140,7 @@ def _in_child() -> None:
     global count
     count += 1
     try:
-        _put_handlers_back()
+        _restore_handlers()
     except Exception:
         logger.exception("a forked child keeps its parent's signal handlers")
     _after_fork()
@@ -151,7 +152,7 @@ def _in_child() -> None:
         try:
             owner.forked()
         except Exception:
-            logger.exception("a forked child keeps what is its parent's: %r", owner)
+            logger.exception("a forked child could not release its parent's %r", owner)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

@@ -1,10 +1,12 @@
-"""Loops on threads of their own, and the way into a loop from other threads."""
+"""Event loops on their own threads, functions posted to a loop from other threads, and closing at exit."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +20,26 @@ logger = logging.getLogger(__name__)
 
 _THREAD_JOIN_S = 5.0
 
+with_threads: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The runtimes of this process that have their own threads."""
+
+
+def _close_all() -> None:
+    """Close runtimes that the program left open: threads must not run while the interpreter shuts down."""
+    for runtime in list(with_threads):
+        runtime.close()
+
+
+# As concurrent.futures does: before the handlers of atexit, one of which is pyzmq's, without which the frames that
+# ZeroMQ still holds cannot be freed.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
+
 
 class Posts:
-    """Functions for a loop to run, from any thread: one wake-up for all that is posted before the loop runs,
-    since a wake-up costs more than the work."""
+    """A queue of functions that a loop runs. Thread-safe.
+
+    The loop is woken once for all functions posted before it runs, since a wake-up costs more than the work.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -35,11 +53,10 @@ class Posts:
             try:
                 self._loop.call_soon_threadsafe(self.run)
             except RuntimeError:
-                self._woken = False  # The loop is closed: the process is ending.
+                self._woken = False  # The loop is closed, since the process is ending.
 
     def forked(self) -> None:
-        """In a forked child: the loop runs in the parent, and what is posted, by the garbage collector too, is
-        dropped."""
+        """In a forked child, drop functions that are posted (also by the garbage collector): the loop does not run."""
         self._queue = deque(maxlen=0)
         self._woken = True
 
@@ -54,7 +71,7 @@ class Posts:
 
 
 class LoopThread:
-    """A loop on a thread of its own."""
+    """An event loop on its own thread."""
 
     def __init__(self, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
@@ -73,11 +90,11 @@ class LoopThread:
             self.loop.close()
 
     def is_here(self) -> bool:
-        """Whether the calling thread is the loop's."""
+        """True if the calling thread is the loop's."""
         return threading.get_ident() == self._thread.ident
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn`` on the loop and give its result."""
+        """Run ``fn`` on the loop and return its result."""
         done: Future[Any] = Future()
 
         async def body() -> None:

@@ -1,4 +1,4 @@
-"""How long threads were runnable without a core, by the kernel's own count."""
+"""The time that threads were runnable without a core, from the kernel's counters."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from collections.abc import Iterable
 
 from rlmesh.runtime.process import forked
 
-_RECENT_NS = 5_000_000
+RECENT_NS = 5_000_000
+"""A look at the kernel's counters that is no older than this is used again."""
 
 
 class RunQueueMeter:
-    """Nanoseconds that threads of this process were runnable but had no core (``schedstat``, second field).
+    """Reads for how many nanoseconds threads of this process were runnable without a core (``schedstat``, field 2).
 
-    On a machine with fewer cores than busy processes this delay is the machine's, not rlmesh's.
+    On a machine with fewer cores than busy processes the machine causes this delay, not rlmesh.
     """
 
     def __init__(self, thread_ids: Iterable[int] = ()) -> None:
         self._files: list[int] = []
-        self._last = self._read_at = 0
+        self.last_ns = self.read_at_ns = 0
+        """The result of the last look at the kernel's counters, and its time."""
         for thread_id in thread_ids:
             self.add(thread_id)
 
@@ -28,15 +30,17 @@ class RunQueueMeter:
         try:
             self._files.append(os.open(f"/proc/self/task/{thread_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
-            pass  # A kernel without scheduler statistics: the delay then counts as rlmesh's.
+            pass  # A kernel without scheduler statistics: the delay is attributed to rlmesh.
 
     def recent_ns(self, now_ns: int) -> int:
-        """`read_ns` at most five milliseconds before ``now_ns`` (of `time.perf_counter_ns`): many short calls share
-        one look at the kernel's counters."""
-        if now_ns - self._read_at > _RECENT_NS:
-            self._last = self.read_ns()
-            self._read_at = now_ns
-        return self._last
+        """The value of `read_ns` at most five milliseconds before ``now_ns`` (of `time.perf_counter_ns`).
+
+        Many short calls share one read of the kernel's counters.
+        """
+        if now_ns - self.read_at_ns > RECENT_NS:
+            self.last_ns = self.read_ns()
+            self.read_at_ns = now_ns
+        return self.last_ns
 
     def read_ns(self) -> int:
         total = 0
@@ -57,7 +61,7 @@ class RunQueueMeter:
 
 
 class _ThreadMeter(threading.local):
-    """Each thread's own meter, opened at its first use."""
+    """A meter for each thread, opened at its first use."""
 
     def __init__(self) -> None:
         self.meter = RunQueueMeter([threading.get_native_id()])
@@ -69,27 +73,33 @@ _own = _ThreadMeter()
 
 def _after_fork() -> None:
     global _own
-    _own = _ThreadMeter()  # the thread has another number now
+    _own = _ThreadMeter()  # the thread has another id now
 
 
 forked.reset_in_children(_after_fork)
 
 
 def own_run_queue_ns() -> int:
-    """Nanoseconds that the calling thread was runnable without a core, ever."""
-    return _own.meter.recent_ns(time.perf_counter_ns())
+    """Nanoseconds that the calling thread was runnable without a core since its start."""
+    meter, now_ns = _own.meter, time.perf_counter_ns()
+    return meter.recent_ns(now_ns) if now_ns - meter.read_at_ns > RECENT_NS else meter.last_ns
 
 
 def own_run_queue_since_last_ns(now_ns: int = 0) -> int:
-    """The same since this thread called this function before; ``now_ns`` is what `time.perf_counter_ns` just gave."""
+    """The increase of `own_run_queue_ns` since this thread's last call of this function.
+
+    Args:
+        now_ns: the current `time.perf_counter_ns`, if the caller has it.
+    """
     own = _own
-    now = own.meter.recent_ns(now_ns or time.perf_counter_ns())
+    meter, now_ns = own.meter, now_ns or time.perf_counter_ns()
+    now = meter.recent_ns(now_ns) if now_ns - meter.read_at_ns > RECENT_NS else meter.last_ns
     last, own.last_ns = own.last_ns, now
     return now - last
 
 
 def thread_ids_named(prefix: str) -> list[int]:
-    """Threads of this process by the name that the kernel shows, such as ZeroMQ's own ``ZMQbg/IO/0``."""
+    """The ids of this process's threads whose kernel name begins with ``prefix``, such as ZeroMQ's ``ZMQbg/IO/0``."""
     found = []
     for thread_id in os.listdir("/proc/self/task"):
         try:

@@ -1,9 +1,9 @@
-"""What a process does, for those who look from outside when it cannot answer.
+"""The activity board: a page that shows other processes what a member does when it cannot answer.
 
-A member that holds the interpreter's lock in C, or that is stopped, answers nobody. So it writes into a page of shared
-memory, a file in the job's private folder, which method runs and since when, and once a second that its network loop
-runs. To note a call costs two stores. An ``async def`` method is noted each time it goes on, and is not while it waits.
-Times are those of the clock that all processes of a machine share.
+A member that holds the interpreter's lock in C, or that is stopped, does not answer. So it writes to a page of shared
+memory, a file in the job's private folder: which method runs and since when, and once a second that its network loop
+runs. Recording a call takes two stores. An ``async def`` method is recorded each time it resumes, and erased while it
+waits. Times are of the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from rlmesh.runtime.process import forked
 __all__ = ["ASYNC", "DEF", "INLINE", "Activity", "Board", "board_path", "does_not_answer", "link_board", "look_at"]
 
 BEAT, PID, DEF, ASYNC, INLINE = 0, 1, 2, 4, 6
-"""Words of the page: when the loop ran last, whose page it is; of the ``def`` method that began last, of the ``async
-def`` method that has the loop of its kind, and of the one that has the network loop, when it began or went on,
-followed by the method's number (0: none runs)."""
+"""Indexes of the page's words: the time of the loop's last beat, the process id; then, for three kinds of methods, the
+time when the method began or resumed, followed by its number (0: none runs). The kinds are the last ``def`` method that
+began, the ``async def`` method that runs on the users' loop, and the ``async def`` method that runs on the network
+loop."""
 LATE_S = 2.5
-"""The loop says once a second that it runs."""
+"""Age of the last beat from which a process counts as silent; the loop beats once a second."""
 _SIZE, _NAMES_AT, _NAME_BYTES = 4096, 256, 64
 _STOPPED = "Tt"
 
 
 class Board:
-    """The page of this process.
+    """The activity page of this process.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the page cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,17 +54,23 @@ class Board:
         forked.forget_in_children(self)
 
     def forked(self) -> None:
-        """In a forked child, whose copy of the page is the parent's page: what ends in the child runs on there."""
+        """Replace the page in a forked child, which shares the parent's page.
+
+        A method that ends in the child still runs in the parent, so the child must not erase it there.
+        """
         self.words = memoryview(bytearray(_SIZE)).cast("Q")
         self._page = mmap.mmap(-1, _SIZE)
         self._lock = threading.Lock()
 
     def beat(self) -> None:
-        """The loop runs."""
+        """Record that the loop runs."""
         self.words[BEAT] = time.perf_counter_ns()
 
     def number_of(self, name: str) -> int:
-        """Of a method, which is written down the first time. Names that have no room share the last number."""
+        """The number of a method, whose name is written to the page the first time.
+
+        When the page is full, further names share the last number.
+        """
         with self._lock:
             number = self._names.get(name)
             if number is None:
@@ -77,13 +84,13 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a page said.
+    """The content of an activity page.
 
     Attributes:
-        pid: whose it is.
-        silent_s: since its loop ran last.
-        method: that runs; empty if none is known.
-        since_s: since it began or, of an ``async def`` method, went on.
+        pid: the process of the page.
+        silent_s: seconds since its loop's last beat.
+        method: the running method; empty if no method is known to run.
+        since_s: seconds since the method began or, if it is an ``async def`` method, resumed.
     """
 
     pid: int
@@ -93,12 +100,12 @@ class Activity:
 
 
 def board_path(socket_dir: str | Path, name: str) -> Path:
-    """Where the page of a member is, by its name."""
+    """The path of a member's page."""
     return Path(socket_dir) / f"doing-{name.replace(':', '-')}"
 
 
 def link_board(socket_dir: str, owner: str, name: str) -> None:
-    """A member that lives in another one's process has the same page."""
+    """Give a member that lives in another member's process the same page."""
     path = board_path(socket_dir, name)
     try:
         path.unlink(missing_ok=True)
@@ -126,8 +133,8 @@ def look_at(path: Path) -> Activity | None:
         running = [(words[INLINE], words[INLINE + 1])]
     method, since_s = "", 0.0
     if running:
-        # Of a method that waits on its thread, and one that has gone on since, the latter is known to have had the
-        # interpreter later. The library's own, on the network loop, may only have been interrupted by either.
+        # The method that began or resumed last had the interpreter last; the other may only wait on its thread. A
+        # method of the library on the network loop counts only if no other method runs: either may have interrupted it.
         began_ns, number = max(running)
         start = _NAMES_AT + (number - 1) * _NAME_BYTES
         method = page[start : start + _NAME_BYTES].rstrip(b"\0").decode("utf-8", "replace")
@@ -136,11 +143,12 @@ def look_at(path: Path) -> Activity | None:
 
 
 def does_not_answer(state: str, pid: int, seen: Activity | None) -> str:
-    """Why a process does not answer, for people; empty if it does, or if nothing is known.
+    """The reason, for people, why a process does not answer; empty if it answers, or if nothing is known.
 
     Args:
-        state: the letter that the kernel gives for it.
-        pid: of the process that is meant.
+        state: the kernel's letter of the process's state.
+        pid: the process.
+        seen: the content of its page; ignored if the page belongs to another process.
     """
     known = seen if seen is not None and seen.pid == pid else None
     if state in tuple(_STOPPED):

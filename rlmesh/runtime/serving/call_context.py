@@ -1,4 +1,4 @@
-"""What a running method knows about the call that it serves: deadline, held slots, nested calls."""
+"""The context of a running method: the deadline, held slots and nested calls of the call that it serves."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class CallContext:
 
     Attributes:
         chain: serial slots held by this call and by the calls that led to it.
-        deadline: `rlmesh.runtime.process.clock` time at which the caller gives up.
-        over: the method has returned. Tasks and callbacks that it left behind still see this context, and act
-            for themselves from then on.
+        deadline: the time, by `rlmesh.runtime.process.clock`, at which the caller gives up.
+        over: the method has returned. Tasks and callbacks that it started still have this context, but no longer act on
+            behalf of the call.
     """
 
     __slots__ = ("_children", "cancelled", "chain", "deadline", "over")
@@ -39,7 +39,7 @@ class CallContext:
         self.over = False
 
     def add_child(self, future: Future[Any]) -> None:
-        """A call that was made while serving this one."""
+        """Register a call that was made while serving this call."""
         if self._children is None:
             self._children = WeakSet()
         self._children.add(future)
@@ -50,7 +50,7 @@ class CallContext:
         return self.deadline - clock.now()
 
     def cancel(self) -> None:
-        """Cancel everything that was called on behalf of this call."""
+        """Cancel all calls that were made on behalf of this call."""
         self.cancelled = True
         for child in list(self._children or ()):
             child.cancel()
@@ -60,14 +60,17 @@ current_call: ContextVar[CallContext | None] = ContextVar("rlmesh_current_call",
 
 
 def served_call() -> CallContext | None:
-    """The call on whose behalf the current thread or task acts, if there is one that has not been answered."""
+    """The unanswered call on whose behalf the current thread or task acts; None if there is none."""
     context = current_call.get()
     return None if context is None or context.over else context
 
 
 class InContext(Generic[T]):
-    """Awaits a method's coroutine, which runs in a context other than its task's. On the board, if there is one, it
-    says that the method waits, and when it goes on; the coroutine itself notes that it begins and ends."""
+    """Awaits a method's coroutine, which runs in a context other than its task's.
+
+    It erases the method from the activity board, if there is one, while the coroutine waits, and records it again when
+    the coroutine resumes. The coroutine itself records its begin and its end.
+    """
 
     __slots__ = ("_board", "_context", "_coroutine", "_method")
 
@@ -91,7 +94,7 @@ class InContext(Generic[T]):
             try:
                 value = yield waited
                 resume = coroutine.send
-            except BaseException as error:  # The task was cancelled, or is closed.
+            except BaseException as error:  # The task was cancelled or closed.
                 resume, value = coroutine.throw, error
             if board is not None:
                 words, method = board.words, self._method

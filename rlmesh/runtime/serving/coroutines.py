@@ -1,4 +1,4 @@
-"""Coroutines of served methods: one that a member's thread waits for, and cancelling one from the runtime's loop."""
+"""Coroutines of served methods: waiting for one on a member's thread, and cancelling one from the runtime's loop."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
     from rlmesh.runtime.serving.incoming import IncomingCall
     from rlmesh.runtime.serving.served_objects import Method
 
-_LOOK_S = 1.0
-"""So often a thread that waits for a coroutine looks whether the process is ending."""
+_CHECK_S = 1.0
+"""Interval at which a thread that waits for a coroutine checks whether the process is ending."""
 
 
 def await_elsewhere(
     incoming: IncomingCall, value: Awaitable[Any], post: Callable[..., Any], ending: Callable[[], bool],
     board: Board | None, *, closing: bool = False,
 ) -> Any:  # fmt: skip
-    """The result of a coroutine that a method gave which seemed to be a plain one. The member's thread waits, so that
-    the method has its place, and its slot, until it is over.
+    """The result of a coroutine that a method returned which seemed to be a plain function.
+
+    The member's thread waits, so that the method keeps its place and its slot until the coroutine has ended.
 
     Args:
-        incoming: its call.
+        incoming: the call of the method.
         post: runs a function on the loop where the coroutine runs.
-        ending: whether the process ends.
-        board: where it is noted when the coroutine runs.
-        closing: run it also if the call was cancelled.
+        ending: returns True if the process is ending.
+        board: records the method while the coroutine runs.
+        closing: run the coroutine even if the call was cancelled.
     """
     done: Future[Any] = Future()
     context = copy_context()
@@ -50,7 +51,7 @@ def await_elsewhere(
     post(begin)
     while True:
         try:
-            return done.result(_LOOK_S)
+            return done.result(_CHECK_S)
         except TimeoutError:
             if done.done():
                 raise
@@ -59,10 +60,10 @@ def await_elsewhere(
 
 
 async def _awaiting(method: Method, board: Board | None, value: Awaitable[Any]) -> Any:
-    return await InContext(_noted(method, board, value), copy_context(), board, method)
+    return await InContext(_recorded(method, board, value), copy_context(), board, method)
 
 
-async def _noted(method: Method, board: Board | None, value: Awaitable[Any]) -> Any:
+async def _recorded(method: Method, board: Board | None, value: Awaitable[Any]) -> Any:
     method.begins(board, method.loop_word, time.perf_counter_ns())
     try:
         return await value
@@ -76,12 +77,15 @@ def _hand_over(done: Future[Any], value: Awaitable[Any], task: asyncio.Task[Any]
         done.set_result(task.result())
         return
     if asyncio.iscoroutine(value):
-        value.close()  # It may not have begun.
+        value.close()  # The coroutine may not have begun.
     done.set_exception(asyncio.CancelledError() if task.cancelled() else error)
 
 
 def cancel_task(incoming: IncomingCall) -> None:
-    """On the task's loop. A task that was cancelled before its first step would never run the lines that give its
-    place back; it looks for itself whether it was cancelled."""
+    """Cancel a call's task if it has begun. Runs on the task's loop.
+
+    A task that is cancelled before its first step would never free its place; such a task checks by itself whether its
+    call was cancelled.
+    """
     if incoming.started_ns and incoming.task is not None and not incoming.context.over:
         incoming.task.cancel()

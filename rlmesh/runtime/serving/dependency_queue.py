@@ -6,16 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from rlmesh.runtime.calling.generations import Cohort
-from rlmesh.runtime.calling.pending import PendingCall
+from rlmesh.runtime.calling.pending import Cohort, PendingCall
 
 
-class HeldCalls:
-    """Everything happens on the runtime's loop.
+class DependencyQueue:
+    """Queues calls, per member, behind calls whose arguments are missing. Its methods run on the runtime's loop.
 
     Args:
         post: runs a function on the loop, from any thread.
-        go: takes a call whose turn has come; those with ``passed`` have all their arguments, or have ended.
+        go: called with a call whose turn has come; a call with ``passed`` has all its arguments, or has ended.
         go_together: the same for the parts of a call to several ranks of an elastic role.
     """
 
@@ -26,7 +25,7 @@ class HeldCalls:
         self._queues: dict[str, deque[PendingCall]] = {}
 
     def add(self, call: PendingCall) -> None:
-        """A call with passed arguments."""
+        """Queue a call with passed arguments."""
         assert call.passed is not None
         self._queues.setdefault(call.name, deque()).append(call)
         advance = partial(self._post, self._advance, call.name)
@@ -35,7 +34,7 @@ class HeldCalls:
             call.future.on_settled(lambda _: advance())
 
     def takes(self, call: PendingCall) -> bool:
-        """Whether an ordinary call has to wait behind others, in which case it does from now on."""
+        """Queue a call without passed arguments if it must wait behind others; False if it need not wait."""
         queue = self._queues.get(call.name)
         if queue is None:
             return False
@@ -43,7 +42,7 @@ class HeldCalls:
         return True
 
     def add_cohort(self, cohort: Cohort) -> None:
-        """A call to several ranks, some of whose parts have passed arguments: the parts go together, too."""
+        """Queue the parts of a call to several ranks, some of which have passed arguments; the parts go together."""
         for part in cohort.parts:
             self._queues.setdefault(part.name, deque()).append(part)
         for part in cohort.parts:
@@ -54,7 +53,7 @@ class HeldCalls:
                 part.future.on_settled(partial(_ignoring, advance))
 
     def takes_cohort(self, cohort: Cohort) -> bool:
-        """As `takes`: one part that has to wait lets all of them wait."""
+        """Like `takes`; if one part must wait, all parts wait."""
         if not any(part.name in self._queues for part in cohort.parts):
             return False
         self.add_cohort(cohort)
@@ -64,7 +63,7 @@ class HeldCalls:
         return bool(self._queues)
 
     def all(self) -> list[PendingCall]:
-        """Those that wait."""
+        """The queued calls."""
         return [call for queue in list(self._queues.values()) for call in list(queue)]
 
     def _advance(self, name: str) -> None:
@@ -74,7 +73,7 @@ class HeldCalls:
             if call.cohort is not None:
                 if not self._may_go(call.cohort):
                     return
-                self._let_go(call.cohort, name)
+                self._release(call.cohort, name)
                 queue = self._queues.get(name)
                 continue
             ended = call.future is not None and call.future.done()
@@ -82,19 +81,19 @@ class HeldCalls:
                 return
             queue.popleft()
             if not queue:
-                # Before the call goes: what it leads to may call the same member again.
+                # The queue is removed before the call goes, since the call may lead to calls of the same member.
                 del self._queues[name]
             self._go(call)
 
     def _may_go(self, cohort: Cohort) -> bool:
-        """Whether each part is the first of its queue and has its arguments. If one has failed, none waits any more."""
+        """True if each part is the first of its queue and has its arguments, or if a part has failed."""
         if cohort.ended() or any(p.passed is not None and p.passed.ready and p.passed.error() for p in cohort.parts):
             return True
         return all(
             self._queues[part.name][0] is part and (part.passed is None or part.passed.ready) for part in cohort.parts
         )
 
-    def _let_go(self, cohort: Cohort, name: str) -> None:
+    def _release(self, cohort: Cohort, name: str) -> None:
         for part in cohort.parts:
             queue = self._queues.get(part.name)
             if queue is not None and part in queue:

@@ -1,6 +1,6 @@
-"""The callee's side: from an arrived call to the user's method and back to the reply.
+"""The callee's side of a call: from its arrival to the user's method and back to the reply.
 
-Methods of the runtime's loop are marked *loop*; `_execute` runs on a thread of the member. User code and
+Comments mark the methods that run on the runtime's loop; `_execute` runs on a thread of the member. User code and
 network I/O never share a thread, unless an object was served ``inline`` (control objects, embedded services).
 """
 
@@ -54,13 +54,13 @@ from rlmesh.wire.passed import ItemRange, unpack_passed
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_TURN = 64
-"""So many short calls of one method run before the loop's other tasks have their turn."""
+"""Short calls of one method that run before the loop's other tasks have their turn."""
 
 _NO_REPLY, _STREAM, _PASSED, _KEEP = int(Flag.NO_REPLY), int(Flag.STREAM), int(Flag.PASSED), int(Flag.KEEP)
 
 
 class Dispatcher:
-    """Serves objects of one runtime."""
+    """Serves the objects of a runtime."""
 
     def __init__(self, host: ServingHost, loop: asyncio.AbstractEventLoop) -> None:
         self._host, self._loop = host, loop
@@ -68,38 +68,38 @@ class Dispatcher:
         self._served: dict[str, Served] = {}
         self._incoming: dict[tuple[Any, int], IncomingCall] = {}
         self._unawaited: dict[tuple[Any, int], IncomingCall] = {}
-        """Notifications, and calls that run on although they were cancelled."""
+        """Notifications, and calls that still run although they were cancelled."""
         self._early: dict[str, list[tuple[Channel, Call, Frames, int]]] = {}
         self._starting: list[IncomingCall] | None = None
-        self.kept = ResultStore(loop)
+        self.results = ResultStore(loop)
         self.board: Board | None = None
-        """Where methods that begin are noted, for those who look from outside."""
+        """Records which methods begin, for processes that inspect this one from outside."""
         self.active_at = clock.now()
-        """When an item of a stream was last sent."""
+        """The time when an item of a stream was last sent."""
         self.ending = False
-        """The process ends: what is cancelled now was not cancelled by its callers."""
+        """True while the process ends: calls that are cancelled now were not cancelled by their callers."""
         self.forked = False
-        """This is a forked child, which has nobody to answer."""
+        """True in a forked child, which must not answer callers."""
 
     def expect(self, name: str) -> None:
-        """Keep calls to a name that is not served yet until it is."""
+        """Queue calls to a name until it is served."""
         if name not in self._served:
             self._early.setdefault(name, [])
 
     def order_of(self, call: Call) -> str | None:
-        """The slot that a call will wait for; calls of one caller for one slot start in the order they were made."""
+        """The slot that a call waits for; calls of one caller for one slot start in the order they were made."""
         served = self._served.get(call.target)
         method = served.methods.get(call.method) if served is not None else None
         if method is None:
-            return call.target  # It will be refused, or waits until its member is served.
+            return call.target  # The call will be refused, or waits until its member is served.
         return method.slot if method.serial else None
 
     def serve(self, served: Served) -> None:
-        """From any thread: calls that arrive from now on find it."""
+        """Serve an object to calls that arrive from now on. Thread-safe."""
         self._served[served.name] = served
 
     def release(self, name: str) -> None:
-        """On the loop, after `serve`: calls that came early begin."""
+        """Begin the calls that arrived before `serve`. Runs on the loop."""
         for early in self._early.pop(name, ()):
             self.on_call(*early)
 
@@ -109,7 +109,7 @@ class Dispatcher:
     def served(self) -> tuple[Served, ...]:
         return tuple(self._served.values())
 
-    # Loop.
+    # On the runtime's loop.
 
     def on_call(self, channel: Channel, call: Call, frames: Frames, run_queue_ns: int) -> None:
         if self._early and call.target in self._early:
@@ -133,31 +133,33 @@ class Dispatcher:
         else:
             self._starting.append(incoming)
 
-    def hold(self) -> None:
-        """Calls that arrive from now on start at `let_go`: a thread that is woken while this one still holds the
-        interpreter only goes to sleep again."""
+    def defer_starts(self) -> None:
+        """Start calls that arrive from now on at `start_deferred`.
+
+        A thread that is woken while this thread holds the interpreter's lock would only go to sleep again.
+        """
         if self._starting is None:
             self._starting = []
 
-    def let_go(self) -> None:
+    def start_deferred(self) -> None:
         starting, self._starting = self._starting, None
         for incoming in starting or ():
             self.start(incoming)
 
     def start(self, incoming: IncomingCall) -> None:
-        """Begin a call as soon as its method has a place for it."""
+        """Begin a call as soon as its method has a free place."""
         method = incoming.method
         if not method.is_async and method.serial:
-            run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
+            run = partial(self._execute, incoming) if incoming.stream is None else incoming.stream.run
             method.owner.executor.submit(run, main=method.main_thread)
         elif self._may_begin(incoming):
             self.begin(incoming)
 
     def _prepare(self, incoming: IncomingCall) -> bool:
-        """What the flags of a call ask for; False if it was refused."""
+        """Apply the flags of a call; False if the call was refused."""
         call = incoming.call
         if call.flags & _STREAM and incoming.key in self._incoming:
-            return False  # A packet that came twice: of two generators one would wait for ever.
+            return False  # A duplicated packet: of two generators one would wait for ever.
         if call.flags & _PASSED:
             try:
                 incoming.frames, values = unpack_passed(incoming.frames)
@@ -169,9 +171,9 @@ class Dispatcher:
             incoming.passed = ArgumentResolver(values, call.timeout_s, self._host.fetch)
         (self._unawaited if call.flags & _NO_REPLY else self._incoming)[incoming.key] = incoming
         if call.flags & _STREAM:
-            from rlmesh.runtime.serving.stream_server import Outflow
+            from rlmesh.runtime.serving.stream_server import StreamServer
 
-            incoming.outflow = Outflow(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
+            incoming.stream = StreamServer(self, incoming, max(1, call.flags >> WINDOW_SHIFT))
         elif call.flags & _KEEP:
             self.on_keep(incoming.channel, call.call_id)
         return True
@@ -180,12 +182,12 @@ class Dispatcher:
         incoming = self._incoming.get((channel.link, call_id))
         if incoming is not None:
             incoming.keep = True
-            self.kept.expect()
+            self.results.expect()
 
     def _answer_fetch(self, channel: Channel, call: Call, frames: Frames) -> None:
         try:
             ((token, *part), _) = codec.decode(frames)
-            answer = self.kept.fetch(token, ItemRange(*part), self._host.capture)
+            answer = self.results.fetch(token, ItemRange(*part), self._host.capture)
         except Exception as error:
             self.refuse(channel, call, error)
         else:
@@ -194,24 +196,24 @@ class Dispatcher:
 
     def on_credit(self, channel: Channel, credit: Credit) -> None:
         incoming = self._incoming.get((channel.link, credit.call_id))
-        if incoming is not None and incoming.outflow is not None:
-            incoming.outflow.on_credit(credit.items)
+        if incoming is not None and incoming.stream is not None:
+            incoming.stream.on_credit(credit.items)
 
     def calls(self) -> list[IncomingCall]:
-        """Calls that have arrived and have not ended, whether somebody waits for them or not. From any thread."""
+        """Calls that have arrived and have not ended, also those without a waiting caller. Thread-safe."""
         return [*list(self._incoming.values()), *self.unawaited()]
 
     def unawaited(self) -> list[IncomingCall]:
-        """Those for whose answer nobody waits. From any thread."""
+        """Calls for whose answer no caller waits. Thread-safe."""
         return list(self._unawaited.values())
 
     def early(self) -> list[tuple[Channel, Call]]:
-        """Calls to what is not served yet. From any thread."""
+        """Calls to names that are not served yet. Thread-safe."""
         return [(channel, call) for calls in list(self._early.values()) for channel, call, _, _ in list(calls)]
 
     def on_lost(self, channel: Channel) -> None:
-        """A caller is gone, or its connection is: end what it asked for."""
-        self.kept.drop_owner(channel.link)
+        """Cancel the calls of a caller that is gone or whose connection is lost, and drop its results."""
+        self.results.drop_owner(channel.link)
         for link, call_id in list(self._incoming):
             if link is channel.link:
                 self.on_cancel(channel, call_id)
@@ -222,12 +224,12 @@ class Dispatcher:
         incoming = self._incoming.pop((channel.link, call_id), None)
         if incoming is None:
             return
-        # Before it is cancelled, so that whoever ends it and sees that takes it out again.
+        # Added before the cancellation, so that the thread that ends the call sees it and removes it again.
         self._unawaited[incoming.key] = incoming
         incoming.cancelled = True
         incoming.context.cancel()
-        if incoming.outflow is not None:
-            incoming.outflow.cancel()
+        if incoming.stream is not None:
+            incoming.stream.cancel()
         if incoming.passed is not None:
             incoming.passed.cancel()
         if incoming.task is not None:
@@ -251,7 +253,7 @@ class Dispatcher:
                 f"{call.target}.{call.method}() was meant for incarnation {call.incarnation}; "
                 f"this is incarnation {served.incarnation}", role=role, rank=rank, method=call.method, executed="no",
             )  # fmt: skip
-        method = served.find(call.method)
+        method = served.methods.get(call.method) or served.find(call.method)
         if method.serial and method.slot in call.chain:
             raise WouldDeadlock(
                 f"{call.target}.{call.method}() was called on behalf of a method that it would have to wait for "
@@ -261,10 +263,10 @@ class Dispatcher:
         return method
 
     def begin(self, incoming: IncomingCall) -> None:
-        """Run a call that has its place, or a stream that has new credit. From any thread."""
+        """Run a call that has a place, or a stream that has new credit. Thread-safe."""
         method = incoming.method
         if not method.is_async:
-            run = partial(self._execute, incoming) if incoming.outflow is None else incoming.outflow.run
+            run = partial(self._execute, incoming) if incoming.stream is None else incoming.stream.run
             if method.serial:
                 method.owner.executor.submit(run, main=method.main_thread)
             else:
@@ -275,62 +277,62 @@ class Dispatcher:
             self._host.post_to_user(self._begin_on_user_loop, incoming)
 
     def _may_begin(self, incoming: IncomingCall) -> bool:
-        """Take one of the method's places, or queue for one."""
+        """Take one of the method's places; else queue the call and return False."""
         method = incoming.method
         with method.lock:
             if method.running >= method.concurrent:
                 method.queue.append(incoming)
                 return False
             method.running += 1
-        if method.concurrent > incoming.channel.room:
-            incoming.channel.room = method.concurrent
+        if method.concurrent > incoming.channel.announced_calls:
+            incoming.channel.announced_calls = method.concurrent
             incoming.channel.send(Concurrency(method.concurrent), [])
         return True
 
-    # Any thread: a reply leaves from the thread that made it.
+    # On any thread: a reply leaves from the thread that made it.
 
     def _ended(self, incoming: IncomingCall, ok: bool, frames: Frames, ended_ns: int) -> None:
         self._incoming.pop(incoming.key, None)
         method, call = incoming.method, incoming.call
         if method.is_async or not method.serial:
-            self._give_place_back(incoming, ended_ns)
+            self._free_place(incoming, ended_ns)
         if incoming.cancelled or call.flags & _NO_REPLY:
             self._unawaited.pop(incoming.key, None)
             return
         queued = incoming.ready_ns - incoming.received_ns
         if incoming.keep and ok and (nbytes := codec.size_bytes(frames)) >= KEEP_BYTES:
-            self._keep(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
+            self._store(incoming, frames, nbytes, ended_ns - incoming.started_ns, queued)
             return
         if is_large(frames):
             incoming.channel.backlog.sent(frames)
         fields = (call.call_id, ok, ended_ns - incoming.started_ns, queued, incoming.run_queue_ns)
-        incoming.channel.put(tuple.__new__(Reply, fields), frames)  # Half the time of Reply(…).
+        incoming.channel.put(tuple.__new__(Reply, fields), frames)  # takes half the time of Reply(…)
         if self._incoming:
             incoming.channel.kick()
         else:
             incoming.channel.hurry()  # No other reply of this turn can travel with it.
 
-    def _give_place_back(self, incoming: IncomingCall, now_ns: int) -> None:
+    def _free_place(self, incoming: IncomingCall, now_ns: int) -> None:
         method = incoming.method
-        following: IncomingCall | None = None
+        next_call: IncomingCall | None = None
         with method.lock:
             if method.queue:
-                following = method.queue.popleft()
+                next_call = method.queue.popleft()
             else:
                 method.running -= 1
-        if following is not None:
-            following.ready_ns = now_ns
-            if incoming.hands_over:
-                incoming.following = following
+        if next_call is not None:
+            next_call.ready_ns = now_ns
+            if incoming.runs_next:
+                incoming.next_call = next_call
             else:
-                self.begin(following)
+                self.begin(next_call)
 
-    def _keep(self, incoming: IncomingCall, frames: Frames, nbytes: int, executed_ns: int, queued_ns: int) -> None:
+    def _store(self, incoming: IncomingCall, frames: Frames, nbytes: int, executed_ns: int, queued_ns: int) -> None:
         call = incoming.call
         what = f"{call.target}.{call.method}()"
-        token = self.kept.add(incoming.channel.link, frames, what, call.timeout_s)
-        kept = StoredReply(call.call_id, token, nbytes, executed_ns, queued_ns, incoming.run_queue_ns)
-        incoming.channel.send(kept, [])
+        token = self.results.add(incoming.channel.link, frames, what, call.timeout_s)
+        reply = StoredReply(call.call_id, token, nbytes, executed_ns, queued_ns, incoming.run_queue_ns)
+        incoming.channel.send(reply, [])
 
     def refuse(self, channel: Channel, call: Call, error: Exception) -> None:
         if call.flags & _NO_REPLY:
@@ -339,24 +341,27 @@ class Dispatcher:
         frames = codec.encode(failure.record(error, executed="no"))
         channel.send(Reply(call.call_id, False, 0, 0, 0), frames)
 
-    # The user's loop.
+    # On the loop of the user's coroutines.
 
     def _begin_on_user_loop(self, incoming: IncomingCall) -> None:
         incoming.task = asyncio.get_running_loop().create_task(self._coroutine(incoming))
 
     def _coroutine(self, incoming: IncomingCall) -> Coroutine[Any, Any, None]:
-        if incoming.outflow is None and incoming.method.serial:
+        if incoming.stream is None and incoming.method.serial:
             return self._run_serially(incoming)
         return self._run_alone(incoming)
 
     async def _run_alone(self, incoming: IncomingCall) -> None:
-        """A stream, or a call of a method that may run several times at once."""
-        run = self._run_async(incoming) if incoming.outflow is None else incoming.outflow.run_async()
+        """Run a stream, or a call of a method that may run several times at once."""
+        run = self._run_async(incoming) if incoming.stream is None else incoming.stream.run_async()
         await InContext(run, copy_context(), self.board, incoming.method)
 
     async def _run_serially(self, first: IncomingCall) -> None:
-        """A call of a serial method, and those that queue behind it: a task and a turn of the loop for each would cost
-        more than most of them. Each has a context of its own, as it would have in a task of its own."""
+        """Run a call of a serial method, and the calls that queue behind it, in one task.
+
+        A task and a turn of the loop per call would cost more than most calls. Each call has its own context, as it
+        would have in its own task.
+        """
         task = asyncio.current_task()
         assert task is not None
         context = copy_context()
@@ -364,31 +369,32 @@ class Dispatcher:
         for number in itertools.count(1):
             if incoming is None or self.ending:
                 return
-            if incoming.outflow is not None:
+            if incoming.stream is not None:
                 self.begin(incoming)
                 return
             incoming.task = task
-            incoming.hands_over = True
+            incoming.runs_next = True
             await InContext(self._run_async(incoming), context.copy(), self.board, incoming.method)
             while task.cancelling():
-                task.uncancel()  # That call was cancelled, not those behind it.
-            incoming.following, incoming = None, incoming.following
+                task.uncancel()  # That call was cancelled, not the calls behind it.
+            incoming.next_call, incoming = None, incoming.next_call
             if number % _CALLS_PER_TURN == 0:
                 await asyncio.sleep(0)
 
-    def _sets_aside(self, incoming: IncomingCall) -> bool:
-        """Whether a call waits until its caller has taken in the answers that it was sent."""
-        if not incoming.channel.backlog.sets_aside(incoming):
+    def _set_aside(self, incoming: IncomingCall) -> bool:
+        """Set a call aside until its caller has received its replies; False if the caller is not behind."""
+        if not incoming.channel.backlog.set_aside(incoming):
             return False
         self._loop.call_soon_threadsafe(self._host.watch_backlog, incoming.channel)
         if incoming.method.is_async or not incoming.method.serial:
             incoming.task = None
-            self._give_place_back(incoming, time.perf_counter_ns())
-            incoming.hands_over = False
+            self._free_place(incoming, time.perf_counter_ns())
+            incoming.runs_next = False
         return True
 
     async def _run_async(self, incoming: IncomingCall) -> None:
-        if incoming.channel.backlog.owed_bytes >= LIMIT_BYTES and not incoming.cancelled and self._sets_aside(incoming):
+        backlog = incoming.channel.backlog
+        if backlog.unreceived_bytes >= LIMIT_BYTES and not incoming.cancelled and self._set_aside(incoming):
             return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
@@ -405,7 +411,7 @@ class Dispatcher:
                 await incoming.passed.there()
             args, kwargs = incoming.arguments()
             value = incoming.method.function(*args, **kwargs)
-            if hasattr(type(value), "__await__"):  # Not of a plain function under the decorators.
+            if hasattr(type(value), "__await__"):  # False if a plain function is below the decorators.
                 value = await value
             ok, frames = True, codec.encode(value, self._host.capture)
         except BaseException as error:
@@ -416,11 +422,12 @@ class Dispatcher:
         own_run_queue_since_last_ns(ended_ns)
         self.finish(incoming, ok, frames, ended_ns)
 
-    # The member's thread.
+    # On the member's thread.
 
     def _execute(self, incoming: IncomingCall) -> None:
         served = incoming.method.owner
-        if incoming.channel.backlog.owed_bytes >= LIMIT_BYTES and not incoming.cancelled and self._sets_aside(incoming):
+        backlog = incoming.channel.backlog
+        if backlog.unreceived_bytes >= LIMIT_BYTES and not incoming.cancelled and self._set_aside(incoming):
             return
         if incoming.cancelled:
             self._ended(incoming, False, [], time.perf_counter_ns())
@@ -430,13 +437,13 @@ class Dispatcher:
             board.words[DEF] = began_ns
             board.words[DEF + 1] = incoming.method.number or incoming.method.put_on(board)
         incoming.run_queue_ns += own_run_queue_since_last_ns(began_ns)
-        # Time behind other methods is theirs; time between the slot's release and this line is rlmesh's.
+        # The wait behind other methods is theirs; the time between the slot's release and this line is rlmesh's.
         incoming.ready_ns = max(incoming.ready_ns, served.executor.free_since_ns)
         token = current_call.set(incoming.context)
         try:
             args, kwargs = incoming.arguments()
             value = incoming.method.function(*args, **kwargs)
-            if isinstance(value, Future | FutureSequence):
+            if type(value) is FutureSequence or isinstance(value, Future):
                 value = value.result()
             elif hasattr(type(value), "__await__"):
                 value = self.awaited(incoming, value)
@@ -454,7 +461,7 @@ class Dispatcher:
         self.finish(incoming, ok, frames, ended_ns)
 
     def awaited(self, incoming: IncomingCall, value: Awaitable[Any], *, closing: bool = False) -> Any:
-        """As `awaiting.await_elsewhere`, on the loop where an ``async def`` method of this member would run."""
+        """Run `await_elsewhere` with the loop where an ``async def`` method of this member would run."""
         post = self._loop.call_soon_threadsafe if incoming.method.owner.inline else self._host.post_to_user
         return await_elsewhere(incoming, value, post, lambda: self.ending, self.board, closing=closing)
 
@@ -464,7 +471,7 @@ class Dispatcher:
         incoming.context.over = True
         self._ended(incoming, ok, frames, ended_ns)
         if incoming.exit is not None:
-            # After the reply: the caller shall learn that the method called sys.exit, not only that it died.
+            # After the reply, so that the caller learns that the method called sys.exit, not only that it died.
             self._host.system_exit(incoming.exit.code)
 
     def failed(self, incoming: IncomingCall, error: BaseException) -> Frames:
@@ -473,7 +480,7 @@ class Dispatcher:
         call = incoming.call
         if isinstance(error, asyncio.CancelledError):
             if self.ending:
-                incoming.cancelled = True  # No answer: how the process ended tells the caller more.
+                incoming.cancelled = True  # No reply: the report of the process's end tells the caller more.
             text = f"{call.target}.{call.method}() was cancelled"
             if incoming.cancelled:
                 role, rank = split_name(call.target)

@@ -1,4 +1,4 @@
-"""Where ``def`` methods run: one after the other on one thread, which may be the process's main thread."""
+"""Runs ``def`` methods one after the other on one thread, which may be the process's main thread."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 HAND_OVER_S = 5.0
-"""At a boundary the main thread waits so long for the method that runs on the second thread: it may itself wait for
-what comes after the boundary."""
+"""The longest wait of the main thread, at a boundary, for the method on the second thread, which may itself wait for
+something that happens after the boundary."""
 
 Job = Callable[[], None]
 
 
 class SerialExecutor:
-    """Runs jobs in the order in which they came, one at a time.
+    """Runs jobs in the order in which they are submitted, one at a time.
 
-    If some thread called `run` (a worker's main thread), jobs run there; while user code occupies that thread
-    (`busy`), and where no thread ever called `run`, they run on a thread of the executor's own. Jobs for the ``main``
-    thread wait for `run`, or for `run_waiting`.
+    If a thread called `run` (a worker's main thread), jobs run there; while user code occupies that thread (`busy`),
+    and where no thread called `run`, they run on the executor's own thread. Jobs for the ``main`` thread wait for
+    `run` or `run_waiting`.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,15 +41,15 @@ class SerialExecutor:
         self._gate = threading.Event()
         self._gate.set()
         self.free_since_ns = 0
-        """When the last method ended."""
+        """The time when the last method ended."""
 
     @property
     def owned(self) -> bool:
-        """Whether jobs run, or will run, on the thread that calls `run`."""
+        """True if jobs run, or will run, on the thread that calls `run`."""
         return self._owned
 
     def hold(self) -> None:
-        """Let jobs wait for `run` instead of starting a thread for them."""
+        """Make jobs wait for `run` instead of starting a thread for them."""
         with self._lock:
             self._owned = True
 
@@ -78,11 +78,10 @@ class SerialExecutor:
                 self._owned = False
 
     def run_waiting(self) -> None:
-        """Run the jobs that wait for the main thread, if the calling thread is the one that is `busy`. No other job
-        runs meanwhile."""
+        """Run the jobs that wait for the main thread, if the calling thread is `busy`; no other job runs meanwhile."""
         if not self._for_main or self._busy_in != threading.get_ident():
             return
-        self._gate.clear()  # the second thread begins nothing new
+        self._gate.clear()  # the second thread begins no new job
         try:
             if self._turn.acquire(timeout=HAND_OVER_S):
                 try:
@@ -93,18 +92,18 @@ class SerialExecutor:
             self._gate.set()
 
     def _run_for_main(self) -> None:
-        for _ in range(len(self._for_main)):  # what comes meanwhile has its turn at the next boundary
+        for _ in range(len(self._for_main)):  # jobs that are submitted meanwhile run at the next boundary
             if not self._stopped:
                 self._for_main.popleft()()
 
     def stop(self, *, now: bool = False) -> None:
-        """Let `run` return: after the jobs that are queued already, or (``now``) after the one that runs."""
+        """Make `run` return: after the jobs that are queued already, or (``now``) after the job that runs."""
         self._stopped = self._stopped or now
         self._jobs.put(None)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While user code occupies the thread that calls `run`: jobs run on a second thread."""
+        """Run jobs on a second thread within the block, in which user code occupies the thread that calls `run`."""
         with self._lock:
             self._owned = False
             self._busy_in = threading.get_ident()
@@ -119,8 +118,7 @@ class SerialExecutor:
         self._run_for_main()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Stop. A method that still runs on the executor's own thread after ``timeout_s`` is left to the process's
-        end, and named in the log."""
+        """Stop. A method that still runs on the executor's own thread after ``timeout_s`` is abandoned and logged."""
         self._closed = self._stopped = True
         self._stop_helper(timeout_s)
 
@@ -134,7 +132,7 @@ class SerialExecutor:
             job()
 
     def _help(self) -> None:
-        """On the second thread."""
+        """Run jobs on the second thread."""
         while (job := self._jobs.get()) is not None and not self._stopped:
             self._gate.wait()
             with self._turn:

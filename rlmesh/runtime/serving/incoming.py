@@ -1,40 +1,59 @@
-"""`IncomingCall`: a call on its way through the process that serves it."""
+"""`IncomingCall`: a call in the process that serves it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.errors import CallError, PeerLost, SlotGone
+from rlmesh.runtime.calling.peer_status import Serving
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.serving.call_context import CallContext
 from rlmesh.runtime.serving.served_objects import Method
 from rlmesh.wire import codec
-from rlmesh.wire.envelope import Call, Frames
+from rlmesh.wire.envelope import Call, Flag, Frames
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.future_arguments import ArgumentResolver
-    from rlmesh.runtime.serving.stream_server import Outflow
+
+_NO_REPLY = int(Flag.NO_REPLY)
+
+
+class ServedStream(Protocol):
+    """The stream of a call that asked for one."""
+
+    @property
+    def waits(self) -> bool:
+        """True while the producer waits for the consumer's credit."""
+        ...
+
+    def on_credit(self, count: int) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def run(self) -> None: ...
+
+    async def run_async(self) -> None: ...
 
 
 class IncomingCall:
-    """A call that arrived, until its reply left."""
+    """A call from its arrival until its reply has left."""
 
-    # One is made per call: what most calls never change are defaults of the class.
+    # One object is made per call, so attributes that most calls never change are defaults of the class.
     started_ns = 0
     exit: SystemExit | None = None
     cancelled = False
     task: asyncio.Task[Any] | None = None
-    outflow: Outflow | None = None
+    stream: ServedStream | None = None
     passed: ArgumentResolver | None = None
     keep = False
     refused = False
-    hands_over = False
-    """Whoever runs it takes the next call of its method as well."""
-    following: IncomingCall | None = None
+    runs_next = False
+    """True if the coroutine that runs the call also runs the next call of its method."""
+    next_call: IncomingCall | None = None
 
     def __init__(self, channel: Channel, call: Call, frames: Frames, method: Method, run_queue_ns: int) -> None:
         self.channel, self.call, self.frames, self.method = channel, call, frames, method
@@ -44,11 +63,28 @@ class IncomingCall:
         self.context = CallContext(chain, clock.now() + call.timeout_s)
         self.key = (channel.link, call.call_id)
 
+    @property
+    def is_shown(self) -> bool:
+        """False for a call that was cancelled before it began and waits for its turn to be dropped."""
+        return not self.context.over and (self.started_ns > 0 or not self.cancelled)
+
+    def status(self, now_ns: int) -> Serving:
+        """The call's status for people; the time counts from the start of a call that runs, else from its arrival."""
+        runs = self.started_ns > 0 and not (self.stream is not None and self.stream.waits)
+        unawaited = ""
+        if self.call.flags & _NO_REPLY:
+            unawaited = "nobody waits for a notification"
+        elif self.cancelled:
+            unawaited = "its call was cancelled or timed out"
+        since_ns = self.started_ns or self.received_ns
+        method = f"{self.call.target}.{self.call.method}"
+        return Serving(method, (now_ns - since_ns) / 1e9, self.channel.peer_name, runs, unawaited)
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Decode them; once."""
+        """Decode the arguments; may be called once."""
         call = self.call
         self.refused = True
-        # Let go of now: what cannot be decoded must not hold its sender's memory until the next call comes.
+        # The frames are dropped now: frames that cannot be decoded must not hold the sender's memory until later.
         frames, self.frames = self.frames, []
         try:
             if self.passed is None:
@@ -63,7 +99,7 @@ class IncomingCall:
                 f"the arguments of {call.target}.{call.method}() cannot be read by {call.target}: {error}",
                 role=role, rank=rank, method=call.method, executed="no",
             ) from error  # fmt: skip
-        except BaseException as error:  # Of an argument's own code; none of it ends this process.
+        except BaseException as error:  # An argument's own code may raise anything; it must not end this process.
             role, rank = split_name(call.target)
             raise CallError(
                 f"the arguments of {call.target}.{call.method}() cannot be decoded by {call.target}: "

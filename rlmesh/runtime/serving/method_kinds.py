@@ -1,8 +1,9 @@
-"""Where a method runs: what a function is, under its decorators.
+"""Finds out whether a method is asynchronous below its decorators, which decides where it runs.
 
 A decorator that is not async itself hides that a method is: ``torch.no_grad()`` over an ``async def`` gives a plain
 function that returns a coroutine. Such a method runs on the loop of ``async def`` methods, as it would without the
-decorator. One whose nature only its result tells runs on the member's thread, which waits for the coroutine.
+decorator. A method that turns out to be async only by its result runs on the member's thread, which waits for the
+coroutine.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from types import FunctionType
 from typing import Any
 
 _RUNS_IT_ITSELF = frozenset({"run", "run_until_complete", "run_coroutine_threadsafe", "async_to_sync", "syncify"})
-"""A decorator that uses one of these gives a plain function: it runs the coroutine and returns its result."""
+"""Names in the code of a decorator that runs the coroutine itself and so makes a plain function."""
 _BELOW = ("_partialmethod", "__partialmethod__", "__wrapped__")
 
 
 def is_on_loop(function: Callable[..., Any]) -> bool:
-    """Whether a function is a coroutine function or an asynchronous generator, or a decorated one."""
+    """True if a function is a coroutine function or an asynchronous generator, perhaps below decorators."""
     for layer in _layers(function):
         if inspect.iscoroutinefunction(layer) or inspect.isasyncgenfunction(layer):
             return True
@@ -31,7 +32,7 @@ def is_on_loop(function: Callable[..., Any]) -> bool:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """The function, and what is below its decorators, partials and objects, from the outside in."""
+    """The function, and the functions below its decorators, partials and objects, from the outside in."""
     seen: set[int] = set()
     while function is not None and id(function) not in seen:
         seen.add(id(function))
@@ -49,6 +50,6 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def _attribute(function: Any, name: str) -> Any:
-    """Of the object itself: an object that answers to every name is no decorator."""
+    """An attribute in the object's own dict, since an object with a ``__getattr__`` for any name is no decorator."""
     own = getattr(function, "__dict__", None)
     return own.get(name) if isinstance(own, dict) else None

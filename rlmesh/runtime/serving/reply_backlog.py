@@ -1,33 +1,30 @@
-"""Replies that a caller was sent and has not taken in: how many bytes a member holds for one that does not read.
+"""Bounds the replies that a member has sent to a caller and that the caller has not received yet.
 
-The caller says, every few MiB, how many answers it has taken in (`Taken`). A member that has sent it more than
+The caller reports, every few MiB, how many replies it has received (`TakenReplies`). A member that has sent more than
 `LIMIT_BYTES` beyond that sets the caller's next calls aside instead of running them, until the caller has caught up.
-One that takes in nothing for `CUT_OFF_S` is cut off.
+A caller that receives nothing for `CUT_OFF_S` is disconnected.
 """
 
 from __future__ import annotations
 
 from _thread import allocate_lock
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlmesh.runtime.process import clock
 from rlmesh.wire.envelope import Frames
 
-if TYPE_CHECKING:
-    from rlmesh.runtime.serving.incoming import IncomingCall
-
 LIMIT_BYTES = 64 << 20
 CUT_OFF_S = 60.0
-LOOK_S = 1.0
+CHECK_S = 1.0
 LARGE_BYTES = 64 << 10
-"""Smaller answers are not counted: so many of them are bounded by the calls that a caller may have on their way."""
+"""Smaller replies are not counted: the number of calls that a caller may have in flight bounds them."""
 TELL_BYTES = 8 << 20
-"""A caller tells what it has taken in each time it is so much."""
+"""Received bytes after which a caller sends the next report."""
 
 
 def is_large(frames: Frames) -> bool:
-    """Whether an answer counts. Both sides ask it of the same frames."""
+    """True if a reply is counted; both sides decide by the same frames."""
     return len(frames) > 1 or (len(frames) == 1 and len(frames[0]) >= LARGE_BYTES)
 
 
@@ -36,59 +33,63 @@ def nbytes_of(frames: Frames) -> int:
 
 
 class Backlog:
-    """Of one connection, both directions: what this side has sent, and what it has taken in."""
+    """The replies of a connection, in both directions: sent by this side, and received by this side."""
 
-    __slots__ = ("_aside", "_lock", "_owed", "_sent", "_taken", "_untold_bytes", "moved_at", "owed_bytes", "watched")
+    __slots__ = (
+        "_aside", "_lock", "_received", "_sent", "_unreceived", "_unreported_bytes", "moved_at", "unreceived_bytes",
+        "watched",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._sent = 0
-        self._owed: deque[tuple[int, int]] = deque()
-        self.owed_bytes = 0
+        self._unreceived: deque[tuple[int, int]] = deque()
+        """Number and bytes of each sent reply that the peer has not reported as received."""
+        self.unreceived_bytes = 0
         self._lock = allocate_lock()
         self._aside: list[Any] = []
         self.moved_at = clock.now()
-        """When the peer last took something in, or had nothing to take."""
+        """The time when the peer last received a reply, or had none to receive."""
         self.watched = False
-        self._taken = self._untold_bytes = 0
+        self._received = self._unreported_bytes = 0
 
-    # Of what this side answers: any thread.
+    # Replies of this side; any thread.
 
     def sent(self, frames: Frames) -> None:
-        """One answer goes out."""
+        """Count a reply that this side sends."""
         if not is_large(frames):
             return
         nbytes = nbytes_of(frames)
         with self._lock:
-            if not self._owed:
+            if not self._unreceived:
                 self.moved_at = clock.now()
             self._sent += 1
-            self._owed.append((self._sent, nbytes))
-            self.owed_bytes += nbytes
+            self._unreceived.append((self._sent, nbytes))
+            self.unreceived_bytes += nbytes
 
-    def sets_aside(self, incoming: IncomingCall) -> bool:
-        """Keep a call for later if its caller is behind."""
-        if self.owed_bytes < LIMIT_BYTES:
+    def set_aside(self, incoming: Any) -> bool:
+        """Set a call aside if its caller is behind; False if it is not."""
+        if self.unreceived_bytes < LIMIT_BYTES:
             return False
         with self._lock:
-            if self.owed_bytes < LIMIT_BYTES:
+            if self.unreceived_bytes < LIMIT_BYTES:
                 return False
             self._aside.append(incoming)
             return True
 
-    def told(self, count: int) -> list[IncomingCall]:
-        """The peer has taken in so many answers; gives the calls that may run again."""
+    def on_taken(self, count: int) -> list[Any]:
+        """Handle the peer's report that it has received ``count`` replies; returns the calls that may run now."""
         with self._lock:
             self.moved_at = clock.now()
-            while self._owed and self._owed[0][0] <= count:
-                self.owed_bytes -= self._owed.popleft()[1]
-            if self.owed_bytes >= LIMIT_BYTES // 2:
+            while self._unreceived and self._unreceived[0][0] <= count:
+                self.unreceived_bytes -= self._unreceived.popleft()[1]
+            if self.unreceived_bytes >= LIMIT_BYTES // 2:
                 return []
             aside, self._aside = self._aside, []
             return aside
 
     @property
     def is_behind(self) -> bool:
-        return self.owed_bytes >= LIMIT_BYTES
+        return self.unreceived_bytes >= LIMIT_BYTES
 
     def is_stuck(self, now: float) -> bool:
         return self.is_behind and now - self.moved_at >= CUT_OFF_S
@@ -96,20 +97,20 @@ class Backlog:
     def describe(self, now: float) -> str:
         with self._lock:
             return (
-                f"it has not taken in {len(self._owed)} answers with {self.owed_bytes / 2**20:,.0f} MiB, and none for "
-                f"{now - self.moved_at:.0f} s; {len(self._aside)} of its calls wait. Is it stopped, or is its loop "
-                "blocked?"
+                f"it has not received {len(self._unreceived)} answers with {self.unreceived_bytes / 2**20:,.0f} MiB, "
+                f"and none for {now - self.moved_at:.0f} s; {len(self._aside)} of its calls wait. Is it stopped, or is "
+                "its loop blocked?"
             )
 
-    # Of what the peer answers: on the loop.
+    # Replies of the peer; on the loop.
 
-    def took(self, frames: Frames) -> int:
-        """One answer was taken in; how many there were if the peer should be told now, else 0."""
+    def on_received(self, frames: Frames) -> int:
+        """Count a received reply; returns the number of received replies if it should be reported now, else 0."""
         if not is_large(frames):
             return 0
-        self._taken += 1
-        self._untold_bytes += nbytes_of(frames)
-        if self._untold_bytes < TELL_BYTES:
+        self._received += 1
+        self._unreported_bytes += nbytes_of(frames)
+        if self._unreported_bytes < TELL_BYTES:
             return 0
-        self._untold_bytes = 0
-        return self._taken
+        self._unreported_bytes = 0
+        return self._received

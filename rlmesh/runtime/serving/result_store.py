@@ -1,4 +1,4 @@
-"""Results that stay at their producer until whoever needs them fetches them."""
+"""Stores results at their producer until a process that needs them fetches them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rlmesh.errors import CallError
 from rlmesh.runtime.batch_results import what_is_wrong
@@ -15,22 +15,19 @@ from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
 from rlmesh.wire.passed import WHOLE, ItemRange, RemoteRef
 
-if TYPE_CHECKING:
-    from rlmesh.runtime.future import Future
-
 logger = logging.getLogger(__name__)
 
 KEEP_BYTES = 16 * 1024
-"""Smaller results go to the caller at once: fetching them would cost more than carrying them."""
+"""Smaller results go to the caller at once: fetching them later would cost more."""
 KEEP_S = 1800.0
-"""At most so long, unless the call itself had longer: a bound for callers that are neither gone nor done."""
+"""The longest time that a result is stored, unless the call's timeout is longer; for callers that never release it."""
 _SWEEP_S = 5.0
 
 FETCH = "@fetch"
-"""The method that answers with a kept result, whatever the target serves."""
+"""The method that answers with a stored result, whatever the target serves."""
 
 
-class _Kept(NamedTuple):
+class _Stored(NamedTuple):
     owner: object
     frames: Frames
     what: str
@@ -38,93 +35,86 @@ class _Kept(NamedTuple):
 
 
 class ResultStore:
-    """The results that one process keeps for its callers: until they release them, are gone, or time is over."""
+    """The results that a process stores until their callers release them or are gone, or until they expire."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._tokens = itertools.count(1)
-        self._kept: dict[int, _Kept] = {}
+        self._stored: dict[int, _Stored] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._stored)
 
     def nbytes(self) -> int:
-        """Bytes of everything that is kept."""
-        return sum(codec.size_bytes(kept.frames) for kept in list(self._kept.values()))
+        """Bytes of all stored results."""
+        return sum(codec.size_bytes(stored.frames) for stored in list(self._stored.values()))
 
     def expect(self) -> None:
-        """On the loop: a caller asked to keep a result."""
+        """Start the expiry timer, since a caller asked to store a result. Runs on the loop."""
         if self._timer is None and not self._closed:
             self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
 
     def add(self, owner: object, frames: Frames, what: str, timeout_s: float) -> int:
-        """Keep a result for the caller behind ``owner``; gives its token. From any thread."""
+        """Store a result for the caller behind ``owner``, and return its token. Thread-safe."""
         token = next(self._tokens)
-        self._kept[token] = _Kept(owner, frames, what, clock.now() + max(KEEP_S, timeout_s))
+        self._stored[token] = _Stored(owner, frames, what, clock.now() + max(KEEP_S, timeout_s))
         return token
 
     def release(self, owner: object, token: int) -> None:
-        """Its caller needs it no longer."""
-        kept = self._kept.get(token)
-        if kept is not None and kept.owner is owner:
-            self._kept.pop(token, None)
+        """Drop a result that its caller no longer needs."""
+        stored = self._stored.get(token)
+        if stored is not None and stored.owner is owner:
+            self._stored.pop(token, None)
 
     def drop_owner(self, owner: object) -> None:
-        """A caller is gone."""
-        for token, kept in list(self._kept.items()):
-            if kept.owner is owner:
-                self._kept.pop(token, None)
+        """Drop the results of a caller that is gone."""
+        for token, stored in list(self._stored.items()):
+            if stored.owner is owner:
+                self._stored.pop(token, None)
 
     def fetch(self, token: int, part: ItemRange, capture: codec.Capture | None) -> Frames:
-        """The frames of a kept result, or of some of its items, which become a list.
+        """The frames of a stored result, or of a list of some of its items.
 
         Raises:
-            CallError: it is not kept (any more), or has another length than its caller counts on.
+            CallError: the result is not stored (any more), or does not have the length that its caller expects.
         """
-        kept = self._kept.get(token)
-        if kept is None:
-            raise CallError("the result is no longer kept: its caller released it or is gone", executed="no")
+        stored = self._stored.get(token)
+        if stored is None:
+            raise CallError("the result is no longer stored: its caller released it or is gone", executed="no")
         if part.start == WHOLE:
-            return kept.frames
-        return codec.encode(items_of(codec.decode(kept.frames), part, kept.what), capture)
+            return stored.frames
+        return codec.encode(items_of(codec.decode(stored.frames), part, stored.what), capture)
 
-    def fetch_here(self, elsewhere: RemoteRef, capture: codec.Capture | None) -> Future[Any]:
-        """The value of a result that this process keeps itself."""
-        from rlmesh.runtime.future import Future
-
-        future: Future[Any] = Future()
-        try:
-            frames = self.fetch(elsewhere.token, elsewhere.part, capture)
-            # Copies: what is kept must stay as it is, and the receiver may write to what it gets.
-            future.end(codec.decode([frames[0], *map(bytearray, frames[1:])]), None)
-        except Exception as error:
-            future.end(None, error)
-        return future
+    def value(self, ref: RemoteRef, capture: codec.Capture | None) -> Any:
+        """The value of a result that this process stores itself. Raises like `fetch`."""
+        frames = self.fetch(ref.token, ref.part, capture)
+        # The buffers are copied, since the receiver may write to them and the stored result must not change.
+        return codec.decode([frames[0], *map(bytearray, frames[1:])])
 
     def close(self) -> None:
         self._closed = True
-        self._kept.clear()
+        self._stored.clear()
         if self._timer is not None:
             self._timer.cancel()
 
     def _sweep(self) -> None:
         self._timer = None
         now = clock.now()
-        for token, kept in list(self._kept.items()):
-            if kept.until < now:
-                logger.warning("a result of %s was not fetched in time and is dropped", kept.what)
-                self._kept.pop(token, None)
-        if self._kept:
+        for token, stored in list(self._stored.items()):
+            if stored.until < now:
+                logger.warning("a result of %s was not fetched in time and is dropped", stored.what)
+                self._stored.pop(token, None)
+        if self._stored:
             self.expect()
 
 
 def items_of(value: Any, part: ItemRange, what: str) -> list[Any]:
-    """Items of a batch result.
+    """The items ``part`` of a batch result.
 
     Raises:
-        CallError: it has not one result per item.
+        CallError: the result does not have one entry per item.
     """
     if wrong := what_is_wrong(value, part.size):
         raise CallError(

@@ -1,4 +1,4 @@
-"""What a process serves: objects under names, and their exported methods."""
+"""The objects that a process serves under names, and their exported methods."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlmesh.errors import MethodNotFound
+from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime.rpc import exported_functions, mark_of
 from rlmesh.runtime.serving.activity_board import ASYNC, INLINE, Board
 from rlmesh.runtime.serving.executors import SerialExecutor
 from rlmesh.runtime.serving.method_kinds import is_on_loop
 
-if TYPE_CHECKING:
-    from rlmesh.runtime.serving.incoming import IncomingCall
-
 
 class Method:
-    """One exported method of one served object. ``slot`` is what a running call of it holds."""
+    """An exported method of a served object. ``slot`` names the serial slot that a running call of the method holds."""
 
     def __init__(self, owner: Served, name: str, function: Callable[..., Any]) -> None:
         mark = mark_of(function)
@@ -29,45 +26,44 @@ class Method:
         self.is_async = is_on_loop(function)
         self.generator = function
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            from rlmesh.runtime.serving.stream_server import refuse_call
-
-            self.function = refuse_call(owner.name, name, is_async=self.is_async)
+            self.function = _refusing(f"{owner.name}.{name}()", is_async=self.is_async)
         self.serial = self.concurrent == 1
         self.main_thread = mark is not None and mark.main_thread
         # Serial `def` methods share the member's one thread, so they share a slot.
         self.slot = f"{owner.name}.{name}" if self.is_async else owner.slot
         self.running = 0
-        self.queue: deque[IncomingCall] = deque()
+        self.queue: deque[Any] = deque()
+        """The calls (`IncomingCall`) that wait for a place."""
         self.lock = allocate_lock()
         self.number = 0
-        """On the board of its process; 0: it has not run."""
+        """The method's number on the process's activity board; 0 if it has not run."""
         self.loop_word = INLINE if owner.inline else ASYNC
-        """Where on the board it is noted while it has a loop."""
+        """Index of the board's words that record the method while it runs on a loop."""
         self._pool: ThreadPoolExecutor | None = None
 
     def put_on(self, board: Board) -> int:
-        """It runs for the first time."""
+        """Give the method its number on the activity board, when it runs for the first time."""
         self.number = board.number_of(self.label)
         return self.number
 
     def begins(self, board: Board | None, at: int, now_ns: int) -> None:
-        """Note it in the words at ``at``."""
+        """Record in the board's words at ``at`` that the method runs."""
         if board is not None:
             board.words[at], board.words[at + 1] = now_ns, self.number or self.put_on(board)
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The method's name for people: ``ACTOR:0.act()``."""
         return f"{self.owner.name}.{self.name}()"
 
     @property
     def shares_thread(self) -> bool:
-        """Its calls run one after the other with those of the member's other serial ``def`` methods."""
+        """True if the method's calls share one thread with the member's other serial ``def`` methods."""
         return self.serial and not self.is_async
 
     @property
     def waits_for_main(self) -> bool:
-        """Only the main thread may run it, which has something else to do."""
+        """True if only the main thread may run the method, and other work occupies that thread."""
         return self.main_thread and self.shares_thread and not self.owner.executor.owned
 
     def pool(self) -> ThreadPoolExecutor:
@@ -81,7 +77,12 @@ class Method:
 
 
 class Served:
-    """An object under a name. ``beside`` another one, it shares that one's thread of serial ``def`` methods."""
+    """An object under a name.
+
+    Args:
+        inline: ``async def`` methods run on the runtime's loop.
+        beside: another served object, whose thread of serial ``def`` methods this object shares.
+    """
 
     def __init__(
         self, name: str, incarnation: int, functions: Mapping[str, Callable[..., Any]], *, inline: bool,
@@ -112,3 +113,15 @@ class Served:
         for method in self.methods.values():
             method.close()
         self.executor.close()
+
+
+def _refusing(label: str, *, is_async: bool) -> Callable[..., Any]:
+    """The function that runs when a generator method is called like an ordinary method."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError(f"{label} is a generator: take its items with stream() instead of call()")
+
+    async def refuse_async(*args: object, **kwargs: object) -> None:
+        refuse()
+
+    return refuse_async if is_async else refuse

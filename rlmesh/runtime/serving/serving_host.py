@@ -1,4 +1,4 @@
-"""What the parts that serve calls need of their runtime."""
+"""The interface of a runtime that the serving side uses."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["ServingHost"]
 
 
 class ServingHost(Protocol):
-    """What dispatch needs of its runtime."""
+    """The runtime's methods that the dispatcher calls."""
 
     def fetch(self, elsewhere: RemoteRef, timeout_s: float | None) -> Future[Any]:
-        """A result that another process keeps."""
+        """Fetch a result that another process stores."""
         ...
 
     def capture(self, buffers: Sequence[memoryview], rest_bytes: int = 0) -> Sequence[Buffer]:
-        """Frames of large buffers that no longer change."""
+        """Frames of large buffers, which no longer change."""
         ...
 
     def post_to_user(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Run ``fn`` on the loop that runs ``async def`` methods of members; at once where that loop runs."""
+        """Run ``fn`` on the loop of members' ``async def`` methods; at once if the calling thread runs that loop."""
         ...
 
     def system_exit(self, code: object) -> None:
-        """User code called ``sys.exit``."""
+        """Handle a call of ``sys.exit`` by user code."""
         ...
 
     def watch_backlog(self, channel: Channel) -> None:
-        """A peer does not take its answers in. On the runtime's loop."""
+        """Watch a peer that does not receive its replies. Runs on the runtime's loop."""
         ...

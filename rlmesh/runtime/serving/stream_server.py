@@ -1,7 +1,7 @@
-"""Streams at the callee: a generator makes items as long as its consumer gave credit for them.
+"""Streams at the callee: a generator produces items as long as its consumer has given credit for them.
 
-Between two items a ``def`` generator that has no credit holds no thread: other methods of the member run meanwhile,
-as they can between two steps of a local generator.
+A ``def`` generator without credit holds no thread: other methods of the member run meanwhile, as they can between two
+steps of a local generator.
 """
 
 from __future__ import annotations
@@ -9,53 +9,68 @@ from __future__ import annotations
 import asyncio
 import time
 from _thread import allocate_lock
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.future import set_done
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.serving.activity_board import DEF
+from rlmesh.runtime.serving.activity_board import DEF, Board
 from rlmesh.runtime.serving.call_context import current_call
-from rlmesh.runtime.streams import set_done
+from rlmesh.runtime.serving.incoming import IncomingCall
 from rlmesh.wire import codec
-from rlmesh.wire.envelope import Item
-
-if TYPE_CHECKING:
-    from rlmesh.runtime.serving.dispatch import Dispatcher
-    from rlmesh.runtime.serving.incoming import IncomingCall
+from rlmesh.wire.envelope import Frames, Item
 
 
-class Outflow:
-    """One stream at its callee: a generator, and the credit that its consumer gave."""
+class StreamDispatcher(Protocol):
+    """The attributes and methods of the dispatcher that a stream uses."""
 
-    def __init__(self, dispatcher: Dispatcher, incoming: IncomingCall, window: int) -> None:
+    active_at: float
+    board: Board | None
+
+    @property
+    def capture(self) -> codec.Capture: ...
+
+    def begin(self, incoming: IncomingCall) -> None: ...
+
+    def awaited(self, incoming: IncomingCall, value: Awaitable[Any], *, closing: bool = False) -> Any: ...
+
+    def failed(self, incoming: IncomingCall, error: BaseException) -> Frames: ...
+
+    def finish(self, incoming: IncomingCall, ok: bool, frames: Frames, ended_ns: int) -> None: ...
+
+
+class StreamServer:
+    """A stream at its callee: a generator, and the credit that its consumer gave."""
+
+    def __init__(self, dispatcher: StreamDispatcher, incoming: IncomingCall, window: int) -> None:
         self._dispatcher, self._incoming = dispatcher, incoming
         self._lock = allocate_lock()
         self._credit = window
         self._sent = 0
         self._iterator: Iterator[Any] | None = None
         self._suspended = False
-        self._room: Callable[[], None] | None = None
+        self._on_credit: Callable[[], None] | None = None
 
     @property
     def waits(self) -> bool:
-        """For its consumer."""
-        return self._suspended or self._room is not None
+        """True while the producer waits for the consumer's credit."""
+        return self._suspended or self._on_credit is not None
 
     def on_credit(self, count: int) -> None:
-        """On the runtime's loop: the consumer took items."""
+        """Add credit for items that the consumer took. Runs on the runtime's loop."""
         with self._lock:
             self._credit += count
             resume, self._suspended = self._suspended, False
-            room, self._room = self._room, None
+            on_credit, self._on_credit = self._on_credit, None
         if resume:
             self._dispatcher.begin(self._incoming)
-        if room is not None:
-            room()
+        if on_credit is not None:
+            on_credit()
 
     def cancel(self) -> None:
-        """On the runtime's loop: nobody takes items any more. The generator is closed where it runs."""
+        """End the stream, whose consumer is gone; the generator is closed where it runs. Runs on the runtime's loop."""
         with self._lock:
             resume, self._suspended = self._suspended, False
         if resume:
@@ -64,7 +79,7 @@ class Outflow:
     # `def` generators: on a thread of the member.
 
     def run(self) -> None:
-        """Make items until there is no credit, or to the end."""
+        """Produce items until the credit is used up, or to the end."""
         incoming = self._incoming
         now_ns = time.perf_counter_ns()
         if not incoming.started_ns:
@@ -85,7 +100,7 @@ class Outflow:
         self._dispatcher.finish(incoming, ok, frames, time.perf_counter_ns())
 
     def _make_items(self) -> bool:
-        """False if it waits for credit."""
+        """Produce items; False if the generator waits for credit, True at its end."""
         incoming = self._incoming
         if self._iterator is None:
             if incoming.cancelled:
@@ -171,7 +186,7 @@ class Outflow:
                 if self._credit:
                     self._credit -= 1
                     return
-                self._room = partial(_set_on, loop, waiter)
+                self._on_credit = partial(_set_on, loop, waiter)
             await waiter
 
     def _send(self, item: Any) -> None:
@@ -185,7 +200,7 @@ class Outflow:
 
 
 def _steps(made: Any, awaited: Callable[..., Any]) -> Iterator[Any]:
-    """The items of an asynchronous generator, for a thread."""
+    """An iterator for a thread over the items of an asynchronous generator."""
 
     async def step() -> tuple[Any, ...]:
         try:
@@ -221,15 +236,3 @@ def _no_generator(incoming: IncomingCall, made: object) -> Exception:
         f"{name} was called with stream(), but it gives a {type(made).__name__}, not items: use call(), or make the "
         "method a generator (def or async def, with yield)"
     )
-
-
-def refuse_call(owner: str, method: str, *, is_async: bool) -> Callable[..., Any]:
-    """What runs when a generator method is called as if it were an ordinary one."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise UsageError(f"{owner}.{method}() is a generator: take its items with stream() instead of call()")
-
-    async def refuse_async(*args: object, **kwargs: object) -> None:
-        refuse()
-
-    return refuse_async if is_async else refuse

@@ -1,12 +1,12 @@
-"""What the calls that run in this process wait for, and what is queued behind them.
+"""Reports which calls the calls running in this process wait for, and which calls are queued behind them.
 
 Members that call each other in a circle wait for ever: each holds a slot that another one needs. No process sees the
-circle, so each tells the master its part, about once a second and only while there is something to tell. Nothing is
-noted when calls are made: the stacks of threads and tasks are read when somebody asks.
+whole circle, so each reports its part to the master, about once a second and only while calls wait. Nothing is recorded
+when calls are made: a report reads the stacks of threads and tasks.
 
-Only a wait that nothing but an answer can end counts: ``result()`` without a timeout, ``await future`` in the method's
-own task, ``asyncio.gather`` there, the next item of a stream from one member. A wait for the first of several calls,
-or one with a timeout of its own, does not.
+A wait counts if only an answer can end it: ``result()`` without a timeout, ``await future`` in the method's own task,
+``asyncio.gather`` there, the next item of a stream from one member. A wait for the first of several calls, or a wait
+with its own timeout, does not count.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlmesh.errors import WouldDeadlock
-from rlmesh.runtime.calling.gathering import _Gathered
-from rlmesh.runtime.calling.group_retry import RetriedPart
+from rlmesh.runtime.calling.gathering import GatheredCalls
 from rlmesh.runtime.calling.pending import PendingCall
-from rlmesh.runtime.calling.retry import Retries
+from rlmesh.runtime.calling.retry import RetriedPart, Retries
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.serving.call_context import InContext
 from rlmesh.runtime.serving.dispatch import Dispatcher
 from rlmesh.runtime.serving.incoming import IncomingCall
-from rlmesh.runtime.serving.stream_server import Outflow
+from rlmesh.runtime.serving.stream_server import StreamServer
 from rlmesh.runtime.streams import Stream
 
 if TYPE_CHECKING:
@@ -37,24 +36,24 @@ if TYPE_CHECKING:
 __all__ = ["BlockedCalls", "CallKey", "Holder", "QueuedCall", "blocked_calls", "refuse_queued"]
 
 CallKey = tuple[str, int]
-"""The caller's name and its number of the call."""
+"""The caller's name and its id of the call."""
 
 MAIN = "main thread"
-"""The holder that stands for ``setup()`` or ``run()``."""
+"""The key of the holder for ``setup()`` or ``run()``."""
 MOST = 4096
 REFUSED_AFTER_S = 0.25
-"""Within so long the order to drop its calls has reached all members of a circle."""
+"""Time in which the order to drop calls reaches all members of a circle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Something that runs here and waits for answers.
+    """A method, ``setup()`` or ``run()`` that runs here and waits for answers.
 
     Attributes:
         key: unique within the process.
-        what: for people, such as ``A:0.go()``.
-        waits_for: all calls without which it does not go on.
-        since_s: how long it has been running.
+        what: its name for people, such as ``A:0.go()``.
+        waits_for: the calls that must end before it continues.
+        since_s: seconds since it began.
         serves: the call that it answers; None for ``setup()`` and ``run()``.
     """
 
@@ -67,7 +66,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class QueuedCall:
-    """A call that begins when one of ``behind``, keys of holders, has ended."""
+    """A call that begins when one of the holders with the keys ``behind`` has ended."""
 
     call: CallKey
     what: str
@@ -77,7 +76,7 @@ class QueuedCall:
 
 @dataclass(frozen=True, slots=True)
 class BlockedCalls:
-    """One process's part of the circles that it may be in."""
+    """A process's part of circles of waiting calls."""
 
     holders: tuple[Holder, ...] = ()
     queued: tuple[QueuedCall, ...] = ()
@@ -89,12 +88,12 @@ class BlockedCalls:
 def blocked_calls(
     dispatcher: Dispatcher, name: str, main_work: tuple[str, float], now_ns: int, older_s: float
 ) -> BlockedCalls:
-    """What waits here; empty if no call has been here for ``older_s`` seconds.
+    """The calls that wait in this process; empty if no call has been here for ``older_s`` seconds.
 
     Args:
-        name: of this process's runtime.
-        main_work: what of the user's code, other than methods, occupies the main thread, and for how many seconds;
-            an empty text for nothing.
+        name: the name of this process's runtime.
+        main_work: the user's code, other than methods, that occupies the main thread (empty for none), and since how
+            many seconds.
     """
     early, calls = dispatcher.early(), dispatcher.calls()
     if not early and not any(now_ns - incoming.received_ns >= older_s * 1e9 for incoming in calls):
@@ -124,8 +123,10 @@ def blocked_calls(
 def refuse_queued(
     dispatcher: Dispatcher, loop: asyncio.AbstractEventLoop, keys: Collection[CallKey], text: str
 ) -> None:
-    """Drop calls that have not begun, and tell their callers a moment later: then none that belongs to the same circle
-    begins because another one was refused before. On the runtime's loop."""
+    """Drop calls that have not begun, and refuse them a moment later. Runs on the runtime's loop.
+
+    The delay keeps a call of the same circle from beginning because another call was refused before.
+    """
     dropped = [
         (i.channel, i.call) for i in dispatcher.calls() if _key_of(i) in keys and not (i.started_ns or i.cancelled)
     ]
@@ -144,10 +145,10 @@ def _keys(name: str, calls: Iterable[PendingCall]) -> tuple[CallKey, ...]:
 
 
 def _queued(calls: list[IncomingCall], holders: dict[str, Holder], now_ns: int) -> Iterator[QueuedCall]:
-    """Calls whose every way to begin is held by a holder."""
+    """Calls that can begin only after a holder has ended."""
     running: dict[int, list[str]] = {}
     for incoming in calls:
-        if incoming.started_ns and not incoming.context.over and not (incoming.outflow and incoming.outflow.waits):
+        if incoming.started_ns and not incoming.context.over and not (incoming.stream and incoming.stream.waits):
             running.setdefault(_place(incoming.method), []).append(
                 f"{incoming.channel.peer_name}/{incoming.call.call_id}"
             )
@@ -157,14 +158,14 @@ def _queued(calls: list[IncomingCall], holders: dict[str, Holder], now_ns: int) 
             continue
         behind = [MAIN] if method.waits_for_main else running.get(_place(method), [])
         if not method.shares_thread and len(behind) != method.running:
-            continue  # one of them is about to begin, or to end
+            continue  # a call is about to begin or to end
         if behind and all(key in holders for key in behind):
             since_s = (now_ns - incoming.received_ns) / 1e9
             yield QueuedCall(_key_of(incoming), method.label, tuple(behind), since_s)
 
 
 def _place(method: Method) -> int:
-    """Calls of methods with the same place wait for each other."""
+    """An id that is equal for methods whose calls wait for each other."""
     return id(method.owner.executor) if method.shares_thread else id(method)
 
 
@@ -172,8 +173,8 @@ def _place(method: Method) -> int:
 
 
 def _blocked_threads() -> tuple[dict[int, tuple[PendingCall, ...]], tuple[PendingCall, ...]]:
-    """The calls that threads wait for, by the identity of the `IncomingCall` that each serves; and what the main thread
-    waits for while it serves none."""
+    """The calls that threads wait for, by ``id()`` of the `IncomingCall` that the thread serves; and the calls that the
+    main thread waits for while it serves none."""
     found: dict[int, tuple[PendingCall, ...]] = {}
     main: tuple[PendingCall, ...] = ()
     main_ident = threading.main_thread().ident
@@ -189,7 +190,7 @@ def _blocked_threads() -> tuple[dict[int, tuple[PendingCall, ...]], tuple[Pendin
 
 
 def _of_frames(frame: types.FrameType | None) -> tuple[tuple[PendingCall, ...], IncomingCall | None]:
-    """What a thread waits for, and which call it serves."""
+    """The calls that a thread waits for, and the call that it serves."""
     waits: tuple[PendingCall, ...] = ()
     while frame is not None:
         code = frame.f_code
@@ -201,14 +202,14 @@ def _of_frames(frame: types.FrameType | None) -> tuple[tuple[PendingCall, ...], 
             waits = tuple(_calls_of_stream(frame.f_locals["self"]))
         elif code is Dispatcher._execute.__code__:
             return waits, frame.f_locals["incoming"]
-        elif code is Outflow.run.__code__:
+        elif code is StreamServer.run.__code__:
             return waits, frame.f_locals["self"]._incoming
         frame = frame.f_back
     return waits, None
 
 
 def _calls_of(future: Future[Any]) -> Iterator[PendingCall]:
-    """The calls without which a future does not end."""
+    """The calls that must end before a future ends."""
     origin = future._origin
     if future.done() or origin is None:
         return
@@ -218,8 +219,8 @@ def _calls_of(future: Future[Any]) -> Iterator[PendingCall]:
         else:
             for need in origin.passed.awaited():
                 yield from _calls_of(need)
-    elif isinstance(origin, _Gathered):
-        for member in origin._futures:
+    elif isinstance(origin, GatheredCalls):
+        for member in origin.futures:
             yield from _calls_of(member)
     elif isinstance(origin, Retries) and origin._current is not None:
         yield from _calls_of(origin._current)
@@ -230,14 +231,14 @@ def _calls_of(future: Future[Any]) -> Iterator[PendingCall]:
 
 def _calls_of_stream(stream: Stream[Any]) -> Iterator[PendingCall]:
     calls = [source.call for source in stream._inbox.sources if source.call.future and not source.call.future.done()]
-    return iter(calls if len(calls) == 1 else ())  # of several the next item may come from any
+    return iter(calls if len(calls) == 1 else ())  # with several calls, the next item may come from any of them
 
 
 # Tasks.
 
 
 def _of_task(task: asyncio.Task[Any] | None) -> Iterator[PendingCall]:
-    """The calls without which a task does not go on."""
+    """The calls that must end before a task continues."""
     if task is None or task.done():
         return
     waiter = getattr(task, "_fut_waiter", None)

@@ -1,4 +1,4 @@
-"""The contract between the runtime and whatever moves packets. Three verbs: bind, connect, send."""
+"""The interface of transports, which move packets (bind, connect, send), and the rules for socket paths."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Literal, Protocol
 
 from rlmesh.errors import UsageError
 from rlmesh.wire.envelope import Frames
-from rlmesh.wire.greeting import LIMIT_BYTES
+from rlmesh.wire.handshake import LIMIT_BYTES
 
 UNAUTHENTICATED_LIMIT_BYTES = LIMIT_BYTES
-"""A peer that has not shown the job's key may send no larger packet."""
+"""The largest packet of a peer that has not proved the job's key."""
 PACKET_LIMIT_BYTES = 1 << 40
 
 _PATH_LIMIT_BYTES = 107
@@ -31,7 +31,7 @@ def local_address(socket_dir: str | Path | None, name: str | None = None) -> str
     ``RLMESH_TRANSPORT=zmq`` asks for it; loopback TCP without a directory.
 
     Args:
-        name: name of the socket's file; None makes one up.
+        name: name of the socket's file; None makes a random one.
     """
     if socket_dir is None:
         return "tcp://127.0.0.1:*"
@@ -40,11 +40,12 @@ def local_address(socket_dir: str | Path | None, name: str | None = None) -> str
 
 
 def prepare_socket_path(path: str) -> None:
-    """Make sure that a socket may be bound at ``path``: nobody else may put one where a job's processes look for each
-    other's, and one whose listener has ended is removed.
+    """Check that a socket may be bound at ``path``, and remove a socket whose listener has ended.
+
+    The directory must be closed to others, so that nobody else can put a socket where a job's processes connect.
 
     Raises:
-        UsageError: the path is too long, its directory is open to others or not there, or somebody listens there.
+        UsageError: the path is too long, its directory is missing or open to others, or a process listens there.
     """
     if len(os.fsencode(path)) > _PATH_LIMIT_BYTES:
         raise UsageError(
@@ -65,16 +66,16 @@ def prepare_socket_path(path: str) -> None:
         probe.setblocking(False)
         code = probe.connect_ex(path)
     if code in (0, errno.EAGAIN):
-        raise UsageError(f"cannot listen at {path!r}: somebody listens there already")
+        raise UsageError(f"cannot listen at {path!r}: another process listens there already")
     if code == errno.ECONNREFUSED and stat.S_ISSOCK(os.lstat(path).st_mode):
         os.unlink(path)
 
 
 def make_again(directory: str) -> None:
-    """Make a folder of sockets that was removed, by a cleaner of temporary files for one, and the one above it.
+    """Make a socket folder and its parent again after they were removed, perhaps by a cleaner of temporary files.
 
     Raises:
-        OSError: it cannot be made, or somebody else made one there.
+        OSError: the folder cannot be made, or another user has made it or can change it.
     """
     above = os.path.dirname(directory)
     for path in (above, directory):
@@ -84,26 +85,26 @@ def make_again(directory: str) -> None:
         ours = stat.S_ISDIR(found.st_mode) and found.st_uid in ((os.getuid(), 0) if path == above else (os.getuid(),))
         others = 0 if path == above and found.st_mode & stat.S_ISVTX else found.st_mode & 0o022
         if not ours or others or (path == directory and found.st_mode & 0o077):
-            raise OSError(errno.EPERM, "somebody else has made one there, or may change it", path)
+            raise OSError(errno.EPERM, "another user has made it, or may change it", path)
 
 
 Rejection = Literal[
     "no greeting", "wrong key", "other version", "half-open", "other user", "no room", "malformed packet"
 ]
-"""What was wrong with a connection, as it is counted."""
+"""Reasons why a connection is rejected, by which rejections are counted."""
 
 
 class Link(Protocol):
-    """One connection to one peer; packets go both ways."""
+    """A connection to a peer; packets go both ways."""
 
     thread_safe: bool
-    """Whether `send` may be called from any thread; otherwise on the runtime's loop only."""
+    """True if `send` may be called from any thread, False if on the runtime's loop only."""
 
     here: str
-    """The address of this side that the peer connected to; empty where this side connected."""
+    """This side's address that the peer connected to; empty if this side connected."""
 
     chunk_bytes: int | None
-    """Larger packets keep other links from their turns: they are better cut; None where they do not."""
+    """Packets above this size should be split, since they delay other links; None: any size is fine."""
 
     @property
     def peer(self) -> str:
@@ -111,57 +112,58 @@ class Link(Protocol):
         ...
 
     def send(self, frames: Frames) -> None:
-        """Queue one packet; never blocks. Packets of one link arrive in order and whole, or not at all."""
+        """Queue a packet without blocking. Packets of a link arrive whole and in order, or not at all."""
         ...
 
     def trust(self) -> None:
-        """The peer has shown the job's key. Until then a packet above `UNAUTHENTICATED_LIMIT_BYTES`, or too long a
-        silence, ends the connection. On the runtime's loop."""
+        """Lift the limits for peers that have not proved the job's key; called on the runtime's loop.
+
+        Until then a packet above `UNAUTHENTICATED_LIMIT_BYTES`, or too long a silence, ends the connection.
+        """
         ...
 
     def close(self) -> None:
-        """On the runtime's loop."""
+        """Close the connection; called on the runtime's loop."""
         ...
 
 
 class PacketReceiver(Protocol):
-    """What a transport calls, on the runtime's loop."""
+    """Callbacks of a transport, called on the runtime's loop."""
 
     def on_packet(self, link: Link, frames: Frames) -> None: ...
 
     def on_rejected(self, link: Link, detail: str, reason: Rejection | None = None) -> None:
-        """The peer sent what is no packet (or, with ``reason``, did something else that is not taken); the
-        connection has been closed."""
+        """The transport closed a connection since the peer sent malformed bytes, or for ``reason``."""
         ...
 
     def on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
-        """A connection was closed before it became a link."""
+        """The transport closed a connection before it became a link."""
         ...
 
     def on_lost(self, link: Link, reason: str) -> None:
-        """The peer is gone, or the connection is. Called at most once per link, never for a link closed here."""
+        """The peer or the connection is gone. Called at most once per link, never for a link that this side closed."""
         ...
 
 
 class Transport(Protocol):
     def bind(self, address: str) -> str:
-        """Listen; gives the address that peers connect to (with the port that the system chose)."""
+        """Listen, and return the address that peers connect to (with the port that the system chose)."""
         ...
 
     def connect(self, endpoint: str) -> Link:
-        """Start to connect; packets sent before it is established are kept."""
+        """Start to connect; packets that are sent before the connection is established are queued."""
         ...
 
     def idle(self) -> bool:
-        """Whether all that was sent has left, as far as this side knows."""
+        """True if all packets have left, as far as this side knows."""
         ...
 
     def close(self, linger_s: float) -> None:
-        """Send what is queued for at most ``linger_s`` seconds, then close everything."""
+        """Send queued packets for at most ``linger_s`` seconds, then close everything."""
         ...
 
     def forked(self) -> None:
-        """In a forked child: let go of what is open, without a word to the peers and without removing anything."""
+        """In a forked child, close all descriptors without sending to peers or removing files."""
         ...
 
 
@@ -169,10 +171,10 @@ class TransportFactory(Protocol):
     """Makes a runtime's transport, on the runtime's loop.
 
     Args:
-        receiver: takes what arrives.
-        loop: the runtime's.
+        receiver: the receiver of packets and events.
+        loop: the runtime's loop.
         post: runs a function on that loop, from any thread.
-        key: the job's, for a transport that encrypts.
+        key: the job's key, for a transport that encrypts.
     """
 
     def __call__(

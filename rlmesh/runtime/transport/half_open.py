@@ -1,4 +1,4 @@
-"""Connections whose peers have not shown the job's key yet: how many there may be, and for how long."""
+"""Limits the number and the age of connections whose peers have not proved the job's key yet."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rlmesh.runtime.process import clock
 T = TypeVar("T")
 
 SOFT_LIMIT = 128
-"""Above it, the oldest that has been silent for `GRACE_S` is closed."""
+"""With more connections, those that are older than `GRACE_S` are closed."""
 HARD_LIMIT = 1024
-"""Above it (or above a quarter of the descriptors that this process may open) the oldest is closed at once. A job's
-own members may all connect in one moment, so it is no smaller."""
+"""With more connections (or more than a quarter of the descriptors that this process may open) the oldest is closed at
+once. The limit is not smaller, since all of a job's members may connect at the same moment."""
 GRACE_S = 1.0
 TIMEOUT_S = 10.0
 
 
 class HalfOpen(Generic[T]):
-    """Strangers that connect and say nothing must not use up the descriptors.
+    """Closes connections of silent strangers, so that they do not use up the descriptors.
 
     Args:
-        loop: gives the time; all methods are called on it.
+        loop: runs the timer; all methods are called on it.
         evict: closes a connection; it may call `discard`.
     """
 
@@ -45,11 +45,11 @@ class HalfOpen(Generic[T]):
         self._arm()
 
     def discard(self, connection: T) -> None:
-        """It has shown the key, or is gone."""
+        """Forget a connection that is authenticated or gone."""
         self._since.pop(connection, None)
 
     def evict_oldest(self) -> bool:
-        """Make room at once; False if there is nothing to close."""
+        """Close the oldest connection; False if there is none."""
         oldest = next(iter(self._since), None)
         if oldest is None:
             return False
@@ -67,7 +67,7 @@ class HalfOpen(Generic[T]):
         if self._timer is None and self._since:
             oldest = next(iter(self._since.values()))
             limit_s = GRACE_S if len(self._since) > SOFT_LIMIT else TIMEOUT_S
-            # Never later than a grace from now: more may come.
+            # At most a grace from now, since more connections may come meanwhile.
             left_s = min(oldest + limit_s - clock.now(), GRACE_S)
             self._timer = self._loop.call_later(max(left_s, 0.01), self._check)
 

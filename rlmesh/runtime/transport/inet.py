@@ -1,6 +1,6 @@
-"""Hosts and ports: how they are written, what they mean, and which address of this machine others can reach.
+"""Hosts and ports: parsing, formatting, resolving, and this machine's addresses that others can reach.
 
-All of rlmesh writes and reads endpoints here, so that an IPv6 address has its brackets exactly once.
+All of rlmesh parses and formats endpoints here, so that an IPv6 address has its brackets exactly once.
 """
 
 from __future__ import annotations
@@ -19,27 +19,19 @@ from pathlib import Path
 from rlmesh.errors import LaunchError, UsageError
 
 __all__ = [
-    "Tried",
-    "interface_of",
-    "is_local",
-    "join_host_port",
-    "local_route_to",
-    "parse_endpoint",
-    "probe",
-    "resolve",
-    "split_host_port",
-    "tell_tried",
-]
+    "Tried", "family_of", "interface_of", "is_local", "join_host_port", "local_route_to", "parse_endpoint", "probe",
+    "resolve", "split_host_port", "tell_tried",
+]  # fmt: skip
 
 _SIOCGIFADDR = 0x8915
 ANY_ADDRESSES = ("0.0.0.0", "::")
 
 
 def split_host_port(where: str) -> tuple[str, int]:
-    """``10.0.0.1:80`` or ``[::1]:80`` as two; the host without brackets.
+    """Split ``10.0.0.1:80`` or ``[::1]:80`` into host, without brackets, and port.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the text is neither.
     """
     host, colon, port = where.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -51,16 +43,16 @@ def split_host_port(where: str) -> tuple[str, int]:
 
 
 def join_host_port(host: str, port: int | str) -> str:
-    """The inverse: IPv6 addresses get brackets, once, whether they have some already or not."""
+    """The inverse of `split_host_port`; an IPv6 address may have its brackets already."""
     bare = host.removeprefix("[").removesuffix("]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
-    """What users write: ``node0``, ``node0:29400``, ``10.0.0.1``, ``[::1]:0``, ``::1``; host without brackets, port.
+    """Host, without brackets, and port of a user's text such as ``node0``, ``node0:29400``, ``[::1]:0`` or ``::1``.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the text is not of this form.
     """
     text = text.strip().removeprefix("tcp://")
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
@@ -74,7 +66,7 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
 
 
 def is_numeric(host: str) -> bool:
-    """Whether it is an address and no name."""
+    """True if the host is a numeric address, not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -87,10 +79,10 @@ def is_loopback(address: str) -> bool:
 
 
 def resolve(host: str) -> tuple[str, ...]:
-    """The numeric addresses of a host, in the system's order, each once.
+    """The numeric addresses of a host, without duplicates, in the system's order.
 
     Raises:
-        OSError: its name does not resolve (``socket.gaierror``).
+        OSError: the name does not resolve (``socket.gaierror``).
     """
     if is_numeric(host):
         return (host,)
@@ -98,13 +90,13 @@ def resolve(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(where[0]) for *_, where in found))
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_local(address: str) -> bool:
-    """Whether a numeric address is one of this machine (of this network namespace)."""
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as sock:
+    """True if a numeric address belongs to this machine (to this network namespace)."""
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as sock:
         try:
             sock.bind((address, 0))
         except OSError:
@@ -113,20 +105,20 @@ def is_local(address: str) -> bool:
 
 
 def local_route_to(address: str, port: int = 9) -> str:
-    """The address of this machine from which packets to ``address`` leave: the one that is there reachable.
+    """This machine's source address of packets to ``address``, at which that host can reach this machine.
 
-    Nothing is sent.
+    Sends nothing.
 
     Raises:
         OSError: there is no route.
     """
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as sock:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as sock:
         sock.connect((address, port))
         return str(sock.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has a numeric address, empty if none has."""
+    """The name of the interface with a numeric address; empty if there is none."""
     if ":" in address:
         return _interface_of_v6(address)
     wanted = ipaddress.ip_address(address)
@@ -154,7 +146,7 @@ def _interface_of_v6(address: str, table: Path = Path("/proc/net/if_inet6")) -> 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One address that was tried: ``code`` is the errno, 0 if somebody listens there; ``text`` says it."""
+    """The result of an attempt to connect: ``code`` is the errno, 0 if a process listens; ``text`` describes it."""
 
     where: str
     code: int
@@ -162,7 +154,7 @@ class Tried:
 
 
 def probe(host: str, port: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> tuple[Tried, ...]:
-    """Try to connect to each address of a host, for ``timeout_s`` in all, and say what came of it."""
+    """Try to connect to each address of a host, for ``timeout_s`` in all, and return the results."""
     deadline = clock() + timeout_s
     try:
         addresses = resolve(host)
@@ -172,7 +164,7 @@ def probe(host: str, port: int, timeout_s: float, clock: Callable[[], float] = t
     tried = []
     for number, address in enumerate(addresses):
         share_s = max(0.05, (deadline - clock()) / (len(addresses) - number))
-        with socket.socket(_family(address), socket.SOCK_STREAM) as sock:
+        with socket.socket(family_of(address), socket.SOCK_STREAM) as sock:
             sock.settimeout(share_s)
             try:
                 sock.connect((address, port))
@@ -181,30 +173,31 @@ def probe(host: str, port: int, timeout_s: float, clock: Callable[[], float] = t
                 code = errno.ETIMEDOUT
             except OSError as error:
                 code = error.errno or errno.EHOSTUNREACH
-        text = os.strerror(code) if code else "somebody listens there"
+        text = os.strerror(code) if code else "a process listens there"
         tried.append(Tried(join_host_port(address, port), code, text))
     return tuple(tried)
 
 
 def tell_tried(tried: Sequence[Tried]) -> str:
-    """For an error's text: each address with its errno."""
+    """The tried addresses with their results, for an error's text."""
     return "; ".join(f"{each.where}: {each.text}" + (f" (errno {each.code})" if each.code else "") for each in tried)
 
 
 def listening_address(host: str) -> str:
-    """What a listener binds to for others to reach it as ``host``: the address itself if it is one of this
-    machine's; for a name, its first address here that is no loopback, else the wildcard (a name that resolves to
-    127.0.1.1 here means something else to others).
+    """The address that a listener binds to so that others reach it as ``host``.
+
+    A numeric address itself; for a name, its first address of this machine that is no loopback address, else the
+    wildcard (a name that resolves to 127.0.1.1 here has another address elsewhere).
 
     Raises:
-        LaunchError: a numeric address is not one of this machine, or the name does not resolve.
+        LaunchError: a numeric address does not belong to this machine, or the name does not resolve.
     """
     if is_numeric(host):
         if host in ANY_ADDRESSES or is_local(host):
             return host
         raise LaunchError(
             f"{host} is no address of this machine, so it cannot listen there: node 0 must be the machine that the "
-            "endpoint names (its addresses: `ip -brief address`)"
+            "endpoint names (`ip -brief address` shows a machine's addresses)"
         )
     try:
         addresses = resolve(host)

@@ -1,6 +1,6 @@
-"""TCP without encryption, for large payloads on a network that its operator calls private.
+"""TCP without encryption, for large payloads on a network that its operator declares private.
 
-It is several times faster than ZeroMQ under CURVE. Who connects still has to show the job's key.
+It is several times faster than ZeroMQ under CURVE. Peers still have to prove the job's key.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 
 from rlmesh.errors import UsageError
-from rlmesh.runtime.transport.inet import join_host_port, split_host_port
+from rlmesh.runtime.transport.inet import family_of, join_host_port, split_host_port
 from rlmesh.runtime.transport.stream_transport import StreamTransport
 
 
@@ -19,7 +19,7 @@ class PlainTransport(StreamTransport):
 
     def _listen(self, where: str) -> tuple[socket.socket, str]:
         host, port = split_host_port(where)
-        listener = socket.socket(_family(host), socket.SOCK_STREAM)
+        listener = socket.socket(family_of(host), socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
@@ -30,15 +30,11 @@ class PlainTransport(StreamTransport):
 
     def _open(self, where: str) -> tuple[socket.socket, int]:
         host, port = split_host_port(where)
-        sock = socket.socket(_family(host), socket.SOCK_STREAM)
+        sock = socket.socket(family_of(host), socket.SOCK_STREAM)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock, sock.connect_ex((host, port))
 
-    def _who(self, accepted: socket.socket) -> str | None:
+    def _peer_of(self, accepted: socket.socket) -> str | None:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return str(accepted.getpeername()[0])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Memory for what arrives: pages that are there only once they are written to."""
+"""Receive buffers whose pages are allocated on first write."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rlmesh.wire.envelope import Buffer
 _MAPPED_FROM_BYTES = 1 << 20
 
 
-def room(size: int) -> Buffer:
-    """A writable buffer for ``size`` bytes.
+def allocate(size: int) -> Buffer:
+    """A writable buffer of ``size`` bytes.
 
-    A large `bytearray` is filled with zeros before it can be used, for half a second per 512 MiB in which no other
-    thread runs. A mapping is not, and goes back to the system when its last view is gone.
+    A large `bytearray` is filled with zeros first, which takes half a second per 512 MiB in which no other thread runs.
+    A mapping is not, and its memory goes back to the system with its last view.
 
     Raises:
-        MemoryError: there is none.
+        MemoryError: there is not enough memory.
     """
     if size < _MAPPED_FROM_BYTES:
         return bytearray(size)
@@ -27,5 +27,5 @@ def room(size: int) -> Buffer:
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        pass  # This kernel has no huge pages; small ones do.
+        pass  # This kernel has no huge pages.
     return memoryview(mapping)

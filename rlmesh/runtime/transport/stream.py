@@ -1,7 +1,7 @@
-"""Packets over a stream socket: how bytes are cut into packets, and a connection that sends and receives them.
+"""Packets over a stream socket: a reader that splits bytes into packets, and a connection.
 
-The loop reads and any thread writes, so that a call or a reply that is ready needs no hand-off before it leaves. A
-thread that waits for an answer may read in the loop's place (`StreamLink.read_here`).
+The loop reads and any thread writes, so that a call or a reply leaves without a hand-off to the loop. A thread that
+waits for an answer may read in place of the loop (`StreamLink.read_here`).
 
 Format of a packet: magic (4 bytes), number of frames (u32), the length of each (u64), the frames. Little-endian.
 """
@@ -20,7 +20,7 @@ from threading import RLock
 from typing import Any, Protocol, TypeVar
 
 from rlmesh.runtime.transport.base import PACKET_LIMIT_BYTES, UNAUTHENTICATED_LIMIT_BYTES, PacketReceiver
-from rlmesh.runtime.transport.receive_buffers import room
+from rlmesh.runtime.transport.receive_buffers import allocate
 from rlmesh.wire.envelope import Buffer, Frames
 
 T = TypeVar("T")
@@ -34,15 +34,15 @@ _MAX_FRAMES = 1 << 20
 _MAX_IOV = 512
 _READS_PER_TURN = 16
 _WRITE_TURN_BYTES = 4 << 20
-"""No thread keeps the connection for longer than it takes to write so much; the loop writes the rest, in turns."""
+"""The most bytes that a thread writes at once; the loop writes the rest, in turns."""
 _SOCKET_BUFFER_BYTES = 1 << 20
 
 
 class PacketReader:
-    """Cuts the byte stream into packets. Small frames are copied out of one buffer, large ones read in place."""
+    """Splits the byte stream into packets. Small frames are copied out of one buffer, large ones read in place."""
 
     def __init__(self) -> None:
-        # A stranger that only connects must not cost much; `widen` follows.
+        # The buffer is small, so that a stranger that only connects costs little, until `widen` is called.
         self._buffer = bytearray(_STRANGERS_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -51,7 +51,7 @@ class PacketReader:
         self._filled = 0
 
     def widen(self) -> None:
-        """Take large packets, and many small ones at once."""
+        """Make the buffer larger, for large packets and for many small ones at once."""
         if len(self._buffer) < _BUFFER_BYTES:
             wide = bytearray(_BUFFER_BYTES)
             left = self._end - self._start
@@ -60,7 +60,7 @@ class PacketReader:
             self._start, self._end = 0, left
 
     def space(self) -> memoryview:
-        """Where the next bytes go."""
+        """The memory to read the next bytes into."""
         if self._sizes:
             return memoryview(self._frames[len(self._frames) - 1])[self._filled :]
         if self._start == self._end:
@@ -73,21 +73,21 @@ class PacketReader:
 
     @property
     def has_rest(self) -> bool:
-        """Whether bytes were read that `next_packet` has not looked at."""
+        """True if bytes were read that `next_packet` has not used."""
         return self._start < self._end
 
-    def took(self, count: int) -> None:
-        """``count`` bytes were read into `space`."""
+    def on_read(self, count: int) -> None:
+        """Account for ``count`` bytes that were read into `space`."""
         if self._sizes:
             self._filled += count
         else:
             self._end += count
 
     def next_packet(self, limit_bytes: int) -> Frames | None:
-        """The next packet if it is whole. One at a time: handling one may raise the limit for the next.
+        """The next packet if it is complete; one at a time, since handling a packet may raise the limit for the next.
 
         Raises:
-            ValueError: what came is no packet, or one above the limit.
+            ValueError: the bytes are no packet, or a packet above the limit.
         """
         if self._sizes:
             return self._fill()
@@ -97,7 +97,7 @@ class PacketReader:
         if magic != _MAGIC:
             raise ValueError(f"the stream holds {magic!r} where a packet should begin")
         if count > _MAX_FRAMES or count * 8 + _HEAD.size > min(limit_bytes, len(self._buffer)):
-            raise ValueError(f"a packet of {count} frames is more than this side takes")
+            raise ValueError(f"a packet of {count} frames is above this side's limit")
         body = self._start + _HEAD.size + 8 * count
         if self._end < body:
             return None
@@ -121,7 +121,7 @@ class PacketReader:
         self._start = body
         while self._sizes:
             size = self._sizes[0]
-            frame = memoryview(_room(size))
+            frame = memoryview(_allocate(size))
             have = min(size, self._end - self._start)
             frame[:have] = self._view[self._start : self._start + have]
             self._start += have
@@ -134,26 +134,26 @@ class PacketReader:
         return frames
 
     def _fill(self) -> Frames | None:
-        # `space` never reaches beyond the frame that is being filled, so nothing of the next packet was read.
+        # `space` ends with the frame that is being filled, so no byte of the next packet was read.
         while self._filled == self._sizes[0]:
             self._sizes.pop(0)
             if not self._sizes:
                 frames, self._frames = self._frames, []
                 return frames
             self._filled = 0
-            self._frames.append(_room(self._sizes[0]))
+            self._frames.append(_allocate(self._sizes[0]))
         return None
 
 
-def _room(size: int) -> Buffer:
+def _allocate(size: int) -> Buffer:
     try:
-        return room(size)
+        return allocate(size)
     except MemoryError:
         raise ValueError(f"this process has no memory for a frame of {size} bytes") from None
 
 
 class LinkOwner(Protocol):
-    """What a stream link needs of its transport."""
+    """The transport's attributes that a stream link uses."""
 
     scheme: str
     loop: asyncio.AbstractEventLoop
@@ -166,7 +166,7 @@ class LinkOwner(Protocol):
 
 
 class StreamLink:
-    """One connection, made or accepted."""
+    """A connection that this side made or accepted."""
 
     thread_safe = True
     chunk_bytes: int | None = None
@@ -181,9 +181,9 @@ class StreamLink:
         self._backlog: deque[memoryview] = deque()
         self._writing = self._closed = False
         self._reading = RLock()
-        """Whoever reads holds it, and whoever closes: the descriptor must not name another file by then."""
-        self._left: Frames | None = None
-        """A packet that a waiting thread read and left to the loop, which reads on after it."""
+        """Held while reading and while closing, so that a reader's descriptor is not reused for another file."""
+        self._unhandled: Frames | None = None
+        """A packet that a waiting thread read and that the loop must handle before it reads on."""
 
     def attach(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -196,7 +196,7 @@ class StreamLink:
             self._want_write()
 
     def send(self, frames: Frames) -> None:
-        """From any thread: what the socket does not take at once, the loop sends later."""
+        """Send a packet; the loop sends later the bytes that the socket does not accept at once. Thread-safe."""
         with self._lock:
             if self._closed:
                 return
@@ -235,13 +235,13 @@ class StreamLink:
                 sock.close()
 
     def forked(self) -> None:
-        """In a forked child: close its copy of the socket."""
+        """In a forked child, close its copy of the socket."""
         self._closed = True
         if self._socket is not None:
             self._socket.close()
 
     def drain_blocking(self, deadline: float) -> None:
-        """Before the end: send what is queued while the peer still takes it."""
+        """Send the queue before the end, for as long as the peer reads and until the deadline."""
         with self._lock:
             while self._backlog and self._socket is not None and (left := deadline - time.monotonic()) > 0:
                 if not select.select([], [self._socket], [], left)[1]:
@@ -267,31 +267,33 @@ class StreamLink:
                 self._owner.loop.remove_writer(self._socket.fileno())
 
     def read_here(self, pick: Callable[[Frames], T | None]) -> T | None:
-        """From a thread that waits for an answer, in the loop's place: what ``pick`` makes of the packet that has
-        arrived. None if none has, or if ``pick`` gives None: then the packet is the loop's. ``pick`` sees packets of
-        trusted peers only."""
+        """Read in place of the loop, on a thread that waits for an answer.
+
+        Returns the result of ``pick`` for the packet that has arrived. None if no packet has arrived, or if ``pick``
+        returns None: then the loop handles the packet. ``pick`` gets packets of authenticated peers only.
+        """
         if not self._reading.acquire(blocking=False):
             return None
         try:
             sock, reader = self._socket, self._reader
-            if sock is None or self._closed or self._left is not None or reader.has_rest:
+            if sock is None or self._closed or self._unhandled is not None or reader.has_rest:
                 return None
             if self._limit_bytes == UNAUTHENTICATED_LIMIT_BYTES:
                 return None
             try:
                 count = sock.recv_into(reader.space())
             except OSError:
-                return None  # Nothing is there, or the connection is broken, as the loop will find too.
+                return None  # There are no bytes, or the connection is broken, as the loop will find too.
             if count == 0:
                 return None
-            reader.took(count)
+            reader.on_read(count)
             try:
                 packet = reader.next_packet(self._limit_bytes)
             except ValueError:
-                packet = None  # The loop finds the same in what was read.
+                packet = None  # The loop finds the same error in the bytes.
             picked = pick(packet) if packet is not None else None
             if picked is None:
-                self._left = packet
+                self._unhandled = packet
             if picked is None or reader.has_rest:
                 self._owner.post(self._on_readable)
             return picked
@@ -313,10 +315,10 @@ class StreamLink:
         """Handle packets that have been read; False once the link is closed.
 
         Raises:
-            ValueError: what came is no packet.
+            ValueError: the bytes are no packet.
         """
         receiver, reader = self._owner.receiver, self._reader
-        packet, self._left = self._left or reader.next_packet(self._limit_bytes), None
+        packet, self._unhandled = self._unhandled or reader.next_packet(self._limit_bytes), None
         while packet is not None:
             receiver.on_packet(self, packet)
             if self._closed:
@@ -340,9 +342,9 @@ class StreamLink:
             if count == 0:
                 self._lost("the connection was closed by the peer")
                 return
-            reader.took(count)
+            reader.on_read(count)
             if not self._handle_read() or count < len(space):
-                return  # The socket is empty; the loop says when it is not.
+                return  # The socket is empty; the loop calls again once it is readable.
 
     def _lost(self, reason: str) -> None:
         self.close()
@@ -350,7 +352,7 @@ class StreamLink:
 
 
 def _parts(frames: Frames) -> list[memoryview]:
-    """The packet's bytes; small ones joined, large ones as they are."""
+    """The packet's bytes, with small frames joined and large frames unchanged."""
     sizes = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
     head = _HEAD.pack(_MAGIC, len(frames)) + struct.pack(f"<{len(frames)}Q", *sizes)
     if sum(sizes) <= _JOIN_BYTES:
@@ -370,10 +372,12 @@ def _parts(frames: Frames) -> list[memoryview]:
 
 
 def _write(sock: socket.socket, parts: list[memoryview]) -> list[memoryview]:
-    """Send until the socket is full, or until others should have their turn; gives what is left. A broken
-    connection is left to the reader to report."""
-    position, room = 0, _WRITE_TURN_BYTES
-    while position < len(parts) and room > 0:
+    """Send until the socket is full or the turn's bytes are used up, and return the rest.
+
+    Returns no rest for a broken connection, which the reader reports.
+    """
+    position, left = 0, _WRITE_TURN_BYTES
+    while position < len(parts) and left > 0:
         try:
             if len(parts) - position == 1:
                 sent = sock.send(parts[position], socket.MSG_NOSIGNAL)
@@ -383,7 +387,7 @@ def _write(sock: socket.socket, parts: list[memoryview]) -> list[memoryview]:
             break
         except OSError:
             return []
-        room -= sent
+        left -= sent
         while position < len(parts) and sent >= len(parts[position]):
             sent -= len(parts[position])
             position += 1

@@ -1,4 +1,4 @@
-"""Stream sockets as a transport: listening, connecting, accepting; what Unix sockets and plain TCP have in common."""
+"""The transport over stream sockets (listening, connecting, accepting), the base of Unix sockets and plain TCP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRY_AGAIN = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN, errno.EINTR)
 
 
 class StreamTransport(ABC):
-    """Use it on the runtime's loop, except for `Link.send`. Subclasses know the kind of socket."""
+    """A transport over stream sockets; subclasses make the sockets. Used on the runtime's loop, except `Link.send`."""
 
     scheme: str
 
@@ -38,20 +38,20 @@ class StreamTransport(ABC):
 
     @abstractmethod
     def _listen(self, where: str) -> tuple[socket.socket, str]:
-        """A bound socket, and where it is."""
+        """A bound socket and its address."""
 
     @abstractmethod
     def _open(self, where: str) -> tuple[socket.socket, int]:
-        """A socket that connects, and what `connect_ex` gave."""
+        """A connecting socket and the result of `connect_ex`."""
 
     @abstractmethod
-    def _who(self, accepted: socket.socket) -> str | None:
-        """The peer of a connection; None after it was refused."""
+    def _peer_of(self, accepted: socket.socket) -> str | None:
+        """The name of a connection's peer; None after the peer was refused."""
 
     def _remove(self) -> None:  # noqa: B027
-        """Remove what the listening socket leaves behind: nothing, unless a subclass says so."""
+        """Remove files that the listening socket leaves behind; the default removes nothing."""
 
-    # The contract.
+    # The interface of transports.
 
     def bind(self, address: str) -> str:
         if self._listener is not None:
@@ -62,7 +62,7 @@ class StreamTransport(ABC):
         return self._endpoint
 
     def _serve(self, listener: socket.socket) -> None:
-        """Accept connections here, and no longer where this transport listened before."""
+        """Accept connections at a listener, in place of the earlier listener."""
         if self._listener is not None:
             self.loop.remove_reader(self._listener.fileno())
             self._listener.close()
@@ -94,7 +94,7 @@ class StreamTransport(ABC):
             self._remove()
 
     def forked(self) -> None:
-        """In a forked child: close its copies of the sockets. The loop is not told: its poll is the parent's, too."""
+        """In a forked child, close its sockets, without the loop, whose epoll the parent shares."""
         self._closed = True
         for link in list(self._links):
             link.forked()
@@ -114,8 +114,10 @@ class StreamTransport(ABC):
     # Connecting.
 
     def _try_connect(self, link: StreamLink, where: str) -> None:
-        """A member may publish its address before the peer's file system shows it; a full queue passes too. The
-        runtime's connect timeout bounds the retries."""
+        """Try to connect once; errors that may pass are retried until the runtime's connect timeout.
+
+        A member may publish its address before the peer's file system shows the socket, or its queue may be full.
+        """
         if self._closed or link not in self._links:
             return
         try:
@@ -157,17 +159,17 @@ class StreamTransport(ABC):
             except OSError as error:
                 self._cannot_accept(error)
                 return
-            who = self._who(sock)
-            if who is None:
+            peer = self._peer_of(sock)
+            if peer is None:
                 sock.close()
                 continue
-            link = StreamLink(self, who, self._endpoint)
+            link = StreamLink(self, peer, self._endpoint)
             self._links[link] = None
             link.attach(sock)
             self._half_open.add(link)
 
     def _cannot_accept(self, error: OSError) -> None:
-        """Out of descriptors, perhaps by strangers: they make room. Otherwise the loop would call again at once."""
+        """Handle a failed accept: close the oldest stranger if descriptors ran out, else pause, so as not to spin."""
         assert self._listener is not None
         if error.errno in _FULL and self._half_open.evict_oldest():
             return

@@ -1,6 +1,6 @@
-"""Unix sockets: the transport between processes of one node.
+"""The transport over Unix sockets, between processes of one node.
 
-On one node ZeroMQ's own threads cost more than the wire.
+On one node ZeroMQ's own threads would cost more than the transfer.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from rlmesh.runtime.transport.stream_transport import StreamTransport
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 TOUCH_EVERY = 3600
-"""Looks between two touches, by which cleaners of temporary files know that a socket is in use."""
+"""Checks between two updates of the socket's times, which show cleaners of temporary files that it is in use."""
 
 
 class UnixTransport(StreamTransport):
     """``unix://PATH``, in a directory that only this user can enter.
 
-    Connections outlive the file of the socket, but nobody can connect any more once it was removed. So it is looked
-    for, and bound again where it is missing.
+    Connections outlive the socket's file, but no process can connect once the file was removed. So the transport
+    checks the file and binds the socket again if the file is missing.
     """
 
     scheme = "unix://"
     _path = ""
-    _looks = 0
+    _checks = 0
     _missing = False
 
     def bind(self, address: str) -> str:
         endpoint = super().bind(address)
-        self.loop.call_later(LOOK_S, self._look)
+        self.loop.call_later(CHECK_S, self._check)
         return endpoint
 
     def _listen(self, where: str) -> tuple[socket.socket, str]:
@@ -51,20 +51,20 @@ class UnixTransport(StreamTransport):
         self._path = where
         return listener, where
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._closed:
             return
-        self._looks += 1
+        self._checks += 1
         try:
-            if self._looks % TOUCH_EVERY == 0:
+            if self._checks % TOUCH_EVERY == 0:
                 os.utime(self._path)
             else:
                 os.lstat(self._path)
         except FileNotFoundError:
             self._bind_again()
         except OSError:
-            pass  # it is there
-        self.loop.call_later(LOOK_S, self._look)
+            pass  # the file exists
+        self.loop.call_later(CHECK_S, self._check)
 
     def _bind_again(self) -> None:
         try:
@@ -73,14 +73,14 @@ class UnixTransport(StreamTransport):
         except (OSError, UsageError) as error:
             if not self._missing:
                 logger.error(
-                    "the socket %s was removed, and cannot be made again: %s. Nobody can connect to this process any "
+                    "the socket %s was removed and cannot be made again: %s. No process can connect to this one any "
                     "more; set TMPDIR to a folder that is not cleaned", self._path, error,
                 )  # fmt: skip
             self._missing = True
             return
         self._missing = False
         logger.warning(
-            "the socket %s was removed, perhaps by a cleaner of temporary files, and is made again", self._path
+            "the socket %s was removed, perhaps by a cleaner of temporary files, and was made again", self._path
         )
 
     def _open(self, where: str) -> tuple[socket.socket, int]:
@@ -88,7 +88,7 @@ class UnixTransport(StreamTransport):
         sock.setblocking(False)
         return sock, sock.connect_ex(where)
 
-    def _who(self, accepted: socket.socket) -> str | None:
+    def _peer_of(self, accepted: socket.socket) -> str | None:
         pid, uid, _ = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid in (os.getuid(), 0):
             return f"pid {pid}"

@@ -1,8 +1,8 @@
-"""What ZeroMQ says about the connections of a listening socket: who came, who left, who was no member of the job.
+"""Follows the connections of a listening ZeroMQ socket: new, ended and rejected ones.
 
-ZeroMQ accepts connections by itself and tells of them through a monitor, by their descriptors. They belong to
-ZeroMQ and may be closed and used again at any moment: before one is touched it is duplicated, and compared with
-what it was when the connection came.
+ZeroMQ accepts connections by itself and reports them through a monitor, by their descriptors. The descriptors belong to
+ZeroMQ, which may close and reuse them at any moment: before one is used it is duplicated, and compared with the
+connection that was reported.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ListenerWatch:
 
     Args:
         listener: the bound socket.
-        refused: takes peer, reason and detail of a connection that ended before its greeting was over.
-        left: takes the descriptor of a connection that ended.
+        refused: called with peer, reason and detail of a connection that ended before its handshake was over.
+        left: called with the descriptor of a connection that ended.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ListenerWatch:
         self._why: tuple[Rejection, str] | None = None
 
     def drain(self) -> None:
-        """Take in what happened. In its order: a descriptor may have been several connections since."""
+        """Handle the monitor's events, in order, since a descriptor may have been several connections meanwhile."""
         for _ in range(_EVENTS_PER_TURN):
             if self.monitor.closed:
                 return
@@ -68,10 +68,10 @@ class ListenerWatch:
 
     def peer_of(self, descriptor: int) -> str:
         found = self._connections.get(descriptor)
-        return found.peer if found is not None else "somebody who left"
+        return found.peer if found is not None else "a peer that left"
 
     def admit(self, descriptor: int) -> None:
-        """The peer has shown the job's key."""
+        """Mark a connection whose peer has proved the job's key."""
         self._half_open.discard(descriptor)
         if descriptor in self._connections:
             self._admitted.add(descriptor)
@@ -88,7 +88,7 @@ class ListenerWatch:
                 if found is not None and _identity(found) == connection.identity:
                     found.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # It is gone already.
+                pass  # The connection is gone already.
 
     def close(self) -> None:
         self._half_open.close()
@@ -105,7 +105,7 @@ class ListenerWatch:
                 self._refused("somebody", "no room", f"a connection cannot be accepted: {os.strerror(value)}")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             silent = value in (errno.EAGAIN, errno.ETIMEDOUT)
-            detail = f"it did not finish the encrypted greeting: {os.strerror(value)}"
+            detail = f"it did not finish the encrypted handshake: {os.strerror(value)}"
             self._why = ("half-open" if silent else "no greeting", detail)
         elif value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             self._why = ("wrong key", "it does not hold the key of this job")
@@ -123,13 +123,13 @@ class ListenerWatch:
         self._half_open.add(descriptor)
 
     def _disconnected(self, descriptor: int) -> None:
-        # A failure is told right before its connection's end, by the same thread.
+        # ZeroMQ reports a failed handshake right before the connection's end, from the same thread.
         why, self._why = self._why, None
         connection = self._connections.get(descriptor)
         if connection is None:
             return
         if descriptor not in self._admitted and why is None:
-            why = ("no greeting", "it left, or said what is no greeting")
+            why = ("no greeting", "it left before the handshake, or sent something else")
         self._forget(descriptor)
         if why is not None:
             self._refused(connection.peer, *why)
@@ -149,11 +149,11 @@ class ListenerWatch:
 
 @contextmanager
 def _socket_at(descriptor: int) -> Iterator[socket.socket | None]:
-    """The socket behind a descriptor, which stays ZeroMQ's; None if there is none (any more)."""
+    """The socket of a descriptor, which stays ZeroMQ's; None if there is none any more."""
     try:
         copy = os.dup(descriptor)
     except OSError as error:
-        # Where no descriptor is left, strangers must be thrown out all the more: by the original.
+        # Without a free descriptor, strangers must be closed all the more, so the original is used.
         copy = descriptor if error.errno == errno.EMFILE else -1
     try:
         found = socket.socket(fileno=copy) if copy >= 0 else None
@@ -171,14 +171,14 @@ def _socket_at(descriptor: int) -> Iterator[socket.socket | None]:
 
 
 def _look_at(descriptor: int) -> tuple[_Connection, int | None]:
-    """A connection and its user, as far as it is still there to be looked at."""
+    """The identity of a connection and its user, if it still exists."""
     with _socket_at(descriptor) as found:
         try:
             if found is not None:
                 return _Connection(_peer_text(found), _identity(found)), _user(found)
         except OSError:
             pass
-    return _Connection("somebody who left at once", ()), None
+    return _Connection("a peer that left at once", ()), None
 
 
 def _identity(connection: socket.socket) -> tuple[Any, ...]:
@@ -186,7 +186,7 @@ def _identity(connection: socket.socket) -> tuple[Any, ...]:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int] | None:
-    """Process and user on the other end of a Unix socket."""
+    """The peer's process and user of a Unix socket; None for other sockets."""
     if connection.family != socket.AF_UNIX:
         return None
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -199,6 +199,6 @@ def _user(connection: socket.socket) -> int | None:
 
 
 def _peer_text(connection: socket.socket) -> str:
-    """Who is at the other end, without the port: one line per host and minute goes to the log."""
+    """The peer's name without its port, since the log has one line per host and minute."""
     found = _credentials(connection)
     return f"pid {found[0]}" if found is not None else str(connection.getpeername()[0])

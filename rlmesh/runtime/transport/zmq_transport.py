@@ -1,14 +1,15 @@
-"""Packets over ZeroMQ: a ROUTER that listens, a DEALER per peer that was connected to, all under CURVE.
+"""Packets over ZeroMQ: a ROUTER that listens, and a DEALER per peer that this side connects to, all under CURVE.
 
-The sockets are driven by their descriptors, without pyzmq's asyncio wrapper, which costs most of the latency.
-A descriptor is edge-triggered: whenever it fires, and after each send, the socket is drained until it would
-block, else an event is lost.
+The loop watches the sockets' descriptors, without pyzmq's asyncio wrapper, which would cost most of the latency.
+A descriptor is edge-triggered: after each event and each send the socket is drained until it would block, else an event
+is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,24 @@ from rlmesh.runtime.transport.base import (
     UNAUTHENTICATED_LIMIT_BYTES,
     Link,
     PacketReceiver,
-    Rejection,
     prepare_socket_path,
 )
-from rlmesh.runtime.transport.descriptors import check_room_for_sockets
 from rlmesh.runtime.transport.half_open import TIMEOUT_S
 from rlmesh.runtime.transport.zmq_listener import ListenerWatch
 from rlmesh.wire.envelope import Frames
 
-logger = logging.getLogger(__name__)
-
 _DRAIN_LIMIT = 512
-"""Packets taken in one turn before other work of the loop gets its turn."""
+"""The most packets received in one turn, before other work of the loop gets its turn."""
 _DRAIN_BYTES = 2 << 20
 CHUNK_BYTES = 1 << 19
-"""ZeroMQ's thread encrypts a frame at once, about 1 ms per MiB, in which it serves nobody else."""
+"""Largest part of a payload: ZeroMQ's thread encrypts a frame in one go, about 1 ms per MiB, which delays others."""
 _LAST_DRAINS = 64
 _SMALL_FRAME_BYTES = 65536
-_TOO_LARGE = f"a packet above {UNAUTHENTICATED_LIMIT_BYTES} bytes came before the greeting was over"
+_TOO_LARGE = f"a packet above {UNAUTHENTICATED_LIMIT_BYTES} bytes came before the handshake was over"
 _REFUSALS = 3
-"""So many failed greetings in a row are no accident of a listener that is just ending."""
+"""Failed handshakes in a row after which the peer is rejected; a listener that is just ending causes fewer."""
+_SPARE_DESCRIPTORS = 64
+"""Descriptors that must stay free: a socket takes a few, and its connections come later."""
 _DEALER_EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -86,12 +85,12 @@ class _Dealer:
         self._transport.unwatch(self._monitor)
         self._socket.disable_monitor()
         self._monitor.close(0)
-        # What waits for a connection that never came would only keep the context from ending.
+        # Packets for a connection that was never made would only keep the context from ending.
         self._socket.close(self._transport.linger_ms if self._connected else 0)
         self._transport.forget(self)
 
     def _drain(self) -> None:
-        room = _DRAIN_BYTES
+        left = _DRAIN_BYTES
         for _ in range(_DRAIN_LIMIT):
             if self._closed:
                 return
@@ -99,13 +98,13 @@ class _Dealer:
             if parts is None:
                 return
             frames = _frames(parts)
-            room -= len(frames[-1])
+            left -= len(frames[-1])
             if self._trusted or _is_small(frames):
                 self._transport.receiver.on_packet(self, frames)
             else:
                 self.close()
                 self._transport.receiver.on_rejected(self, _TOO_LARGE)
-            if room < 0:
+            if left < 0:
                 break
         self._transport.drain_soon(self._drain)
 
@@ -120,20 +119,20 @@ class _Dealer:
             elif event != zmq.EVENT_DISCONNECTED:
                 self._refused()
             elif self._connected:
-                # What the peer sent before it went must be seen before its loss is.
+                # The peer's last packets must be handled before its loss.
                 self._drain()
                 if not self._closed:
                     self.close()
                     self._transport.receiver.on_lost(self, "the connection was closed by the peer")
 
     def _refused(self) -> None:
-        """ZeroMQ tries again by itself, which helps where the listener was only about to end."""
+        """Count a failed handshake, and reject the peer after several: ZeroMQ retries by itself."""
         self._refusals += 1
         if self._refusals == _REFUSALS:
             self.close()
             detail = (
-                f"whoever listens at {self.peer} refuses the encrypted greeting: it does not hold the key of this job, "
-                "or is no process of rlmesh"
+                f"the process that listens at {self.peer} refuses the encrypted handshake: it does not hold the key of "
+                "this job, or is no process of rlmesh"
             )
             self._transport.receiver.on_rejected(self, detail, "wrong key")
 
@@ -162,11 +161,11 @@ class _RouterPeer:
 
 
 _of_parents: list[object] = []
-"""What a forked child inherited, which must not be collected there."""
+"""Inherited transports, which must not be collected in a forked child."""
 
 
 class ZmqTransport:
-    """One context per runtime. Create and use it on the runtime's loop."""
+    """The transport over ZeroMQ, with one context per runtime. Made and used on the runtime's loop."""
 
     def __init__(self, receiver: PacketReceiver, loop: asyncio.AbstractEventLoop, keys: CurveKeys) -> None:
         self.receiver = receiver
@@ -191,7 +190,7 @@ class ZmqTransport:
             prepare_socket_path(address.removeprefix("ipc://"))
         router = self.new_socket(zmq.ROUTER, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._watch = ListenerWatch(router, self._loop, self._on_refused, self._on_left)
+        self._watch = ListenerWatch(router, self._loop, self.receiver.on_refused, self._on_left)
         try:
             router.bind(address)
         except zmq.ZMQError as error:
@@ -214,7 +213,7 @@ class ZmqTransport:
         return dealer
 
     def idle(self) -> bool:
-        return True  # ZeroMQ does not say what it still has.
+        return True  # ZeroMQ does not report what it has not sent yet.
 
     def close(self, linger_s: float) -> None:
         self.linger_ms = int(linger_s * 1000)
@@ -230,21 +229,21 @@ class ZmqTransport:
             self._router = None
         self._routed.clear()
         self._by_descriptor.clear()
-        self._context.term()  # Waits for what lingers, so at most linger_s.
+        self._context.term()  # Waits for lingering packets, at most linger_s.
         if self._socket_file is not None:
             # ZeroMQ leaves the file of an ipc endpoint behind when its context ends with the socket.
             Path(self._socket_file).unlink(missing_ok=True)
 
     def forked(self) -> None:
-        """In a forked child ZeroMQ's objects leave the parent's alone by themselves: they know whose they are."""
+        """In a forked child, only keep the inherited objects alive: ZeroMQ itself protects the parent's sockets."""
         _of_parents.append(self)
 
     # For the links of this module.
 
     def new_socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        check_room_for_sockets(address)
+        _check_descriptors(address)
         socket = self._context.socket(kind)
-        # Back-pressure is the runtime's business (windows per peer), so ZeroMQ must never drop or block.
+        # The runtime applies back-pressure (windows per peer), so ZeroMQ must never drop or block.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
@@ -314,25 +313,22 @@ class ZmqTransport:
         if self._drop(link):
             self.receiver.on_lost(link, "the connection was closed by the peer")
 
-    def _on_refused(self, peer: str, reason: Rejection, detail: str) -> None:
-        self.receiver.on_refused(peer, reason, detail)
-
     def _on_left(self, descriptor: int) -> None:
         link = self._by_descriptor.get(descriptor)
         if link is None:
             return
-        for _ in range(_LAST_DRAINS):  # What it sent before it went comes first.
-            if not self._take(_DRAIN_LIMIT):
+        for _ in range(_LAST_DRAINS):  # The peer's last packets come before its loss.
+            if not self._receive_some(_DRAIN_LIMIT):
                 break
         self._lost(link)
 
     def _drain_router(self) -> None:
-        if self._take(_DRAIN_LIMIT):
+        if self._receive_some(_DRAIN_LIMIT):
             self.drain_soon(self._drain_router)
 
-    def _take(self, limit: int) -> bool:
-        """Take up to ``limit`` packets, or a few large ones; True if there may be more."""
-        room = _DRAIN_BYTES
+    def _receive_some(self, limit: int) -> bool:
+        """Receive up to ``limit`` packets, or a few large ones; True if there may be more."""
+        left = _DRAIN_BYTES
         for _ in range(limit):
             parts = _receive(self._router) if self._router is not None else None
             if parts is None:
@@ -347,14 +343,14 @@ class ZmqTransport:
             else:
                 self.end(link)
                 self.receiver.on_rejected(link, _TOO_LARGE)
-            room -= len(parts[-1])
-            if room < 0:
+            left -= len(parts[-1])
+            if left < 0:
                 break
         return True
 
     def _new_peer(self, routing_id: bytes, parts: list[zmq.Frame]) -> _RouterPeer:
         assert self._watch is not None
-        self._watch.drain()  # The connection was told of before its first packet came.
+        self._watch.drain()  # The monitor reports a connection before its first packet comes.
         descriptor = int(parts[-1].get(zmq.SRCFD))
         link = _RouterPeer(self, routing_id, descriptor, self._watch.peer_of(descriptor))
         self._routed[routing_id] = self._by_descriptor[descriptor] = link
@@ -365,8 +361,25 @@ def _descriptor(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.FD))
 
 
+def _check_descriptors(address: str) -> None:
+    """Check for free descriptors before a socket is made: without one, an assertion in libzmq ends the process.
+
+    Raises:
+        UsageError: this process has too few descriptors left for a socket to ``address``.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    used = len(os.listdir("/proc/self/fd"))
+    if used + _SPARE_DESCRIPTORS > limit:
+        raise UsageError(
+            f"process {os.getpid()} has {used} of {limit} file descriptors open, too few are left for a ZeroMQ socket "
+            f"({address}), which would end the process: raise the limit (`ulimit -n`, LimitNOFILE=) or close files"
+        )
+
+
 def _send(socket: zmq.Socket[bytes], frames: Frames) -> None:
-    # Without a copy only where the copy would cost more than the bookkeeping of a shared frame.
+    # A large frame is not copied, since the copy would cost more than the bookkeeping of a shared frame.
     last = len(frames) - 1
     for number, frame in enumerate(frames):
         flags = zmq.NOBLOCK | (zmq.SNDMORE if number < last else 0)

@@ -1,96 +1,71 @@
-"""Pipes for bytes between two processes that share a secret: plain TCP, and ZeroMQ under CURVE.
+"""Byte streams between two processes that share a secret: plain TCP, and ZeroMQ under CURVE.
 
-A pipe carries buffers that both ends know the sizes of, in one direction, without frames of its own. All waits are
-bounded; errors are OSError. On plain TCP each call's bytes are followed by a keyed hash, so that nobody on the network
-can change, add or repeat a byte without the receiver's refusal.
+A pipe carries buffers whose sizes both ends know, in one direction, without frames of its own. All waits are bounded;
+errors are OSError. On plain TCP a tag follows the bytes of each call, so that nobody on the network can change, add or
+repeat a byte without the receiver's refusal (`rlmesh.wire.key_proof`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmesh.runtime.process import clock
+from rlmesh.runtime.transport.inet import family_of, join_host_port, split_host_port
+from rlmesh.wire.key_proof import HASH_BYTES, NONCE_BYTES, MessageTags, is_equal, keyed_hash, make_nonce
 
 if TYPE_CHECKING:
     import zmq
 
 SLICE_S = 0.05
-"""How often a sender that waits looks whether it was stopped."""
-NONCE_BYTES = 32
+"""Interval at which a waiting sender checks whether it was stopped."""
 PART_BYTES = 512 << 10
 MAX_STRANGERS = 64
 
 
 class Pipe(Protocol):
     def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
-        """Send all; ends with an error as soon as ``stopped`` says so."""
+        """Send all buffers; raises StoppedSending as soon as ``stopped`` returns True."""
         ...
 
     def receive(self, buffers: Sequence[memoryview], timeout_s: float) -> None:
-        """Fill all."""
+        """Fill all buffers."""
         ...
 
     def close(self) -> None: ...
 
 
 class StoppedSending(OSError):
-    """A sink has failed, so nobody waits for the rest."""
+    """A sink has failed, so no sink waits for the rest."""
 
 
 class AlteredBytes(ConnectionError):
-    """The bytes that arrived are not those that the source sent."""
-
-
-def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, role + nonce, "sha256")
-
-
-class _Tags:
-    """The keyed hashes (HMAC-SHA-256) of one connection, one after the bytes of each call.
-
-    Args:
-        secret: of the session.
-        nonces: of both sides, so that no two connections have one key.
-    """
-
-    def __init__(self, secret: bytes, nonces: bytes) -> None:
-        self._key = hmac.digest(secret, b"bytes" + nonces, "sha256")
-        self._count = 0
-
-    def begin(self) -> hmac.HMAC:
-        """The hash of the next call's bytes, which the caller adds."""
-        digest = hmac.new(self._key, self._count.to_bytes(8, "little"), hashlib.sha256)
-        self._count += 1
-        return digest
+    """The bytes that arrived are not the bytes that the source sent."""
 
 
 class PlainPipe:
     """TCP, with a handshake in which each side proves that it knows the secret."""
 
-    def __init__(self, connection: socket.socket, tags: _Tags) -> None:
-        self._socket, self._tags = connection, tags
+    def __init__(self, connection: socket.socket, secret: bytes, nonces: bytes) -> None:
+        self._socket, self._tags = connection, MessageTags(keyed_hash(secret, b"rlm-bytes", nonces))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
     def to(cls, address: str, secret: bytes, timeout_s: float) -> PlainPipe:
-        """Connect; of the two, this side proves itself first."""
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        """Connect; this side proves itself first."""
+        connection = socket.create_connection(split_host_port(address), timeout_s)
         try:
             theirs = _read(connection, NONCE_BYTES)
-            mine = secrets.token_bytes(NONCE_BYTES)
-            connection.sendall(_proof(secret, b"sink", theirs) + mine)
-            if not hmac.compare_digest(_read(connection, NONCE_BYTES), _proof(secret, b"source", mine)):
-                raise ConnectionError(f"whoever listens at {address} does not know the session's secret")
+            mine = make_nonce()
+            connection.sendall(keyed_hash(secret, b"rlm-sink", theirs + mine) + mine)
+            if not is_equal(_read(connection, HASH_BYTES), keyed_hash(secret, b"rlm-source", theirs + mine)):
+                raise ConnectionError(f"the process that listens at {address} does not know the session's secret")
         except BaseException:
             connection.close()
             raise
-        return cls(connection, _Tags(secret, theirs + mine))
+        return cls(connection, secret, theirs + mine)
 
     def send(self, buffers: Sequence[memoryview], timeout_s: float, stopped: Callable[[], bool]) -> None:
         end, tag = clock.now() + timeout_s, self._tags.begin()
@@ -116,10 +91,10 @@ class PlainPipe:
             self._receive(buffer.cast("B"), end, tag)
         theirs = bytearray(tag.digest_size)
         self._receive(memoryview(theirs), end, None)
-        if not hmac.compare_digest(theirs, tag.digest()):
+        if not is_equal(theirs, tag.digest()):
             raise AlteredBytes(
-                "the weights that arrived are not those that were sent: somebody on the network may be changing bytes. "
-                "They are dropped; without RLMESH_PRIVATE_NETWORK the connection is encrypted"
+                "the weights that arrived are not the weights that were sent: somebody on the network may be changing "
+                "bytes. They are dropped; without RLMESH_PRIVATE_NETWORK the connection is encrypted"
             )
 
     def _receive(self, rest: memoryview, end: float, tag: hmac.HMAC | None) -> None:
@@ -129,7 +104,7 @@ class PlainPipe:
                 count = self._socket.recv_into(rest)
             except TimeoutError:
                 if clock.now() < end:
-                    continue  # the process stood still
+                    continue  # the process was suspended
                 raise
             if not count:
                 raise ConnectionResetError("the source closed the connection")
@@ -141,19 +116,17 @@ class PlainPipe:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other side was first
+            pass  # the other side closed first
         self._socket.close()
 
 
 class PlainListener:
-    """Waits for the one peer that knows the secret."""
+    """Accepts the one peer that knows the secret."""
 
     def __init__(self, host: str, secret: bytes) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._secret = secret
-        self._socket = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
-        port = self._socket.getsockname()[1]
-        self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+        self._socket = socket.create_server((host, 0), family=family_of(host), backlog=MAX_STRANGERS)
+        self.address = join_host_port(host, self._socket.getsockname()[1])
 
     def accept(self, timeout_s: float) -> PlainPipe:
         end = clock.now() + timeout_s
@@ -161,16 +134,16 @@ class PlainListener:
             self._socket.settimeout(max(1e-3, end - clock.now()))
             connection, _ = self._socket.accept()
             try:
-                # A stranger that says nothing holds up others for a second.
+                # A silent stranger delays others for a second.
                 connection.settimeout(1.0)
-                nonce = secrets.token_bytes(NONCE_BYTES)
-                connection.sendall(nonce)
-                answer = _read(connection, 2 * NONCE_BYTES)
-                proof, theirs = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-                if hmac.compare_digest(proof, _proof(self._secret, b"sink", nonce)):
-                    connection.sendall(_proof(self._secret, b"source", theirs))
+                mine = make_nonce()
+                connection.sendall(mine)
+                answer = _read(connection, HASH_BYTES + NONCE_BYTES)
+                proof, nonces = answer[:HASH_BYTES], mine + answer[HASH_BYTES:]
+                if is_equal(proof, keyed_hash(self._secret, b"rlm-sink", nonces)):
+                    connection.sendall(keyed_hash(self._secret, b"rlm-source", nonces))
                     self.close()
-                    return PlainPipe(connection, _Tags(self._secret, nonce + theirs))
+                    return PlainPipe(connection, self._secret, nonces)
             except OSError:
                 pass
             connection.close()
@@ -232,7 +205,7 @@ class CurvePipe:
 
         if not self._pair.closed:
             try:
-                self._pair.send(b"", zmq.NOBLOCK)  # ZeroMQ does not tell that a peer has gone
+                self._pair.send(b"", zmq.NOBLOCK)  # ZeroMQ does not report that a peer has gone
             except zmq.ZMQError:
                 pass
             self._pair.close(linger=200)
@@ -240,7 +213,7 @@ class CurvePipe:
 
 
 class CurveListener:
-    """Waits for the one peer that knows the secret."""
+    """Accepts the one peer that knows the secret."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         from rlmesh.runtime.connections.security import CurveKeys
@@ -249,9 +222,9 @@ class CurveListener:
         keys = CurveKeys(secret)
         self._pair.curve_server = True
         self._pair.curve_publickey, self._pair.curve_secretkey = keys.listener
-        shown = f"[{host}]" if ":" in host else host
         self._pair.ipv6 = ":" in host
-        self.address = f"{shown}:{self._pair.bind_to_random_port(f'tcp://{shown}')}"
+        bare = f"[{host}]" if ":" in host else host
+        self.address = join_host_port(host, self._pair.bind_to_random_port(f"tcp://{bare}"))
         self._accepted = False
 
     def accept(self, timeout_s: float) -> CurvePipe:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlmesh.memory.attach import Attachments, writable
-from rlmesh.memory.layout import DIRECTORY, Descriptor, LoanReturn
+from rlmesh.memory.layout import DIRECTORY, Descriptor, SlotRelease
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.weights.channels.base import BucketTransfer, ChannelBroken, ChannelReceiver, ChannelSender, RouteSettings
 from rlmesh.weights.planning.buckets import Bucket
@@ -71,7 +71,7 @@ class ShmSender(ChannelSender):
         settings = self._settings
         filler = _BucketFiller(bucket, tensors, settings.verify, self._copier)
         frame = self._written(filler, bucket.index, self._clock() + settings.timeout_s)
-        references = {sink: self.pool.lend(frame, sink) for sink in settings.sinks}
+        references = {sink: self.pool.add_ref(frame, sink) for sink in settings.sinks}
         return BucketTransfer(bucket, filler.checksums, references)
 
     def _written(self, filler: _BucketFiller, bucket: int, deadline: float) -> memoryview:
@@ -94,7 +94,7 @@ class ShmSender(ChannelSender):
 
     def taken(self, transfer: BucketTransfer) -> None:
         for sink, reference in transfer.data.items():
-            self.pool.give_back([LoanReturn(reference.segment, reference.slot, reference.generation, 1)], sink)
+            self.pool.release([SlotRelease(reference.segment, reference.slot, reference.generation, 1)], sink)
         transfer.data = {}
 
     def abandon(self) -> None:

@@ -19,7 +19,7 @@ from concurrent.futures import Future as PlainFuture
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlmesh.runtime.calling.pending import wait_about
+from rlmesh.runtime.calling.busy_poll import wait_about
 from rlmesh.weights.channels.base import BucketTransfer, ChannelBroken, ChannelSender
 from rlmesh.wire.envelope import ANY_INCARNATION
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlmesh.errors import AuthenticationFailed
 from rlmesh.wire.envelope import Frames
-from rlmesh.wire.seal import Seal
+from rlmesh.wire.key_proof import Seal
 
 KEY = b"k" * 32
 
