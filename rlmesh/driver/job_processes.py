@@ -20,8 +20,7 @@ class ProcessWatch:
     """Watches master and agents as soon as their pids are known.
 
     The job ends with the first node's agent, whose child the master is. Other deaths are handled by the master, or, for
-    the
-    master, by its agent.
+    the master, by its agent.
     """
 
     def __init__(self) -> None:
