@@ -37,7 +37,8 @@ os.wait()
 
 
 @pytest_asyncio.fixture
-async def table() -> AsyncIterator[ProcessTable]:
+async def table(stall_watch: object) -> AsyncIterator[ProcessTable]:
+    """A table in this process. The watcher of stalls must run before this process adopts orphans, or it is one."""
     ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
     table = ProcessTable()
     yield table
