@@ -64,6 +64,8 @@ class JobManager:
         self._losses = NodeLosses(self._state, failover, placements, self._recoveries)
         self._failures = FailureHandler(self._state, failover, placements, self._recoveries, self._ending)
         self._health = HealthWatch(self._state, self._failures.died)
+        self.activity_of: Callable[[Member], str] = lambda member: ""
+        """Returns what a member that does not answer is doing, for messages; empty if nothing is known."""
         self.watcher: Callable[[ev.Event, Sequence[ev.Action], float], None] | None = None
         """Called with each handled event, the actions that followed, and the time."""
 
@@ -301,7 +303,9 @@ class JobManager:
 
     def _check_deadlines(self, now: float) -> None:
         if self._state.undecided and not self._failures:
-            for weight, info in self.decisions.deadlines.passed(self.context, now, self._state.last_lines):
+            for weight, info in self.decisions.deadlines.passed(
+                self.context, now, self._state.last_lines, self.activity_of
+            ):
                 self._failures.fail(weight, info, now)
             if self.context.stage == "starting":
                 self.context.note = self.decisions.deadlines.waiting_for(self.context, now) or self.context.note

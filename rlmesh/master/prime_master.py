@@ -135,7 +135,7 @@ class PrimeMaster:
         self._circles: CircleWatch | None = None
         self._activities = Activities()
         self._activity_poller = ActivityPoller(self._activities, self._agents_with_members)
-        self._executor.doing = self._activity_of
+        self._executor.doing = self.manager.activity_of = self._activity_of
         self._observer = Observer(self.manager, runtime, self._clock, self._last_activity_of)
 
     async def serve(self) -> None:

@@ -267,6 +267,15 @@ def test_member_that_never_gets_ready(bound: bool, limit_s: float, what: str) ->
     assert message == f"{what}; its last log lines:\nend of /runs/toy/logs/TRAINER-0.log"
 
 
+def test_a_member_that_is_stopped_while_it_starts_is_told_so() -> None:
+    bench = Bench(job(role("TRAINER")))
+    bench.manager.activity_of = lambda member: f"stopped for {member.placement.rank + 4} s"
+    bench.register()
+    bench.tick(20.0)
+    message = bench.manager.context.failures[0].message
+    assert "did not start and bind its endpoint within 20 s (stopped for 4 s), see limits(start_s=…)" in message
+
+
 def test_teardown_that_hangs_is_ended_and_the_job_still_succeeds() -> None:
     bench = Bench(job(role("TRAINER"), role("A")))
     bench.running()

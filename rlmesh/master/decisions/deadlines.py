@@ -25,9 +25,17 @@ class WaitDeadlines:
     exits_at: float | None = None
 
     def passed(
-        self, context: JobContext, now: float, last_lines: Callable[[str], tuple[str, ...]]
-    ) -> Iterator[tuple[Weight, FailureInfo]]:
-        """Yield one failure for each start that took too long."""
+        self, context: JobContext, now: float, last_lines: Callable[[str], tuple[str, ...]],
+        activity_of: Callable[[Member], str] = lambda member: "",
+    ) -> Iterator[tuple[Weight, FailureInfo]]:  # fmt: skip
+        """Yield one failure for each start that took too long.
+
+        Args:
+            context: the job.
+            now: seconds since the epoch.
+            last_lines: reads the end of a member's log.
+            activity_of: returns a text such as ``stopped for 4 s``; empty if nothing is known.
+        """
         if self.agents_at is not None and now >= self.agents_at:
             missing = sorted(set(range(context.spec.nnodes)) - set(context.nodes))
             nodes = ", ".join(map(str, missing))
@@ -43,7 +51,8 @@ class WaitDeadlines:
                 lines = last_lines(member.log_path)
                 tail = "\n".join(("its last log lines:", *lines)) if lines else "its log is empty"
                 who = f"{member.name} (pid {member.pid or 'unknown'})"
-                message = f"{who} did not {awaited} within {limit:g} s, see limits({name}=…); {tail}"
+                doing = f" ({activity})" if (activity := activity_of(member)) else ""
+                message = f"{who} did not {awaited} within {limit:g} s{doing}, see limits({name}=…); {tail}"
                 yield Weight.OWN, FailureInfo(message, *member.id, at=now)
 
     def waiting_for(self, context: JobContext, now: float) -> str:
