@@ -63,6 +63,7 @@ class Trainer:
 
     def run(self) -> None:
         self.fit()
+        self.weight_sync.close()
         self.export()
 
     def fit(self) -> None:

@@ -1,4 +1,4 @@
-"""Who can have written a checkpoint: only its reader, or root, unless the reader says otherwise."""
+"""Checks that no user but the reader and root can have written a checkpoint."""
 
 from __future__ import annotations
 
