@@ -20,7 +20,7 @@ from rlmesh import Future, FutureSequence, RLRoleType, RoleGroup, WeightSync
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlmesh.rl.engines.rollout import Sample, SamplingParams
+    from rlmesh.rl import Sample, SamplingParams
 
     from .common import Batch, Experience
 

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from rlmesh import ReceivesWeights, RoleGroup, SendsWeights, WeightSync, current_worker, rpc
 from rlmesh.errors import CallError, WeightSyncError
+from rlmesh.rl import DDPEngine, Sample, SamplingParams, TrainingOptions
 from rlmesh.rl.drift import DriftAlarm, drift
-from rlmesh.rl.engines.rollout import Sample, SamplingParams
-from rlmesh.rl.engines.training.ddp import DDPEngine
 from rlmesh.rl.engines.training.forward import response_log_probs
-from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.group_advantages import grpo
 from rlmesh.rl.losses import aggregate, ppo_clip_loss, valid_count
 
@@ -129,7 +127,7 @@ class Rollout(ReceivesWeights):
     def init(self) -> None:
         if hasattr(self, "engine"):
             return  # the actor went back, and this engine is pushed its weights
-        from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
+        from rlmesh.rl import VllmEngine
 
         self.engine = VllmEngine(str(model_folder()), dtype="float32", max_model_len=256, max_num_seqs=64)
         self.receive_weights(self.engine.sink)

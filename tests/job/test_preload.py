@@ -72,6 +72,13 @@ def test_rlmesh_itself_is_followed(package: Path) -> None:
     assert "torch" in preload("preload_me.actor.Actor")
 
 
+def test_names_that_are_imported_at_their_first_use_are_followed(package: Path) -> None:
+    (package / "light.py").write_text("from rlmesh.rl import Sample, TrainingEngine\nclass Light: ...\n")
+    (package / "actor.py").write_text("from rlmesh.rl import TransformersEngine\nclass Actor: ...\n")
+    assert preload("preload_me.light.Light") == ()
+    assert "torch" in preload("preload_me.actor.Actor")
+
+
 def test_scripts_and_what_cannot_be_read(package: Path) -> None:
     script = package / "train.py"
     script.write_text("import torch\n")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import rlmesh
 from rlmesh.job.entry_points.entry import EntryPoint
-from rlmesh.job.entry_points.source_scan import absolute_name, top_level
+from rlmesh.job.entry_points.source_scan import absolute_name, lazy_source, top_level
 
 __all__ = ["needs_preload"]
 
@@ -88,6 +88,10 @@ def _follow(module: str, found: Import, wanted: set[str], folders: Sequence[Path
     elif top in sys.stdlib_module_names or top in QUICK or not top:
         return []
     local = [*_files(module, folders), *_files(f"{module}.{attribute}", folders)]
+    for name, file in _files(module, folders):
+        source, _ = lazy_source(file, attribute) if name == module else ("", "")
+        if source:
+            local += _files(absolute_name(source, name, file), folders)
     unknown = not local and found.at_top and not _is_namespace(top, folders)
     return None if unknown else local
 

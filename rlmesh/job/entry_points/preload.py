@@ -14,7 +14,7 @@ from pathlib import Path
 
 import rlmesh
 from rlmesh.job.entry_points.entry import Resolved
-from rlmesh.job.entry_points.source_scan import absolute_name, import_root, module_file, top_level
+from rlmesh.job.entry_points.source_scan import absolute_name, import_root, lazy_source, module_file, top_level
 
 __all__ = ["HEAVY", "MAX_MODULES", "find_preload"]
 
@@ -94,6 +94,9 @@ def _local_modules(module: str, attribute: str, roots: set[Path]) -> Iterator[tu
             continue
         if path is not None and import_root(name, path) in roots:
             yield name, path
+            source, attribute_there = lazy_source(path, attribute) if name == module else ("", "")
+            if source:
+                yield from _local_modules(absolute_name(source, name, path), attribute_there, roots)
 
 
 def _imports_of(path: Path) -> tuple[tuple[str, str], ...]:
