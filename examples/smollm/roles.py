@@ -147,8 +147,8 @@ class Trainer:
 
     def run(self) -> None:
         self.config = config = job_config()
-        self.actor: RoleGroup[Any] = RoleGroup("ACTOR")
-        self.rollout: RoleGroup[Any] = RoleGroup("ROLLOUT")
+        self.actor = RoleGroup(Actor)
+        self.rollout = RoleGroup(Rollout)
         train = Tasks(config.task, config.steps * config.prompts, config.seed)
         heldout = Tasks(config.task, config.heldout, config.seed + 1_000_000)
         found: dict[str, Any] = {"reward": [], "seconds": []}
@@ -166,7 +166,7 @@ class Trainer:
                     metrics = self.step(train, step + 1)
                     sync.push(step + 1).result()
                     if (step + 1) % config.save_every == 0:
-                        self.actor.call("save").result()
+                        self.actor.call(Actor.save).result()
                 except (CallError, WeightSyncError) as error:
                     if not current_worker().events(wait_s=2.0):
                         raise  # nobody has restarted: the error is one of this program
@@ -185,8 +185,8 @@ class Trainer:
 
     def begin(self, sync: WeightSync) -> int:
         """Set both roles up, or up again after a restart; gives the step that they stand at."""
-        step: int = self.actor.call("init").result()[0]
-        self.rollout.call("init").result()
+        step = self.actor.call(Actor.init).result()[0]
+        self.rollout.call(Rollout.init).result()
         from transformers import AutoTokenizer
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
@@ -201,7 +201,7 @@ class Trainer:
         rewards = self.scores(tasks, numbers, samples)
         advantages = grpo(torch.tensor(rewards), torch.tensor(numbers))
         batch = Batch.of(samples, advantages, self.tokenizer.pad_token_id or 0)
-        report = self.actor.call("update", batch, step - 1).result()[0]
+        report = self.actor.call(Actor.update, batch, step - 1).result()[0]
         return {"reward_mean": mean(rewards), **report}
 
     def accuracy(self, tasks: Tasks) -> float:
@@ -217,8 +217,7 @@ class Trainer:
             )["input_ids"]
             for number in numbers
         ]
-        samples: list[Sample] = self.rollout.call("generate", prompts, params).result()[0]
-        return samples
+        return self.rollout.call(Rollout.generate, prompts, params).result()[0]
 
     def scores(self, tasks: Tasks, numbers: Sequence[int], samples: Sequence[Sample]) -> list[float]:
         texts = [self.tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in samples]

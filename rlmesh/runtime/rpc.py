@@ -191,6 +191,20 @@ def method_name(method: Any) -> str:
     return name
 
 
+def has_parameter(method: Any, name: str) -> bool | None:
+    """Whether the method that was passed to ``call`` has a parameter of that name; None if that cannot be told: it was
+    named by text, or takes any keyword."""
+    if isinstance(method, str):
+        return None
+    try:
+        parameters = inspect.signature(_underlying(method)).parameters
+    except (TypeError, ValueError):
+        return None
+    if name in parameters:
+        return True
+    return None if any(found.kind is found.VAR_KEYWORD for found in parameters.values()) else False
+
+
 def exported(obj: object) -> dict[str, Callable[..., Any]]:
     """The ``@rpc`` methods of an object (bound), by remote name; of a module, its top-level functions."""
     if isinstance(obj, ModuleType):

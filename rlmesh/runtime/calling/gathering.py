@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlmesh.errors import GroupCallError
@@ -11,13 +11,22 @@ from rlmesh.runtime.process import clock
 
 
 class GroupOutcomes(list[Any]):
-    """Results of all members, errors in their places: what ``return_exceptions=True`` gives."""
+    """Results of all members, errors in their places: what ``options(return_exceptions=True)`` gives.
+
+    Attributes:
+        ranks: the rank of the member that each of them comes from.
+    """
+
+    def __init__(self, outcomes: Iterable[Any] = (), ranks: Sequence[int] | None = None) -> None:
+        super().__init__(outcomes)
+        self.ranks = tuple(range(len(self))) if ranks is None else tuple(ranks)
 
     def raise_all(self) -> None:
         """Raise a `GroupCallError` if any member failed."""
-        failures = {rank: value for rank, value in enumerate(self) if isinstance(value, Exception)}
+        outcomes = dict(zip(self.ranks, self, strict=True))
+        failures = {rank: value for rank, value in outcomes.items() if isinstance(value, Exception)}
         if failures:
-            results = {rank: value for rank, value in enumerate(self) if rank not in failures}
+            results = {rank: value for rank, value in outcomes.items() if rank not in failures}
             raise group_error(failures, results)
 
 
@@ -74,7 +83,9 @@ class _Gathered:
         return self._futures if self._plain else None
 
 
-def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -> Future[list[Any]]:
+def gather(
+    futures: Sequence[Future[Any]], *, return_exceptions: bool = False, ranks: Sequence[int] | None = None
+) -> Future[list[Any]]:
     """All results in order, or the first failure as soon as it is there."""
     whole: Future[list[Any]] = Future(_Gathered(futures, plain=not return_exceptions))
     left = len(futures)
@@ -89,11 +100,13 @@ def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -
             left -= 1
             last = left == 0
         if last and whole._state is PENDING:
-            outcomes = GroupOutcomes(map(_outcome, futures)) if return_exceptions else [f.result() for f in futures]
-            resolve(whole, outcomes)
+            resolve(whole, collected() if return_exceptions else [f.result() for f in futures])
+
+    def collected() -> GroupOutcomes:
+        return GroupOutcomes(map(_outcome, futures), ranks)
 
     if not futures:
-        whole.set_result([])
+        whole.set_result(collected() if return_exceptions else [])
     for future in futures:
         future.heard()  # What fails is the whole.
         future.on_value(one_done)
