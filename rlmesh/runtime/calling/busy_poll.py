@@ -3,7 +3,8 @@
 A core that has gone idle needs longer to wake than most short calls take: 30 to 60 µs on a virtual machine, of 150. And
 an answer that the runtime's loop reads for another thread wakes two threads, one after the other. So whoever waits for
 the only call on its way, of a member whose last answer was quick, looks for the answer itself, until it is there or no
-longer quick: a loop between its other tasks, which run meanwhile as ever, a plain thread without a pause.
+longer quick: a loop between its other tasks, which run meanwhile as ever, a plain thread without a pause. Calls to the
+job's master and agents do not count: some wait there until something happens.
 
 Where the waiting thread is not the runtime's own, it reads the connection in the loop's place (`StreamLink.read_here`),
 and takes nothing but a lone answer that carries its value with it; everything else stays with the loop.
@@ -75,7 +76,7 @@ class BusyPoll:
         return (
             (self._call is None or not self._goes_on(self._call))  # A loop that was stopped leaves its call here.
             and peer is not None
-            and call.table.on_their_way() == 1
+            and call.table.is_alone(call)
             and (threading.get_ident() == self._thread or isinstance(peer.channel.link, StreamLink))
         )
 

@@ -96,10 +96,18 @@ class Knowledge:
         with self._lock:
             return [*peer.pending.values(), *peer.waiting]
 
-    def on_their_way(self) -> int:
-        """Calls that were sent and not answered."""
+    def is_alone(self, call: PendingCall) -> bool:
+        """True if no other call to a member was sent and is not answered yet.
+
+        Calls to the job's own processes (``@master``, ``@agent``) do not count: a service's question after changes of
+        the job waits at the master for as long as nothing changes.
+        """
         with self._lock:
-            return sum(len(peer.pending) for peer in self._peers.values())
+            return all(
+                other is call or other.name.startswith("@")
+                for peer in self._peers.values()
+                for other in peer.pending.values()
+            )
 
     def waiting(self, call: PendingCall) -> Waiting:
         """Whom a call waits for, and what is known of it."""
