@@ -90,6 +90,7 @@ class BusyPoll:
         else:
             self.turns += 1
         if self._goes_on(call):
+            os.sched_yield()  # As in `block`.
             loop.call_soon(self._turn, call, loop)
         else:
             self._call = None
