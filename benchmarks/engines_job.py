@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlmesh import ModuleSource, ReceivesWeights, RoleGroup, SendsWeights, WeightSync, current_worker, rpc
-from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl import SamplingParams
 
 BETWEEN_S = 0.1
 """From one push to the next while requests run, so that they come on."""
@@ -44,8 +44,7 @@ class Actor(SendsWeights):
 
 class Rollout(ReceivesWeights):
     def setup(self) -> None:
-        from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine
-        from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
+        from rlmesh.rl import AsyncVllmEngine, VllmEngine
 
         kind: Any = AsyncVllmEngine if config()["kind"] == "async" else VllmEngine
         self.engine: Any = kind(

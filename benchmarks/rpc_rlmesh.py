@@ -1,4 +1,4 @@
-"""rlmesh: an embedded runtime on the caller's loop; members are processes of their own, and for two rows a job's.
+"""rlmesh: an embedded runtime on the caller's loop; members are processes of their own, and for some rows a job's.
 
 As a program (``python rpc_rlmesh.py RANK FOLDER``) it is a member: reads the key from its standard input, prints
 its endpoint, reads everybody's endpoints, and ends when its input does.
@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.default_runtime import set_default_runtime
 
 ROLE = "MEMBER"
+OF_JOBS = ("echo_service", "echo_joined", "echo_trainer", "members_8", "death")
+"""Rows of a job that a program of its own runs: `rpc_job`."""
 JOB_LIMIT_S = 60.0
 END_LIMIT_S = 10.0
 
@@ -48,7 +51,7 @@ class Peer:
         self._folder = folder
 
     def own_rows(self) -> dict[str, Callable[[], Awaitable[dict[str, float]]]]:
-        return {"members_8": lambda: self._of_job("members_8"), "death": lambda: self._of_job("death")}
+        return {row: partial(self._of_job, row) for row in OF_JOBS}
 
     async def _of_job(self, row: str) -> dict[str, float]:
         """A figure of a job that is submitted by a program of its own."""

@@ -12,7 +12,7 @@ class Greeter:
 class Trainer:
     def run(self) -> None:
         names = ["Ada", "Alan", "Emmy", "Grace", "Kurt"]
-        for greeting in RoleGroup("GREETER").call_batch("greet", len(names), names):
+        for greeting in RoleGroup("GREETER").call_batch(Greeter.greet, names):
             print(greeting)
 
 

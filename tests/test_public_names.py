@@ -2,54 +2,90 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rlmesh
+import rlmesh.rl
+from rlmesh import (
+    BaseWorkload,
+    DLConfig,
+    JobHandle,
+    JobStatus,
+    Mesh,
+    RoleGroup,
+    WeightSync,
+    WorkerContext,
+    current_worker,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC = [
+    "Alarm",
     "ArraySink",
     "ArraySource",
     "BaseRLTrainer",
     "BaseRLWorkload",
     "BaseTrainer",
     "BaseWorkload",
+    "CallOptions",
     "CustomWorkloadDesc",
     "DLConfig",
     "DLJob",
     "DLJobBuilder",
+    "DeviceLease",
     "ElasticWorkloadDesc",
+    "ExitInfo",
+    "FailureInfo",
     "Future",
     "FutureSequence",
+    "GroupOutcomes",
+    "JobHandle",
+    "JobInfo",
+    "JobResult",
+    "JobStatus",
     "Manifest",
     "MemberHandle",
+    "MemberStatus",
     "Mesh",
+    "MetricRecord",
     "ModuleSink",
     "ModuleSource",
+    "NetworkOptions",
+    "Plan",
     "PrimeMaster",
+    "PushReport",
     "RLJobBuilder",
     "RLRoleType",
     "ReceivesWeights",
     "ResourceDesc",
+    "ResourcePoolManager",
     "RestartEvent",
     "RestartPolicy",
+    "RestartRecord",
+    "Resume",
     "RoleGroup",
     "Runtime",
     "SendsWeights",
     "SimpleWorkloadDesc",
+    "StopRequest",
     "Stream",
     "Subgraph",
+    "Subgraphs",
     "TensorSpec",
     "VersionGate",
     "VersionSpans",
+    "WeightPlan",
     "WeightSink",
     "WeightSource",
     "WeightSync",
+    "WorkerContext",
     "ZeroSource",
     "__version__",
     "current_worker",
@@ -58,6 +94,23 @@ PUBLIC = [
     "shared",
 ]
 """A name that leaves this list breaks somebody's program; one that joins it is a promise."""
+
+RL = [
+    "AsyncVllmEngine",
+    "DDPEngine",
+    "DeepSpeedEngine",
+    "FSDP2Engine",
+    "RolloutEngine",
+    "Sample",
+    "SamplingParams",
+    "Saving",
+    "StepReport",
+    "TrainingEngine",
+    "TrainingOptions",
+    "TransformersEngine",
+    "VllmEngine",
+]
+"""The names of ``rlmesh.rl``, whose modules are imported on first use."""
 
 HEAVY = ["torch", "numpy", "pydantic", "zmq", "uvloop", "msgpack", "xxhash", "rich", "asyncio"]
 
@@ -70,6 +123,44 @@ def test_public_names_are_pinned() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_each_name_is_there(name: str) -> None:
     assert getattr(rlmesh, name) is not None
+
+
+def test_what_users_receive_can_be_annotated() -> None:
+    """What `start`, `submit`, `current_worker`, `push` and their like give, down to the fields of a status."""
+    given: list[Any] = [
+        DLConfig.start, JobHandle.result, vars(JobHandle)["status"].fget, DLConfig.plan, BaseWorkload.on_stop,
+        current_worker, vars(WorkerContext)["resume"].fget, WorkerContext.step_boundary, WorkerContext.device_lease,
+        WeightSync.push, WeightSync.plan, RoleGroup.options, Mesh.subgraphs, WorkerContext, JobStatus,
+    ]  # fmt: skip
+    named = {word for thing in given for text in annotations_of(thing) for word in re.findall(r"[A-Z]\w+", text)}
+    builtin = {"Any", "Callable", "Enum", "Literal", "Mapping", "None", "Path", "Sequence", "Stage", "View", "A"}
+    internal = {"ControlLink", "LeaseLink", "SharedLease", "Hook", "ClusterLike"}
+    assert named - builtin - internal - set(PUBLIC) == set()
+
+
+def annotations_of(thing: Any) -> list[str]:
+    return [value for value in vars(thing).get("__annotations__", thing.__annotations__).values() if value]
+
+
+def test_the_names_of_the_rl_layer_are_pinned_and_load_no_torch() -> None:
+    program = (
+        "import sys, rlmesh.rl; from rlmesh.rl import RolloutEngine, Sample, SamplingParams, TrainingEngine, "
+        "TrainingOptions; print(sorted(set(sys.modules) & {'torch', 'numpy', 'transformers', 'vllm'}))"
+    )
+    assert fresh_interpreter(program).strip() == "[]"
+    assert rlmesh.rl.__all__ == RL
+    assert set(RL) < set(dir(rlmesh.rl))
+
+
+@pytest.mark.parametrize("name", RL)
+def test_each_name_of_the_rl_layer_is_there(name: str) -> None:
+    pytest.importorskip("torch")
+    assert getattr(rlmesh.rl, name) is not None
+
+
+def test_a_wrong_name_of_the_rl_layer_is_answered_with_the_right_ones() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'FSDPEngine'.*FSDP2Engine"):
+        rlmesh.rl.FSDPEngine  # noqa: B018
 
 
 def test_a_wrong_name_is_answered_with_the_right_ones() -> None:

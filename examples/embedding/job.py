@@ -65,7 +65,7 @@ class Trainer:
             table: Table = defaultdict(list)
             for word, following in itertools.pairwise(words):
                 table[word].append(following)
-            rollout.call("update", step, dict(table)).result()
+            rollout.call(Rollout.update, step, dict(table)).result()
             current_worker().report(step=step, words=len(table))
             if current_worker().step_boundary(step) is not None:
                 return

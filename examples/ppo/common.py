@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlmesh import current_worker
-from rlmesh.rl.engines.rollout import Sample
+from rlmesh.rl import Sample
 
 from .config import PPOConfig
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rlmesh.rl import Sample
 from rlmesh.rl.advantages import gae
 from rlmesh.rl.drift import DriftAlarm, drift
-from rlmesh.rl.engines.rollout import Sample
 from rlmesh.rl.kl import kl_estimate, token_rewards
 from rlmesh.rl.masking import masked_mean, masked_whiten
 

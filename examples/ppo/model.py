@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from rlmesh.rl.engines.rollout import SamplingParams
+from rlmesh.rl import SamplingParams
 from rlmesh.rl.engines.training.forward import response_log_probs
 from rlmesh.rl.engines.transformers import sample_batch
 from rlmesh.rl.losses import aggregate, valid_count

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
 from rlmesh import SendsWeights, rpc
+from rlmesh.rl import TrainingEngine
 from rlmesh.rl.engines.training.forward import response_logits
-from rlmesh.rl.engines.training.protocol import TrainingEngine
 from rlmesh.rl.losses import aggregate, entropy, ppo_clip_loss, token_log_probs
 
 from . import remote_call

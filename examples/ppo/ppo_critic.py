@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
 from rlmesh import rpc
+from rlmesh.rl import TrainingEngine
 from rlmesh.rl.engines.training.forward import response_values
-from rlmesh.rl.engines.training.protocol import TrainingEngine
 from rlmesh.rl.losses import aggregate, value_clip_loss
 
 from . import remote_call

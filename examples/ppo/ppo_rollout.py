@@ -9,8 +9,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from rlmesh import ReceivesWeights, RestartEvent, current_worker, rpc
-from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
-from rlmesh.rl.engines.transformers import TransformersEngine
+from rlmesh.rl import RolloutEngine, Sample, SamplingParams, TransformersEngine
 
 from . import remote_call
 from .common import MAX_LENGTH, job_config, pretrained
@@ -53,8 +52,7 @@ def make_engine(kind: str, model_path: str) -> RolloutEngine:
     """An engine that serves nothing before the first push."""
     if kind == "transformers":
         return TransformersEngine(Qwen2ForCausalLM.from_pretrained(model_path).eval(), pad_token_id=PAD_ID)
-    from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine
-    from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
+    from rlmesh.rl import AsyncVllmEngine, VllmEngine
 
     engines: dict[str, type[VllmEngine] | type[AsyncVllmEngine]] = {"vllm": VllmEngine, "vllm-async": AsyncVllmEngine}
     return engines[kind](model_path, dtype="float32", max_model_len=MAX_LENGTH, max_num_seqs=256)

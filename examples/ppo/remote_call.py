@@ -20,7 +20,7 @@ from rlmesh import Future, FutureSequence, RLRoleType, RoleGroup, WeightSync
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlmesh.rl.engines.rollout import Sample, SamplingParams
+    from rlmesh.rl import Sample, SamplingParams
 
     from .common import Batch, Experience
 
@@ -42,7 +42,7 @@ def _forward(role: RLRoleType, function: Callable[..., Any], batch: Batch) -> Fu
     if rows < ranks:  # a batch call leaves out members without items, but a forward pass of FSDP needs all ranks
         raise ValueError(f"{rows} rows are too few for the {ranks} ranks of {role.name}")
     members = again(role) if role is RLRoleType.REFERENCE else group(role)
-    return members.call_batch(function, rows, batch.sequences, batch.attention_mask, batch.action_mask)
+    return members.call_batch(function, batch.sequences, batch.attention_mask, batch.action_mask)
 
 
 # Rollout engines
@@ -54,7 +54,7 @@ def rollout_init(model_path: str) -> Future[list[None]]:
 
 def rollout_generate(prompt_token_ids: Sequence[list[int]], params: SamplingParams) -> FutureSequence[Sample]:
     """One sample per prompt; the prompts are distributed over the engines."""
-    return again(RLRoleType.ROLLOUT).call_batch(rollout_generate, len(prompt_token_ids), prompt_token_ids, params)
+    return again(RLRoleType.ROLLOUT).call_batch(rollout_generate, prompt_token_ids, params)
 
 
 @cache
@@ -72,7 +72,7 @@ def reward_init(model_path: str) -> Future[list[None]]:
 
 def reward_forward(token_ids: Sequence[list[int]], answers: Sequence[str]) -> FutureSequence[float]:
     """One score per response."""
-    return again(RLRoleType.REWARD).call_batch(reward_forward, len(token_ids), token_ids, answers)
+    return again(RLRoleType.REWARD).call_batch(reward_forward, token_ids, answers)
 
 
 # Reference policy
@@ -126,7 +126,7 @@ def critic_update() -> Future[list[dict[str, float]]]:
 def append_experience(experience: Experience) -> None:
     """Send the experience to actor and critic, to each rank its share."""
     futures = [
-        group(role).call(append_experience, experience.split(len(group(role))), _scatter=True)
+        group(role).options(scatter=True).call(append_experience, experience.split(len(group(role))))
         for role in [RLRoleType.ACTOR, RLRoleType.CRITIC]
     ]
     for future in futures:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmesh import current_worker
 from rlmesh.errors import CallError, SourceRestarted, WeightsNotReady, WeightSyncError
-from rlmesh.rl.engines.rollout import Sample, SamplingParams
+from rlmesh.rl import Sample, SamplingParams
 
 from . import data, remote_call
 from .checkpoints import Checkpoints

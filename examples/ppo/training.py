@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlmesh.rl.engines.training.protocol import TrainingEngine, TrainingOptions
+from rlmesh.rl import TrainingEngine, TrainingOptions
 from rlmesh.rl.losses import valid_count
 
 from .common import Experience
@@ -32,15 +32,15 @@ def make_engine(kind: str, model: nn.Module, config: PPOConfig, *, lr: float) ->
         activation_checkpointing=config.activation_checkpointing,
     )
     if kind == "fsdp2":
-        from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
+        from rlmesh.rl import FSDP2Engine
 
         return FSDP2Engine(model, options, layers=[])  # a tiny model is gathered as a whole
     if kind == "ddp":
-        from rlmesh.rl.engines.training.ddp import DDPEngine
+        from rlmesh.rl import DDPEngine
 
         return DDPEngine(model, options)
     if kind in ("zero1", "zero2", "zero3"):
-        from rlmesh.rl.engines.training.zero import DeepSpeedEngine
+        from rlmesh.rl import DeepSpeedEngine
 
         return DeepSpeedEngine(model, options, stage=int(kind[-1]))
     raise ValueError(f"engine {kind!r}: it is fsdp2, ddp, zero1, zero2 or zero3")

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from rlmesh import ReceivesWeights, RoleGroup, SendsWeights, WeightSync, current_worker, rpc
 from rlmesh.errors import CallError, WeightSyncError
+from rlmesh.rl import DDPEngine, Sample, SamplingParams, TrainingOptions
 from rlmesh.rl.drift import DriftAlarm, drift
-from rlmesh.rl.engines.rollout import Sample, SamplingParams
-from rlmesh.rl.engines.training.ddp import DDPEngine
 from rlmesh.rl.engines.training.forward import response_log_probs
-from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.group_advantages import grpo
 from rlmesh.rl.losses import aggregate, ppo_clip_loss, valid_count
 
@@ -129,7 +127,7 @@ class Rollout(ReceivesWeights):
     def init(self) -> None:
         if hasattr(self, "engine"):
             return  # the actor went back to a checkpoint; this engine stays and gets its weights by a push
-        from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
+        from rlmesh.rl import VllmEngine
 
         self.engine = VllmEngine(str(model_folder()), dtype="float32", max_model_len=256, max_num_seqs=64)
         self.receive_weights(self.engine.sink)
@@ -149,8 +147,8 @@ class Trainer:
 
     def run(self) -> None:
         self.config = config = job_config()
-        self.actor: RoleGroup[Any] = RoleGroup("ACTOR")
-        self.rollout: RoleGroup[Any] = RoleGroup("ROLLOUT")
+        self.actor = RoleGroup(Actor)
+        self.rollout = RoleGroup(Rollout)
         train = Tasks(config.task, config.steps * config.prompts, config.seed)
         heldout = Tasks(config.task, config.heldout, config.seed + 1_000_000)
         found: dict[str, Any] = {"reward": [], "seconds": []}
@@ -168,7 +166,7 @@ class Trainer:
                     metrics = self.step(train, step + 1)
                     sync.push(step + 1).result()
                     if (step + 1) % config.save_every == 0:
-                        self.actor.call("save").result()
+                        self.actor.call(Actor.save).result()
                 except (CallError, WeightSyncError) as error:
                     if not current_worker().events(wait_s=2.0):
                         raise  # no member has restarted: the error is in this program
@@ -187,8 +185,8 @@ class Trainer:
 
     def begin(self, sync: WeightSync) -> int:
         """Set up both roles, also after a restart; returns the step of their weights."""
-        step: int = self.actor.call("init").result()[0]
-        self.rollout.call("init").result()
+        step = self.actor.call(Actor.init).result()[0]
+        self.rollout.call(Rollout.init).result()
         from transformers import AutoTokenizer
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
@@ -203,7 +201,7 @@ class Trainer:
         rewards = self.scores(tasks, numbers, samples)
         advantages = grpo(torch.tensor(rewards), torch.tensor(numbers))
         batch = Batch.of(samples, advantages, self.tokenizer.pad_token_id or 0)
-        report = self.actor.call("update", batch, step - 1).result()[0]
+        report = self.actor.call(Actor.update, batch, step - 1).result()[0]
         return {"reward_mean": mean(rewards), **report}
 
     def accuracy(self, tasks: Tasks) -> float:
@@ -219,8 +217,7 @@ class Trainer:
             )["input_ids"]
             for number in numbers
         ]
-        samples: list[Sample] = self.rollout.call("generate", prompts, params).result()[0]
-        return samples
+        return self.rollout.call(Rollout.generate, prompts, params).result()[0]
 
     def scores(self, tasks: Tasks, numbers: Sequence[int], samples: Sequence[Sample]) -> list[float]:
         texts = [self.tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in samples]

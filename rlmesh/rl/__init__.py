@@ -1,7 +1,8 @@
 """The RL layer: from prompts and rewards to gradients.
 
 The maths is independent of processes and calls: functions take and return tensors, so that each can be tested, read
-and copied alone. Import from the modules themselves:
+and copied alone. Engines and their arguments and results are names of this package, which imports their modules on
+first use: ``from rlmesh.rl import FSDP2Engine, TrainingOptions``. Import the rest from the modules themselves:
 
 ``types``
     Turns, episodes and groups: token ids with a source, from which masks are derived; outcomes of rewards.
@@ -42,3 +43,52 @@ The content of a masked slot, NaN included, changes neither values nor gradients
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlmesh.rl.engines.rollout import RolloutEngine as RolloutEngine
+    from rlmesh.rl.engines.rollout import Sample as Sample
+    from rlmesh.rl.engines.rollout import SamplingParams as SamplingParams
+    from rlmesh.rl.engines.training.ddp import DDPEngine as DDPEngine
+    from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine as FSDP2Engine
+    from rlmesh.rl.engines.training.protocol import Saving as Saving
+    from rlmesh.rl.engines.training.protocol import StepReport as StepReport
+    from rlmesh.rl.engines.training.protocol import TrainingEngine as TrainingEngine
+    from rlmesh.rl.engines.training.protocol import TrainingOptions as TrainingOptions
+    from rlmesh.rl.engines.training.zero import DeepSpeedEngine as DeepSpeedEngine
+    from rlmesh.rl.engines.transformers import TransformersEngine as TransformersEngine
+    from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine as AsyncVllmEngine
+    from rlmesh.rl.engines.vllm.sync_engine import VllmEngine as VllmEngine
+
+_WHERE = {
+    "AsyncVllmEngine": "rlmesh.rl.engines.vllm.async_engine",
+    "DDPEngine": "rlmesh.rl.engines.training.ddp",
+    "DeepSpeedEngine": "rlmesh.rl.engines.training.zero",
+    "FSDP2Engine": "rlmesh.rl.engines.training.fsdp2",
+    "RolloutEngine": "rlmesh.rl.engines.rollout",
+    "Sample": "rlmesh.rl.engines.rollout",
+    "SamplingParams": "rlmesh.rl.engines.rollout",
+    "Saving": "rlmesh.rl.engines.training.protocol",
+    "StepReport": "rlmesh.rl.engines.training.protocol",
+    "TrainingEngine": "rlmesh.rl.engines.training.protocol",
+    "TrainingOptions": "rlmesh.rl.engines.training.protocol",
+    "TransformersEngine": "rlmesh.rl.engines.transformers",
+    "VllmEngine": "rlmesh.rl.engines.vllm.sync_engine",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    where = _WHERE.get(name)
+    if where is None:
+        raise AttributeError(f"module 'rlmesh.rl' has no attribute {name!r}; its names are {', '.join(__all__)}")
+    value = getattr(import_module(where), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rlmesh.errors import UsageError
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.sequence import FutureSequence
 
 T = TypeVar("T")
@@ -57,21 +58,62 @@ def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tupl
     return named + [(f"argument {key!r}", value) for key, value in kwargs.items()]
 
 
+def batch_size(what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], str]:
+    """The number of items of a batch call, the method's own arguments, and the argument that gave the number.
+
+    An int directly after the method is the number of items. Otherwise the number is the length of the first argument
+    that can be split.
+
+    Args:
+        what: the call, for messages.
+
+    Raises:
+        UsageError: no argument has items, or the first is a number of another kind.
+    """
+    first = args[0] if args else None
+    if isinstance(first, int) and not isinstance(first, bool):
+        rest = args[1:]
+        if not any(_may_have_items(value) for value in (*rest, *kwargs.values())):
+            raise UsageError(
+                f"{what}: {first} counts as the number of items, but no argument after it has items. Pass them, as "
+                "lists, tuples, arrays or tensors; to give every member the same arguments, use call()"
+            )
+        return first, rest, ""
+    splittable = [(name, value) for name, value in named_arguments(args, kwargs) if is_splittable(value)]
+    if hasattr(type(first), "__index__") and not isinstance(first, bool) and not is_splittable(first):
+        raise UsageError(
+            f"{what}: is {first!r:.80} ({type(first).__name__}) the number of items? Pass it as an int. If it is the "
+            "method's own argument, pass the number of items before it"
+        )
+    if not splittable:
+        raise UsageError(
+            f"{what}: no argument has items to split. Pass a list, a tuple, an array or a tensor, or the number of "
+            "items directly after the method"
+        )
+    name, value = splittable[0]
+    return len(value), args, name
+
+
+def _may_have_items(value: Any) -> bool:
+    return is_splittable(value) or isinstance(value, Shared | Future)
+
+
 def split_call(
-    size: int, world: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    size: int, world: int, args: Sequence[Any], kwargs: Mapping[str, Any], source: str = ""
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments for each member that gets items of a batch of ``size`` items.
+
+    Args:
+        source: the argument that gave the size, for messages.
 
     Raises:
         UsageError: the length of an argument, which the error names, is not ``size``.
     """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise UsageError(f"call_batch's second argument is the number of items, an int, not {type(size).__name__}")
     for name, value in named_arguments(args, kwargs):
         if is_splittable(value) and len(value) != size:
             raise UsageError(
-                f"{name} of the batch call has {len(value)} items, but the batch has {size}: pass {size} items, "
-                "or wrap it as rlmesh.shared(…) to give it whole to every member"
+                f"{name} of the batch call has {len(value)} items, but {source or 'the batch'} has {size}: pass {size} "
+                "items, or wrap it as rlmesh.shared(…) to give it whole to every member"
             )
     calls = []
     start = 0

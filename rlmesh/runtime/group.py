@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from enum import Enum
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, overload
 
 from rlmesh.errors import RoleNotFound, UsageError
 from rlmesh.runtime.argument_types import require
-from rlmesh.runtime.batch_split import balanced_sizes, scatter_call, split_call
+from rlmesh.runtime.batch_split import balanced_sizes, batch_size, scatter_call, split_call
 from rlmesh.runtime.batch_split import shared as shared
 from rlmesh.runtime.calling.call_stats import CallGroup
 from rlmesh.runtime.calling.gathering import GroupOutcomes, gather
@@ -20,11 +21,12 @@ from rlmesh.runtime.default_runtime import default_runtime
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import A, CallOptions, Items, NoSuchAttribute, P, R, X
 from rlmesh.runtime.handle import MemberHandle as MemberHandle
-from rlmesh.runtime.rpc import method_name
+from rlmesh.runtime.rpc import has_parameter, method_name
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.sequence import FutureSequence
 
 if TYPE_CHECKING:
+    from rlmesh.runtime.group_views import CollectedGroup, ScatteredGroup
     from rlmesh.runtime.streams import Stream
 
 
@@ -94,12 +96,35 @@ class RoleGroup(Generic[A]):
     def __iter__(self) -> Iterator[MemberHandle[A]]:
         return (self[i] for i in range(len(self)))
 
+    @overload
     def options(
         self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
-        window: int | None = None,
+        window: int | None = None, return_exceptions: Literal[True], scatter: Literal[True],
+    ) -> Any: ...  # fmt: skip
+    @overload
+    def options(
+        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
+        window: int | None = None, return_exceptions: Literal[True], scatter: Literal[False] | None = None,
+    ) -> CollectedGroup[A]: ...  # fmt: skip
+    @overload
+    def options(
+        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
+        window: int | None = None, return_exceptions: Literal[False] | None = None, scatter: Literal[True],
+    ) -> ScatteredGroup[A]: ...  # fmt: skip
+    @overload
+    def options(
+        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
+        window: int | None = None, return_exceptions: bool | None = None, scatter: bool | None = None,
+    ) -> RoleGroup[A]: ...  # fmt: skip
+    def options(
+        self, *, timeout_s: float | None = None, idempotent: bool | None = None, queue: bool | None = None,
+        window: int | None = None, return_exceptions: bool | None = None, scatter: bool | None = None,
     ) -> RoleGroup[A]:  # fmt: skip
         """The same members with other options for their calls; see `CallOptions`."""
-        changed = self._options.changed(timeout_s=timeout_s, idempotent=idempotent, queue=queue, window=window)
+        changed = self._options.changed(
+            timeout_s=timeout_s, idempotent=idempotent, queue=queue, window=window,
+            return_exceptions=return_exceptions, scatter=scatter,
+        )  # fmt: skip
         return self._view(self._ranks, changed)
 
     def along(self, *axes: str, **at: int) -> RoleGroup[A]:
@@ -118,11 +143,6 @@ class RoleGroup(Generic[A]):
         ranks = self._outbound().address_book().axes(self.role).along(axes, at)
         return self._view(tuple(rank for rank in ranks if rank in known))
 
-    @overload
-    def call(
-        self, method: Callable[..., Coroutine[Any, Any, Any]] | Callable[..., Any] | str, /, *args: Any,
-        return_exceptions: Literal[True], _scatter: bool = False, **kwargs: Any,
-    ) -> Future[GroupOutcomes]: ...  # fmt: skip
     @overload
     def call(
         self, method: Callable[[A, X], Coroutine[Any, Any, R]], one: X | Items[X], /, *, _scatter: Literal[True],
@@ -161,32 +181,47 @@ class RoleGroup(Generic[A]):
         self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[R]]: ...
     @overload
-    def call(self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]: ...
+    def call(  # type: ignore[overload-overlap]
+        self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
     @overload
     def call(
         self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[R]]: ...
     @overload
-    def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]: ...
+    def call(  # type: ignore[overload-overlap]
+        self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call(
+        self, method: Callable[..., Coroutine[Any, Any, Any]] | Callable[..., Any] | str, /, *args: Any,
+        return_exceptions: Literal[True], _scatter: bool = False, **kwargs: Any,
+    ) -> Future[GroupOutcomes]: ...  # fmt: skip
     @overload
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[list[Any]]: ...
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call every member; the future gives their results by rank.
 
+        With ``options(scatter=True)``, item i of each list, tuple, array or tensor goes to member i. With
+        ``options(return_exceptions=True)``, errors are in the places of results, and ``.raise_all()`` of the result
+        raises them together; otherwise the first error is raised. The keywords ``_scatter=`` and ``return_exceptions=``
+        do the same for one call, unless the method has a parameter of that name.
+
         Args:
             method: the function, the method, its stub, or its name.
-            _scatter: give item i of each list, tuple, array or tensor to member i.
-            return_exceptions: give errors in the places of results instead of raising the first; ``.raise_all()`` of
-                the result raises them together.
         """
-        ranks = self.ranks
-        scatter = return_exceptions = False
-        if kwargs:
-            scatter, return_exceptions = kwargs.pop("_scatter", False), kwargs.pop("return_exceptions", False)
+        ranks, options = self.ranks, self._options
+        scatter, collect = options.scatter, options.return_exceptions
+        if "_scatter" in kwargs and not has_parameter(method, "_scatter"):
+            scatter = kwargs.pop("_scatter")
             require("call(_scatter=…)", scatter, bool, "True or False")
-            require("call(return_exceptions=…)", return_exceptions, bool, "True or False")
+        if "return_exceptions" in kwargs and not (has := has_parameter(method, "return_exceptions")):
+            collect = kwargs.pop("return_exceptions")
+            require("call(return_exceptions=…)", collect, bool, "True or False")
+            if has is None:
+                _warn_of_keyword(method_name(method))
         calls = scatter_call(len(ranks), args, kwargs) if scatter else [(args, kwargs)] * len(ranks)
-        return gather(self._submit(method, ranks, calls), return_exceptions=return_exceptions)
+        return gather(self._submit(method, ranks, calls), return_exceptions=collect, ranks=ranks)
 
     @overload
     def call_rank0(
@@ -247,24 +282,82 @@ class RoleGroup(Generic[A]):
         self, method: Callable[P, Items[R]], size: int, /, *args: P.args, **kwargs: P.kwargs
     ) -> FutureSequence[R]: ...
     @overload
-    def call_batch(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]: ...
-    def call_batch(self, method: Any, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
+    def call_batch(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, Items[R]]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(
+        self, method: Callable[Concatenate[A, P], Items[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(
+        self, method: Callable[P, Coroutine[Any, Any, Items[R]]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(self, method: Callable[P, Items[R]], /, *args: P.args, **kwargs: P.kwargs) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(self, method: str, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]: ...
+    def call_batch(self, method: Any, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Split a batch over the members, balanced to within one item.
 
         Lists, tuples, arrays and tensors (along dim 0) are split. Text, bytes, dicts, scalars, and values that are
         wrapped in ``rlmesh.shared`` are given to each member whole. Members that would get no item are not called.
 
         Args:
-            size: number of items; each splittable argument has this length.
+            method: the function, the method, its stub, or its name.
+            args: the arguments of the method. The number of items may come before them: an int directly after the
+                method is always that number.
 
         Returns:
             The results, one per item. The method returns one result per item of its share.
+
+        Raises:
+            UsageError: no argument has items, or arguments that would be split differ in length.
         """
-        ranks = self.ranks
-        self._check_present(ranks)
-        calls = split_call(size, len(ranks), args, kwargs)
-        futures = self._submit(method, ranks[: len(calls)], calls)
-        return FutureSequence(futures, balanced_sizes(size, len(ranks))[: len(calls)], method_name(method))
+        futures, sizes, ranks = self._split("call_batch", method, args, kwargs)
+        return FutureSequence(futures, sizes, method_name(method), ranks)
+
+    @overload
+    def call_shards(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], size: int, /, *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[list[R]]: ...  # fmt: skip
+    @overload
+    def call_shards(
+        self, method: Callable[Concatenate[A, P], R], size: int, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call_shards(
+        self, method: Callable[P, Coroutine[Any, Any, R]], size: int, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call_shards(
+        self, method: Callable[P, R], size: int, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call_shards(
+        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call_shards(
+        self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call_shards(
+        self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def call_shards(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]: ...
+    @overload
+    def call_shards(self, method: str, /, *args: Any, **kwargs: Any) -> Future[list[Any]]: ...
+    def call_shards(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """Split a batch over the members as `call_batch` does, for methods that return one value for their share.
+
+        Returns:
+            One result per member that got items, by rank, such as the losses of the parts of a batch.
+        """
+        futures, _, ranks = self._split("call_shards", method, args, kwargs, collects=True)
+        return gather(futures, return_exceptions=self._options.return_exceptions, ranks=ranks)
 
     @overload
     def stream(
@@ -282,6 +375,7 @@ class RoleGroup(Generic[A]):
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Stream[Any]: ...
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> Stream[Any]:
         """Call a generator method of every member; items come as they arrive, with ``for`` or ``async for``."""
+        self._check_options("stream")
         ranks = self.ranks
         self._check_present(ranks)
         return self._outbound().stream_group(self.role, ranks, method_name(method), args, kwargs, self._options)
@@ -294,9 +388,37 @@ class RoleGroup(Generic[A]):
     def notify(self, method: str, /, *args: Any, **kwargs: Any) -> None: ...
     def notify(self, method: Any, /, *args: Any, **kwargs: Any) -> None:
         """Call every member without waiting for the end of the calls. The members log errors."""
+        self._check_options("notify")
         ranks = self.ranks
         self._check_present(ranks)
         self._outbound().notify_group(self.role, ranks, method_name(method), args, kwargs, self._options)
+
+    def _split(
+        self, name: str, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, collects: bool = False
+    ) -> tuple[list[Future[Any]], list[int], tuple[int, ...]]:
+        """The calls of a batch, one per member that gets items, with the numbers of items and the ranks."""
+        self._check_options(name, collects=collects)
+        ranks = self.ranks
+        self._check_present(ranks)
+        size, args, source = batch_size(f"{name}({method_name(method)!r}, …)", args, kwargs)
+        calls = split_call(size, len(ranks), args, kwargs, source)
+        sizes, ranks = balanced_sizes(size, len(ranks))[: len(calls)], ranks[: len(calls)]
+        return self._submit(method, ranks, calls), sizes, ranks
+
+    def _check_options(self, what: str, *, collects: bool = False) -> None:
+        """Refuse options that ``what`` would ignore.
+
+        Raises:
+            UsageError: such an option is set.
+        """
+        options = self._options
+        if options.scatter or (options.return_exceptions and not collects):
+            which = (
+                "scatter=True) is for call()"
+                if options.scatter
+                else "return_exceptions=True) is for call() and call_shards()"
+            )
+            raise UsageError(f"options({which} to a group, not for {what}")
 
     def _submit(
         self, method: Any, ranks: tuple[int, ...], calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -328,6 +450,7 @@ class RoleGroup(Generic[A]):
         return view
 
     def _member(self, rank: int) -> MemberHandle[A]:
+        self._check_options("a single member")
         outbound = self._outbound()
         if not outbound.peers.go_together(self.role):
             return MemberHandle(outbound, member_name(self.role, rank), options=self._options)
@@ -353,6 +476,15 @@ class RoleGroup(Generic[A]):
     def __repr__(self) -> str:
         ranks = "" if self._ranks is None else f" ranks {list(self._ranks)}"
         return f"<RoleGroup {self._name}{ranks}>"
+
+
+def _warn_of_keyword(method: str) -> None:
+    warnings.warn(
+        f"call({method!r}, return_exceptions=…) takes return_exceptions as an option of the call, although the method "
+        f"may have a parameter of that name: its parameters are not known here. Use "
+        f"options(return_exceptions=True).call({method!r}, …), or pass the method itself instead of its name",
+        FutureWarning, stacklevel=3,
+    )  # fmt: skip
 
 
 def _arrived(

@@ -54,6 +54,8 @@ class CallOptions:
             again by all of them, in the next incarnation of the group.
         queue: wait for room when a member's window is full; otherwise the call fails with `MailboxFull`.
         window: the number of items of a stream that a member may be ahead of its consumer.
+        return_exceptions: a call to a group gives errors in the places of results instead of raising the first error.
+        scatter: a call to a group gives item i of each list, tuple, array or tensor to member i.
         rank_loop: the calls that a program makes to the ranks of the same group one by one; set by `RoleGroup`.
     """
 
@@ -61,6 +63,8 @@ class CallOptions:
     idempotent: bool = False
     queue: bool = True
     window: int = 16
+    return_exceptions: bool = False
+    scatter: bool = False
     rank_loop: RankLoop | None = field(default=None, repr=False, compare=False)
 
     def changed(self, **changes: Any) -> CallOptions:
@@ -76,7 +80,7 @@ class CallOptions:
             require_number(
                 f"options(window={given['window']!r:.80}), items of a stream", given["window"], 1, MAX_WINDOW
             )
-        for key in given.keys() & {"idempotent", "queue"}:
+        for key in given.keys() & {"idempotent", "queue", "return_exceptions", "scatter"}:
             require(f"options({key}=…)", given[key], bool, "True or False")
         return replace(self, **given)
 

@@ -200,6 +200,22 @@ def method_name(method: Any) -> str:
     return name
 
 
+def has_parameter(method: Any, name: str) -> bool | None:
+    """True if a method that was passed to ``call`` has a parameter of that name.
+
+    None if this is not known: the method was given by its name as text, or takes any keyword.
+    """
+    if isinstance(method, str):
+        return None
+    try:
+        parameters = inspect.signature(_underlying(method)).parameters
+    except (TypeError, ValueError):
+        return None
+    if name in parameters:
+        return True
+    return None if any(found.kind is found.VAR_KEYWORD for found in parameters.values()) else False
+
+
 def exported(obj: object) -> dict[str, Callable[..., Any]]:
     """The bound ``@rpc`` methods of an object, or the ``@rpc`` functions of a module, by remote name.
 

@@ -229,7 +229,7 @@ class Runtime:
         if runtime.network.busy_poll_s > 0:
             calls = runtime._calls
             calls.busy_poll = BusyPoll(
-                runtime._loop_ident, runtime.network.busy_poll_s, calls.peers.in_flight, calls.on_reply
+                runtime._loop_ident, runtime.network.busy_poll_s, calls.peers.is_alone, calls.on_reply
             )
         forked.forget_in_children(runtime)
         if thread is not None:

@@ -50,8 +50,12 @@ class FutureSequence(Sequence[T_co]):
     items early.
     """
 
-    def __init__(self, shards: Sequence[Future[Any]], sizes: Sequence[int], method: str = "call") -> None:
+    def __init__(
+        self, shards: Sequence[Future[Any]], sizes: Sequence[int], method: str = "call",
+        ranks: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self._shards = list(shards)
+        self._ranks = range(len(self._shards)) if ranks is None else ranks
         self._sizes = list(sizes)
         self._starts = [0, *accumulate(self._sizes)]
         self._method = method
@@ -97,10 +101,11 @@ class FutureSequence(Sequence[T_co]):
     def _checked(self, number: int, items: Any) -> Any:
         wanted = self._sizes[number]
         if wrong := what_is_wrong(items, wanted):
+            rank = self._ranks[number]
             raise CallError(
-                f"rank {number} returned {wrong} for {wanted} items of the batch call {self._method}(): "
+                f"rank {rank} returned {wrong} for {wanted} items of the batch call {self._method}(): "
                 "a batch method returns a list, an array or a tensor with one result per item",
-                rank=number, method=self._method, executed="yes",
+                rank=rank, method=self._method, executed="yes",
             )  # fmt: skip
         return items
 

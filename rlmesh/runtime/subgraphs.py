@@ -8,10 +8,10 @@ does not wait for the others::
     mesh = Mesh()
 
     def step(part: Subgraph, prompts: list[str]) -> list[float]:
-        samples = part["ROLLOUT"].call_batch(Rollout.generate, len(prompts), prompts)
-        return list(part["REWARD"].call_batch(Reward.score, len(prompts), list(samples)))
+        samples = part["ROLLOUT"].call_batch(Rollout.generate, prompts)
+        return list(part["REWARD"].call_batch(Reward.score, list(samples)))
 
-    rewards = mesh.subgraphs("dp").run(step, len(prompts), prompts)
+    rewards = mesh.subgraphs("dp").run(step, prompts)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, overload
 
 from rlmesh.errors import UsageError
 from rlmesh.runtime.argument_types import require
-from rlmesh.runtime.batch_split import balanced_sizes, split_call
+from rlmesh.runtime.batch_split import balanced_sizes, batch_size, split_call
 from rlmesh.runtime.connections.address_book import role_name
 from rlmesh.runtime.default_runtime import default_runtime
 from rlmesh.runtime.future import Future
@@ -136,7 +136,7 @@ class Subgraphs(Sequence[Subgraph]):
     def __iter__(self) -> Iterator[Subgraph]:
         return iter(self._parts)
 
-    def run(self, function: Callable[..., Any], size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Run a batch along the sub-graphs.
 
         Arguments are split as `RoleGroup.call_batch` splits them, balanced to within one item. A plain ``function``
@@ -145,7 +145,7 @@ class Subgraphs(Sequence[Subgraph]):
 
         Args:
             function: takes a sub-graph and its share of each argument; returns one result per item.
-            size: number of items.
+            args: the number of items may come first, as in `RoleGroup.call_batch`.
 
         Returns:
             One result per item of the batch. Results that are there can be taken while other sub-graphs still run. The
@@ -153,7 +153,8 @@ class Subgraphs(Sequence[Subgraph]):
         """
         if not callable(function):
             raise UsageError(f"run({function!r:.80}): it is a function of a sub-graph and its share of the batch")
-        calls = split_call(size, len(self._parts), args, kwargs)
+        size, args, source = batch_size("run()", args, kwargs)
+        calls = split_call(size, len(self._parts), args, kwargs, source)
         sizes = balanced_sizes(size, len(self._parts))[: len(calls)]
         begin = _begin_task if is_on_loop(function) else _begin_thread
         futures = [begin(function, part, *call) for part, call in zip(self._parts, calls, strict=False)]

@@ -166,6 +166,8 @@ SOURCES = {
     "numbers_only.py": "import numpy\n",
     "unread.py": "import some_installed_package\n",
     "losses.py": "from rlmesh.rl.losses import ppo_loss\n",
+    "engine.py": "from rlmesh.rl import TransformersEngine\n",
+    "values.py": "from rlmesh.rl import Sample\n",
     "broken.py": "import (\n",
     "inside.py": "class Role:\n    def setup(self):\n        import torch\n",
     "tracked.py": "class Role:\n    def run(self):\n        import some_installed_package\n",
@@ -176,7 +178,8 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("module", "needed"),
     [("light", False), ("direct", True), ("through", True), ("numbers_only", False), ("unread", True),
-     ("broken", False), ("nowhere", True), ("losses", True), ("__main__", False), ("script", False),
+     ("broken", False), ("nowhere", True), ("losses", True), ("engine", True),
+     ("values", False), ("__main__", False), ("script", False),
      ("inside", True), ("tracked", False)],
 )  # fmt: skip
 def test_a_role_that_imports_something_of_the_list_needs_it(tmp_path: Path, module: str, needed: bool) -> None:

@@ -132,7 +132,7 @@ def test_the_first_failure_of_a_group_raises_at_once_as_itself(mesh: Mesh, stall
     assert caught.value.rank == 2  # type: ignore[attr-defined]
     for member in members:
         member.release.set()
-    outcomes = group.call("fail_on", 2, return_exceptions=True).result()
+    outcomes = group.options(return_exceptions=True).call("fail_on", 2).result()
     assert outcomes[:2] == [0, 1] and isinstance(outcomes[2], ValueError)
     with pytest.raises(ExceptionGroup):
         GroupOutcomes(outcomes).raise_all()

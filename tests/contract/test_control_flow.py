@@ -81,7 +81,7 @@ def test_a_call_raises_a_remote_error(mesh: Mesh, method: str, kind: str) -> Non
         error = future.exception(HANG_S)
         assert isinstance(error, RemoteError) and not isinstance(error, CONTROL_FLOW)
         assert error.remote_type == kind and error.remote_message == "over"
-    outcomes = group.call(method, kind, return_exceptions=True).result(HANG_S)
+    outcomes = group.options(return_exceptions=True).call(method, kind).result(HANG_S)
     with pytest.raises(GroupCallError) as caught:
         outcomes.raise_all()
     assert all(isinstance(error, RemoteError) for error in caught.value.exceptions)

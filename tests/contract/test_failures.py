@@ -212,7 +212,7 @@ def test_a_group_fails_as_fast_as_its_first_member(mesh: Mesh, stalls: Stalls) -
     assert 0.15 < time.monotonic() - started < 1.2 + stalls.seconds
     assert caught.value.rank == 2  # type: ignore[attr-defined]
     assert group[0].call("echo", 3).result() == 3
-    outcomes = group.options(timeout_s=2).call("f", return_exceptions=True).result()
+    outcomes = group.options(timeout_s=2, return_exceptions=True).call("f").result()
     assert isinstance(outcomes[0], CallTimeout) and outcomes[1] == 1 and outcomes[3] == 3
     assert isinstance(outcomes[2], ValueError)
     with pytest.raises(GroupCallError) as several:
@@ -252,7 +252,7 @@ def test_a_group_fails_as_fast_as_a_member_dies(
 
     group: RoleGroup[Any] = RoleGroup("G", runtime=mesh.caller)
     future = group.call("f")
-    collected = group.options(timeout_s=2).call("f", return_exceptions=True)
+    collected = group.options(timeout_s=2, return_exceptions=True).call("f")
     until(lambda: len(mesh.caller.activity.pending()) == 4)
     os.kill(rank_2.pid, signal.SIGKILL)
     killed_at = time.monotonic()

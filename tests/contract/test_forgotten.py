@@ -121,7 +121,7 @@ def test_nothing_is_told_to_those_who_know(mesh: Mesh, caplog: pytest.LogCapture
         with pytest.raises(RemoteError):
             future.result(HANG_S)
     assert group.call("fails").exception(HANG_S) is not None
-    group.call("fails", return_exceptions=True).result(HANG_S)
+    group.options(return_exceptions=True).call("fails").result(HANG_S)
     results = group.call_batch("batch", 4, [1, 2, 3, 4])
     with pytest.raises(RemoteError):
         results[0]

@@ -110,13 +110,28 @@ FORMS: dict[str, Form] = {
     ),
     "call_batch of fewer": (lambda g, s: g.call_batch("tags" + s, 2, (1, 2)), ["0:1", "1:2"]),
     "call_batch of none": (lambda g, s: g.call_batch("tags" + s, 0, []), []),
+    "call_batch without a number": (lambda g, s: g[:2].call_batch("tags" + s, [1, 2, 3]), ["0:1", "0:2", "1:3"]),
+    "call_batch by a keyword": (lambda g, s: g[:2].call_batch("tags" + s, xs=(1, 2), end="!"), ["0:1!", "1:2!"]),
+    "call_shards": (
+        lambda g, s: g.call_shards("tag" + s, list("abcdef")),
+        ["0:['a', 'b']", "1:['c', 'd']", "2:['e']", "3:['f']"],
+    ),
+    "call_shards by method": (
+        lambda g, s: g.call_shards(Member.tag_async if s else Member.tag, 3, [7, 8, 9]),
+        ["0:[7]", "1:[8]", "2:[9]"],
+    ),
+    "call_shards of none": (lambda g, s: g.call_shards("tag" + s, []), []),
+    "scatter by an option": (
+        lambda g, s: g.options(scatter=True).call("tag" + s, [4, 5, 6, 7]),
+        ["0:4", "1:5", "2:6", "3:7"],
+    ),
     "call_any of one": (lambda g, s: g[3:].call_any("tag" + s, 7), "3:7"),
     "results as arguments": (lambda g, s: g[1].call("tag" + s, g[0].call("tag" + s, 7)), "1:0:7"),
     "batches as arguments": (
         lambda g, s: g[:2].call_batch("tags" + s, 3, g.call_batch("tags" + s, 3, [1, 2, 3])),
         ["0:0:1", "0:1:2", "1:2:3"],
     ),
-    "failures as values": (lambda g, s: g[2:].call("refuse" + s, 7, return_exceptions=True), [None, None]),
+    "failures as values": (lambda g, s: g[2:].options(return_exceptions=True).call("refuse" + s, 7), [None, None]),
 }
 
 SUFFIXES = ("", "_async")

@@ -72,6 +72,22 @@ def test_rlmesh_itself_is_followed(package: Path) -> None:
     assert "torch" in preload("preload_me.actor.Actor")
 
 
+def test_names_that_are_imported_at_their_first_use_are_followed(package: Path) -> None:
+    (package / "light.py").write_text("from rlmesh.rl import Sample, TrainingEngine\nclass Light: ...\n")
+    (package / "actor.py").write_text("from rlmesh.rl import TransformersEngine\nclass Actor: ...\n")
+    assert preload("preload_me.light.Light") == ()
+    assert "torch" in preload("preload_me.actor.Actor")
+
+
+def test_names_on_demand_that_lead_in_a_circle_end_the_scan(package: Path) -> None:
+    lazy = "if TYPE_CHECKING:\n    from {} import {}\ndef __getattr__(name): ...\n"
+    (package / "one").mkdir()
+    (package / "one" / "__init__.py").write_text(lazy.format("preload_me.two", "Net"))
+    (package / "two.py").write_text(lazy.format(".one", "Net") + "import numpy\n")
+    (package / "actor.py").write_text("from rlmesh import errors\nfrom .one import Net\nclass Actor: ...\n")
+    assert preload("preload_me.actor.Actor") == ("numpy",)
+
+
 def test_scripts_and_what_cannot_be_read(package: Path) -> None:
     script = package / "train.py"
     script.write_text("import torch\n")

@@ -187,7 +187,7 @@ class Trainer:
         same(self.group.options(idempotent=True).call("update", call, call).result(), [2 * call, 2 * call])
 
     def outcomes(self, call: int) -> None:
-        results = self.group.call("update", call, call, return_exceptions=True).result()
+        results = self.group.options(return_exceptions=True).call("update", call, call).result()
         for result in results:
             if not isinstance(result, Exception):
                 same(result, 2 * call)

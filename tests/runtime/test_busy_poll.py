@@ -69,6 +69,68 @@ async def test_it_can_be_turned_off(tmp_path: Path) -> None:
     assert await _turns(tmp_path, NetworkOptions(busy_poll_s=0)) == (0, 0, 0)
 
 
+class Master:
+    def __init__(self) -> None:
+        self.changes = asyncio.Event()
+
+    @rpc(concurrent=10)
+    async def follow(self) -> None:
+        await self.changes.wait()
+
+    @rpc
+    async def change(self) -> None:
+        self.changes.set()
+
+
+async def test_a_question_that_waits_at_the_master_does_not_count(tmp_path: Path) -> None:
+    with Runtime.start(name="M:0", key=KEY, socket_dir=tmp_path) as served:
+        served.serve("M:0", Member())
+        with Runtime.start(name="@master", key=KEY, socket_dir=tmp_path) as other:
+            other.serve("@master", Master())
+            other.serve("W:0", Member())
+            assert served.endpoint is not None and other.endpoint is not None
+            options = NetworkOptions(busy_poll_s=0.02)
+            async with Runtime.open(key=KEY, bind=False, network=options) as runtime:
+                handle, master = runtime.peer("M:0", served.endpoint), runtime.peer("@master", other.endpoint)
+                poll = runtime._calls.busy_poll
+                assert poll is not None
+                await handle.call(Member.quick, 0)
+                follows = [asyncio.ensure_future(master.call(Master.follow)) for _ in range(2)]
+                await asyncio.sleep(0.05)
+                before = poll.turns
+                for number in range(200):
+                    assert await handle.call(Member.quick, number) == number
+                assert poll.turns - before > 200
+                assert not any(follow.done() for follow in follows)
+                # A member's call that waits beside it does count.
+                slow = asyncio.ensure_future(runtime.peer("W:0", other.endpoint).call(Member.slow))
+                await asyncio.sleep(0.01)
+                before = poll.turns
+                assert await handle.call(Member.quick, 1) == 1
+                assert slow.done() or poll.turns == before
+                await slow
+                await master.call(Master.change)
+                await asyncio.gather(*follows)
+
+
+def test_a_thread_looks_for_its_answer_beside_such_a_question(tmp_path: Path) -> None:
+    with Runtime.start(name="M:0", key=KEY, socket_dir=tmp_path) as served:
+        served.serve("M:0", Member())
+        with Runtime.start(name="@other", key=KEY, socket_dir=tmp_path) as other:
+            other.serve("@master", Master())
+            assert served.endpoint is not None and other.endpoint is not None
+            options = NetworkOptions(busy_poll_s=0.02)
+            with Runtime.start(name="caller", key=KEY, bind=False, network=options) as caller:
+                poll, master = caller._calls.busy_poll, caller.peer("@master", other.endpoint)
+                assert poll is not None
+                follow, handle = master.call(Master.follow), caller.peer("M:0", served.endpoint)
+                for number in range(200):
+                    assert handle.call(Member.quick, number).result() == number
+                assert poll.turns > 10 and not follow.done()
+                master.call(Master.change).result()
+                follow.result()
+
+
 class Regular:
     @rpc(concurrent=2)
     def takes(self, seconds: float) -> float:

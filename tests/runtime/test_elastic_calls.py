@@ -112,7 +112,7 @@ def every_way(role: Role) -> list[Any]:
         group.call_batch("update_all", 4, [1, 2, 3, 4]),
         stream,
         group.options(idempotent=True).call("update", 7),
-        group.call("update", 8, return_exceptions=True),
+        group.options(return_exceptions=True).call("update", 8),
     ]
 
 
@@ -177,7 +177,7 @@ def test_a_rank_of_another_generation_fails_the_call_for_all(role: Role, until: 
     with pytest.raises(StaleIncarnation, match="incarnation 2") as caught:
         group.call("update", 1).result()
     assert caught.value.executed == "maybe", "rank 0 may have begun"
-    results = group.call("update", 2, return_exceptions=True).result()
+    results = group.options(return_exceptions=True).call("update", 2).result()
     assert [type(result) for result in results] == [StaleIncarnation] * 2
     group[0].call("here").result()  # It arrives behind what withdraws the parts.
     role.of[0, 1].release.set()
@@ -199,7 +199,7 @@ def test_a_dead_rank_that_nobody_replaces_fails_the_call_before_any_begins(role:
 def test_without_queueing_a_restart_is_an_error_for_all(role: Role) -> None:
     role.start(1)
     role.publish((1, role.at[0, 1]), (1, None))
-    results = role.group.options(queue=False).call("update", 1, return_exceptions=True).result(HANG_S)
+    results = role.group.options(queue=False, return_exceptions=True).call("update", 1).result(HANG_S)
     assert [type(result) for result in results] == [Restarting, Restarting]
     assert {result.executed for result in results} == {"no"}
     role.serves(1)
@@ -209,7 +209,7 @@ def test_without_queueing_a_restart_is_an_error_for_all(role: Role) -> None:
 
 def test_a_deadline_passes_for_all(role: Role) -> None:
     role.publish((0, role.at[0, 0]), (0, None))
-    results = role.group.options(timeout_s=0.1).call("update", 1, return_exceptions=True).result(HANG_S)
+    results = role.group.options(timeout_s=0.1, return_exceptions=True).call("update", 1).result(HANG_S)
     assert [(type(result), result.executed) for result in results] == [(CallTimeout, "no")] * 2
     role.serves(0)
     assert role.group.call("update", 2).result(HANG_S) == [2, 2] and role.began(0) == [[2], [2]]
@@ -236,11 +236,11 @@ def test_a_full_window_of_one_rank_holds_all_back(
     monkeypatch.setattr(peer_connections, "WINDOW", 3)
     role.serves(0)
     held = fill(role, 1, until)
-    results = role.group.options(queue=False).call("update", 1, return_exceptions=True).result(HANG_S)
+    results = role.group.options(queue=False, return_exceptions=True).call("update", 1).result(HANG_S)
     assert [(type(result), result.executed) for result in results] == [(MailboxFull, "no")] * 2
     waiting = [role.group.call("update", number) for number in (2, 3)]
     behind = role.group[0].call("update", 4)
-    late = role.group.options(timeout_s=0.1).call("update", 5, return_exceptions=True).result(HANG_S)
+    late = role.group.options(timeout_s=0.1, return_exceptions=True).call("update", 5).result(HANG_S)
     assert [type(result) for result in late] == [CallTimeout] * 2
     assert role.of[0, 0].began == []
     role.of[1, 0].release.set()
@@ -367,7 +367,7 @@ def test_an_idempotent_call_is_not_made_again_by_the_same_generation(
 def test_what_a_method_raises_is_an_answer_and_not_made_again(role: Role) -> None:
     role.serves(0)
     role.of[1, 0].fails = ValueError("mine")
-    outcomes = role.group.options(idempotent=True).call("update", 1, return_exceptions=True).result(HANG_S)
+    outcomes = role.group.options(idempotent=True, return_exceptions=True).call("update", 1).result(HANG_S)
     assert outcomes[0] == 1 and isinstance(outcomes[1], ValueError)
     assert role.began(0) == [[1], [1]]
 
@@ -376,7 +376,7 @@ def test_simple_roles_go_member_by_member(mesh: Mesh) -> None:
     members = [Rank(), Rank()]
     group = mesh.serve("S", *members)
     members[1].fails = ValueError("mine")
-    outcomes = group.call("update", 1, return_exceptions=True).result(HANG_S)
+    outcomes = group.options(return_exceptions=True).call("update", 1).result(HANG_S)
     assert outcomes[0] == 1 and isinstance(outcomes[1], ValueError)
     book = AddressBook(1000, (mesh.addresses[0], MemberAddress("S", 1, 1, None)))
     mesh.caller.set_address_book(book)

@@ -91,7 +91,7 @@ def test_groups_and_methods(group: RoleGroup[Any], faults: Faults) -> None:
         "shared": lambda junk: list(group.call_batch("g", 1, shared(junk))),
         "_scatter=": lambda junk: group.call("f", 1, _scatter=junk).result(HANG_S),
         "scattered": lambda junk: group.call("f", junk, _scatter=True).result(HANG_S),
-        "return_exceptions=": lambda junk: group.call("f", 1, return_exceptions=junk).result(HANG_S),
+        "return_exceptions=": lambda junk: group.options(return_exceptions=junk).call("f", 1).result(HANG_S),
         "along": lambda junk: group.along(junk).ranks,
         "along(dp=)": lambda junk: group.along(dp=junk).ranks,
         "Mesh": lambda junk: Mesh()[junk].ranks,
@@ -105,7 +105,7 @@ def test_groups_and_methods(group: RoleGroup[Any], faults: Faults) -> None:
         "rpc(name)": lambda junk: rpc("name")(junk),
     }
     for name, call in calls.items():
-        own = (TypeError,) if name == "run" else ()  # of the function that is run
+        own = (TypeError,) if name in ("run", "run size") else ()  # of the function that is run
         for junk in JUNK:
             faults.attempt(f"{name} {junk!r:.40}", lambda: call(junk), own)  # noqa: B023
     for junk in JUNK:

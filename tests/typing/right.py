@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 import rlmesh
-from rlmesh import Future, FutureSequence, MemberHandle, RLRoleType, RoleGroup, Stream, rpc, shared
+from rlmesh import Future, FutureSequence, GroupOutcomes, MemberHandle, RLRoleType, RoleGroup, Stream, rpc, shared
 
 
 def generate(prompts: list[str], *, temperature: float = 1.0) -> list[str]:
@@ -55,6 +55,18 @@ class Actor:
     @rpc(top_level)
     def by_marked_stub(self, x: int) -> str:
         return str(x)
+
+    @rpc
+    def keeps(self, x: int, return_exceptions: bool = False) -> int:
+        return x
+
+    @rpc
+    def mean(self, xs: list[int]) -> float:
+        return sum(xs) / len(xs)
+
+    @rpc
+    async def mean_async(self, xs: list[int], *, scale: float = 1.0) -> float:
+        return sum(xs) / len(xs) * scale
 
     @rpc
     def batch(self, xs: list[int]) -> list[float]:
@@ -141,6 +153,21 @@ def typed_calls(group: RoleGroup[Actor]) -> None:
     group.notify(generate, ["a"])
     group.notify("forward", 3)
     group.call(Actor.forward, 3, return_exceptions=True).result().raise_all()
+    assert_type(group.call(Actor.keeps, 3, return_exceptions=True), Future[list[int]])
+
+
+def options_of_groups(group: RoleGroup[Actor]) -> None:
+    collecting = group.options(return_exceptions=True)
+    assert_type(collecting.call(Actor.forward, 3, scale=0.5), Future[GroupOutcomes])
+    assert_type(collecting.call("forward", 3).result().ranks, tuple[int, ...])
+    collecting.call(generate, ["a"]).result().raise_all()
+    collecting.call_shards(Actor.mean, [1, 2]).result().raise_all()
+    scattering = group.options(timeout_s=3, scatter=True)
+    assert_type(scattering.call(Actor.forward, [3, 4]), Future[list[str]])
+    assert_type(scattering.call(Actor.forward_async, [1, 2]), Future[list[str]])
+    assert_type(scattering.call(Actor.batch_with, [[1], [2]], shared(["a"])), Future[list[tuple[str, ...]]])
+    assert_type(scattering.call(generate, [["a"], ["b"]]), Future[list[list[str]]])
+    assert_type(scattering.call("forward", [1, 2]), Future[list[Any]])
 
 
 def scattered(group: RoleGroup[Actor]) -> None:
@@ -177,6 +204,18 @@ def batches_and_streams(group: RoleGroup[Actor]) -> None:
     assert_type(RoleGroup("ACTOR").call_batch(Actor.batch, 2, [1, 2]), FutureSequence[float])
     assert_type(RoleGroup("ACTOR").call_batch(generate, 2, ["a", "b"]), FutureSequence[str])
     assert_type(group.call_batch("batch", 2, [1, 2]), FutureSequence[Any])
+    assert_type(group.call_batch(Actor.batch, [1, 2]), FutureSequence[float])
+    assert_type(group.call_batch(Actor.batch_async, xs=[1, 2])[0], float)
+    assert_type(group.call_batch(Actor.batch_with, [1, 2], shared(["a", "b"]), scale=0.5), FutureSequence[str])
+    assert_type(group.call_batch(Actor.batch_of_tensors, torch.ones(2)), FutureSequence[torch.Tensor])
+    assert_type(group.call_batch(generate, ["a", "b"], temperature=0.1), FutureSequence[str])
+    assert_type(RoleGroup("ACTOR").call_batch(Actor.batch, [1, 2]), FutureSequence[float])
+    assert_type(group.call_batch("batch", [1, 2]), FutureSequence[Any])
+    assert_type(group.call_shards(Actor.mean, [1, 2]), Future[list[float]])
+    assert_type(group.call_shards(Actor.mean, 2, [1, 2]), Future[list[float]])
+    assert_type(group.call_shards(Actor.mean_async, [1, 2], scale=0.5), Future[list[float]])
+    assert_type(group.call_shards(generate, ["a"]), Future[list[list[str]]])
+    assert_type(group.call_shards("mean", [1, 2]), Future[list[Any]])
     assert_type(group.stream(Actor.items, 3), Stream[int])
     assert_type(group[0].stream(Actor.items_async, 3), Stream[str])
     for item in group.stream(Actor.items, 3):

@@ -70,7 +70,19 @@ def wrong(group: RoleGroup[Actor], actor: Actor) -> None:
     group.call(Actor.batch, 3, _scatter=True)  # wrong
     group.call_batch(Critic.values, 2, [1, 2])  # wrong: another role's method
     group.call_batch(Actor.batch, 2)  # wrong: an argument is missing
-    group.call_batch(Actor.batch, [1, 2])  # wrong: the number of items is missing
+    group.call_batch(Actor.batch, ["a", "b"])  # wrong: items of another type
+    group.call_batch(Actor.batch)  # wrong: an argument is missing
+    group.call_batch(Actor.batch, [1, 2], scales=0.5)  # wrong: no such keyword
+    group.call_batch(Critic.values, [1, 2])  # wrong: another role's method
+    group.call_batch(Actor.nothing, [1, 2])  # wrong: gives no result per item
+    group.call_shards(Actor.batch, ["a", "b"])  # wrong: items of another type
+    group.call_shards(Actor.batch, 2)  # wrong: an argument is missing
+    group.call_shards(Critic.values, [1, 2])  # wrong: another role's method
+    group.options(return_exceptions=True).call(Actor.forward, "text")  # wrong
+    group.options(return_exceptions=True).call(Critic.value, 3)  # wrong: another role's method
+    group.options(scatter=True).call(Actor.forward, ["a", "b"])  # wrong: items of another type
+    group.options(scatter=True).call(Critic.value, [3, 4])  # wrong: another role's method
+    group.options(scatter="yes")  # wrong: True or False
     group.call_batch(Actor.batch, 2, ["a", "b"])  # wrong: items of another type
     group.call_batch(Actor.batch, 2, 3)  # wrong: no items
     group.call_batch(Actor.batch, 2, [1, 2], 3)  # wrong: too many arguments

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmesh.job.entry_points.source_scan import absolute_name, import_root, top_level
+from rlmesh.job.entry_points.source_scan import absolute_name, import_root, lazy_source, top_level
 
 if TYPE_CHECKING:
     from rlmesh.job.entry_points.entry import EntryPoint
@@ -86,8 +86,11 @@ def find_preload(entries: Sequence[Resolved]) -> tuple[str, ...]:
 
     def follow(module: str, found: Import) -> Iterable[_Module]:
         items.update(dict.fromkeys(_heavy_items(found.module, found.attribute)))
-        is_own = module.partition(".")[0] == "rlmesh"
-        return _local_files(module, found.attribute, [_own_root()] if is_own else roots)
+        top, _, rest = module.partition(".")
+        if top != "rlmesh":
+            return _local_files(module, found.attribute, roots)
+        is_light = rest and rest.partition(".")[0] not in _HEAVY_PARTS
+        return () if is_light else _local_files(module, found.attribute, [_own_root()])
 
     starts = ((e.entry.module or "__main__", e.file) for e in entries if e.file is not None and e.file.is_file())
     _scan(starts, follow, nested=False)
@@ -148,14 +151,26 @@ def _scan(starts: Iterable[_Module], follow: _Follow, *, nested: bool) -> bool:
         if path in seen:
             continue
         seen.add(path)
-        for found in _imports_of(path, nested):
-            name = absolute_name(found.module, module, path)
+        imports = [(absolute_name(found.module, module, path), found) for found in _imports_of(path, nested)]
+        for name, found in imports:
             local = follow(name, found)
             if local is None:
                 logger.debug("%s imports %s: the scan ends", path, name)
                 return False
-            pending.extend(local)
+            files = list(local)
+            pending.extend(files)
+            if (more := _on_demand(name, found, files)) is not None and more not in imports:
+                imports.append(more)
     return True
+
+
+def _on_demand(module: str, found: Import, files: Sequence[_Module]) -> tuple[str, Import] | None:
+    """The import by which a local module gets a name that it imports when the name is first used."""
+    path = next((path for name, path in files if name == module), None)
+    source, attribute = lazy_source(path, found.attribute) if path is not None else ("", "")
+    if path is None or not source:
+        return None
+    return absolute_name(source, module, path), Import(source, attribute, found.at_top)
 
 
 def _own_root() -> Path:

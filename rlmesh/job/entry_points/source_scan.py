@@ -23,6 +23,7 @@ __all__ = [
     "absolute_name",
     "find_spec",
     "import_root",
+    "lazy_source",
     "module_file",
     "read_module",
     "siblings",
@@ -166,6 +167,19 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> ModuleFacts:
             for target in _targets(node):
                 facts.assigned[target] = node.lineno
     return facts
+
+
+def lazy_source(path: Path, attribute: str) -> tuple[str, str]:
+    """Return from which module, and by which name there, a module imports ``attribute`` when it is first used.
+
+    Such a module has ``__getattr__``, and shows these imports to type checkers, in ``if TYPE_CHECKING:``. Both texts
+    are empty for other names.
+    """
+    try:
+        facts = read_module(path)
+    except (OSError, SyntaxError, ValueError):
+        return "", ""
+    return facts.imported.get(attribute, ("", "")) if "__getattr__" in facts.callees else ("", "")
 
 
 def top_level(tree: ast.Module, *, type_checking: bool = True) -> Iterator[ast.stmt]:

@@ -3,7 +3,8 @@
 An idle core needs longer to wake up than most short calls take: 30 to 60 µs on a virtual machine, of 150. An answer
 that the runtime's loop reads for another thread wakes two threads, one after the other. So if only one call is in
 flight, and its member answered the last call quickly, the waiting thread polls for the answer until the answer is there
-or is no longer quick. A waiting loop polls between its other tasks, a plain thread without a pause.
+or is no longer quick. A waiting loop polls between its other tasks, a plain thread without a pause. Calls to the job's
+own processes (``@master``, ``@agent``) do not count as in flight: some of them wait there until something happens.
 
 A thread other than the runtime's own reads the connection in place of the loop (`StreamLink.read_here`). It takes only
 a packet with a single answer whose value lies in the packet; the loop reads everything else.
@@ -35,16 +36,17 @@ class BusyPoll:
     Args:
         thread: the thread of the runtime's loop.
         limit_s: an answer that takes longer is not polled for, nor is the next answer of that member.
-        in_flight: the number of calls without an answer.
+        is_alone: True if no other call to a member is in flight.
         on_reply: handles an answer.
     """
 
     def __init__(
-        self, thread: int, limit_s: float, in_flight: Callable[[], int], on_reply: Callable[[Link, Reply, Frames], None]
-    ) -> None:
+        self, thread: int, limit_s: float, is_alone: Callable[[PendingCall], bool],
+        on_reply: Callable[[Link, Reply, Frames], None],
+    ) -> None:  # fmt: skip
         self.limit_s = limit_s
         self._thread, self._limit_ns = thread, int(limit_s * 1e9)
-        self._in_flight, self._on_reply = in_flight, on_reply
+        self._is_alone, self._on_reply = is_alone, on_reply
         self._call: PendingCall | None = None
         self.turns = 0
         """The number of looks so far."""
@@ -84,7 +86,7 @@ class BusyPoll:
         return (
             (self._call is None or not self._goes_on(self._call))  # A loop that was stopped leaves its call here.
             and peer is not None
-            and self._in_flight() == 1
+            and self._is_alone(call)
             and (threading.get_ident() == self._thread or isinstance(peer.channel.link, StreamLink))
         )
 
@@ -98,6 +100,7 @@ class BusyPoll:
         else:
             self.turns += 1
         if self._goes_on(call):
+            os.sched_yield()  # As in `block`.
             loop.call_soon(self._turn, call, loop)
         else:
             self._call = None

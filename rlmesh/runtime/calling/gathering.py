@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,15 +16,24 @@ _result_of = attrgetter("_result")
 
 
 class GroupOutcomes(list[Any]):
-    """The results of all members, with errors in their places: the value of a call with ``return_exceptions=True``."""
+    """The results of all members, with errors in their places: the value of a call with ``return_exceptions=True``.
+
+    Attributes:
+        ranks: the rank of the member of each result.
+    """
+
+    def __init__(self, outcomes: Iterable[Any] = (), ranks: Sequence[int] | None = None) -> None:
+        super().__init__(outcomes)
+        self.ranks = tuple(range(len(self))) if ranks is None else tuple(ranks)
 
     def raise_all(self) -> None:
         """Raise a `GroupCallError` if any member failed."""
-        failures = {rank: value for rank, value in enumerate(self) if isinstance(value, Exception)}
+        outcomes = dict(zip(self.ranks, self, strict=True))
+        failures = {rank: value for rank, value in outcomes.items() if isinstance(value, Exception)}
         if failures:
             error = GroupCallError(f"{len(failures)} of {len(self)} members failed", list(failures.values()))
             error.failures = failures
-            error.results = {rank: value for rank, value in enumerate(self) if rank not in failures}
+            error.results = {rank: value for rank, value in outcomes.items() if rank not in failures}
             raise error
 
 
@@ -69,11 +78,14 @@ class GatheredCalls:
         return self.futures if self._plain else None
 
 
-def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -> Future[list[Any]]:
+def gather(
+    futures: Sequence[Future[Any]], *, return_exceptions: bool = False, ranks: Sequence[int] | None = None
+) -> Future[list[Any]]:
     """A future with all results in order, or with the first failure as soon as there is one.
 
     Args:
         return_exceptions: give errors in the places of results, as `GroupOutcomes`.
+        ranks: the ranks of the members; by default their positions.
     """
     whole: Future[list[Any]] = Future(GatheredCalls(futures, plain=not return_exceptions))
     left = len(futures)
@@ -86,10 +98,13 @@ def gather(futures: Sequence[Future[Any]], *, return_exceptions: bool = False) -
             left -= 1
             last = left == 0
         if last and whole._state is PENDING:
-            whole.end(GroupOutcomes(map(_outcome, futures)) if return_exceptions else [*map(_result_of, futures)], None)
+            whole.end(outcomes() if return_exceptions else [*map(_result_of, futures)], None)
+
+    def outcomes() -> GroupOutcomes:
+        return GroupOutcomes(map(_outcome, futures), ranks)
 
     if not futures:
-        whole.set_result([])
+        whole.set_result(outcomes() if return_exceptions else [])
     for future in futures:
         future.mark_retrieved()  # The whole reports the error.
         future.on_value(one_done)

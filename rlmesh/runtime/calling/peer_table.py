@@ -186,10 +186,18 @@ class PeerTable:
         peer = self.by_endpoint.get(member.endpoint)
         return (Load(alive, True, 0, 0), None) if peer is None else (Load(alive, True, *peer.load()), peer)
 
-    def in_flight(self) -> int:
-        """The number of calls that were sent and not answered."""
+    def is_alone(self, call: PendingCall) -> bool:
+        """True if no other call to a member was sent and not answered.
+
+        Calls to the job's own processes (``@master``, ``@agent``) do not count: a service's request for changes of the
+        job waits at the master for as long as nothing changes.
+        """
         with self.lock:
-            return sum(len(peer.pending) for peer in self.by_endpoint.values())
+            return all(
+                other is call or other.name.startswith("@")
+                for peer in self.by_endpoint.values()
+                for other in peer.pending.values()
+            )
 
     def calls_of(self, peer: Peer) -> list[PendingCall]:
         with self.lock:
