@@ -119,6 +119,16 @@ async def test_what_a_dead_child_left_behind_is_ended_and_named(
     assert await table.end_orphans("A:0") == {}
 
 
+async def test_a_process_that_a_library_started_is_no_orphan(table: ProcessTable) -> None:
+    """Such as multiprocessing's resource tracker: it runs on, and who started it gets its exit code."""
+    with subprocess.Popen(["/bin/sleep", "100"]) as helper, subprocess.Popen(["/bin/false"]) as failing:
+        os.waitid(os.P_PID, failing.pid, os.WEXITED | os.WNOWAIT)
+        assert await table.end_orphans("A:0") == {}
+        assert helper.poll() is None
+        assert failing.wait() == 1
+        helper.kill()
+
+
 async def test_an_expected_fork_is_no_orphan(table: ProcessTable, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with table.fork_in_flight():
