@@ -1,0 +1,175 @@
+"""`RayPPOTrainer`: a PPO training that is described by roles, workers and pools of devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmesh import RLJobBuilder, RoleGroup, current_worker, rpc
+from rlmesh.errors import UsageError
+from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.trainer import Trainer, result_of
+from rlmesh.rl.verl.config import MEGATRON, read, run_settings_of
+from rlmesh.rl.verl.role import Role
+from rlmesh.rl.verl.workers import ActorRolloutRefWorker, NVMegatronRayWorkerGroup, RayWorkerGroup
+
+if TYPE_CHECKING:
+    from rlmesh import DLJob, JobHandle, ResourcePoolManager
+
+__all__ = ["RayPPOTrainer"]
+
+FIT_WAIT_S = 24 * 3600.0
+"""The time in which `RayPPOTrainer.fit` must be called after `RayPPOTrainer.init_workers`, in seconds."""
+INIT_WAIT_S = 1800.0
+"""The time that all models may take to load, in seconds."""
+BEGUN = "fit-begun"
+POLICY = {
+    "Actor": ("Actor", "Rollout"), "ActorRollout": ("ActorRollout",), "ActorRolloutRef": ("ActorRolloutRef",),
+}  # fmt: skip
+OWN_NAMES = {
+    "Actor": "ACTOR", "ActorRollout": "ACTOR", "ActorRolloutRef": "ACTOR", "Rollout": "ROLLOUT", "Critic": "CRITIC",
+    "RefPolicy": "REFERENCE", "RewardModel": "REWARD",
+}  # fmt: skip
+"""verl's role → the role of the job."""
+
+
+class WaitingTrainer(Trainer):
+    """A trainer that begins when `RayPPOTrainer.fit` is called."""
+
+    def setup(self) -> None:
+        self._begun = threading.Event()
+        super().setup()
+
+    @rpc
+    def initialise(self) -> None:
+        """Return when all models are loaded."""
+        for role in (self.actor, self.engines, self.reference, self.critic):
+            if role:
+                role.call("shares_devices").result()
+
+    @rpc
+    def begin(self) -> None:
+        """Begin to train."""
+        (self.run_dir / BEGUN).touch()
+        self._begun.set()
+
+    def run(self) -> None:
+        # After a restart of this process, nobody calls `begin` again.
+        if not (self.run_dir / BEGUN).exists() and not self._begun.wait(FIT_WAIT_S):
+            raise UsageError(f"fit() was not called within {FIT_WAIT_S:g} s after init_workers()")
+        super().run()
+
+
+class RayPPOTrainer:
+    """Trains by PPO or one of its relatives, on roles, workers and pools that the caller names.
+
+    Args:
+        config: with verl's keys, as attributes, mappings or OmegaConf's containers. The log names the keys that change
+            nothing here.
+        tokenizer: of the model; the roles load it from the model's folder themselves.
+        role_worker_mapping: the worker class of each role.
+        resource_pool_manager: the pools of devices, and the pool of each role. Roles of one pool take turns on its
+            devices; on CPUs (``trainer.device="cpu"``) a device is a place without a GPU.
+        ray_worker_group_cls: `RayWorkerGroup`.
+        reward_fn: a `RewardManager`, a reward function, or a list of rewards (`rlmesh.rl.rewards`).
+        val_reward_fn: the same for validation; by default ``reward_fn``.
+
+    Raises:
+        NotImplementedError: names the strategy or the estimator of advantages that there is not.
+        UsageError: lists the other faults.
+    """
+
+    def __init__(
+        self, config: Any, tokenizer: Any, role_worker_mapping: Mapping[Role, Any],
+        resource_pool_manager: ResourcePoolManager, ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
+        reward_fn: Any = None, val_reward_fn: Any = None,
+    ) -> None:  # fmt: skip
+        if issubclass(ray_worker_group_cls, NVMegatronRayWorkerGroup):
+            raise NotImplementedError(f"{ray_worker_group_cls.__name__}: {MEGATRON}")
+        self.config, self.tokenizer = config, tokenizer
+        self.workers, self.pools = dict(role_worker_mapping), resource_pool_manager
+        self._handle: JobHandle | None = None
+        if faults := [*self._role_faults()]:
+            raise UsageError("RayPPOTrainer: " + "\n  ".join(faults))
+        self.run = self._make_run(reward_fn, val_reward_fn)
+
+    def init_workers(self) -> None:
+        """Check the settings, start the job, and wait until all models are loaded.
+
+        Raises:
+            UsageError: lists the faults of the settings; no process was started.
+            JobFailed: a worker failed; the error names the cause.
+        """
+        if self._handle is not None:
+            raise UsageError("init_workers() was called before")
+        self.run.check()
+        self._handle = self.job().start(str(read(self.config, "trainer.experiment_name", "ppo")))
+        self._call("initialise")
+
+    def fit(self) -> dict[str, float]:
+        """Train, and return the metrics of the last report.
+
+        Raises:
+            JobFailed: the training failed; the error names the cause.
+        """
+        if self._handle is None:
+            raise UsageError("fit(): call init_workers() first")
+        self._call("begin")
+        result = self._handle.result()
+        return dict(result_of(Path(result.run_dir)).metrics)
+
+    def job(self) -> DLJob:
+        """The job: one role for each of verl's, on its pool, and the trainer."""
+        builder = RLJobBuilder().config(self.run).node_num(self.run.nodes)
+        sizes = self.pools.resource_pool_spec.values()
+        per_node = max(sum(own[node] for own in sizes if node < len(own)) for node in range(max(map(len, sizes))))
+        builder = builder.device_type("GPU" if self.run.devices_per_node else "CPU").device_per_node(per_node)
+        builder.trainer(WaitingTrainer).resource(cpu=1)
+        for role, worker in self.workers.items():
+            made = worker.parts[role.name] if _has_parts(worker) else worker
+            part = builder.role(OWN_NAMES.get(role.name, role.name.upper()))
+            (part.train if role.name in ("Actor", "ActorRollout", "ActorRolloutRef", "Critic") else part.run)(made)
+        builder.with_pools(
+            self.pools.resource_pool_spec,
+            {OWN_NAMES.get(role.name, role.name.upper()): pool for role, pool in self.pools.mapping.items()},
+        )
+        return builder.build()
+
+    def _call(self, method: str) -> None:
+        assert self._handle is not None
+        with self._handle.join(timeout_s=INIT_WAIT_S) as runtime:
+            RoleGroup("TRAINER", runtime=runtime).options(timeout_s=INIT_WAIT_S).call(method).result()
+
+    def _role_faults(self) -> Iterator[str]:
+        names = {role.name for role in self.workers}
+        policies = [policy for policy, parts in POLICY.items() if names.issuperset(parts)]
+        if not policies:
+            yield "role_worker_mapping needs Role.ActorRollout, or Role.ActorRolloutRef, or Role.Actor and Role.Rollout"
+        elif len(policies) > 1 or (policies != ["Actor"] and names & {"Actor", "Rollout"}):
+            given = sorted(names & {"Actor", "Rollout", "ActorRollout", "ActorRolloutRef"})
+            yield f"role_worker_mapping has the policy more than once: {', '.join(given)}"
+        if {"ActorRolloutRef", "RefPolicy"} <= names:
+            yield "role_worker_mapping has the reference twice: ActorRolloutRef and RefPolicy"
+        for role in self.workers:
+            if role not in self.pools.mapping:
+                yield f"resource_pool_manager has no pool for {role}"
+            worker = self.workers[role]
+            if _has_parts(worker) and role.name not in worker.parts:
+                yield f"{worker.__name__} cannot be {role}: it has {', '.join(worker.parts)}"
+        if read(self.config, "reward_model.enable") and "RewardModel" not in names:
+            yield "reward_model.enable: role_worker_mapping has no Role.RewardModel"
+
+    def _make_run(self, reward_fn: Any, val_reward_fn: Any) -> Run:
+        from rlmesh.rl.data.dataset import RLHFDataset
+
+        def rows() -> int:
+            files = settings_files(self.config)
+            return len(RLHFDataset(files, self.tokenizer, max_prompt_tokens=read(self.config, "data.max_prompt_length", 1024)))
+
+        ...
+
+
+def _has_parts(worker: Any) -> bool:
+    return isinstance(worker, type) and issubclass(worker, ActorRolloutRefWorker)
