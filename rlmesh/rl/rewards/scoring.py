@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.reward import Response, Reward
@@ -31,7 +32,8 @@ class Decoder(Protocol):
 class Rewards:
     """Scores the episodes of groups, all at once.
 
-    Plain functions run in a pool of processes, async functions together on one loop, inline functions here.
+    Plain functions run in a pool of processes, async functions together on one loop, batched and inline functions here.
+    Reward models score in their role meanwhile.
 
     Args:
         rewards: at least one; names must differ.
@@ -46,7 +48,7 @@ class Rewards:
 
     def __init__(
         self,
-        rewards: Sequence[Reward],
+        rewards: Sequence[Reward | RewardModel],
         tokenizer: Decoder,
         *,
         workers: int = 2,
@@ -90,11 +92,17 @@ class Rewards:
         """Per response, the outcome of each reward by its name."""
         found: list[dict[str, Outcome]] = [{} for _ in responses]
         pending: list[tuple[str, int, Future[Outcome]]] = []
+        models: list[tuple[str, list[int], Callable[[], list[Outcome]]]] = []
         coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
         for reward in self.rewards.values():
             places = [i for i, row in enumerate(rows) if reward.scores(row)]
             for i in set(range(len(rows))).difference(places):
                 found[i][reward.name] = Abstain("the reward is for other data")
+            if isinstance(reward, RewardModel):
+                if places:
+                    wait = reward.start([responses[i] for i in places], [rows[i] for i in places])
+                    models.append((reward.name, places, wait))
+                continue
             for part in [places] if reward.batched and places else [[i] for i in places]:
                 arguments = reward.arguments([responses[i] for i in part], [rows[i] for i in part])
                 if reward.is_async:
@@ -108,6 +116,9 @@ class Rewards:
             asyncio.run(self._together(coroutines, found))
         for name, place, future in pending:
             found[place][name] = future.result()
+        for name, places, wait in models:
+            for place, outcome in zip(places, wait(), strict=True):
+                found[place][name] = outcome
         return [{name: each[name] for name in self.rewards} for each in found]
 
     def total(self, episode: Episode) -> Outcome:
@@ -136,7 +147,9 @@ class Rewards:
             functions = {
                 reward.name: reward.function
                 for reward in self.rewards.values()
-                if not (reward.inline or reward.is_async or reward.batched) and reward.timeout_s == timeout_s
+                if isinstance(reward, Reward)
+                and not (reward.inline or reward.is_async or reward.batched)
+                and reward.timeout_s == timeout_s
             }
             self._pools[timeout_s] = ScoringPool(
                 functions, workers=self._workers, timeout_s=timeout_s, memory_bytes=self._memory_bytes

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.trainers.settings import (
     ActorSettings,
@@ -66,7 +67,7 @@ class Run:
     Attributes:
         model: a folder or a hub name of a causal language model with its tokenizer.
         data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`).
-        rewards: functions, or `Reward` objects, that score responses.
+        rewards: functions, `Reward` and `RewardModel` objects, that score responses.
         algorithm: such as ``GRPO(samples=8)``.
         steps: training steps; each takes one batch of prompts.
         validation: prompts that are never trained on.
@@ -90,7 +91,7 @@ class Run:
 
     model: str
     data: Any
-    rewards: Sequence[Reward | Callable[..., Any]]
+    rewards: Sequence[Reward | RewardModel | Callable[..., Any]]
     algorithm: Algorithm
     steps: int = 100
     validation: Any = None
@@ -113,16 +114,17 @@ class Run:
         if isinstance(given, str):
             object.__setattr__(self, "rollout", RolloutSettings(engine=given))  # type: ignore[arg-type]
         rewards: Any = self.rewards
-        alone = callable(rewards) or isinstance(rewards, Reward)
-        made = tuple(one if isinstance(one, Reward) else Reward(one) for one in ([rewards] if alone else rewards or ()))
+        kinds = Reward | RewardModel
+        listed = [rewards] if callable(rewards) or isinstance(rewards, kinds) else rewards or ()
+        made = tuple(one if isinstance(one, kinds) else Reward(one) for one in listed)
         object.__setattr__(self, "rewards", made)
         if faults := [*self._faults()]:
             raise UsageError("Run: " + "\n  ".join(faults))
 
     @property
-    def scored(self) -> tuple[Reward, ...]:
-        """The rewards as `Reward` objects."""
-        return tuple(one for one in self.rewards if isinstance(one, Reward))
+    def scored(self) -> tuple[Reward | RewardModel, ...]:
+        """The rewards as `Reward` and `RewardModel` objects."""
+        return tuple(one for one in self.rewards if isinstance(one, Reward | RewardModel))
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None, **settings: Any) -> Run:
@@ -150,6 +152,9 @@ class Run:
             yield from bad or (f"{name}.{fault}" for fault in section.faults())
         if not self.rewards:
             yield "rewards: give at least one reward"
+        names = [one.name.lower() for one in self.scored]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield f"rewards: two are named {', '.join(twice)}; give them a name=…"
         if self.pipeline not in PIPELINES:
             yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
         for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
@@ -190,10 +195,11 @@ class Run:
         return RLHFDataset(chosen, tokenizer, max_prompt_tokens=self.max_prompt_tokens)
 
     def job(self) -> DLJob:
-        """The job of this run: a trainer, the actor's ranks, the rollout engines, and a reference if it is needed."""
+        """The job of this run: trainer, actor, rollout engines, reward models, and a reference if it is needed."""
         from rlmesh import RLJobBuilder
         from rlmesh.rl.roles.actor import ActorRole
         from rlmesh.rl.roles.reference import ReferenceRole
+        from rlmesh.rl.roles.reward import RewardRole
         from rlmesh.rl.roles.rollout import RolloutRole
         from rlmesh.rl.trainers.trainer import Trainer
 
@@ -207,6 +213,8 @@ class Run:
         builder.rollout(RolloutRole).resource(**share).total(self.rollout.engines)
         if "reference" in self.algorithm.needs:
             builder.reference(ReferenceRole).resource(**share).total(1)
+        for model in (one for one in self.scored if isinstance(one, RewardModel)):
+            builder.role(model.role).run(RewardRole).resource(**share).total(model.members)
         return builder.build()
 
     def submit(self, name: str = "run", **options: Any) -> RunResult:
