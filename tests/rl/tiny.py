@@ -29,10 +29,11 @@ def make_config(**changes: Any) -> Any:
     """A Qwen2 of two layers."""
     from transformers import Qwen2Config
 
-    sizes: dict[str, Any] = dict(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+    }  # fmt: skip
     return Qwen2Config(**(sizes | changes))
 
 

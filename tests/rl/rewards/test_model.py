@@ -152,7 +152,9 @@ class Letters:
 
 def episode(text: str) -> Episode:
     ids = np.asarray([*map(WORDS.index, text), 1], np.int32)
-    return Episode((Turn.said([2]), Turn(ids, "policy", np.zeros(len(ids), np.float32), version_spans=((0, 0, len(ids)),))))
+    return Episode(
+        (Turn.said([2]), Turn(ids, "policy", np.zeros(len(ids), np.float32), version_spans=((0, 0, len(ids)),)))
+    )
 
 
 def test_a_model_is_one_of_the_rewards_of_a_batch() -> None:
@@ -161,7 +163,8 @@ def test_a_model_is_one_of_the_rewards_of_a_batch() -> None:
         Group((0, 1), (episode("ccc"),), {"prompt": "a", "data_source": "other"}),
     ]
     rewards = Rewards(
-        [Answers("m", weight=2.0, sources=("helpful",)), Reward(lambda response: 1.0, name="one", inline=True)], Letters()
+        [Answers("m", weight=2.0, sources=("helpful",)), Reward(lambda response: 1.0, name="one", inline=True)],
+        Letters(),
     )
     scored = rewards.score(groups)
     totals = [rewards.total(each) for each in Group.episodes_of(scored)]
