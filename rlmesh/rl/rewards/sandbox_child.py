@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 NOBODY = 65534
 POLL_S = 0.02
-WORK = "/work"
+WORK = "/box"
 NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # user mount pid net ipc uts
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH, CLONE_NEWNS, AT_RECURSIVE = 2, 0x00020000, 0x8000
@@ -91,20 +91,19 @@ def keep(settings: dict[str, Any]) -> None:
         say(run_case(case, settings))
 
 
-def build_root(visible: list[str]) -> None:
+def build_root(visible: dict[str, str]) -> None:
     """Make a file system of read-only folders, a few devices and nothing else, and move into it."""
     root = "/sys"  # every system has this folder, and no program needs it
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.umask(0o022)
-    for source in visible:
+    for source, target in visible.items():
         if os.path.islink(source):
-            os.makedirs(os.path.dirname(root + source), exist_ok=True)
-            os.symlink(os.readlink(source), root + source)
-        elif os.path.isdir(source):
-            os.makedirs(root + source, exist_ok=True)
-            mount(source, root + source, "", MS_BIND | MS_REC)
-            read_only(root + source, AT_RECURSIVE)
+            os.symlink(os.readlink(source), root + target)
+        else:
+            os.makedirs(root + target, exist_ok=True)
+            mount(source, root + target, "", MS_BIND | MS_REC)
+            read_only(root + target, AT_RECURSIVE)
     os.mkdir(f"{root}/dev")
     for device in ("null", "zero", "full", "random", "urandom"):
         with open(f"{root}/dev/{device}", "wb"):
@@ -112,7 +111,8 @@ def build_root(visible: list[str]) -> None:
         mount(f"/dev/{device}", f"{root}/dev/{device}", "", MS_BIND)
     for folder in ("proc", WORK[1:]):
         os.mkdir(f"{root}/{folder}")
-    os.symlink(WORK, f"{root}/tmp")
+    with contextlib.suppress(FileExistsError):
+        os.symlink(WORK, f"{root}/tmp")
     mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     os.chdir(root)
     check("pivot_root", libc.syscall(DENIED[platform.machine()][1], b".", b"."))
@@ -163,8 +163,7 @@ def watch(
     deadline = time.monotonic() + case["wall_s"]
     found = {"stdout": bytearray(), "stderr": bytearray(), "answer": bytearray()}
     left = memoryview(case["stdin"].encode("utf-8", "surrogateescape"))
-    secret, asked = case["ask"].encode() + b"\n", False
-    fault, ended = "", None
+    asked, fault, ended = False, "", None
     with selectors.DefaultSelector() as selector:
         for one in (into, *outputs, channel.fileno()):
             os.set_blocking(one, False)
@@ -200,13 +199,13 @@ def watch(
                 elif sum(map(len, found.values())) > settings["output_bytes"]:
                     fault = "output"
                 elif name == "answer" and not asked and b"\n" in found["answer"]:
-                    # The program has loaded; only now does it see what it is tested with.
+                    # The program has loaded. Only now do this process and the program get the test.
                     asked = True
                     found["answer"].clear()
-                    os.set_blocking(channel.fileno(), True)
+                    say({"loaded": True})
+                    channel.settimeout(5)
                     with contextlib.suppress(OSError):
-                        channel.settimeout(5)
-                        channel.sendall(secret)
+                        channel.sendall(json.dumps(take()).encode() + b"\n")
                     channel.setblocking(False)
             if ended is not None:
                 break  # one more look at the pipes was taken
@@ -289,7 +288,7 @@ def execute(source: str, paths: list[str]) -> int:
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["main.py"]
-    sys.path[:] = [*[path for path in sys.path if path and not path.endswith("rewards")], *paths]
+    sys.path += paths
     for handled in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(handled, signal.SIG_DFL)
     module = type(sys)("__main__")
@@ -330,7 +329,7 @@ def answer(names: dict[str, Any]) -> None:
                 function = getattr(names["Solution"](), ask["call"], None)
             if function is None:
                 raise NameError(f"the program defines no {ask['call']}")
-            found = {"result": function(*ask["arguments"])}
+            found = function(*ask["arguments"])
         file.write(json.dumps(found) + "\n")
 
 
