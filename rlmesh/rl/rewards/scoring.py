@@ -15,7 +15,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
 from rlmesh.rl.rewards.process_pool import ScoringPool
-from rlmesh.rl.rewards.reward import Response, Reward
+from rlmesh.rl.rewards.reward import Response, Reward, ground_truth_of
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 
 __all__ = ["Decoder", "Rewards"]
@@ -40,7 +40,7 @@ class Rewards:
         tokenizer: for the text of responses.
         workers: processes of the pool.
         memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
-        examine: log this many scored responses of each batch.
+        examine: print this many scored responses of each batch, spread over it.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -81,7 +81,7 @@ class Rewards:
         rows = [group.row for group in groups for _ in group.episodes]
         outcomes = self.outcomes(responses, rows)
         for place in np.linspace(0, len(responses) - 1, min(self.examine, len(responses))).round().astype(int):
-            logger.info("%s\n%s\n→ %s", responses[place].prompt, responses[place].text, outcomes[place])
+            print(_shown(responses[place], rows[place], outcomes[place]), flush=True)
         each = iter(outcomes)
         return [
             replace(group, episodes=tuple(replace(episode, outcomes=next(each)) for episode in group.episodes))
@@ -194,6 +194,13 @@ def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Ou
         values = [Failed(reason)] * len(places)
     for place, one in zip(places, values, strict=True):
         found[place][reward.name] = to_outcome(one)
+
+
+def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
+    lines = [f"[prompt] {response.prompt}", f"[response] {response.text}"]
+    if (truth := ground_truth_of(row)) is not None:
+        lines.append(f"[ground truth] {truth}")
+    return "\n".join([*lines, *(f"[{name}] {outcome}" for name, outcome in outcomes.items())])
 
 
 def _described(value: Any) -> str:

@@ -82,7 +82,7 @@ class Run:
         nodes: machines of the job.
         seed: of the order of prompts and of sampling.
         save_every: steps between checkpoints.
-        examine: log this many scored responses of each step.
+        examine: print this many scored responses of each step.
         reward_workers: processes that score.
 
     Raises:

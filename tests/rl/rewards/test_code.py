@@ -158,7 +158,7 @@ def test_an_attack_ends_alone(box: Sandbox, attack: str) -> None:
     source, expected = ATTACKS[attack]
     before = {process.pid for process in psutil.process_iter()}
     began = time.monotonic()
-    ran = box.run(source, wall_s=4)
+    ran = box.run(source, wall_s=3)
     assert ran.status in expected, ran
     assert time.monotonic() - began < 12
     assert len(ran.stdout) + len(ran.stderr) < 300_000
