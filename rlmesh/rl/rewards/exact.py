@@ -31,4 +31,6 @@ def compute_score(solution_str: str, ground_truth: object, *, normalise: bool = 
 def _normalised(text: str) -> str:
     plain = unicodedata.normalize("NFKC", text).casefold()
     plain = "".join(" " if letter in string.punctuation else letter for letter in plain)
-    return " ".join(word for word in plain.split() if word not in ("a", "an", "the"))
+    words = plain.split()
+    # An answer may be an article: the letter of a choice, for one.
+    return " ".join([word for word in words if word not in ("a", "an", "the")] or words)

@@ -87,6 +87,7 @@ class Reward:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise UsageError(f"a reward is a function, got {type(self.function).__name__}: Reward(compute_score)")
+        object.__setattr__(self, "sources", source_names(self.sources))
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.function))
         if self.timeout_s <= 0:
@@ -179,6 +180,11 @@ def ground_truth_of(row: Mapping[str, Any]) -> Any:
     if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
         return nested["ground_truth"]
     return row.get("ground_truth")
+
+
+def source_names(given: Any) -> tuple[str, ...]:
+    """Names of data sets as a tuple; a text is one name."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

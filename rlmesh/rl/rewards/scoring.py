@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
 from rlmesh.rl.rewards.process_pool import ScoringPool
-from rlmesh.rl.rewards.reward import Response, Reward
+from rlmesh.rl.rewards.reward import Response, Reward, ground_truth_of
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 
 __all__ = ["Decoder", "Rewards"]
@@ -31,14 +32,15 @@ class Decoder(Protocol):
 class Rewards:
     """Scores the episodes of groups, all at once.
 
-    Plain functions run in a pool of processes, async functions together on one loop, inline functions here.
+    Plain functions run in a pool of processes, async functions together on one loop, batched and inline functions here.
+    Reward models score in their role meanwhile.
 
     Args:
         rewards: at least one; names must differ.
         tokenizer: for the text of responses.
         workers: processes of the pool.
         memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
-        examine: log this many scored responses of each batch.
+        examine: print this many scored responses of each batch, spread over it.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -46,7 +48,7 @@ class Rewards:
 
     def __init__(
         self,
-        rewards: Sequence[Reward],
+        rewards: Sequence[Reward | RewardModel],
         tokenizer: Decoder,
         *,
         workers: int = 2,
@@ -79,7 +81,7 @@ class Rewards:
         rows = [group.row for group in groups for _ in group.episodes]
         outcomes = self.outcomes(responses, rows)
         for place in np.linspace(0, len(responses) - 1, min(self.examine, len(responses))).round().astype(int):
-            logger.info("%s\n%s\n→ %s", responses[place].prompt, responses[place].text, outcomes[place])
+            print(_shown(responses[place], rows[place], outcomes[place]), flush=True)
         each = iter(outcomes)
         return [
             replace(group, episodes=tuple(replace(episode, outcomes=next(each)) for episode in group.episodes))
@@ -90,11 +92,17 @@ class Rewards:
         """Per response, the outcome of each reward by its name."""
         found: list[dict[str, Outcome]] = [{} for _ in responses]
         pending: list[tuple[str, int, Future[Outcome]]] = []
+        models: list[tuple[str, list[int], Callable[[], list[Outcome]]]] = []
         coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
         for reward in self.rewards.values():
             places = [i for i, row in enumerate(rows) if reward.scores(row)]
             for i in set(range(len(rows))).difference(places):
                 found[i][reward.name] = Abstain("the reward is for other data")
+            if isinstance(reward, RewardModel):
+                if places:
+                    wait = reward.start([responses[i] for i in places], [rows[i] for i in places])
+                    models.append((reward.name, places, wait))
+                continue
             for part in [places] if reward.batched and places else [[i] for i in places]:
                 arguments = reward.arguments([responses[i] for i in part], [rows[i] for i in part])
                 if reward.is_async:
@@ -108,6 +116,9 @@ class Rewards:
             asyncio.run(self._together(coroutines, found))
         for name, place, future in pending:
             found[place][name] = future.result()
+        for name, places, wait in models:
+            for place, outcome in zip(places, wait(), strict=True):
+                found[place][name] = outcome
         return [{name: each[name] for name in self.rewards} for each in found]
 
     def total(self, episode: Episode) -> Outcome:
@@ -136,7 +147,9 @@ class Rewards:
             functions = {
                 reward.name: reward.function
                 for reward in self.rewards.values()
-                if not (reward.inline or reward.is_async or reward.batched) and reward.timeout_s == timeout_s
+                if isinstance(reward, Reward)
+                and not (reward.inline or reward.is_async or reward.batched)
+                and reward.timeout_s == timeout_s
             }
             self._pools[timeout_s] = ScoringPool(
                 functions, workers=self._workers, timeout_s=timeout_s, memory_bytes=self._memory_bytes
@@ -181,6 +194,13 @@ def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Ou
         values = [Failed(reason)] * len(places)
     for place, one in zip(places, values, strict=True):
         found[place][reward.name] = to_outcome(one)
+
+
+def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
+    lines = [f"[prompt] {response.prompt}", f"[response] {response.text}"]
+    if (truth := ground_truth_of(row)) is not None:
+        lines.append(f"[ground truth] {truth}")
+    return "\n".join([*lines, *(f"[{name}] {outcome}" for name, outcome in outcomes.items())])
 
 
 def _described(value: Any) -> str:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rlmesh import rpc
-from rlmesh.rl.engines.training.offload import Offloaded, own_memory
 from rlmesh.rl.engines.training.packed import PackedInputs, prepare
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.frozen import FrozenModel
 from rlmesh.rl.roles.turns import TakesTurns, Turns
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ __all__ = ["REFERENCE", "FrozenPolicy", "ReferenceRole"]
 REFERENCE = "reference"
 
 
-class FrozenPolicy:
+class FrozenPolicy(FrozenModel):
     """A causal language model that is not trained, on packs.
 
     Args:
@@ -34,28 +34,15 @@ class FrozenPolicy:
     """
 
     def __init__(self, model: nn.Module, temperature: float) -> None:
-        self.model, self.temperature = model, temperature
         prepare(model)
-        own_memory([*model.parameters(), *model.buffers()])
-        self.device = next(model.parameters()).device
-        self._offloaded: Offloaded | None = None
+        super().__init__(model)
+        self.temperature = temperature
 
     def log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
         """Log-probabilities of the targets of packs, ``[targets]`` each."""
         with torch.no_grad():
             found = [self.model(packed=PackedInputs(pack, self.device), temperature=self.temperature) for pack in packs]
         return [terms.log_probs.float().cpu().numpy() for terms in found]
-
-    def sleep(self) -> None:
-        """Move the weights to host memory."""
-        if self._offloaded is None:
-            self._offloaded = Offloaded([*self.model.parameters(), *self.model.buffers()], None)
-
-    def wake(self) -> None:
-        """Move the weights back."""
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
 
 
 class ReferenceRole(TakesTurns):

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.loader import PromptLoader
+from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.types import Episode, Failed, Turn
 
@@ -73,6 +74,9 @@ def _reward_faults(run: Run, tokenizer: Any, prompt: Any) -> Iterator[str]:
     episode = Episode((Turn.said(prompt.ids), turn))
     for reward in run.scored:
         if not reward.scores(prompt.row):
+            continue
+        if isinstance(reward, RewardModel):
+            yield from (f"reward model {reward.name!r}: {fault}" for fault in reward.faults(tokenizer, prompt.row))
             continue
         scorer = Rewards([reward], tokenizer, workers=1)
         try:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.trainers.settings import (
     ActorSettings,
@@ -69,7 +70,7 @@ class Run:
     Attributes:
         model: a folder or a hub name of a causal language model with its tokenizer.
         data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`).
-        rewards: functions, or `Reward` objects, that score responses.
+        rewards: functions, `Reward` and `RewardModel` objects, that score responses.
         algorithm: such as ``GRPO(samples=8)``.
         steps: training steps; each takes one batch of prompts.
         validation: prompts that are never trained on.
@@ -88,7 +89,7 @@ class Run:
         nodes: machines of the job.
         seed: of the order of prompts and of sampling.
         save_every: steps between checkpoints.
-        examine: log this many scored responses of each step.
+        examine: print this many scored responses of each step.
         reward_workers: processes that score.
 
     Raises:
@@ -97,7 +98,7 @@ class Run:
 
     model: str
     data: Any
-    rewards: Sequence[Reward | Callable[..., Any]]
+    rewards: Sequence[Reward | RewardModel | Callable[..., Any]]
     algorithm: Algorithm
     steps: int = 100
     validation: Any = None
@@ -122,16 +123,17 @@ class Run:
         if isinstance(given, str):
             object.__setattr__(self, "rollout", RolloutSettings(engine=given))  # type: ignore[arg-type]
         rewards: Any = self.rewards
-        alone = callable(rewards) or isinstance(rewards, Reward)
-        made = tuple(one if isinstance(one, Reward) else Reward(one) for one in ([rewards] if alone else rewards or ()))
+        kinds = Reward | RewardModel
+        listed = [rewards] if callable(rewards) or isinstance(rewards, kinds) else rewards or ()
+        made = tuple(one if isinstance(one, kinds) else Reward(one) for one in listed)
         object.__setattr__(self, "rewards", made)
         if faults := [*self._faults()]:
             raise UsageError("Run: " + "\n  ".join(faults))
 
     @property
-    def scored(self) -> tuple[Reward, ...]:
-        """The rewards as `Reward` objects."""
-        return tuple(one for one in self.rewards if isinstance(one, Reward))
+    def scored(self) -> tuple[Reward | RewardModel, ...]:
+        """The rewards as `Reward` and `RewardModel` objects."""
+        return tuple(one for one in self.rewards if isinstance(one, Reward | RewardModel))
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None, **settings: Any) -> Run:
@@ -159,6 +161,9 @@ class Run:
             yield from bad or (f"{name}.{fault}" for fault in section.faults())
         if not self.rewards:
             yield "rewards: give at least one reward"
+        names = [one.name.lower() for one in self.scored]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield f"rewards: two are named {', '.join(twice)}; give them a name=…"
         if self.pipeline not in PIPELINES:
             yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
         for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
@@ -218,6 +223,11 @@ class Run:
         return build(self)
 
     @property
+    def reward_models(self) -> tuple[RewardModel, ...]:
+        """The rewards that a role of their own gives."""
+        return tuple(one for one in self.scored if isinstance(one, RewardModel))
+
+    @property
     def devices(self) -> int:
         """The number of GPUs of all nodes."""
         return self.devices_per_node * self.nodes
@@ -229,6 +239,7 @@ class Run:
             return self.placement
         wanted = self.actor.ranks + self.rollout.engines
         wanted += self.critic.ranks * ("critic" in self.algorithm.needs) + ("reference" in self.algorithm.needs)
+        wanted += sum(model.members for model in self.reward_models)
         return "shared" if 0 < self.devices < wanted else "separate"
 
     def submit(self, name: str = "run", **options: Any) -> RunResult:

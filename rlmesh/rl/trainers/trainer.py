@@ -53,6 +53,7 @@ class Trainer:
         self.rewards = Rewards(
             self.settings.scored, self.tokenizer, workers=self.settings.reward_workers, examine=self.settings.examine
         )
+        self.validation_rewards = self.rewards
         data = self.settings.dataset(self.tokenizer)
         print(f"data: {data.counts}", flush=True)
         loader = PromptLoader(data, self.settings.batch_size, seed=self.settings.seed)
@@ -62,6 +63,7 @@ class Trainer:
 
     def teardown(self) -> None:
         self.rewards.close()
+        self.validation_rewards.close()
 
     def run(self) -> None:
         self.fit()
@@ -264,7 +266,7 @@ class Trainer:
         groups = [
             Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
         ]
-        found = self.rewards.metrics(self.rewards.score(groups))
+        found = self.validation_rewards.metrics(self.validation_rewards.score(groups))
         return {f"val/{name}": value for name, value in found.items()}
 
     def export(self) -> None:

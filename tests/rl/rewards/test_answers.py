@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from rlmesh.rl.rewards import exact, gsm8k
+from rlmesh.rl.rewards import exact, gsm8k, math
 from rlmesh.rl.rewards.numbers import first_number, last_number, to_fraction
 
 STRICT = [
@@ -90,3 +90,31 @@ def test_exact_match() -> None:
     assert exact.compute_score("the answer", "answer", normalise=False).value == 0
     assert exact.compute_score("Paris", ["London", "paris"]).value == 1
     assert exact.compute_score("Rome", "Paris").reason == "wrong answer"
+
+
+def test_an_article_may_be_the_answer() -> None:
+    assert exact.compute_score("A.", "A").value == exact.compute_score("(a)", "A").value == 1
+    for wrong in ("", "the", "B", "an"):
+        assert exact.compute_score(wrong, "A").value == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (r"So $\boxed{\frac{1}{2}}$", r"\frac{1}{2}", 1),
+        (r"So $\boxed{0.5}$", r"\frac{1}{2}", 1),
+        (r"It is $\boxed{3}$, no: $\boxed{4}$", "4", 1),
+        (r"$\boxed{x^2 + 2x + 1}$", "(x+1)^2", 1),
+        (r"$\boxed{-3}$", "3", 0),
+        (r"$\boxed{(1, 2)}$", "(1,2)", 1),
+        (r"$\boxed{(2, 1)}$", "(1,2)", 0),
+        ("no idea", "4", 0),
+    ],
+)
+def test_math_answers(response: str, truth: str, expected: int) -> None:
+    pytest.importorskip("math_verify")
+    found = math.compute_score(response, truth)
+    assert found.value == expected
+    assert found.reason == ("" if expected else "no answer" if response == "no idea" else "wrong answer")
+    with pytest.raises(ValueError, match="no mathematics can be read from the ground truth ''"):
+        math.compute_score(response, "")

@@ -1,0 +1,214 @@
+"""`RewardModel`: a reward that a model gives, served by a role of its own.
+
+::
+
+    Run(rewards=[RewardModel("models/helpful", weight=0.5), Reward(gsm8k.compute_score, sources=("openai/gsm8k",))], …)
+
+`RewardModel` is what a `Run` takes and what the trainer calls. The model itself is in the members of the role
+(:class:`rlmesh.rl.roles.reward.RewardRole`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlmesh import RoleGroup
+from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.reward import Response, source_names
+from rlmesh.rl.types import Failed, Outcome
+
+__all__ = ["Conversation", "RewardModel"]
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 60.0
+"""The time that a call waits beyond the deadline of scoring, for a member that restarts, in seconds."""
+Inputs = Literal["text", "ids"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversation:
+    """A prompt and a response, as sent to a reward model.
+
+    Attributes:
+        ids: all tokens of the episode, ``[tokens]``, int32.
+        prompt: the prompt of the row: a text or chat messages.
+        response: the text of the response.
+        ended: the response ended by itself; no limit cut it off.
+        turns: the number of turns that the policy sampled.
+    """
+
+    ids: NDArray[np.int32]
+    prompt: str | Sequence[Mapping[str, Any]]
+    response: str
+    ended: bool
+    turns: int
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A model that scores responses: any that ``AutoModelForSequenceClassification`` loads.
+
+    A model with one label gives its raw output as the reward. With several labels, the reward is the probability of
+    ``label``.
+
+    Attributes:
+        model: a folder or hub name of the model and its tokenizer.
+        weight: in the sum of an episode's rewards.
+        name: in metrics. It also names the role: ``REWARD``, or ``REWARD_NAME`` for another name than the default.
+        sources: names of data sets whose rows it scores; it abstains on others. Empty: all rows.
+        label: name or number of the label, for models with several.
+        inputs: ``"text"``: prompt and response in the format of the model's own tokenizer (its chat template for
+            messages). ``"ids"``: the tokens as they were sampled; both tokenizers must have the same vocabulary.
+        members: processes of the role; each has the whole model.
+        max_tokens: longer conversations fail, they are not cut; 0: the model's own limit.
+        token_budget: the most tokens of a forward pass, padding included.
+        timeout_s: of scoring one batch, in seconds. Responses that are not scored by then fail.
+        precision: of the model.
+        threads: of each member's CPU work; 0: torch's default.
+
+    Raises:
+        UsageError: a setting is out of range.
+    """
+
+    model: str
+    weight: float = 1.0
+    name: str = "reward_model"
+    sources: tuple[str, ...] = ()
+    label: str | int | None = None
+    inputs: Inputs = "text"
+    members: int = 1
+    max_tokens: int = 0
+    token_budget: int = 16384
+    timeout_s: float = 300.0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", str(self.model))
+        object.__setattr__(self, "sources", source_names(self.sources))
+        faults = [
+            f"{name}={getattr(self, name)} must be {bound}"
+            for name, bound, right in (
+                ("members", "≥ 1", self.members >= 1),
+                ("max_tokens", "≥ 0", self.max_tokens >= 0),
+                ("token_budget", "≥ 1", self.token_budget >= 1),
+                ("timeout_s", "> 0", self.timeout_s > 0),
+                ("threads", "≥ 0", self.threads >= 0),
+                ("inputs", "'text' or 'ids'", self.inputs in get_args(Inputs)),
+                ("precision", "'float32' or 'bfloat16'", self.precision in ("float32", "bfloat16")),
+                ("name", "letters, digits and _", re.fullmatch(r"[A-Za-z]\w*", self.name, re.ASCII)),
+            )
+            if not right
+        ]
+        if faults:
+            raise UsageError(f"RewardModel({self.model!r}): {'; '.join(faults)}")
+
+    @property
+    def role(self) -> str:
+        """The name of the role whose members have the model."""
+        return "REWARD" if self.name == "reward_model" else f"REWARD_{self.name.upper()}"
+
+    def scores(self, row: Mapping[str, Any]) -> bool:
+        """True if the reward is for this row."""
+        return not self.sources or row.get("data_source") in self.sources
+
+    def start(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> Callable[[], list[Outcome]]:
+        """Send responses to the role; gives a function that waits for their outcomes, in the same order.
+
+        Every error of the call is a `Failed` of all these responses.
+        """
+        sent = [conversation(response, row) for response, row in zip(responses, rows, strict=True)]
+
+        def failed(error: Exception) -> list[Outcome]:
+            logger.warning("reward model %r failed on %d responses", self.name, len(sent), exc_info=error)
+            return [Failed(f"{type(error).__name__}: {error}") for _ in sent]
+
+        try:
+            group = RoleGroup[Any](self.role).options(idempotent=True, timeout_s=self.timeout_s + GRACE_S)
+            running = group.call_batch("score", len(sent), sent)
+        except Exception as error:
+            at_once = failed(error)
+            return lambda: at_once
+
+        def wait() -> list[Outcome]:
+            try:
+                return list(running)
+            except Exception as error:
+                return failed(error)
+
+        return wait
+
+    def faults(self, tokenizer: Any, row: Mapping[str, Any]) -> Iterator[str]:
+        """One sentence per fault that can be found without the weights.
+
+        Args:
+            tokenizer: of the policy.
+            row: row 0 of the data.
+        """
+        from transformers import AutoConfig, AutoTokenizer
+
+        try:
+            config = AutoConfig.from_pretrained(self.model)
+            own = AutoTokenizer.from_pretrained(self.model)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            yield f"the model or its tokenizer cannot be loaded: {error}"
+            return
+        made = list(getattr(config, "architectures", None) or ())
+        if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in made):
+            yield (
+                f"{self.model} is a language model ({', '.join(made)}) without a head that scores: train it as a "
+                "reward model first (examples/reward_model)"
+            )
+        else:
+            try:
+                self.label_of(config)
+            except UsageError as error:
+                yield str(error)
+        if self.inputs == "ids":
+            if own.get_vocab() != tokenizer.get_vocab():
+                yield "inputs='ids', but its tokenizer has another vocabulary than the policy's: use inputs='text'"
+        elif not isinstance(row.get("prompt", ""), str) and not own.chat_template:
+            yield "the prompts are chat messages, but its tokenizer has no chat template"
+
+    def label_of(self, config: Any) -> int | None:
+        """The number of the label that is the reward; ``None`` for a model with one.
+
+        Raises:
+            UsageError: the model has several labels and none of them is chosen, or the label does not exist.
+        """
+        count = int(config.num_labels)
+        if count == 1:
+            return None
+        labels = {int(number): str(name) for number, name in (config.id2label or {}).items()}
+        if isinstance(self.label, int) and 0 <= self.label < count:
+            return self.label
+        found = [number for number, name in labels.items() if name == self.label]
+        if not found:
+            raise UsageError(
+                f"RewardModel({self.model!r}) has {count} labels: choose one by label=…, of "
+                f"{', '.join(labels.values()) or range(count)}"
+                + (f"; there is no {self.label!r}" if self.label is not None else "")
+            )
+        return found[0]
+
+
+def conversation(response: Response, row: Mapping[str, Any]) -> Conversation:
+    """The `Conversation` of a response and its row."""
+    prompt: Any = row.get("prompt", response.prompt)
+    if not isinstance(prompt, str):
+        prompt = [dict(message) for message in prompt]
+    return Conversation(
+        response.episode.ids,
+        prompt,
+        response.text,
+        response.finish_reason == "stop",
+        sum(turn.source == "policy" for turn in response.episode.turns),
+    )

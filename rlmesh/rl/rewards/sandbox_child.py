@@ -1,0 +1,423 @@
+"""The inside of the sandbox, run as a file by an interpreter of its own; see :mod:`rlmesh.rl.rewards.sandbox`.
+
+Three processes follow each other. The *spawner* leaves the namespaces of the host and starts the *keeper*, which is
+process 1 of the new ones. The keeper builds a file system, and starts, watches and ends one *program* per case. The
+program gives up all privileges before it runs code that nobody has read.
+
+Only the standard library is imported: nothing else is visible here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from typing import Any, NoReturn
+
+NOBODY = 65534
+POLL_S = 0.02
+WORK = "/box"
+NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # user mount pid net ipc uts
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+MNT_DETACH, CLONE_NEWNS, AT_RECURSIVE = 2, 0x00020000, 0x8000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+# Calls that hold memory outside of the counted kinds, look at other processes, or widen the way into the kernel:
+# memfd_create, memfd_secret, shmget, msgget, semget, mq_open, io_uring_setup, bpf, userfaultfd, add_key, request_key,
+# keyctl, perf_event_open, ptrace, process_vm_readv, process_vm_writev.
+DENIED = {
+    "x86_64": (0xC000003E, 155, (319, 447, 29, 68, 64, 240, 425, 321, 323, 248, 249, 250, 298, 101, 310, 311)),
+    "aarch64": (0xC00000B7, 41, (279, 447, 194, 186, 190, 180, 425, 280, 282, 217, 218, 219, 241, 117, 270, 271)),
+}
+MOUNT_SETATTR = 442
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> NoReturn:
+    """Run as the spawner."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    settings = json.loads(sys.argv[1])
+    if os.getppid() != settings["parent"]:
+        os._exit(1)
+    os.umask(0o077)
+    if settings["isolated"]:
+        try:
+            check("unshare", libc.unshare(NAMESPACES))
+        except OSError as error:
+            say({"error": str(error)})
+            os._exit(1)
+        say({"ready": True})
+        take()  # the parent has mapped the users
+    else:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keeper = os.fork()
+    if keeper:
+        # The keeper answers on these.
+        os.close(0)
+        os.close(1)
+        os.waitpid(keeper, 0)
+        os._exit(0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        keep(settings)
+    except OSError as error:
+        say({"error": str(error)})
+    os._exit(0)
+
+
+def keep(settings: dict[str, Any]) -> None:
+    """Run as the keeper: prepare, then run the cases that come in, one line each."""
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    if settings["isolated"]:
+        build_root(settings["visible"])
+    else:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    say({"ready": True})
+    while (case := take()) is not None:
+        say(run_case(case, settings))
+
+
+def build_root(visible: dict[str, str]) -> None:
+    """Make a file system of read-only folders, a few devices and nothing else, and move into it."""
+    root = "/sys"  # every system has this folder, and no program needs it
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.umask(0o022)
+    for source, target in visible.items():
+        if os.path.islink(source):
+            os.symlink(os.readlink(source), root + target)
+        else:
+            os.makedirs(root + target, exist_ok=True)
+            mount(source, root + target, "", MS_BIND | MS_REC)
+            read_only(root + target, AT_RECURSIVE)
+    os.mkdir(f"{root}/dev")
+    for device in ("null", "zero", "full", "random", "urandom"):
+        with open(f"{root}/dev/{device}", "wb"):
+            pass
+        mount(f"/dev/{device}", f"{root}/dev/{device}", "", MS_BIND)
+    for folder in ("proc", WORK[1:]):
+        os.mkdir(f"{root}/{folder}")
+    with contextlib.suppress(FileExistsError):
+        os.symlink(WORK, f"{root}/tmp")
+    mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    os.chdir(root)
+    check("pivot_root", libc.syscall(DENIED[platform.machine()][1], b".", b"."))
+    check("umount", libc.umount2(b".", MNT_DETACH))
+    os.chdir("/")
+    read_only("/", 0)
+    with open("/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")
+
+
+def run_case(case: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Run one program, and give its status, its output and its answer."""
+    out, err, into = os.pipe(), os.pipe(), os.pipe()
+    ours, theirs = socket.socketpair()
+    program = os.fork()
+    if not program:
+        try:
+            for source, target in ((into[0], 0), (out[1], 1), (err[1], 2), (theirs.fileno(), 3)):
+                os.dup2(source, target)
+            os.closerange(4, 65536)
+            enter(case, settings)
+            code = execute(case["source"], settings["paths"])
+        except BaseException:
+            with contextlib.suppress(BaseException):
+                traceback.print_exc()
+            code = 1
+        os._exit(code)
+    for own in (into[0], out[1], err[1]):
+        os.close(own)
+    theirs.close()
+    try:
+        status = watch(case, settings, program, into[1], {out[0]: "stdout", err[0]: "stderr"}, ours)
+    finally:
+        end_all(settings["isolated"])
+        ours.close()
+        for own in (out[0], err[0]):
+            os.close(own)
+    if not settings["isolated"]:
+        empty(settings["folder"])
+    return status
+
+
+def watch(
+    case: dict[str, Any], settings: dict[str, Any], program: int, into: int, outputs: dict[int, str],
+    channel: socket.socket,
+) -> dict[str, Any]:  # fmt: skip
+    """Feed the program and read its output until it ends or breaks a limit."""
+    deadline = time.monotonic() + case["wall_s"]
+    found = {"stdout": bytearray(), "stderr": bytearray(), "answer": bytearray()}
+    left = memoryview(case["stdin"].encode("utf-8", "surrogateescape"))
+    asked, fault, ended = False, "", None
+    with selectors.DefaultSelector() as selector:
+        for one in (into, *outputs, channel.fileno()):
+            os.set_blocking(one, False)
+        for one in (*outputs, channel.fileno()):
+            selector.register(one, selectors.EVENT_READ)
+        if left:
+            selector.register(into, selectors.EVENT_WRITE)
+        else:
+            os.close(into)
+        while not fault:
+            for key, _ in selector.select(POLL_S if ended is None else 0):
+                if key.fd == into:
+                    try:
+                        left = left[os.write(into, left[:65536]) :]
+                    except BlockingIOError:
+                        continue
+                    except BrokenPipeError:
+                        left = left[:0]
+                    if not left:
+                        selector.unregister(into)
+                        os.close(into)
+                    continue
+                try:
+                    data = os.read(key.fd, 65536)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    data = b""
+                name = outputs.get(key.fd, "answer")
+                found[name] += data
+                if not data:
+                    selector.unregister(key.fd)
+                elif sum(map(len, found.values())) > settings["output_bytes"]:
+                    fault = "output"
+                elif name == "answer" and not asked and b"\n" in found["answer"]:
+                    # The program has loaded. Only now do this process and the program get the test.
+                    asked = True
+                    found["answer"].clear()
+                    say({"loaded": True})
+                    channel.settimeout(5)
+                    with contextlib.suppress(OSError):
+                        channel.sendall(json.dumps(take()).encode() + b"\n")
+                    channel.setblocking(False)
+            if ended is not None:
+                break  # one more look at the pipes was taken
+            pid, ended_with = os.waitpid(program, os.WNOHANG)
+            if pid:
+                ended = ended_with
+            elif time.monotonic() > deadline:
+                fault = "timeout"
+            elif settings["isolated"] and resident() > settings["memory_bytes"]:
+                fault = "memory"
+        if left:
+            os.close(into)
+    code = 0 if ended is None else os.waitstatus_to_exitcode(ended)
+    stderr = found["stderr"].decode("utf-8", "replace")
+    if not fault and code:
+        out_of_time = code in (-signal.SIGXCPU, -signal.SIGKILL)
+        memory = stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
+        fault = "timeout" if out_of_time else "memory" if memory else "error"
+    return {
+        "status": fault or "ok",
+        "code": code,
+        "stdout": found["stdout"].decode("utf-8", "replace"),
+        "stderr": stderr[-4000:],
+        "answer": found["answer"].decode("utf-8", "replace"),
+    }
+
+
+def enter(case: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Give up everything, in the program's own process."""
+    os.setsid()
+    if settings["isolated"]:
+        check("unshare", libc.unshare(CLONE_NEWNS))
+        options = f"size={settings['folder_bytes']},nr_inodes=2000,mode=777"
+        mount("tmpfs", WORK, "tmpfs", MS_NOSUID | MS_NODEV, options)
+        check("umount", libc.umount2(b"/proc", MNT_DETACH))
+    folder = WORK if settings["isolated"] else settings["folder"]
+    os.chdir(folder)
+    seconds, memory = case["cpu_s"], settings["memory_bytes"]
+    for kind, most in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, settings["folder_bytes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+    if settings["isolated"]:  # outside, all processes of the user would count
+        resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"], settings["processes"]))
+        if os.getuid() != NOBODY:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        for capability in range(64):
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        check("capset", libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
+    check("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    deny_calls()
+    os.environ.clear()
+    os.environ.update(HOME=folder, TMPDIR=folder, PATH="/usr/local/bin:/usr/bin:/bin", LANG="C.UTF-8")
+
+
+def deny_calls() -> None:
+    """Install a seccomp filter under which the calls of `DENIED` fail with EPERM."""
+    architecture, _, calls = DENIED[platform.machine()]
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+    rules = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
+    rules.append((at_least, len(calls) + 1, 0, 0x40000000))  # the other numbering of x86
+    rules += [(equal, len(calls) - place, 0, call) for place, call in enumerate(calls)]
+    rules += [(end, 0, 0, allow), (end, 0, 0, refuse)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
+    check("seccomp", libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0))
+
+
+def execute(source: str, paths: list[str]) -> int:
+    """Run the source as a main program, then what the keeper asks for; gives the exit code."""
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.argv = ["main.py"]
+    sys.path += paths
+    for handled in (signal.SIGINT, signal.SIGPIPE):
+        signal.signal(handled, signal.SIG_DFL)
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(source, "main.py", "exec"), module.__dict__)
+        answer(module.__dict__)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    return code & 255
+
+
+def answer(names: dict[str, Any]) -> None:
+    """Say that the program has loaded, and answer the keeper: call a function, or run tests."""
+    with socket.socket(fileno=3) as channel, channel.makefile("rw", encoding="utf-8") as file:
+        file.write("loaded\n")
+        file.flush()
+        ask = json.loads(file.readline())
+        if ask is None:
+            return
+        if "tests" in ask:
+            exec(compile(ask["tests"], "tests.py", "exec"), names)
+            found = ask["secret"]
+        else:
+            function = names.get(ask["call"])
+            if function is None and "Solution" in names:
+                function = getattr(names["Solution"](), ask["call"], None)
+            if function is None:
+                raise NameError(f"the program defines no {ask['call']}")
+            found = function(*ask["arguments"])
+        file.write(json.dumps(found) + "\n")
+
+
+def end_all(isolated: bool) -> None:
+    """Kill what is left of the program, and wait for it."""
+    while True:
+        if isolated:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        else:
+            for child in children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, 0)[0]:
+                if not isolated:
+                    break  # orphans of the dead come to this process: look again
+        except ChildProcessError:
+            return
+
+
+def children() -> list[int]:
+    """The direct children of this process."""
+    own, found = os.getpid(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == own:
+                found.append(int(name))
+    return found
+
+
+def resident() -> int:
+    """Bytes of memory that all processes of the sandbox but this one hold."""
+    pages = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        if name != "1":
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/statm", "rb") as file:
+                pages += int(file.read().split()[1])
+    return pages * resource.getpagesize()
+
+
+def empty(folder: str) -> None:
+    """Remove what a program left in its folder."""
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """Mount, or raise an error that names the target."""
+    done = libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
+    check(f"mount {target}", done)
+
+
+def read_only(target: str, flags: int) -> None:
+    """Make a mount read-only, without devices and set-user-id programs."""
+    attributes = struct.pack("QQQQ", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+    done = libc.syscall(MOUNT_SETATTR, -100, target.encode(), flags, attributes, len(attributes))
+    check(f"mount_setattr {target}", done)
+
+
+def check(what: str, returned: int) -> None:
+    """Raise the error of a system call that failed."""
+    if returned < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def say(message: dict[str, Any]) -> None:
+    """Write a line to the parent."""
+    data = memoryview(json.dumps(message).encode() + b"\n")
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def take() -> Any:
+    """Read a line of the parent; ``None`` at the end."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(0, 65536)
+        if not data:
+            return None
+        line += data
+    return json.loads(line)
+
+
+if __name__ == "__main__":
+    main()
