@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, Field, field_serializer
@@ -65,8 +64,7 @@ class ResourcePoolManager:
     """Pools of devices, and the roles that use them.
 
     A pool is a part of the job's devices: a number of devices on each of a number of nodes. The roles of a pool share
-    its
-    devices with each other, and with no other role::
+    its devices with each other, and with no other role::
 
         ResourcePoolManager(
             resource_pool_spec={"global_pool": [8, 8]},
@@ -88,7 +86,7 @@ class ResourcePoolManager:
         """Return the number of devices of all pools."""
         return sum(sum(sizes) for sizes in self.resource_pool_spec.values())
 
-    def get_resource_pool(self, role: str | Enum) -> tuple[int, ...]:
+    def get_resource_pool(self, role: Any) -> tuple[int, ...]:
         """Return the devices per node of a role's pool."""
         return tuple(self.resource_pool_spec[self.mapping[role]])
 

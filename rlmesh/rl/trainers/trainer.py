@@ -90,7 +90,7 @@ class Trainer:
     def step(self, step: int) -> None:
         """One step: sample, score, evaluate, train, save, publish, report."""
         began = time.perf_counter()
-        groups = self.rewards.score(self.buffer.take(step))
+        groups = self.score(self.rewards, self.buffer.take(step))
         packs, batch = self.evaluate(self.usable(groups))
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
@@ -124,6 +124,12 @@ class Trainer:
             except WeightsNotReady:
                 self.push_again()  # an engine restarted, or slept, since the push
         raise RuntimeError(f"an engine has no weights after {PUSHES} pushes")
+
+    def score(self, rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
+        """The groups, with the outcome of each reward in their episodes."""
+        if self.settings.reward_models:
+            self.hold(None)  # a reward model may share devices with the engines
+        return rewards.score(groups)
 
     def usable(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with at least one response that has a reward.
@@ -266,7 +272,7 @@ class Trainer:
         groups = [
             Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
         ]
-        found = self.validation_rewards.metrics(self.validation_rewards.score(groups))
+        found = self.validation_rewards.metrics(self.score(self.validation_rewards, groups))
         return {f"val/{name}": value for name, value in found.items()}
 
     def export(self) -> None:

@@ -15,7 +15,9 @@ __all__ = ["MEGATRON", "read", "run_settings_of"]
 
 logger = logging.getLogger(__name__)
 
-MEGATRON = "rlmesh has no Megatron-LM engine yet: strategy 'fsdp' (FSDP2), or Run(train=…) with 'ddp' or 'zero1' to 'zero3'"
+MEGATRON = (
+    "rlmesh has no Megatron-LM engine yet: strategy 'fsdp' (FSDP2), or Run(train=…) with 'ddp' or 'zero1' to 'zero3'"
+)
 ENGINES = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"}
 ROLLOUTS = {"hf": "transformers", "transformers": "transformers", "vllm": "vllm", "vllm-async": "vllm-async"}
 ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"
@@ -58,17 +60,19 @@ READ_ELSEWHERE = (
 def read(config: Any, key: str, default: Any = None) -> Any:
     """The value of a dotted key in mappings, OmegaConf's containers or objects with attributes."""
     for name in key.split("."):
-        config = config.get(name) if isinstance(config, Mapping) or hasattr(config, "keys") else getattr(config, name, None)
+        config = (
+            config.get(name) if isinstance(config, Mapping) or hasattr(config, "keys") else getattr(config, name, None)
+        )
         if config is None:
             return default
     return config
 
 
-def run_settings_of(config: Any, *, rows: int | None = None) -> dict[str, Any]:
+def run_settings_of(config: Any, tokenizer: Any) -> dict[str, Any]:
     """Arguments of `Run`, without rewards. Keys that nothing reads are named in the log.
 
     Args:
-        rows: prompts of the training data, for ``trainer.total_epochs``.
+        tokenizer: of the model, to count the prompts that are short enough if only epochs are given.
 
     Raises:
         NotImplementedError: names a strategy or an estimator of advantages that there is not.
@@ -78,9 +82,6 @@ def run_settings_of(config: Any, *, rows: int | None = None) -> dict[str, Any]:
 
     found = {own: value for key, own in KEYS.items() if (value := read(config, key)) is not None}
     faults = [*_faults(config)]
-    steps = found.get("steps")
-    if steps is None and (epochs := read(config, "trainer.total_epochs")) is not None and rows:
-        found["steps"] = int(epochs) * (rows // max(1, int(found.get("batch_size", 16))))
     for key, own in (("trainer.save_freq", "save_every"), ("trainer.test_freq", "validate_every")):
         if (value := read(config, key)) is not None and int(value) > 0:
             found[own] = int(value)
@@ -92,11 +93,14 @@ def run_settings_of(config: Any, *, rows: int | None = None) -> dict[str, Any]:
     if faults:
         raise UsageError("RayPPOTrainer: " + "\n  ".join(faults))
     on_cpu = read(config, "trainer.device", "cuda") == "cpu"
-    settings = {name: value for name, value in found.items() if "." not in name}
-    for name, section in (("actor", ActorSettings), ("critic", CriticSettings), ("rollout", RolloutSettings)):
-        own = {key.partition(".")[2]: value for key, value in found.items() if key.startswith(f"{name}.")}
-        settings[name] = section(**own)
+    settings: dict[str, Any] = {name: value for name, value in found.items() if "." not in name}
+    sections: dict[str, type[Any]] = {"actor": ActorSettings, "critic": CriticSettings, "rollout": RolloutSettings}
+    for name, section in sections.items():
+        given = {key.partition(".")[2]: value for key, value in found.items() if key.startswith(f"{name}.")}
+        settings[name] = section(**given)
     settings["data"], settings["validation"] = map(_files, (settings.get("data"), settings.get("validation")))
+    if "steps" not in settings:
+        settings["steps"] = _steps(settings, int(read(config, "trainer.total_epochs")), tokenizer)
     _report_unread(config)
     return {
         **settings,
@@ -104,6 +108,13 @@ def run_settings_of(config: Any, *, rows: int | None = None) -> dict[str, Any]:
         "train": _strategy(config),
         "devices_per_node": 0 if on_cpu else int(read(config, "trainer.n_gpus_per_node", 8)),
     }
+
+
+def _steps(settings: Mapping[str, Any], epochs: int, tokenizer: Any) -> int:
+    from rlmesh.rl.data.dataset import RLHFDataset
+
+    limit = {"max_prompt_tokens": settings["max_prompt_tokens"]} if "max_prompt_tokens" in settings else {}
+    return epochs * (len(RLHFDataset(settings["data"], tokenizer, **limit)) // int(settings.get("batch_size", 16)))
 
 
 def _strategy(config: Any) -> str:
@@ -155,7 +166,7 @@ def _algorithm(config: Any) -> Algorithm:
         return PPO(**token_level, lam=float(read(config, "algorithm.lam", 1.0)), value_clip=value_clip)
     if name == "reinforce_plus_plus":
         return ReinforcePlusPlus(**token_level)
-    advantages: dict[str, Any] = {"grpo": "grpo", "rloo": "rloo", "opo": "opo", "grpo_passk": "pass@k"}
+    advantages: dict[str, Any] = {"grpo": "grpo", "rloo": "rloo", "opo": "opo", "grpo_passk": "pass_at_k"}
     if name not in advantages:
         there = ", ".join(["gae", "reinforce_plus_plus", *advantages])
         raise NotImplementedError(f"algorithm.adv_estimator={name!r}: there is {there}")
@@ -164,7 +175,9 @@ def _algorithm(config: Any) -> Algorithm:
             f"algorithm.kl_ctrl.kl_coef with adv_estimator={name!r}: the divergence is in the loss here. Set "
             f"algorithm.use_kl_in_reward=False, and {ACTOR}.use_kl_loss=True with {ACTOR}.kl_loss_coef"
         )
-    return GRPO(samples, advantages[name], "ppo", clip_low=clip, clip_high=clip, kl=in_loss, entropy=entropy)
+    return GRPO(
+        samples, advantages[name], "grpo", "token-mean", clip_low=clip, clip_high=clip, kl=in_loss, entropy=entropy
+    )
 
 
 def _files(given: Any) -> Any:

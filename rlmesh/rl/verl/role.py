@@ -26,7 +26,7 @@ class _Roles(type):
     def _add(cls, name: str, value: int) -> Role:
         if name in cls.names():
             raise UsageError(f"{cls.__name__} has a role {name!r} already")
-        member: Role = object.__new__(cls)
+        member: Role = object.__new__(cls)  # type: ignore[arg-type]  # `Role(…)` looks a member up
         member.name, member.value = name, value
         cls._own[name] = member
         setattr(cls, name, member)
@@ -84,7 +84,7 @@ class Role(metaclass=_Roles):
         Raises:
             UsageError: there is one already, or the name is no identifier.
         """
-        if not isinstance(name, str) or not name.isidentifier():
+        if not str(name).isidentifier():
             raise UsageError(f"Role.extend({name!r}): the name of a role is an identifier, such as 'Teacher'")
         return cls._add(name, max(role.value for role in cls) + 1)
 
@@ -103,4 +103,5 @@ class Role(metaclass=_Roles):
 
 def _role(kind: _Roles, name: str, value: int) -> Role:
     """The role of this name in this process, where `Role.extend` may not have been called."""
-    return kind.names().get(name) or kind._add(name, value)
+    known = kind.names()
+    return known[name] if name in known else kind._add(name, value)

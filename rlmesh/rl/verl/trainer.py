@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmesh import RLJobBuilder, RoleGroup, current_worker, rpc
+from rlmesh import RLJobBuilder, RoleGroup, rpc
 from rlmesh.errors import UsageError
+from rlmesh.rl.rewards.model import RewardModel
+from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.trainer import Trainer, result_of
 from rlmesh.rl.verl.config import MEGATRON, read, run_settings_of
@@ -35,12 +38,35 @@ OWN_NAMES = {
 """verl's role → the role of the job."""
 
 
+@dataclass(frozen=True)
+class VerlRun(Run):
+    """The settings of a `RayPPOTrainer`.
+
+    Attributes:
+        manager: scores the responses of training, unless a reward model does; ``None``: the rewards do.
+        validation_manager: scores those of validation: a `Rewards`, or rewards; ``None``: as in training.
+    """
+
+    manager: Any = None
+    validation_manager: Any = None
+
+
 class WaitingTrainer(Trainer):
     """A trainer that begins when `RayPPOTrainer.fit` is called."""
 
     def setup(self) -> None:
         self._begun = threading.Event()
         super().setup()
+        run = self.settings
+        assert isinstance(run, VerlRun)
+        if run.manager is not None and not run.reward_models:
+            self.rewards = run.manager
+        self.validation_rewards = self.rewards
+        if isinstance(run.validation_manager, Rewards):
+            self.validation_rewards = run.validation_manager
+        elif run.validation_manager is not None:
+            made = replace(run, rewards=run.validation_manager, validation_manager=None)
+            self.validation_rewards = Rewards(made.scored, self.tokenizer, workers=run.reward_workers)
 
     @rpc
     def initialise(self) -> None:
@@ -161,14 +187,27 @@ class RayPPOTrainer:
         if read(self.config, "reward_model.enable") and "RewardModel" not in names:
             yield "reward_model.enable: role_worker_mapping has no Role.RewardModel"
 
-    def _make_run(self, reward_fn: Any, val_reward_fn: Any) -> Run:
-        from rlmesh.rl.data.dataset import RLHFDataset
-
-        def rows() -> int:
-            files = settings_files(self.config)
-            return len(RLHFDataset(files, self.tokenizer, max_prompt_tokens=read(self.config, "data.max_prompt_length", 1024)))
-
-        ...
+    def _make_run(self, reward_fn: Any, val_reward_fn: Any) -> VerlRun:
+        sizes = {role.name: sum(self.pools.get_resource_pool(role)) for role in self.workers}
+        policy = next(name for name in POLICY if name in sizes)
+        settings = run_settings_of(self.config, self.tokenizer)
+        rewards: Any = list(reward_fn.rewards.values()) if isinstance(reward_fn, Rewards) else reward_fn
+        if read(self.config, "reward_model.enable"):
+            path = read(self.config, "reward_model.model.path")
+            rewards = [RewardModel(path, members=sizes["RewardModel"])]
+        elif rewards is None:
+            raise UsageError("RayPPOTrainer: give reward_fn, or reward_model.enable with Role.RewardModel")
+        return VerlRun(
+            **{
+                **settings,
+                "actor": replace(settings["actor"], ranks=sizes[policy]),
+                "critic": replace(settings["critic"], ranks=sizes.get("Critic", 1)),
+                "rollout": replace(settings["rollout"], engines=sizes.get("Rollout", sizes[policy])),
+            },
+            rewards=rewards,
+            manager=reward_fn if isinstance(reward_fn, Rewards) else None,
+            validation_manager=val_reward_fn if val_reward_fn is not None else reward_fn,
+        )
 
 
 def _has_parts(worker: Any) -> bool:
