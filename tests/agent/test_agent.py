@@ -122,7 +122,7 @@ async def begun(node: Node, name: str) -> None:
     await asyncio.to_thread(wait_until, lambda: "run" in node.notes(name))
 
 
-async def test_sigterm(node: Node, own_time: OwnTime) -> None:
+async def test_sigterm_stops_every_member_and_kills_the_deaf_after_the_grace(node: Node, own_time: OwnTime) -> None:
     roles = ("Looper", "Stubborn", "DeafToAll", "Echo")
     names = {role: f"ACTOR:{rank}" for rank, role in enumerate(roles)}
     await node.spawn(*(node.spec(role, name) for role, name in names.items()))

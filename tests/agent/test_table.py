@@ -36,10 +36,16 @@ os.wait()
 """
 
 
+@pytest.fixture
+def noticed() -> list[float]:
+    """When the table told of the exits of its children."""
+    return []
+
+
 @pytest_asyncio.fixture
-async def table() -> AsyncIterator[ProcessTable]:
+async def table(noticed: list[float]) -> AsyncIterator[ProcessTable]:
     ownership.prctl(ownership.PR_SET_CHILD_SUBREAPER, 1)
-    table = ProcessTable()
+    table = ProcessTable(lambda child, how: noticed.append(time.monotonic()))
     yield table
     for child in table:
         await table.kill(child)
@@ -68,9 +74,7 @@ async def test_exit_code_signal_and_memory_are_told(table: ProcessTable) -> None
     assert not table.signal(sleeper, signal.SIGKILL)
 
 
-async def test_death_is_noticed_within_50_ms(table: ProcessTable) -> None:
-    noticed: list[float] = []
-    table._on_exit = lambda child, how: noticed.append(time.monotonic())
+async def test_death_is_noticed_within_50_ms(table: ProcessTable, noticed: list[float]) -> None:
     children = [table.start(f"A:{n}", ["/bin/sleep", "100"], os.environ) for n in range(5)]
     after_s = []
     for child in children:

@@ -127,7 +127,7 @@ def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_wrong_use(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_tells_wrong_arguments_clusters_and_jobs(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "nothing.py"]) == 2
     (files / "cluster.toml").write_text('[[nodes]]\nnaem = "A"\ncpus = "many"\nnvlink = "some"\n')
     code, _, err = plan(capsys, "--", "1", "0")

@@ -104,7 +104,7 @@ def test_all_items_come_in_order(mesh: Mesh, method: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("method", GENERATORS)
-def test_async_for(mesh: Mesh, method: str) -> None:
+def test_a_stream_is_iterated_by_async_for(mesh: Mesh, method: str) -> None:
     handle = mesh.serve("A", Member())[0]
 
     async def main() -> list[int]:
@@ -230,7 +230,7 @@ def test_a_group_streams_what_comes_first_and_keeps_each_members_order(mesh: Mes
         list(failing)
 
 
-def test_large_items(mesh: Mesh) -> None:
+def test_large_items_arrive_in_order(mesh: Mesh) -> None:
     arrays = list(mesh.serve("A", Member())[0].stream("arrays", 20))
     assert [array[0] for array in arrays] == list(range(20)) and all(len(array) == 10_000 for array in arrays)
 

@@ -180,7 +180,7 @@ def test_a_host_that_cannot_be_reached_is_named_at_once(tmp_path: Path, sshd: Ss
     assert own_time.since(began) < 15.0
 
 
-def test_three_hosts(tmp_path: Path, sshd: Sshd) -> None:
+def test_over_ssh_each_of_three_hosts_gets_its_members(tmp_path: Path, sshd: Sshd) -> None:
     with over_ssh(tmp_path, sshd, "--nodes", "3", names=("host1", "host2", "host3")) as launched:
         assert launched.ended() == 0, launched.output
     assert "places [(0, 0), (1, 1), (2, 2)]" in launched.output

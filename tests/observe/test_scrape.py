@@ -61,7 +61,7 @@ def test_counters_are_typed() -> None:
     ("[::1]:9", ("::1", 9)),
     ("unix:/a/b", Path("/a/b")),
 ])  # fmt: skip
-def test_addresses(text: str, address: object) -> None:
+def test_an_address_of_this_machine_is_parsed(text: str, address: object) -> None:
     assert parse_address(text) == address
 
 

@@ -18,6 +18,7 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.transport.base import Link
 from tests.runtime.conftest import Mesh
+from tests.settling import settle
 from tests.stalls import HANG_S, OwnTime
 
 LOST = PeerLost("gone", executed="maybe")
@@ -135,7 +136,7 @@ def test_a_call_for_an_older_incarnation_finds_the_new_one(mesh: Mesh) -> None:
 def test_a_dead_member_is_not_called_again(mesh: Mesh, until: Callable[..., None], own_time: OwnTime) -> None:
     mesh.serve("A", Member())
     mesh.caller.member_lost(ExitInfo("A", 0, 0, 1, None, 9, time.time()))
-    until(lambda: mesh.caller._calls._dead)
+    settle(mesh.caller)
     started = time.monotonic()
     with pytest.raises(PeerLost, match="SIGKILL"):
         RoleGroup("A", runtime=mesh.caller).options(idempotent=True)[0].call("echo", 1).result(HANG_S)

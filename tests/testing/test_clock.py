@@ -15,7 +15,7 @@ from tests.stalls import OwnTime
 
 
 def test_hours_pass_in_no_time_and_in_order(own_time: OwnTime) -> None:
-    began = time.monotonic()
+    began, real = time.monotonic(), clock.now
     seen: list[tuple[float, str]] = []
 
     async def nap(seconds: float, name: str) -> None:
@@ -30,7 +30,7 @@ def test_hours_pass_in_no_time_and_in_order(own_time: OwnTime) -> None:
     assert [name for _, name in seen] == ["a", "b", "c"]
     assert [round(at, 3) for at, _ in seen] == [0.001, 3600, 7200]
     assert own_time.since(began) < 5
-    assert clock.now in (time.monotonic, clock._running), "the real clock is back"
+    assert clock.now is real, "the real clock is back"
 
 
 def test_sockets_of_the_loop_work_in_virtual_time() -> None:
