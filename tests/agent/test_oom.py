@@ -19,7 +19,7 @@ LIMIT_BYTES = 400 * 2**20
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_counters(version: int, tmp_path: Path) -> None:
+def test_kills_and_limits_of_memory_are_read_from_both_versions_of_cgroups(version: int, tmp_path: Path) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     group = cgroups / "memory/job" if version == 1 else cgroups / "job"
     (proc / "self").mkdir(parents=True)

@@ -57,7 +57,9 @@ def test_all_faults_are_told_in_one_message(capsys: pytest.CaptureFixture[str]) 
     (("--warmup_accuracy", "1.01"), "--warmup_accuracy 1.01: it is at most 1"),
     (("--device_per_node", "-1"), "--device_per_node -1: it is at least 1"),
 ])  # fmt: skip
-def test_single_faults(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str) -> None:
+def test_one_wrong_option_is_told_alone(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
     assert refused(capsys, *options) == [told]
 
 

@@ -26,6 +26,7 @@ from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.module_source import ModuleSource
 from rlmesh.weights.sync import WeightSync
 from tests.gpu.weights_peer import Model, plain, values
+from tests.settling import settle
 from tests.weights.mesh import WeightMesh
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
@@ -70,7 +71,7 @@ class Mesh:
             process.stdin.write(json.dumps([1, [row[:4] for row in self.rows]]) + "\n")
             process.stdin.flush()
         self.caller.set_address_book(book)
-        until(lambda: self.caller._calls.peers.book == book)
+        settle(self.caller)
 
     def sync(self, source: Any = None, *, sinks: slice = slice(None), **options: Any) -> WeightSync:
         group: RoleGroup[Any] = RoleGroup("SINK", runtime=self.caller)

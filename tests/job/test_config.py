@@ -167,7 +167,7 @@ def test_members_of_a_group_do_not_restart_alone() -> None:
     assert "restart: scope 'member' cannot work for an elastic role" in problem
 
 
-def test_job_names() -> None:
+def test_a_wrong_job_name_is_refused() -> None:
     job = RLJobBuilder().actor(roles.Actor).build()
     job.job_name = "a/b"
     fails(job.check, "job_name: 'a/b' must be 1 to 64 letters")
@@ -204,7 +204,7 @@ async def test_submit_inside_a_loop_names_start() -> None:
         job.submit("never-starts", blocking=False)
 
 
-def test_views() -> None:
+def test_an_unknown_view_is_refused_before_the_start() -> None:
     job = RLJobBuilder().trainer(roles.Trainer).actor(roles.Actor).build()
     with pytest.raises(UsageError, match=r"there is no view 'lives'\. Did you mean 'live'\?"):
         job.submit("never-starts", view="lives")  # type: ignore[call-overload]

@@ -51,7 +51,7 @@ def test_memory_is_given_in_mib() -> None:
     assert ResourceDesc(memory=3).memory_bytes == 3 * 1024**2
 
 
-def test_other_spellings() -> None:
+def test_short_spellings_of_resources_are_accepted() -> None:
     assert ResourceDesc.model_validate({"mem": 5, "gpu": 0.5, "cpu": 2}) == ResourceDesc(
         cpu=2, memory=5, accelerator=0.5
     )
@@ -70,7 +70,7 @@ def test_a_share_below_a_thousandth_is_an_error() -> None:
     fails(lambda: ResourceDesc(accelerator=0.0001), "0.0001 is less than the smallest share, 0.001")
 
 
-def test_backends() -> None:
+def test_each_description_names_its_backend() -> None:
     assert SimpleWorkloadDesc(entry_point="a.B").backend == "simple"
     assert ElasticWorkloadDesc(entry_point="a.B").backend == "elastic"
     assert CustomWorkloadDesc(entry_point="a.B").backend == "custom"

@@ -47,7 +47,7 @@ def test_pools_give_their_roles_a_member_per_device() -> None:
     assert demand.sharing("Critic") == ("ActorRollout", "Critic")
 
 
-def test_wrong_pools() -> None:
+def test_wrong_pools_are_refused() -> None:
     with pytest.raises(UsageError, match=r"pool 'globl'.*Did you mean 'global'"):
         ResourcePoolManager({"global": [8]}, {"A": "globl"})
     builder = DLJobBuilder().with_pools({"p": [0]}, {"a": "q"})

@@ -236,7 +236,7 @@ def test_a_forked_child_leaves_the_pool_alone(pool: SegmentPool) -> None:
     assert os.path.exists(f"/dev/shm/{loan.segment}")
 
 
-def test_many_threads(pool: SegmentPool) -> None:
+def test_threads_that_put_at_once_get_slots_of_their_own(pool: SegmentPool) -> None:
     failures: list[BaseException] = []
 
     def work(number: int) -> None:

@@ -51,7 +51,7 @@ def test_a_tensor_is_a_view_that_may_be_written_to(exchange: MemoryExchange) -> 
     assert again == raw(source)
 
 
-def test_bfloat16(exchange: MemoryExchange) -> None:
+def test_a_bfloat16_tensor_arrives_bit_for_bit(exchange: MemoryExchange) -> None:
     source = torch.randn(300, 200).to(torch.bfloat16)
     view = receive(exchange, raw(source))
     tensor = torch.frombuffer(writable(view), dtype=torch.uint8).view(torch.bfloat16).reshape(300, 200)

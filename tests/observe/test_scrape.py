@@ -71,7 +71,7 @@ def test_other_jobs_do_not_load_the_client_library() -> None:
     ("[::1]:9", ("::1", 9)),
     ("unix:/a/b", Path("/a/b")),
 ])  # fmt: skip
-def test_addresses(text: str, address: object) -> None:
+def test_an_address_of_this_machine_is_parsed(text: str, address: object) -> None:
     assert parse_address(text) == address
 
 

@@ -233,7 +233,7 @@ def test_nvml_orders_are_turned_into_that_of_the_bus() -> None:
     assert four_gpus.gpus.opened == 0
 
 
-def test_nvlinks() -> None:
+def test_nvlinks_between_gpus_are_read() -> None:
     pair = [
         FakeGpu("GPU-a", "1", links=(("GPU-b", 4),)),
         FakeGpu("GPU-b", "2", links=(("GPU-a", 4),)),

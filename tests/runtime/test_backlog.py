@@ -142,7 +142,7 @@ def _channels(mesh: Mesh) -> list[Any]:
 
 
 @pytest.mark.case("a09")
-def test_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_account_owes_what_was_sent_and_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(clock, "now", lambda: now[0])
     account, peer, call = Backlog(), Backlog(), object()

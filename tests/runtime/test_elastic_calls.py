@@ -16,6 +16,7 @@ from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
+from tests.settling import settle
 from tests.stalls import HANG_S
 
 pytestmark = pytest.mark.case("n01")
@@ -80,14 +81,14 @@ class Role:
         others = tuple(member for member in self.mesh.addresses if member.role != "A")
         book = AddressBook(1000 + self.version, (*others, *members), elastic=("A",))
         self.mesh.caller.set_address_book(book)
-        self.mesh._settle()
+        settle(*self.mesh.runtimes)
 
     def serves(self, generation: int) -> None:
         self.publish((generation, self.at[0, generation]), (generation, self.at[1, generation]))
 
     def died(self, rank: int, generation: int, *, served: bool = True) -> None:
         self.mesh.caller.member_lost(ExitInfo("A", rank, generation, 1, None, 9, time.time(), served=served))
-        self.mesh._settle()
+        settle(*self.mesh.runtimes)
 
     def began(self, generation: int) -> list[list[Any]]:
         return [self.of[rank, generation].began for rank in range(2)]
@@ -380,7 +381,7 @@ def test_simple_roles_go_member_by_member(mesh: Mesh) -> None:
     assert outcomes[0] == 1 and isinstance(outcomes[1], ValueError)
     book = AddressBook(1000, (mesh.addresses[0], MemberAddress("S", 1, 1, None)))
     mesh.caller.set_address_book(book)
-    mesh._settle()
+    settle(*mesh.runtimes)
     waiting = group.call("update", 2)
     assert group[0].call("update", 3).result(HANG_S) == 3
     assert members[0].began == [1, 2, 3] and not waiting.done()

@@ -18,6 +18,7 @@ from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from tests.runtime.conftest import Mesh
+from tests.settling import settle
 from tests.stalls import HANG_S
 
 
@@ -65,7 +66,7 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
 def test_a_dead_members_end_is_told(mesh: Mesh, until: Callable[..., None]) -> None:
     mesh.publish(MemberAddress("A", 0, 0, None))
     mesh.caller.member_lost(ExitInfo("A", 0, 0, 7, None, 9, time.time(), hostname="h"))
-    until(lambda: mesh.caller._calls.peers.dead)
+    settle(mesh.caller)
     failed = RoleGroup("A", runtime=mesh.caller)[0].call("wait").exception(10)
     assert "A rank 0 (pid 7 on h) killed by SIGKILL" in str(failed)
 

@@ -42,7 +42,7 @@ def test_from_a_plain_thread(mesh: Mesh) -> None:
     assert [future.result() for future in made] == list(range(MANY))
 
 
-def test_from_a_loop(mesh: Mesh) -> None:
+def test_calls_from_a_loop_are_all_on_their_way_at_once(mesh: Mesh) -> None:
     handle = mesh.serve("A", Meeting())[0].options(timeout_s=HANG_S)
 
     async def all_at_once() -> list[int]:

@@ -60,7 +60,7 @@ def test_lost_node_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"nodes": 0}, {"devices_per_node": -1}])
-def test_impossible_sizes(sizes: dict[str, int]) -> None:
+def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="a whole number from"):
         LocalCluster(**sizes)  # type: ignore[arg-type]
 

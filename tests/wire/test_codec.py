@@ -27,7 +27,7 @@ def there_and_back(value: object) -> object:
 
 
 @pytest.mark.parametrize("value", [None, 1, 2.5, "text", b"bytes", [1, [2]], {"a": (1, 2)}, {3}])
-def test_plain_values(value: object) -> None:
+def test_plain_values_come_back_equal(value: object) -> None:
     assert there_and_back(value) == value
 
 
@@ -44,7 +44,7 @@ def test_plain_values(value: object) -> None:
     ],
     ids=["small", "zero-size", "scalar", "transposed", "bfloat16", "bool", "strided"],
 )
-def test_tensors(tensor: torch.Tensor) -> None:
+def test_tensors_come_back_equal_and_writable(tensor: torch.Tensor) -> None:
     back = there_and_back(tensor)
     assert isinstance(back, torch.Tensor)
     assert back.dtype == tensor.dtype and torch.equal(back, tensor)
