@@ -18,7 +18,7 @@ import zmq
 from hypothesis import settings
 
 from tests.leaks import LASTING, MARKER, LeakCheck, own_shared_memory, zmq_threads
-from tests.stalls import HANG_S, OwnTime, Sampler
+from tests.own_time import HANG_S, OwnTime, Sampler
 
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("rlmesh", deadline=None)

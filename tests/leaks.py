@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.stalls import HANG_S, Delays, Look, RunQueue
+from tests.own_time import HANG_S, Delays, Look, RunQueue
 
 MARKER = "RLMESH_TEST_SESSION"
 """Environment variable that every process started by a test inherits; nested sessions add to it."""

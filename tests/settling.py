@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 def settle(*runtimes: Runtime) -> None:

@@ -37,7 +37,7 @@ from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 ROOT = str(Path(__file__).parents[2])
 ROLES = "tests.agent.roles"

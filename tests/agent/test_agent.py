@@ -17,7 +17,7 @@ from rlmesh.errors import CallError, PeerLost
 from rlmesh.job.entry_points.entry import EntryPoint
 from tests.agent.nodes import Node, is_there, open_node
 from tests.agent.processes import wait_gone, wait_until
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 
 
 @pytest_asyncio.fixture

@@ -9,7 +9,7 @@ import pytest
 from rlmesh.agent.protocol import CONTROL
 from rlmesh.errors import StaleIncarnation
 from tests.agent.nodes import open_node
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 @pytest.mark.case("n01")

@@ -16,7 +16,7 @@ import pytest
 
 from rlmesh.private_files import files_in
 from tests.agent.processes import GUARDIAN, guardian_run, start_guardian, wait_gone
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 
 WAIT_FOR_DRIVER = "sys.stdin.read(); sys.exit(3)"
 IGNORE_EVERYTHING = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"

@@ -21,7 +21,7 @@ from rlmesh.agent.processes.process import Ended, become_member, collect, held_i
 from rlmesh.agent.processes.process_table import Child, ProcessTable
 from rlmesh.errors import LaunchError
 from tests.agent.processes import wait_gone
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 
 DAEMON = """
 import os, sys

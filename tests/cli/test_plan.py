@@ -17,7 +17,7 @@ from rlmesh.cli.main import main
 from rlmesh.errors import PlacementError, UsageError
 from rlmesh.placement.describe import describe_plan
 from rlmesh.testing import LocalCluster
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 ROOT = Path(__file__).parents[2]
 

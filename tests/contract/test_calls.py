@@ -20,8 +20,8 @@ from rlmesh.runtime.default_runtime import set_default_runtime
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S, OwnTime
 
 
 class Member:

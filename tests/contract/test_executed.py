@@ -23,8 +23,8 @@ from rlmesh.errors import (
 )
 from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S, OwnTime
 
 
 class Member:

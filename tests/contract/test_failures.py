@@ -19,8 +19,8 @@ from rlmesh.errors import CallTimeout, GroupCallError, PeerLost, RemoteError, RL
 from rlmesh.job.status import ExitInfo
 from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S, OwnTime
 
 
 class TwoArguments(Exception):

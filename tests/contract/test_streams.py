@@ -15,8 +15,8 @@ import pytest
 from rlmesh.errors import CallCancelled, CallTimeout, PeerLost, UsageError, WouldDeadlock
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S, OwnTime
 
 
 class Member:

@@ -15,8 +15,8 @@ from rlmesh.errors import CallCancelled, RemoteError, UsageError
 from rlmesh.job.context import JobInfo, WorkerContext
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.serving.method_kinds import is_on_loop
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 
 def traced(function: Any) -> Any:

@@ -24,7 +24,7 @@ from rlmesh.rl.engines.training.checkpoint.folders import CURRENT, CheckpointFol
 from rlmesh.testing import LocalCluster
 from tests.engines import checkpoint_writer, training_job
 from tests.engines.test_training_engines import WITH_DEEPSPEED
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 # torch says so whenever a process is alone.
 pytestmark = pytest.mark.filterwarnings(

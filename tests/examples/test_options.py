@@ -15,7 +15,7 @@ from ppo.main import parse_args
 from smollm.config import GRPOConfig
 
 from tests.examples.conftest import EXAMPLES
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 pytestmark = pytest.mark.case("a21")
 

@@ -17,7 +17,7 @@ from rlmesh.errors import JobFailed, JobSpecError, JobStopped, PeerLost, UsageEr
 from rlmesh.testing import LocalCluster
 from tests.job import serving
 from tests.job.test_handle import FakeDriver, handle_of
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.default_runtime import set_default_runtime
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 STATS = CallStats("ACTOR", "step", 1, 1.0, 0.9, 0.0, 0.0, 0.1, 0)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launcher.test_node_loss import finish, first_two, moving, nothing_ran_twice, pids_of
 from tests.master.launched import Launched, alive
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 pytestmark = pytest.mark.slow
 ADOPTED_S = 4.0

@@ -16,7 +16,7 @@ import pytest
 from tests.launcher.machines import Machines, machines, why_not
 from tests.launcher.nodes import node
 from tests.master.launched import Launched
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "never")]
 

@@ -15,7 +15,7 @@ from rlmesh.rendezvous.client import NodeOptions, join_and_serve
 from rlmesh.rendezvous.liveness import ServerLiveness
 from rlmesh.rendezvous.server import RendezvousOptions, RendezvousServer
 from rlmesh.runtime.connections.security import make_key
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 
 
 def silence() -> ServerLiveness:

@@ -17,7 +17,7 @@ from tests.launcher.nodes import SPREAD
 from tests.launcher.sshd import SSHD, Sshd, running_sshd
 from tests.leaks import MARKER
 from tests.master.launched import ROOT, Launched, alive, command, descendants
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,7 +17,7 @@ import pytest
 from rlmesh.runtime.connections.security import write_key_file
 from tests.launcher.nodes import node, two_nodes
 from tests.master.launched import Launched, alive, descendants
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 NAMELESS = "import socket; socket.gethostname = socket.getfqdn = lambda *_: 'nowhere.invalid'; " \
            "from rlmesh.cli.main import main; import sys; sys.exit(main(sys.argv[1:]))"  # fmt: skip

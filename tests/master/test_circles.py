@@ -15,7 +15,7 @@ from rlmesh.master.monitoring.wait_circles import CircleWatch, circles_in
 from rlmesh.runtime.serving.wait_report import MAIN, BlockedCalls, CallKey, Holder, QueuedCall
 from rlmesh.testing import LocalCluster
 from tests.master import circle_job
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 
 def holder(name: str, number: int, *waits_for: CallKey, caller: str = "T:0") -> Holder:

@@ -15,7 +15,7 @@ from rlmesh.errors import JobFailed, PlacementError
 from rlmesh.testing import LocalCluster
 from tests.master import toy_job
 from tests.master.launched import TOY, Launched, alive, launch
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 
 def only_run(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.master.launched import Launched, alive, launch
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 
 def kill_master(job: Launched) -> int:

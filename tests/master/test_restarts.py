@@ -16,7 +16,7 @@ from rlmesh.errors import JobFailed, RestartBudgetExhausted
 from rlmesh.job.restarts import Scope
 from rlmesh.testing import LocalCluster
 from tests.master import restart_job
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 
 def run(scenario: str, tmp_path: Path, **options: Any) -> tuple[dict[str, Any], JobResult]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.master.launched import Launched, alive
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 JOB = Path(__file__).with_name("stop_job.py")
 STARTED = r"rank {} at step 10\b"

@@ -18,7 +18,7 @@ from rlmesh.master import events as ev
 from rlmesh.master.context import MemberId
 from rlmesh.master.decisions.stop_together import StopTogether
 from tests.master.bench import Bench, job, role
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 
 RANKS = 3
 JOB = job(role("TRAINER", 2), role("SERVER"))

@@ -12,7 +12,7 @@ import pytest
 
 from rlmesh.master import events as ev
 from tests.master.bench import Bench, job, role
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 
 SCRIPT = Path(__file__).with_name("sturdy_job.py")
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
 from tests.memory import fake_device
 from tests.memory.fake_device import FakeBackend, on_device, values_of
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 VALUES = torch.arange(100_000, dtype=torch.float32)
 

@@ -19,7 +19,7 @@ from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.runtime import Runtime
 from tests.memory import fake_device
 from tests.memory.fake_device import FakeBackend, on_device, values_of
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 KEY = b"device-tests-0123456789abcdef-32"
 ROOT = Path(__file__).resolve().parents[2]

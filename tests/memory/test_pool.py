@@ -21,7 +21,7 @@ from rlmesh.memory.layout import Descriptor, SlotRelease
 from rlmesh.memory.native import PARALLEL_BYTES
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.memory.room import MemoryBudget
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 MIB = 1 << 20
 

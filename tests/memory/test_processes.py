@@ -17,7 +17,7 @@ from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.layout import Descriptor, remove_segments
 from rlmesh.memory.native import PAGE_BYTES
 from tests.memory.borrower import Borrower, borrowed, borrower, digest
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 SIZE = 3 << 20
 DATA = bytes(range(256)) * (SIZE // 256)

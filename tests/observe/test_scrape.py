@@ -32,7 +32,7 @@ from rlmesh.master.monitoring.metrics_page import page_text
 from rlmesh.observe.prometheus.endpoint import CONTENT_TYPE, ScrapeServer, check_free, parse_address
 from rlmesh.observe.prometheus.listening import ListenSocket
 from tests.master.launched import ROOT, TOY, Launched
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 

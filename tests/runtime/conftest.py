@@ -10,8 +10,8 @@ from rlmesh.runtime.connections.address_book import AddressBook
 from rlmesh.runtime.transport.base import TRANSPORT_VARIABLE
 from rlmesh.testing import InProcessCluster
 from rlmesh.testing.in_process import TransportName
+from tests.own_time import HANG_S
 from tests.settling import settle
-from tests.stalls import HANG_S
 
 KEY = b"0123456789abcdef0123456789abcdef"
 

@@ -18,8 +18,8 @@ from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.serving import reply_backlog
 from rlmesh.runtime.serving.reply_backlog import Backlog
 from rlmesh.wire.envelope import Frames
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 MIB = 1 << 20
 CALLS = 120

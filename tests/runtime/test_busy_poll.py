@@ -14,7 +14,7 @@ from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 KEY = b"k" * 32
 

@@ -16,8 +16,8 @@ import pytest
 
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from tests.own_time import HANG_S
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S
 
 CLIENT = """
 import os, sys, time

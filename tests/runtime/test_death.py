@@ -17,8 +17,8 @@ from rlmesh.job.status import ExitInfo
 from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S, OwnTime
 
 SERVER = """
 import asyncio, os, sys, time, threading

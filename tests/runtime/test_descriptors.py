@@ -15,9 +15,9 @@ import pytest
 from rlmesh.errors import CallError, UsageError
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.transport.base import TRANSPORT_VARIABLE
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY
 from tests.runtime.strangers import address_of, connect
-from tests.stalls import HANG_S, OwnTime
 
 SERVER = """
 import resource, sys

@@ -10,8 +10,8 @@ import pytest
 from rlmesh.errors import JobFailed
 from rlmesh.master.jobspec import TimeLimits
 from rlmesh.testing import LocalCluster
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime import dying_job
-from tests.stalls import HANG_S, OwnTime
 
 
 @pytest.mark.case("O1")

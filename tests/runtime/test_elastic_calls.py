@@ -15,9 +15,9 @@ from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
 from tests.settling import settle
-from tests.stalls import HANG_S
 
 pytestmark = pytest.mark.case("n01")
 

@@ -10,8 +10,8 @@ from rlmesh.errors import RLMeshError
 from rlmesh.runtime.calling.call_stats import FOLD_AT, CallGroup, CallRecorder, EndedCall
 from rlmesh.runtime.rpc import rpc
 from rlmesh.wire import codec
+from tests.own_time import OwnTime
 from tests.runtime.conftest import Mesh
-from tests.stalls import OwnTime
 
 
 class Echo:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rlmesh.testing import LocalCluster
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime import forking_job
-from tests.stalls import HANG_S, OwnTime
 
 REFUSED = (
     "call", "large", "notify", "idempotent", "result", "wait", "done", "cancel", "stream", "new stream", "report",

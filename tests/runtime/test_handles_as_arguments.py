@@ -13,8 +13,8 @@ from rlmesh.runtime.default_runtime import set_default_runtime
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 pytestmark = pytest.mark.case("s05")
 

@@ -14,8 +14,8 @@ from rlmesh.errors import PeerLost
 from rlmesh.runtime.connections.bulk_channels import _SealedLink
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.wire.envelope import ANY_INCARNATION, Bulk, BulkPart, Call, Frames, Reply, pack
+from tests.own_time import HANG_S
 from tests.runtime.test_lanes import MIB, Tcp
-from tests.stalls import HANG_S
 
 
 class Touch:

@@ -23,8 +23,8 @@ from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.testing import FaultPlan, LoopbackNetwork, VirtualLoop, faulty
 from rlmesh.wire.envelope import Bulk, BulkPart, Call, Cancel, Detached, Frames, Header, Reply, detach
+from tests.own_time import OwnTime
 from tests.runtime.conftest import KEY
-from tests.stalls import OwnTime
 
 MIB = 1 << 20
 

@@ -16,9 +16,9 @@ from rlmesh.errors import PayloadTooLarge
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.transport.base import TRANSPORT_VARIABLE
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY
 from tests.runtime.loaded import ARRAY_BYTES, BURST, CALLS
-from tests.stalls import HANG_S, OwnTime
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", "tests.runtime.loaded"]

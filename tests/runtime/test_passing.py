@@ -26,8 +26,8 @@ from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.serving.result_store import KEEP_BYTES
 from rlmesh.wire.envelope import Frames
+from tests.own_time import HANG_S
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S
 
 LARGE = 1_000_000
 

@@ -22,7 +22,7 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 KEY = b"k" * 32
 POLLS = NetworkOptions(busy_poll_s=0.02)

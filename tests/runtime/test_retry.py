@@ -17,9 +17,9 @@ from rlmesh.runtime.connections.address_book import MemberAddress, member_name
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.transport.base import Link
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import Mesh
 from tests.settling import settle
-from tests.stalls import HANG_S, OwnTime
 
 LOST = PeerLost("gone", executed="maybe")
 

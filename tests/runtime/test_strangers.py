@@ -20,9 +20,9 @@ from rlmesh.runtime.connections.handshake import Strangers
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.transport import half_open
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY
 from tests.runtime.strangers import SCHEMES, Recorder, address_of, connect, say
-from tests.stalls import HANG_S, OwnTime
 
 OTHER_KEY = b"another key of the right length!"
 

@@ -12,9 +12,9 @@ from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.subgraphs import Mesh as JobMesh
 from rlmesh.runtime.subgraphs import Subgraph
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
 from tests.runtime.conftest import _until as until
-from tests.stalls import HANG_S
 
 
 class Gate:

@@ -17,9 +17,9 @@ from rlmesh.runtime.process.loops import Posts
 from rlmesh.runtime.transport.base import UNAUTHENTICATED_LIMIT_BYTES, Link, Rejection, Transport
 from rlmesh.testing import FaultPlan, LoopbackNetwork, faulty
 from rlmesh.wire.envelope import Frames
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY
 from tests.runtime.strangers import SCHEMES, address_of
-from tests.stalls import HANG_S, OwnTime
 
 
 class Side:

@@ -17,9 +17,9 @@ from rlmesh.runtime.calling.peer_status import process_state
 from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
 from tests.settling import settle
-from tests.stalls import HANG_S
 
 
 class Member:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 pytestmark = pytest.mark.case("s03")
 

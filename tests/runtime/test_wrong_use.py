@@ -13,7 +13,7 @@ import pytest
 from rlmesh import Mesh, RoleGroup, Runtime, rpc, shared
 from rlmesh.errors import RLMeshError
 from rlmesh.testing import FaultPlan, InProcessCluster, LocalCluster
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 class Odd(enum.Enum):

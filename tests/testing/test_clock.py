@@ -11,7 +11,7 @@ import pytest
 from rlmesh.runtime.process import clock
 from rlmesh.testing import NothingLeft, VirtualLoop
 from rlmesh.testing import clock as virtual
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 
 
 def test_hours_pass_in_no_time_and_in_order(own_time: OwnTime) -> None:

@@ -13,7 +13,7 @@ from rlmesh import DLJobBuilder, current_worker
 from rlmesh.driver.handle import JobHandle
 from rlmesh.errors import JobFailed, UsageError
 from rlmesh.testing import LocalCluster
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 class Idle:

@@ -15,8 +15,8 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.members import ReceivesWeights, SendsWeights
 from rlmesh.weights.sync import WeightSync
+from tests.own_time import HANG_S
 from tests.settling import settle
-from tests.stalls import HANG_S
 
 KEY = b"0123456789abcdef0123456789abcdef"
 

@@ -22,7 +22,7 @@ from rlmesh.weights.channels.base import (
 from rlmesh.weights.manifest import Manifest, TensorSpec
 from rlmesh.weights.planning.buckets import Bucket, cut
 from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES, checksums_of
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 from tests.weights.mesh import segments
 
 SINKS = ("R:0", "R:1")

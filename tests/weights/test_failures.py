@@ -16,7 +16,7 @@ from rlmesh.weights.manifest import Manifest
 from rlmesh.weights.planning.plan import Mode
 from rlmesh.weights.protocols import WeightSink
 from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 from tests.weights.mesh import WeightMesh, arrays, segments
 
 BUCKETS = 20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmesh.testing import LocalCluster
-from tests.stalls import OwnTime
+from tests.own_time import OwnTime
 from tests.weights import sharded_job, sync_job
 
 CHANNELS = ["shm", "stream", pytest.param("collective", marks=pytest.mark.slow)]

@@ -13,7 +13,7 @@ from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.module_source import ModuleSource
 from rlmesh.weights.module_tensors import plain_name
 from rlmesh.weights.planning.plan import Mode
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 from tests.weights.mesh import WeightMesh
 
 MODES: list[Mode] = ["double_buffer", "in_place"]

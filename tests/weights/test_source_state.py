@@ -14,7 +14,7 @@ from rlmesh.errors import SourceRestarted, UsageError, WeightSyncError
 from rlmesh.testing import LocalCluster
 from rlmesh.weights.arrays import ArraySink, ArraySource
 from rlmesh.weights.planning.source_state import ConfirmedVersion, LastCommit, RankState, check, last_commit_of
-from tests.stalls import HANG_S, OwnTime
+from tests.own_time import HANG_S, OwnTime
 from tests.weights import restart_job
 from tests.weights.mesh import WeightMesh, arrays
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import stalls
+from tests import own_time as own_time_module
 from tests.leaks import MARKER
-from tests.stalls import HANG_S, Delays, Family, Look, OwnTime, RunQueue, thread_counters
+from tests.own_time import HANG_S, Delays, Family, Look, OwnTime, RunQueue, thread_counters
 
 SPIN = "import time\nend = time.process_time() + {s}\nwhile time.process_time() < end: pass"
 SLEEP = "import sys, time\nprint('up', flush=True)\ntime.sleep(60)"
@@ -40,7 +40,7 @@ def counters(monkeypatch: pytest.MonkeyPatch, cores: int) -> tuple[list[float], 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(
-        stalls,
+        own_time_module,
         "thread_counters",
         lambda pid: [
             (f"{pid}/{place}", (ran * 1_000_000, waited * 1_000_000))
@@ -162,10 +162,10 @@ def test_the_products_own_spinning_is_not_left_out(own_time: OwnTime) -> None:
 
 def test_the_sampler_ends_with_the_test_process(tmp_path: Path) -> None:
     code = (
-        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom tests.stalls import Sampler\n"
+        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom tests.own_time import Sampler\n"
         "print(Sampler(Path(sys.argv[2]), 'A=b').pid)"
     )
-    command = [sys.executable, "-c", code, str(Path(stalls.__file__).parents[1]), str(tmp_path)]
+    command = [sys.executable, "-c", code, str(Path(own_time_module.__file__).parents[1]), str(tmp_path)]
     pid = int(subprocess.run(command, check=True, timeout=HANG_S, stdout=subprocess.PIPE).stdout)
     deadline = time.monotonic() + HANG_S
     while os.path.exists(f"/proc/{pid}"):
