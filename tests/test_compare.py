@@ -24,7 +24,7 @@ def test_the_quantiles_of_students_t() -> None:
         assert t_95(degrees) == pytest.approx(quantile, abs=0.001)
 
 
-def test_a_difference_and_its_interval() -> None:
+def test_a_difference_and_its_interval_are_those_worked_by_hand() -> None:
     """Worked by hand: logarithms 0.1, 0.2, 0.3 have the mean 0.2 and the deviation 0.1."""
     found = difference([0.1, 0.2, 0.3])
     assert found is not None

@@ -54,7 +54,9 @@ def test_what_was_made_too_open_is_closed_when_it_is_written_again(tmp_path: Pat
 
 
 @pytest.mark.case("a01")
-def test_shared_with_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_shared_with_a_group_is_readable_by_it_but_for_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SHARE_WITH_GROUP, str(os.getegid()))
     private_files.make_folder(tmp_path / "run" / "logs")
     private_files.write_whole(tmp_path / "run" / "job.json", "{}")
@@ -97,7 +99,7 @@ def test_odd_files_are_neither_followed_nor_waited_for(what: str, tmp_path: Path
 
 @as_root
 @pytest.mark.case("a12")
-def test_files_and_folders_of_others(tmp_path: Path) -> None:
+def test_files_and_folders_of_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir(0o700)
     (tmp_path / "theirs" / "x").touch()
     os.chown(tmp_path / "theirs", STRANGER, STRANGER)

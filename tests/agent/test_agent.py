@@ -26,7 +26,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
         yield node
 
 
-async def test_the_life_of_a_member(node: Node) -> None:
+async def test_a_member_serves_runs_and_ends(node: Node) -> None:
     member = await node.start("Runner")
     assert await member.call("echo", [1, "two"]) == [1, "two"]
     assert await member.call("on_main_thread")
@@ -209,7 +209,7 @@ async def test_functions_and_scripts_are_their_own_run(node: Node, tmp_path: Pat
     assert node.log("B:0") == "__main__ ['--lr', '1']\n"
 
 
-async def test_a_class_of_the_submitters_script(node: Node, tmp_path: Path) -> None:
+async def test_a_class_of_the_submitters_script_is_its_main_module_at_members(node: Node, tmp_path: Path) -> None:
     main = tmp_path / "main.py"
     main.write_text(
         "import __main__, pickle\n"
@@ -258,7 +258,7 @@ async def test_the_end_reports_that_nothing_is_left(node: Node) -> None:
     assert not [said for said in node.master.said if said[0] == "exited"], "it ends as a whole, and is told as such"
 
 
-async def test_what_a_node_offers_and_the_ports_that_it_reserves(node: Node) -> None:
+async def test_a_node_tells_what_it_offers_and_reserves_ports(node: Node) -> None:
     port = await node.agent.call("reserve_port")
     assert port != await node.agent.call("reserve_port")
     for address in ("127.0.0.1", "127.0.0.2", ""):

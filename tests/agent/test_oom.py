@@ -78,7 +78,7 @@ def test_the_kernel_ends_a_member(small_group: Path, tmp_path: Path) -> None:
     assert f"its control group {small_group} has a limit of 400 MiB" in text
 
 
-def test_an_allocation_beyond_a_limit_of_the_process(tmp_path: Path) -> None:
+def test_an_allocation_beyond_a_limit_of_the_process_is_told_as_out_of_memory(tmp_path: Path) -> None:
     text = run_job(tmp_path, "env", "A=1", "B=1", "--", "limit")
     assert "EATER:0" in text and "MemoryError" in text
     assert "out of memory: RLIMIT_AS is 1,024 MiB; its peak was" in text, text

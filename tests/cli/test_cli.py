@@ -200,7 +200,9 @@ def test_no_word_of_the_script_is_taken(
     (["--cluster", "x", "job.py"], "unknown option --cluster."),
     (["-x", "job.py"], "unknown option -x."),
 ])  # fmt: skip
-def test_an_unknown_option_before_the_script(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_before_the_script_is_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["launch", *words])
     assert said in capsys.readouterr().err

@@ -21,7 +21,7 @@ def verdict(facts: Facts, name: str) -> MachineCheck:
     return next(check for check in judge(facts) if check.name == name)
 
 
-def test_a_good_machine() -> None:
+def test_a_good_machine_passes_every_check() -> None:
     assert all(check.verdict == "ok" for check in judge(GOOD))
 
 

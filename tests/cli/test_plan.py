@@ -72,7 +72,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str, options: Sequence[str]
 
 @pytest.mark.case("O13")
 @pytest.mark.usefixtures("files")
-def test_too_few_cores_beside_the_gpus(capsys: pytest.CaptureFixture[str], own_time: OwnTime) -> None:
+def test_too_few_cores_are_told_beside_too_few_gpus(capsys: pytest.CaptureFixture[str], own_time: OwnTime) -> None:
     began = time.monotonic()
     code, out, err = plan(capsys, "--", "8", "2")
     assert own_time.since(began) < 1.0
@@ -85,7 +85,7 @@ def test_too_few_cores_beside_the_gpus(capsys: pytest.CaptureFixture[str], own_t
 
 @pytest.mark.case("O13")
 @pytest.mark.usefixtures("files")
-def test_one_gpu_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_gpu_too_many_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan(capsys, "--", "9", "0")
     assert code == 1
     assert "GPU 9 wanted, 8 there" in err
@@ -158,7 +158,7 @@ def ppo() -> DLJob:
     return builder.build()
 
 
-def test_a_described_cluster_on_a_laptop() -> None:
+def test_a_job_is_planned_for_a_described_cluster() -> None:
     nodes = {"nodes": [{"name": "g", "count": 4, "gpus": 4, "cpus": 32, "numa": 2, "nvlink": "pairs"}]}
     plan = ppo().plan(nodes)
     assert plan == ppo().plan(nodes)
@@ -173,7 +173,7 @@ def test_a_described_cluster_on_a_laptop() -> None:
     assert "g-5 … g-39 (35): 4 gpu, 32 CPUs: nothing" in describe_plan(big)
 
 
-def test_a_described_cluster_with_faults() -> None:
+def test_faults_of_a_described_cluster_are_named() -> None:
     with pytest.raises(UsageError, match="nodes: must be a list"):
         ppo().plan({"nodes": 3})
     with pytest.raises(UsageError, match="g is there twice"):

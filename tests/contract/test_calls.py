@@ -238,7 +238,7 @@ def test_cancelling_reaches_queued_and_running_calls(mesh: Mesh, until: Callable
     with pytest.raises(CallCancelled):
         coroutine.result()
     # The cancellation of the queued call must be there before the slot becomes free.
-    until(lambda: len(mesh.runtimes[-1]._dispatcher._incoming) == 1)
+    until(lambda: len(mesh.runtimes[-1].activity.serving()) == 1)
     member.release.set()
     assert running.result() == "released"
     handle.call("echo", None).result()

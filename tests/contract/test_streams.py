@@ -113,7 +113,7 @@ def test_a_stream_is_iterated_by_async_for(mesh: Mesh, method: str) -> None:
     assert asyncio.run(main()) == list(range(50))
 
 
-def test_async_for_on_the_runtimes_own_loop(mesh: Mesh) -> None:
+def test_a_stream_on_the_runtimes_own_loop_is_iterated_by_async_for_only(mesh: Mesh) -> None:
     mesh.serve("A", Member())
 
     async def service() -> None:

@@ -247,7 +247,7 @@ def test_it_is_cancelled_and_fails_as_an_async_method_does(mesh: Mesh) -> None:
 
 
 @pytest.mark.case("b04")
-def test_torchs_decorators(mesh: Mesh) -> None:
+def test_torchs_decorators_leave_methods_what_they_are(mesh: Mesh) -> None:
     torch = pytest.importorskip("torch")
 
     class Model:
@@ -280,7 +280,7 @@ def test_what_is_async_under_its_decorators() -> None:
 
 @pytest.mark.case("b04")
 @pytest.mark.parametrize("name", ["wrapped", "hidden", "items", "hidden_items"])
-async def test_in_a_process_of_several_roles(name: str) -> None:
+async def test_a_wrapped_method_works_in_a_process_of_several_roles(name: str) -> None:
     link: Any = None
     context = WorkerContext(JobInfo("job", "id", {}, "CPU"), "ENGINE", 0, 1, link)
     made = acting_for(context, getattr(Engine(), name))(3)

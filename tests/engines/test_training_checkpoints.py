@@ -82,7 +82,7 @@ def test_what_others_that_were_killed_left_goes_with_the_next_commit(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == [CURRENT, "notes.tmp", data.name]
 
 
-def test_one_process_without_a_process_group(tmp_path: Path) -> None:
+def test_one_process_saves_and_loads_without_a_process_group(tmp_path: Path) -> None:
     engine = checkpoint_writer.make()
     checkpoint_writer.step(engine)
     first = engine.save(tmp_path)

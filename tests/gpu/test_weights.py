@@ -347,7 +347,7 @@ def test_a_source_that_is_killed_in_its_snapshot_does_not_hold_the_sink_up(mode:
 
 @pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_sink_in_the_process_of_its_source(snapshot: bool, mode: Any) -> None:
+def test_a_sink_in_the_process_of_its_source_gets_every_version(snapshot: bool, mode: Any) -> None:
     """As fused roles are: a process cannot open its own handles."""
     source, sink = Model(1, "cuda:0"), Model(2, "cuda:0")
     with tempfile.TemporaryDirectory(prefix="rlm-") as sockets:

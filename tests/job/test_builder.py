@@ -32,7 +32,7 @@ def test_type_checkers_follow_the_chain() -> None:
     assert_type(rl_job().build(), DLJob)
 
 
-def test_the_kinds_of_roles() -> None:
+def test_each_kind_of_role_has_its_backend() -> None:
     job = (
         DLJobBuilder()
         .role("A").run(roles.Runner).total(2)
@@ -179,7 +179,7 @@ def test_all_faults_are_reported_at_once() -> None:
     )
 
 
-def test_roles_without_entry_point() -> None:
+def test_roles_without_entry_point_are_refused() -> None:
     fails(DLJobBuilder().role("A").build, "role A: has no entry point: follow .role('A') with .run(...)")
     fails(DLJobBuilder().role("A").role("B").run(roles.Runner).build, "role A: has no entry point")
     fails(RLJobBuilder().actor().build, "role ACTOR: entry_point: is missing: give a class")
@@ -196,7 +196,7 @@ def test_an_rl_job_has_an_actor_and_a_job_has_roles() -> None:
     fails(DLJobBuilder().build, "workloads: the job has no roles: add one, such as")
 
 
-def test_members_that_exceed_the_job_s_nodes_and_devices() -> None:
+def test_members_that_exceed_the_job_s_nodes_and_devices_are_refused() -> None:
     chain = rl_job().nnodes(3).nproc_per_node(2).resource(accelerator=3).node_num(2).device_per_node(2)
     fails(
         chain.build,

@@ -110,7 +110,7 @@ def roles_text(name: str) -> str:
     return f"{HERE}.{name}"
 
 
-def test_faults_of_a_description_written_by_hand() -> None:
+def test_all_faults_of_a_description_written_by_hand_are_told() -> None:
     config: Any = DLConfig
     fails(
         lambda: config(
@@ -229,7 +229,7 @@ def test_what_workers_must_be_able_to_import(monkeypatch: pytest.MonkeyPatch) ->
     assert job.main_path == roles.__file__
 
 
-def test_limits_of_a_job() -> None:
+def test_limits_of_a_job_are_kept_and_those_of_the_launch_win() -> None:
     job = RLJobBuilder().limits(hang_s=5).actor(roles.Actor).limits(setup_s=7.5).build()
     assert (job.limits.hang_s, job.limits.setup_s, job.limits.teardown_s) == (5.0, 7.5, 60.0)
     assert job.limits.under(TimeLimits(hang_s=1.0)) == TimeLimits(hang_s=1.0, setup_s=7.5), "the launch wins"

@@ -89,14 +89,14 @@ def test_each_description_names_its_backend() -> None:
         ({"total": 8}, 8, None),
     ],
 )
-def test_nodes_and_processes(given: dict[str, int], total: int, per_node: int | None) -> None:
+def test_nodes_and_processes_follow_from_each_other(given: dict[str, int], total: int, per_node: int | None) -> None:
     described = ElasticWorkloadDesc.model_validate({"entry_point": "a.B", **given})
     assert (described.total, described.per_node) == (total, per_node)
     assert described.nproc_per_node == per_node
     assert described.nnodes == (None if per_node is None else total // per_node)
 
 
-def test_contradictions_between_nodes_and_total() -> None:
+def test_contradictions_between_nodes_and_total_are_refused() -> None:
     fails(
         lambda: Elastic(entry_point="a.B", nnodes=2, nproc_per_node=2, total=5),
         "total=5 contradicts nnodes=2 and nproc_per_node=2",

@@ -65,7 +65,7 @@ def test_values_are_masked_by_their_names() -> None:
         ("password: hunter2", "password: ***"),
     ],
 )
-def test_secrets_in_texts(text: str, becomes: str) -> None:
+def test_secrets_in_texts_are_masked(text: str, becomes: str) -> None:
     assert mask_text(text) == becomes
     assert mask_texts({"a": [text, 3]}) == {"a": [becomes, 3]}
 

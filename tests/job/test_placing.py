@@ -78,7 +78,7 @@ def test_groups_number_the_members_through() -> None:
     assert demand_of(again) == demand
 
 
-def test_wrong_groups_and_separations() -> None:
+def test_wrong_groups_and_separations_are_all_told() -> None:
     builder = DLJobBuilder()
     builder.role("R").run(Role).total(4).with_groups(a=1, b={"total": 2, "acelerator": 1})
     builder.role("S").run(Role).resource(accelerator=0.5)
@@ -117,7 +117,7 @@ def test_collocated_and_apart_is_a_contradiction() -> None:
         builder.build()
 
 
-def test_nodes_devices_and_spares() -> None:
+def test_nodes_devices_and_spares_are_in_the_demand() -> None:
     builder = DLJobBuilder().spare_nodes(2)
     builder.role("A").run(Role).resource(accelerator=1).on_nodes("x", "y").on_devices("h100")
     demand = demand_of(builder.build())

@@ -112,7 +112,7 @@ def test_the_plain_block_says_why_the_job_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("n17")
-def test_a_script_without_asyncio(tmp_path: Path) -> None:
+def test_a_script_without_asyncio_starts_joins_and_calls(tmp_path: Path) -> None:
     script = tmp_path / "service.py"
     script.write_text(
         "from rlmesh import DLJobBuilder, RoleGroup, rpc\n\n\n"

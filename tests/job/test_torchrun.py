@@ -117,7 +117,7 @@ def test_an_error_file_is_read_unless_it_is_a_link(text: str, noted: tuple[str, 
         assert read_error_file(other) == ("", "")
 
 
-def test_a_job_of_a_command(script: Path) -> None:
+def test_a_torchrun_command_makes_an_elastic_job(script: Path) -> None:
     job = DLJobBuilder().by_run_cmd("torchrun --nnodes=2 --nproc_per_node=3 train.py --lr 1").build()
     assert (job.node_number, job.device_per_node) == (2, 3)
     (workload,) = job.workloads.values()
@@ -127,7 +127,7 @@ def test_a_job_of_a_command(script: Path) -> None:
     assert workload.entry.args == ("--lr", "1")
 
 
-def test_the_machine_s_number_of_processes(script: Path) -> None:
+def test_a_number_of_processes_that_is_left_to_the_machine_needs_device_per_node(script: Path) -> None:
     builder = DLJobBuilder().device_per_node(4).role("SFT").by_run_cmd("torchrun --nproc_per_node=gpu train.py")
     assert builder.build().workloads["SFT"].total == 4
     with pytest.raises(JobSpecError, match="leaves the number to the machine"):

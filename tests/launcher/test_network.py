@@ -35,7 +35,7 @@ def start(stack: ExitStack, folder: Path, made: Machines, *arguments: str) -> tu
     return head, stack.enter_context(node(folder, 1, 2, HEAD, prefix=made.prefix_of(2)))
 
 
-def test_a_job_over_two_machines(tmp_path: Path, two: Machines) -> None:
+def test_a_job_runs_over_two_machines(tmp_path: Path, two: Machines) -> None:
     with ExitStack() as stack:
         head, other = start(stack, tmp_path, two, "--torch", "--size", "3000000")
         assert (head.ended(), other.ended()) == (0, 0), head.output + other.output

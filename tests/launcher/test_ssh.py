@@ -63,7 +63,7 @@ def with_all_below(pids: list[int]) -> list[int]:
     return sorted({below for pid in pids for below in [pid, *descendants(pid)]})
 
 
-def test_a_job_on_two_hosts(tmp_path: Path, sshd: Sshd) -> None:
+def test_a_job_runs_on_two_hosts(tmp_path: Path, sshd: Sshd) -> None:
     with over_ssh(tmp_path, sshd, "--torch") as launched:
         assert launched.ended() == 0, launched.output
     assert "rlmesh: node 0 of 2 listens at 127.0.0.1:" in launched.output

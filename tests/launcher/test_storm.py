@@ -49,7 +49,7 @@ def test_jobs_that_start_at_once_on_taken_ports_all_start(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.case("O8")
-def test_jobs_of_two_nodes_side_by_side(tmp_path: Path) -> None:
+def test_jobs_of_two_nodes_run_side_by_side(tmp_path: Path) -> None:
     with ExitStack() as stack:
         occupy(stack, 29500, DEFAULT_PORT)
         nodes: list[Launched] = []

@@ -29,7 +29,7 @@ def proven_empty(folder: Path) -> None:
         assert all(item["removed"] for item in report["leftovers"]), report
 
 
-def test_a_job_over_two_nodes(tmp_path: Path) -> None:
+def test_a_job_runs_over_two_nodes(tmp_path: Path) -> None:
     with two_nodes(tmp_path, "127.0.0.1", "--size", "3000000") as (head, other):
         assert head.ended() == 0, head.output
         assert other.ended() == 0, other.output
@@ -180,7 +180,7 @@ def test_the_other_nodes_need_the_port_that_node_0_got(tmp_path: Path) -> None:
     assert "127.0.0.1:0: with port 0 the system chooses one for node 0, which prints it" in other.output
 
 
-def test_ranks_by_arrival(tmp_path: Path) -> None:
+def test_nodes_without_ranks_get_them_in_the_order_of_arrival(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     with node(tmp_path, None, 2, endpoint) as first:

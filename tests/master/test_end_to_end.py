@@ -42,7 +42,7 @@ def test_launch_runs_the_same_script(tmp_path: Path) -> None:
         assert "all serving after" in job.output
 
 
-def test_job_on_virtual_nodes(tmp_path: Path) -> None:
+def test_a_job_runs_on_virtual_nodes(tmp_path: Path) -> None:
     job = toy_job.build(steps=1)
     with LocalCluster(nodes=2, devices_per_node=2, run_root=tmp_path):
         result = job.submit("virtual")
@@ -69,7 +69,7 @@ def test_impossible_job_fails_before_anything_starts(tmp_path: Path) -> None:
     ("method", "no luck in method"),
     ("teardown", "failed in teardown(): ValueError: no luck in teardown"),
 ])  # fmt: skip
-def test_failure_of_the_users_code(place: str, said: str, tmp_path: Path) -> None:
+def test_a_failure_of_the_users_code_is_told_with_its_place(place: str, said: str, tmp_path: Path) -> None:
     with LocalCluster(run_root=tmp_path), pytest.raises(JobFailed) as caught:
         toy_job.build(fail=place).submit(place)
     text = str(caught.value.exceptions[0])
@@ -109,7 +109,9 @@ def test_killed_member_fails_the_job_within_two_seconds(who: str, tmp_path: Path
     ("-m rlmesh.agent", "the agent of node"),
     ("guardian.py", "the guardian of node"),
 ])  # fmt: skip
-def test_death_of_the_jobs_own_processes(who: str, said: str, tmp_path: Path, own_time: OwnTime) -> None:
+def test_the_death_of_the_jobs_own_processes_ends_the_job_and_is_told(
+    who: str, said: str, tmp_path: Path, own_time: OwnTime
+) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
         below = job.pids()
@@ -121,7 +123,7 @@ def test_death_of_the_jobs_own_processes(who: str, said: str, tmp_path: Path, ow
         assert [command for pid, command in below.items() if alive(pid)] == []
 
 
-def test_death_of_the_driver(tmp_path: Path) -> None:
+def test_the_death_of_the_driver_ends_all_processes(tmp_path: Path) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
         below = job.pids()
@@ -134,7 +136,7 @@ def test_death_of_the_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c(times: int, tmp_path: Path, own_time: OwnTime) -> None:
+def test_ctrl_c_ends_the_job_in_time(times: int, tmp_path: Path, own_time: OwnTime) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
         below = job.pids()

@@ -55,7 +55,7 @@ def test_master_killed_twice_while_members_work(tmp_path: Path, own_time: OwnTim
 
 
 @pytest.mark.parametrize("moment", ["toy started", "pid of ADDER:0", "step 9", "teardown of ADDER"])
-def test_master_killed_at_any_stage(moment: str, tmp_path: Path) -> None:
+def test_a_master_that_is_killed_at_any_stage_loses_no_step(moment: str, tmp_path: Path) -> None:
     with launch(tmp_path, "--steps", "10", "--pace", "0.01") as job:
         job.wait_for(moment)
         kill_master(job)

@@ -91,14 +91,14 @@ def check_usr1(folder: Path) -> None:
 
 
 @pytest.mark.case("O11")
-def test_signals_and_grace_scaled_down(tmp_path: Path, own_time: OwnTime) -> None:
+def test_a_job_has_the_grace_that_it_was_given(tmp_path: Path, own_time: OwnTime) -> None:
     check_grace(tmp_path, own_time, needs_s=2.0, long_s=4.0, short_s=1.2)
     check_usr1(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.case("O11")
-def test_signals_and_grace(tmp_path: Path, own_time: OwnTime) -> None:
+def test_a_job_has_a_grace_of_a_minute(tmp_path: Path, own_time: OwnTime) -> None:
     check_grace(tmp_path, own_time, needs_s=40.0, long_s=60.0, short_s=5.0)
     check_usr1(tmp_path)
 
@@ -119,7 +119,7 @@ def test_a_job_that_stopped_is_resumed_in_its_run_directory(tmp_path: Path) -> N
         assert "resume None" in job.output, "it had succeeded: a new run"
 
 
-def test_notice_and_then_a_second_one_and_sigterm(tmp_path: Path) -> None:
+def test_sigterm_after_two_notices_ends_the_job_wherever_it_is(tmp_path: Path) -> None:
     """SIGTERM after SIGUSR1 ends the job wherever it is; nothing is left."""
     with launch(tmp_path, job_options=("--deaf", "--needs", "30")) as job:
         running(job)

@@ -189,7 +189,7 @@ def test_bytes_go_through_the_host_where_nobody_can_open(
     exchange.close(0)
 
 
-def test_small_empty_and_strange_tensors(gpu: FakeBackend, exchange: MemoryExchange) -> None:
+def test_small_empty_and_strange_tensors_arrive_as_they_are(gpu: FakeBackend, exchange: MemoryExchange) -> None:
     def through(tensor: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = codec.decode(codec.encode(tensor, lambda buffers, rest: exchange.capture(buffers)))
         return result

@@ -193,7 +193,7 @@ def test_a_filler_that_fails_takes_nothing(pool: SegmentPool) -> None:
     assert pool.stats().slots == 0
 
 
-def test_sources_of_all_kinds(pool: SegmentPool) -> None:
+def test_sources_of_all_kinds_are_put(pool: SegmentPool) -> None:
     class Tens:
         nbytes = 10
 

@@ -204,7 +204,7 @@ def _exchange_give_backs(exchange: MemoryExchange, processes: dict[str, Borrower
 
 
 @pytest.mark.slow
-def test_more_than_4_gib(job_id: str) -> None:
+def test_tensors_of_more_than_4_gib_arrive_whole(job_id: str) -> None:
     """Offsets and sizes beyond 32 bits."""
     nbytes = (4 << 30) + 8192
     if _available_bytes() < nbytes + (2 << 30):

@@ -160,7 +160,7 @@ def open_files() -> list[str]:
     return links
 
 
-def test_the_timeline_of_a_real_job(tmp_path: Path) -> None:
+def test_the_timeline_of_a_real_job_shows_its_members_methods_and_steps(tmp_path: Path) -> None:
     options = ("--view", "plain", "--timeline", "--run-dir", "run")
     with Launched(["-m", "rlmesh.cli.main", "launch", *options, str(TOY)], tmp_path) as job:
         assert job.ended() == 0, job.output

@@ -116,12 +116,12 @@ def test_impossible_cpu_demand_shows_what_is_short() -> None:
 
 
 @pytest.mark.case("O13")
-def test_one_gpu_too_many() -> None:
+def test_one_gpu_too_many_is_told() -> None:
     with pytest.raises(PlacementError, match="GPU 9 wanted, 8 there"):
         make_plan(JobDemand((RoleDemand("rollout", 9, accelerator_milli=1000),)), [node(0, 8, cpus=99)])
 
 
-def test_too_few_nodes_for_an_elastic_role() -> None:
+def test_too_few_nodes_for_an_elastic_role_are_told() -> None:
     roles = (RoleDemand("ACTOR", 4, per_node=2, elastic=True),)
     with pytest.raises(PlacementError, match="2 wanted, 1 there"):
         make_plan(JobDemand(roles), [node(0, 8)])

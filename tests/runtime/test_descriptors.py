@@ -87,8 +87,7 @@ def test_a_call_without_a_descriptor_for_its_connection_fails_at_once(own_time: 
             began = time.monotonic()
             with pytest.raises(CallError, match="Too many open files"):
                 peer.call("x").result(30)
-            took_s = own_time.since(began)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             os.close(spare[0])
-        assert took_s < 5
+        assert own_time.since(began) < 5  # The samples are in a file, which takes a descriptor to read.

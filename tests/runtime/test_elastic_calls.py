@@ -153,7 +153,7 @@ def test_a_lost_connection_of_one_rank_holds_all_back(role: Role, until: Callabl
     dead = next(runtime for runtime in role.mesh.runtimes if runtime.endpoint == role.at[1, 0])
     role.mesh.runtimes.remove(dead)
     dead.close()
-    until(lambda: bool(role.mesh.caller._calls.peers.lost))
+    until(lambda: bool(role.mesh.caller.outbound.peers.lost))
     waiting = every_way(role)
     role.publish((1, None), (1, None))
     role.died(1, 0)

@@ -25,7 +25,7 @@ REFUSED = (
 
 @pytest.mark.case("b05")
 @pytest.mark.case("b26")
-def test_children_of_a_member(tmp_path: Path, own_time: OwnTime) -> None:
+def test_children_of_a_member_end_by_themselves(tmp_path: Path, own_time: OwnTime) -> None:
     out = tmp_path / "out.json"
     with LocalCluster(run_root=tmp_path):
         forking_job.build(out).submit("forking")
@@ -67,7 +67,7 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.case("b26")
 @pytest.mark.parametrize("transport", ["unix", "ipc", "tcp", "loop"])
-def test_children_of_a_program_with_members_in_its_process(tmp_path: Path, transport: str) -> None:
+def test_children_of_a_program_with_members_in_its_process_end_by_themselves(tmp_path: Path, transport: str) -> None:
     """The child leaves the block, the interpreter and the runtimes by themselves; the parent's go on."""
     done = run_script(
         tmp_path,
@@ -105,7 +105,7 @@ def test_children_of_a_program_with_members_in_its_process(tmp_path: Path, trans
 
 
 @pytest.mark.case("b26")
-def test_children_of_a_service_that_embeds_a_runtime(tmp_path: Path) -> None:
+def test_a_child_of_a_service_that_embeds_a_runtime_may_open_its_own(tmp_path: Path) -> None:
     """A child may open a runtime of its own, on the thread that carried its parent's loop."""
     done = run_script(
         tmp_path,
@@ -167,7 +167,7 @@ def test_children_of_a_script_under_the_launcher_end_where_the_script_does(tmp_p
 
 
 @pytest.mark.case("b26")
-def test_children_of_the_driver(tmp_path: Path) -> None:
+def test_children_of_the_driver_hold_nothing_of_the_job(tmp_path: Path) -> None:
     """A child outlives neither the job's guardians nor the driver's hold on the run directory, and ends on SIGTERM."""
     (tmp_path / "role.py").write_text(
         "import time\nclass Waits:\n    def run(self):\n        time.sleep(0.5)\n        print('ran')\n"

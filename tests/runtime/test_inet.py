@@ -52,7 +52,7 @@ def test_addresses_of_this_machine_are_local() -> None:
     assert inet.interface_of("192.0.2.1") == ""
 
 
-def test_interface_of_an_ipv6_address(tmp_path: Path) -> None:
+def test_the_interface_of_an_ipv6_address_is_found(tmp_path: Path) -> None:
     table = tmp_path / "if_inet6"
     table.write_text("fd000000000000000000000000000001 02 40 00 80     eth7\n")
     assert inet._interface_of_v6("fd00::1", table) == "eth7"

@@ -108,7 +108,7 @@ def test_what_is_no_lone_answer_stays_with_the_loop(tmp_path: Path) -> None:
         assert _looked(caller) > ROUNDS // 10
 
 
-def test_many_threads_and_loops_at_once(tmp_path: Path) -> None:
+def test_many_threads_and_loops_at_once_get_their_own_answers(tmp_path: Path) -> None:
     with _member(tmp_path) as (_, handle):
 
         def plain(first: int) -> None:

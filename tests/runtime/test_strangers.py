@@ -103,7 +103,7 @@ def rejected(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 
 @pytest.mark.case("O7")
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_no_code_from_strangers(
+def test_no_code_of_strangers_runs(
     scheme: str,
     stack: ExitStack,
     tmp_path: Path,
@@ -178,7 +178,7 @@ def test_a_listener_without_the_key_learns_nothing(tmp_path: Path) -> None:
         assert b"secret" not in said and b"store" not in said
 
 
-def test_one_line_per_peer_and_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_is_logged_per_peer_and_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     strangers = Strangers("A:0", lambda: now)
     for number in range(100):

@@ -178,7 +178,7 @@ async def test_no_thread_keeps_a_connection_for_long() -> None:
     link.attach(ours)
     peer.attach(theirs)
     link.send([bytes(64 << 20)])
-    assert link._backlog, "the loop sends the rest"
+    assert not link.idle, "the loop sends the rest"
     link.send([b"small"])
     async with asyncio.timeout(20):
         await other.packets.acquire()

@@ -71,7 +71,7 @@ def test_a_dead_members_end_is_told(mesh: Mesh, until: Callable[..., None]) -> N
     assert "A rank 0 (pid 7 on h) killed by SIGKILL" in str(failed)
 
 
-def test_states_of_processes(until: Callable[..., None]) -> None:
+def test_states_of_processes_are_told(until: Callable[..., None]) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         until(lambda: process_state(process.pid) == f"process {process.pid} sleeps")

@@ -33,7 +33,7 @@ class Meeting:
         return number
 
 
-def test_from_a_plain_thread(mesh: Mesh) -> None:
+def test_calls_from_a_plain_thread_are_all_on_their_way_at_once(mesh: Mesh) -> None:
     handle = mesh.serve("A", Meeting())[0].options(timeout_s=HANG_S)
     made: list[Any] = []
     thread = threading.Thread(target=lambda: made.extend(handle.call("come", number) for number in range(MANY)))
@@ -51,7 +51,7 @@ def test_calls_from_a_loop_are_all_on_their_way_at_once(mesh: Mesh) -> None:
     assert asyncio.run(all_at_once()) == list(range(MANY))
 
 
-def test_from_several_callers(mesh: Mesh) -> None:
+def test_calls_of_several_callers_are_all_on_their_way_at_once(mesh: Mesh) -> None:
     mesh.serve("A", Meeting())
     callers = [mesh.start(f"C:{number}") for number in range(3)]
     mesh.publish()

@@ -37,7 +37,7 @@ def test_a_receiver_that_is_killed_in_bucket_7(channel: str, tmp_path: Path, own
 @pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
 @pytest.mark.parametrize("channel", ["auto", pytest.param("stream", marks=pytest.mark.slow),
                                      pytest.param("collective", marks=pytest.mark.slow)])  # fmt: skip
-def test_source_and_sink_in_one_process(channel: str, mode: str, tmp_path: Path) -> None:
+def test_source_and_sink_in_one_process_have_memory_of_their_own(channel: str, mode: str, tmp_path: Path) -> None:
     """Fused roles share a main thread, on which the source gives its weights: the sink takes them beside it."""
     out = tmp_path / "seen.json"
     with LocalCluster(run_root=tmp_path):
@@ -101,7 +101,7 @@ def test_a_thousand_pushes_with_kills_serve_nothing_torn_and_leak_nothing(mode: 
 
 @pytest.mark.slow
 @pytest.mark.case("O18")
-def test_sharded_ranks_to_two_sinks(tmp_path: Path) -> None:
+def test_sharded_ranks_push_to_two_sinks(tmp_path: Path) -> None:
     out = tmp_path / "seen.json"
     with LocalCluster(run_root=tmp_path):
         sharded_job.build(out).submit("sharded")

@@ -219,7 +219,7 @@ def test_a_source_that_restarts_while_it_is_asked(mesh: WeightMesh) -> None:
 
 
 @pytest.mark.parametrize("restores", [False, True])
-def test_a_killed_actor_in_a_job(tmp_path: Path, restores: bool) -> None:
+def test_a_killed_actor_takes_back_no_version_that_was_served(tmp_path: Path, restores: bool) -> None:
     """Its weights count its steps: the rollouts never serve fewer than they are said to."""
     out = tmp_path / "seen.json"
     with LocalCluster(run_root=tmp_path):

@@ -74,7 +74,7 @@ def test_big_buffers_travel_in_frames_of_their_own_and_small_ones_do_not() -> No
     assert codec.size_bytes(codec.encode(np.zeros(10_000))) > 80_000
 
 
-def test_nested_containers_and_dataclasses() -> None:
+def test_nested_containers_and_dataclasses_come_back_with_what_they_share() -> None:
     sample = Sample([1, 2], torch.randn(2000))
     back = there_and_back([sample, sample])
     assert isinstance(back, list)

@@ -365,7 +365,7 @@ def made_of(cls: type[BaseException]) -> BaseException:
 @pytest.mark.case("b02")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", ["the standard library", *OTHERS])
-def test_every_class_of(package: str) -> None:
+def test_every_exception_class_comes_back_as_itself(package: str) -> None:
     found: dict[type[BaseException], None] = {}
     for module in modules_of(package):
         for value in list(vars(module).values()):
