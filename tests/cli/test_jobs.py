@@ -116,7 +116,9 @@ def test_a_job_whose_driver_died_is_known_as_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("n12")
-def test_the_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runs_that_are_there_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for number in range(3):
         folder = tmp_path / f"run{number}"

@@ -58,7 +58,7 @@ def test_folder_and_slots_are_read() -> None:
     assert read("--nproc-per-node", "8").slots == 8
 
 
-def test_restarts_and_grace() -> None:
+def test_restarts_and_grace_are_read() -> None:
     assert read().max_restarts is None
     assert read("--max-restarts=3").max_restarts == 3
     assert read(PET_MAX_RESTARTS="0").max_restarts == 0

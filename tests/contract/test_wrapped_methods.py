@@ -205,7 +205,7 @@ ONE_MORE = [
 
 @pytest.mark.case("b04")
 @pytest.mark.parametrize("method", ONE_MORE)
-def test_its_result_is_awaited(mesh: Mesh, method: str) -> None:
+def test_the_result_of_a_wrapped_method_is_awaited(mesh: Mesh, method: str) -> None:
     engine = mesh.serve("ENGINE", Engine())[0]
     futures = [engine.call(method, x) for x in range(6)]
     assert [future.result(HANG_S) for future in futures] == [1, 2, 3, 4, 5, 6]
@@ -219,7 +219,7 @@ def test_its_result_is_awaited(mesh: Mesh, method: str) -> None:
 
 @pytest.mark.case("b04")
 @pytest.mark.parametrize("method", ["items", "hidden_items", "plain_items", "gives_items"])
-def test_its_items_are_streamed(mesh: Mesh, method: str) -> None:
+def test_the_items_of_a_wrapped_generator_are_streamed(mesh: Mesh, method: str) -> None:
     object_ = Engine()
     engine = mesh.serve("ENGINE", object_)[0]
     assert list(engine.stream(method, 100)) == list(range(100))
@@ -232,7 +232,7 @@ def test_its_items_are_streamed(mesh: Mesh, method: str) -> None:
 
 
 @pytest.mark.case("b04")
-def test_it_is_cancelled_and_fails_as_an_async_method_does(mesh: Mesh) -> None:
+def test_a_wrapped_method_is_cancelled_and_fails_as_an_async_one_does(mesh: Mesh) -> None:
     object_ = Engine()
     engine = mesh.serve("ENGINE", object_)[0]
     future = engine.call("forever")

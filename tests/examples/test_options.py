@@ -102,7 +102,7 @@ def test_a_parser_can_be_used_again(capsys: pytest.CaptureFixture[str]) -> None:
     ("smollm/main.py", ["--steps", "-3", "--samples", "0"]),
     ("embedding/job.py", ["--steps", "-3"]),
 ])  # fmt: skip
-def test_nothing_starts(tmp_path: Path, script: str, options: list[str]) -> None:
+def test_nothing_starts_with_wrong_options(tmp_path: Path, script: str, options: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rlmesh.cli.main", "launch", str(EXAMPLES / script), "--", *options],
         cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S, check=False,

@@ -132,7 +132,7 @@ def test_after_a_push_it_says_what_a_fresh_engine_says(tied: bool, options: dict
             assert largest_gap(members.ask("SINK", "log_probs", PROBE), wanted) < GAP
 
 
-def test_it_sleeps_and_wakes_and_takes_weights(tmp_path: Path) -> None:
+def test_an_engine_sleeps_wakes_and_takes_weights(tmp_path: Path) -> None:
     """Level 2 gives the weights up: nothing is served before the next push."""
     from tests.engines.models import PROBE, largest_gap, save, tiny
 

@@ -68,7 +68,7 @@ def test_a_local_class_cannot_be_imported_by_workers() -> None:
         ("main", "function", True),
     ],
 )
-def test_names_in_modules(name: str, kind: Any, runs: bool) -> None:
+def test_a_name_in_a_module_is_found_without_an_import(name: str, kind: Any, runs: bool) -> None:
     found = resolve_entry(f"{HERE}.{name}")
     assert found.problems == ()
     assert found.entry == EntryPoint(kind, HERE, name)

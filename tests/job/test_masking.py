@@ -21,7 +21,7 @@ OPEN = (
 
 
 @pytest.mark.case("a01")
-def test_names_of_secrets() -> None:
+def test_secrets_are_known_by_their_names() -> None:
     assert [name for name in SECRET if not is_secret(name)] == []
     assert [name for name in OPEN if is_secret(name)] == []
 

@@ -168,7 +168,7 @@ def test_junk_for_clusters_is_refused_or_right() -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "é", "x" * 300, "../../elsewhere", 3, "", "a\0b", ["a"]])
-def test_names_of_jobs(name: Any) -> None:
+def test_wrong_names_of_jobs_are_refused(name: Any) -> None:
     with pytest.raises(JobSpecError, match=r"job_name: .* must be 1 to 64 letters"):
         simple().build().submit(name)
     with pytest.raises(JobSpecError, match=r"job_name: .* must be 1 to 64 letters"):

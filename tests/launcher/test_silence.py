@@ -43,7 +43,7 @@ def test_a_failed_call_is_a_reason_to_look_at_once_and_until_it_answers() -> Non
     assert not quiet.check_due(103.0)
 
 
-def test_it_is_given_up_in_the_end() -> None:
+def test_a_silent_head_is_given_up_in_the_end() -> None:
     quiet = silence()
     quiet.failed()
     assert not quiet.is_lost(120.0)

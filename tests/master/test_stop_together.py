@@ -289,7 +289,7 @@ def test_ranks_that_stop_at_different_steps_fail_the_job() -> None:
     assert "TRAINER:0 at step 7, TRAINER:1 at step 8" in failure.message
 
 
-def test_patience_ends() -> None:
+def test_ranks_that_wait_for_the_same_step_do_not_wait_for_ever() -> None:
     bench = Bench(JOB)
     bench.running()
     notice(bench, within_s=30.0)

@@ -95,7 +95,7 @@ def test_any_calls_make_a_valid_trace(calls: list[TracedCall], values: list[floa
     assert sum(e["ph"] == "X" and e["cat"] == "call" for e in events) == len(calls)
 
 
-def test_lives_and_restarts() -> None:
+def test_a_timeline_shows_lives_and_restarts() -> None:
     events = [
         {"at": 10.0, "event": "Spawn", "members": [["A", 0]]},
         {"at": 10.1, "event": "MemberBound", "who": "A:0"},

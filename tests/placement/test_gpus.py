@@ -191,7 +191,7 @@ MIG = [
     [(None, "MIG-x1 MIG-x2 GPU-cd33"), ("MIG-x2", "MIG-x2"), ("MIG-x", ""), ("MIG-GPU-ab11/2/0", "MIG-x2"),
      ("MIG-GPU-ab11/7/0", ""), ("0", "MIG-x1"), ("1,2", ""), ("GPU-cd33,MIG-x1", "GPU-cd33 MIG-x1"), ("2", "GPU-cd33")],
 )  # fmt: skip
-def test_masks_with_slices(mask: str | None, expected: str) -> None:
+def test_a_mask_shows_the_slices_of_divided_gpus(mask: str | None, expected: str) -> None:
     """Of a divided GPU only slices can be used, and a number means its first one."""
     assert shown(mask, MIG) == expected.split()
 

@@ -31,7 +31,7 @@ def test_simple_members_fill_devices_in_order() -> None:
     assert [(p.local_rank, p.local_world_size) for p in plan.of("A")] == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
-def test_shares_of_a_device() -> None:
+def test_shares_of_roles_add_up_on_one_device() -> None:
     roles = (RoleDemand("A", 2, accelerator_milli=400), RoleDemand("B", 1, accelerator_milli=200))
     plan = make_plan(JobDemand(roles), [node(0, 1)])
     assert [(p.role, p.devices[0].milli) for p in plan.placements] == [("A", 400), ("A", 400), ("B", 200)]

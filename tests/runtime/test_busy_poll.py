@@ -58,14 +58,14 @@ async def _turns(tmp_path: Path, options: NetworkOptions) -> tuple[int, int, int
             return counts[0], counts[1], counts[2]
 
 
-async def test_it_looks_for_quick_answers_only(tmp_path: Path) -> None:
+async def test_a_loop_looks_for_quick_answers_only(tmp_path: Path) -> None:
     quick, slow, together = await _turns(tmp_path, NetworkOptions(busy_poll_s=0.02))
     assert quick > 200
     assert slow == 0
     assert together == 0
 
 
-async def test_it_can_be_turned_off(tmp_path: Path) -> None:
+async def test_looking_can_be_turned_off(tmp_path: Path) -> None:
     assert await _turns(tmp_path, NetworkOptions(busy_poll_s=0)) == (0, 0, 0)
 
 

@@ -413,6 +413,6 @@ def test_objects_as_their_libraries_make_them() -> None:
 
 
 @pytest.mark.case("b01")
-def test_names_of_cancellation() -> None:
+def test_a_cancellation_keeps_its_name() -> None:
     assert details_type(arrive(asyncio.CancelledError())) == "asyncio.exceptions.CancelledError"
     assert details_type(arrive(concurrent.futures.CancelledError())) == "concurrent.futures._base.CancelledError"
