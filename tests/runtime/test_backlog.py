@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PeerLost
+from rlmesh.runtime.calling import peer_connections
+from rlmesh.runtime.connections import inbound
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
@@ -112,6 +114,8 @@ def test_who_takes_nothing_is_cut_off(
     mesh: Mesh, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reply_backlog, "CUT_OFF_S", 0.5)
+    monkeypatch.setattr(inbound, "CHECK_S", 0.1)
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.05)
     member = Member()
     group = mesh.serve("A", member)
     group[0].call("echo", 1).result(HANG_S)

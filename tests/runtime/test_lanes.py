@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmesh.errors import MalformedFrame, PeerLost
+from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.connections.bulk_channel import BulkReceiver
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.connections.network import NetworkOptions, plain
@@ -130,7 +131,8 @@ def test_small_calls_are_not_stuck_behind_large_ones(tcp: Tcp, own_time: OwnTime
     assert len(waits) >= 3 and own_time.of(median_s) < 0.1 and own_time.of(waits[-1]) < took_s / 2
 
 
-def test_the_plain_port_takes_nothing_but_lanes() -> None:
+def test_the_plain_port_takes_nothing_but_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.05)  # Nobody dies, so no news of a death is waited for.
     made = Tcp(over_tcp(private=True))
     try:
         made.handle.call("echo", np.zeros(2 * MIB, np.uint8)).result()
