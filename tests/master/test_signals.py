@@ -121,7 +121,7 @@ def test_a_job_that_stopped_is_resumed_in_its_run_directory(tmp_path: Path) -> N
 
 def test_sigterm_after_two_notices_ends_the_job_wherever_it_is(tmp_path: Path) -> None:
     """SIGTERM after SIGUSR1 ends the job wherever it is; nothing is left."""
-    with launch(tmp_path, job_options=("--deaf", "--needs", "30")) as job:
+    with launch(tmp_path, "--grace", "1", job_options=("--deaf", "--needs", "30")) as job:
         running(job)
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", job.output)]
         job.process.send_signal(signal.SIGUSR1)
