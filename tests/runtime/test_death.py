@@ -127,7 +127,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(
     victim: subprocess.Popen[str] = request.getfixturevalue("victim")
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
     waiting = group[0].call("wait")
-    assert group[0].call("leave", 3).exception(5) is not None
+    assert group[0].call("leave", 3).exception(HANG_S) is not None
     until(lambda: "the connection was closed" in waiting.waiting_for())
     later = group[0].call("pid")
     assert victim.wait(HANG_S) == 3

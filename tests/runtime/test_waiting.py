@@ -67,7 +67,7 @@ def test_a_dead_members_end_is_told(mesh: Mesh, until: Callable[..., None]) -> N
     mesh.publish(MemberAddress("A", 0, 0, None))
     mesh.caller.member_lost(ExitInfo("A", 0, 0, 7, None, 9, time.time(), hostname="h"))
     settle(mesh.caller)
-    failed = RoleGroup("A", runtime=mesh.caller)[0].call("wait").exception(10)
+    failed = RoleGroup("A", runtime=mesh.caller)[0].call("wait").exception(HANG_S)
     assert "A rank 0 (pid 7 on h) killed by SIGKILL" in str(failed)
 
 

@@ -184,5 +184,5 @@ def test_strangers_get_no_weights(channel: str) -> None:
         stranger = threads.submit(open_receiver, "stream", settings, "R:0", {**info, "secret": bytes(32)})
         with pytest.raises(ChannelBroken, match="R:0 did not connect to"):
             sender.connect()
-        assert isinstance(stranger.exception(5), OSError)
+        assert isinstance(stranger.exception(HANG_S), OSError)
     sender.close()
