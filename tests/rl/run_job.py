@@ -1,4 +1,4 @@
-"""A small training as a script: ``run_job.py MODEL grpo|ppo PLACEMENT``."""
+"""A small training as a script: ``run_job.py MODEL grpo|ppo PLACEMENT GPUS``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def is_a(response: str) -> Score:
     return Score(response.replace(" ", "").count("a") / 4, metrics={"letters": float(len(response))})
 
 
-def make(model: str, algorithm: str, placement: Any) -> Run:
+def make(model: str, algorithm: str, placement: Any, devices: int = 0) -> Run:
     return Run(
         model=model, data=ROWS, rewards=[is_a], algorithm=ALGORITHMS[algorithm], batch_size=8, steps=8, save_every=2,
         actor=ActorSettings(lr=1e-2), critic=CriticSettings(lr=1e-2), rollout=RolloutSettings(max_tokens=4),
-        placement=placement,
+        placement=placement, devices_per_node=devices,
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    make(*sys.argv[1:4]).submit("trained")
+    make(*sys.argv[1:4], devices=int(sys.argv[4])).submit("trained")

@@ -213,9 +213,11 @@ def launched(script: str, folder: Path, *arguments: str, options: Sequence[str] 
     return folder / "run"
 
 
-def curve(tiny: Path, folder: Path, algorithm: str, placement: str, *options: str) -> dict[int, float]:
+def curve(
+    tiny: Path, folder: Path, algorithm: str, placement: str, *options: str, devices: int = 0
+) -> dict[int, float]:
     """The mean reward of each step of ``run_job.py``."""
-    run_dir = launched(run_job.__file__, folder, str(tiny), algorithm, placement, options=options)
+    run_dir = launched(run_job.__file__, folder, str(tiny), algorithm, placement, str(devices), options=options)
     return {step: metrics["reward_mean"] for step, metrics in reported(run_dir).items()}
 
 

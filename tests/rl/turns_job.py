@@ -1,5 +1,5 @@
 """A small PPO training whose roles share one device, or that is fused, and that records who is awake:
-``turns_job.py MODEL shared|fused``.
+``turns_job.py MODEL shared|fused [gpu]``.
 
 Each role writes a line when a part of it begins to wake, and one when it sleeps, with the bytes of memory that the part
 has then.
@@ -102,8 +102,8 @@ def settings(model: str) -> Run:
     )  # fmt: skip
 
 
-def build(model: str, kind: str) -> Any:
-    builder = RLJobBuilder().config(settings(model)).device_type("CPU").device_per_node(1)
+def build(model: str, kind: str, device: str = "cpu") -> Any:
+    builder = RLJobBuilder().config(settings(model)).device_type(device.upper()).device_per_node(1)
     builder.trainer().resource(cpu=0)
     roles = ["ACTOR", "CRITIC"]
     builder.actor(Fused if kind == "fused" else Actor).resource(accelerator=1)
@@ -116,4 +116,4 @@ def build(model: str, kind: str) -> Any:
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], sys.argv[2]).submit("turns", view="plain")
+    build(*sys.argv[1:]).submit("turns", view="plain")
