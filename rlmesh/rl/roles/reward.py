@@ -13,7 +13,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import Conversation, RewardModel
 from rlmesh.rl.roles.defaults import choose_device, run_settings
 from rlmesh.rl.roles.frozen import FrozenModel
-from rlmesh.rl.roles.turns import TakesTurns, Turns
+from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.types import Failed, Outcome, Score
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class RewardRole(TakesTurns):
         self.run_settings: Run = run_settings()
         self.settings = next(one for one in self.run_settings.reward_models if one.role == current_worker().role)
         self.device = choose_device(self.settings.threads)
-        self.turns = Turns.here()
+        self.turns = self.make_turns()
         with self.turns.lease():
             self.scorer = self.make_scorer()
             self.turns.add(REWARD, wake=self.scorer.wake, sleep=self.scorer.sleep)

@@ -19,7 +19,7 @@ from rlmesh.rl.engines.training.packed import PackedBatch
 from rlmesh.rl.engines.training.protocol import StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, run_settings
-from rlmesh.rl.roles.turns import TakesTurns, Turns
+from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.trainers.progress import Progress, checkpoint_folder
 from rlmesh.rl.trainers.settings import ActorSettings
 
@@ -64,7 +64,7 @@ class TrainedRole(TakesTurns):
         self.own_group = not dist.is_initialized()
         if self.own_group:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        self.turns = Turns.here()
+        self.turns = self.make_turns()
         with self.turns.lease():
             self.make_parts()
             self.restore(Progress.read(self.run_dir).saved)

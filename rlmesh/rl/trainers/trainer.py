@@ -234,16 +234,15 @@ class Trainer:
             self.hold(self.actor)
             self.actor.call("publish", self.version).result()
             return
-        for _ in range(PUSHES):
+        for attempt in range(PUSHES):
             self.hold(self.engines)
             try:
                 self.weight_sync.push(self.version).result()
                 return
             except WeightSyncError as error:
-                if error.receiver is None:
+                if error.receiver is None or attempt == PUSHES - 1:
                     raise
                 self.hold(None)  # An engine was lost during the push. The next push waits for its return.
-        raise RuntimeError(f"version {self.version} could not be pushed in {PUSHES} attempts")
 
     def push_again(self) -> None:
         """Push the current version to the engines that do not serve it."""
