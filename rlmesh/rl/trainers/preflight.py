@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
 __all__ = ["check"]
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
@@ -44,6 +47,8 @@ def check(run: Run) -> None:
         data = attempt("data", lambda: run.dataset(tokenizer))
         if data is not None:
             attempt("data", lambda: PromptLoader(data, run.batch_size))
+            if data.counts.left < data.counts.read:
+                logger.warning("data: %s (max_prompt_tokens=%d)", data.counts, run.max_prompt_tokens)
             faults.extend(_reward_faults(run, tokenizer, data[0]))
         if run.validation is not None:
             attempt("validation", lambda: run.dataset(tokenizer, run.validation))

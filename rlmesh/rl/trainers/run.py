@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rlmesh import DLJob
     from rlmesh.rl.algorithms.protocol import Algorithm
     from rlmesh.rl.data.dataset import RLHFDataset
+    from rlmesh.rl.data.loader import Mixture
 else:
     Algorithm = Any  # settings are made and checked without torch
 
@@ -66,7 +67,8 @@ class Run:
 
     Attributes:
         model: a folder or a hub name of a causal language model with its tokenizer.
-        data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`).
+        data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`), or files and their weights in a
+            mixture (:func:`rlmesh.rl.data.loader.load_prompts`).
         rewards: functions, `Reward` and `RewardModel` objects, that score responses.
         algorithm: such as ``GRPO(samples=8)``.
         steps: training steps; each takes one batch of prompts.
@@ -187,12 +189,12 @@ class Run:
 
         return AutoTokenizer.from_pretrained(self.model)
 
-    def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset:
+    def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset | Mixture:
         """The prompts of ``data``, by default the training data."""
-        from rlmesh.rl.data.dataset import RLHFDataset
+        from rlmesh.rl.data.loader import load_prompts
 
         chosen = self.data if data is None else data
-        return RLHFDataset(chosen, tokenizer, max_prompt_tokens=self.max_prompt_tokens)
+        return load_prompts(chosen, tokenizer, seed=self.seed, max_prompt_tokens=self.max_prompt_tokens)
 
     def job(self) -> DLJob:
         """The job of this run: trainer, actor, rollout engines, reward models, and a reference if it is needed."""
