@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -161,11 +163,10 @@ class RewardModel:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             yield f"the model or its tokenizer cannot be loaded: {error}"
             return
-        made = list(getattr(config, "architectures", None) or ())
-        if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in made):
+        if lacking := _lacking(Path(self.model), config):
             yield (
-                f"{self.model} is a language model ({', '.join(made)}) without a head that scores: train it as a "
-                "reward model first (examples/reward_model)"
+                f"{self.model} has no trained head ({', '.join(lacking)}), so it is no reward model: train it as one "
+                "first (examples/reward_model)"
             )
         else:
             try:
@@ -198,6 +199,26 @@ class RewardModel:
                 + (f"; there is no {self.label!r}" if self.label is not None else "")
             )
         return found[0]
+
+
+def _lacking(folder: Path, config: Any) -> list[str]:
+    """Parameters of the head that scores which the files of a folder lack; empty if its files cannot be looked at."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForSequenceClassification
+
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"])
+    elif whole.is_file():
+        with safe_open(whole, "pt") as file:
+            names = set(file.keys())
+    else:
+        return []
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    body = f"{model.base_model_prefix}."
+    return sorted(name for name in model.state_dict() if not name.startswith(body) and name not in names)
 
 
 def conversation(response: Response, row: Mapping[str, Any]) -> Conversation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import Conversation, RewardModel
 from rlmesh.rl.types import Failed, Outcome, Score
 
-__all__ = ["ModelScorer", "RewardRole"]
+__all__ = ["ModelScorer", "RewardRole", "conversation_ids"]
 
 
 class RewardRole:
@@ -100,11 +100,7 @@ class ModelScorer:
         return found
 
     def encode(self, one: Conversation) -> list[int] | Failed:
-        """The model's input ids of a conversation.
-
-        The end of a response that ended by itself is the end token, where the tokenizer has one, or that of the chat
-        template.
-        """
+        """The model's input ids of a conversation."""
         if self.settings.inputs == "ids":
             ids: list[int] = one.ids.tolist()
             return ids
@@ -113,12 +109,7 @@ class ModelScorer:
                 f"the episode has {one.turns} turns of the policy, which are no text for another tokenizer: use a "
                 "reward model with the policy's vocabulary and inputs='ids'"
             )
-        if not isinstance(one.prompt, str):
-            messages = [*one.prompt, {"role": "assistant", "content": one.response}]
-            return list(self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
-        ids = list(self.tokenizer(one.prompt + one.response)["input_ids"])
-        end = self.tokenizer.eos_token_id
-        return [*ids, end] if one.ended and end is not None and ids[-1:] != [end] else ids
+        return conversation_ids(self.tokenizer, one.prompt, one.response, ended=one.ended)
 
     def _batches(self, rows: dict[int, list[int]]) -> Iterator[list[int]]:
         """Places of rows of similar length, within the budget of tokens; one by one if the model has no padding."""
@@ -140,3 +131,22 @@ class ModelScorer:
             logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
         rewards = logits[:, 0] if self.label is None else logits.softmax(-1)[:, self.label]
         return [float(value) for value in rewards.cpu()]
+
+
+def conversation_ids(
+    tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], response: str, *, ended: bool = True
+) -> list[int]:
+    """Token ids of a prompt and its response, as reward models are trained on and score them.
+
+    Args:
+        tokenizer: of the reward model.
+        prompt: a text, or chat messages, which the tokenizer's chat template formats together with the response.
+        response: the text.
+        ended: the response ended by itself. After a prompt that is a text, the end token then follows, if there is one.
+    """
+    if not isinstance(prompt, str):
+        messages = [*map(dict, prompt), {"role": "assistant", "content": response}]
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
+    ids = list(tokenizer(prompt + response)["input_ids"])
+    end = tokenizer.eos_token_id
+    return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids

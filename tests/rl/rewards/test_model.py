@@ -118,7 +118,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     Qwen2ForCausalLM(make_config()).save_pretrained(tmp_path)
     model = RewardModel(str(tmp_path))
     (fault,) = model.faults(tokenizer, {"prompt": "a"})
-    assert "a language model (Qwen2ForCausalLM) without a head" in fault
+    assert "has no trained head (score.weight), so it is no reward model" in fault
     with pytest.raises(UsageError, match=r"lack score\.weight, and would be random"):
         ModelScorer(model)
 

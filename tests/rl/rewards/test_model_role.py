@@ -51,7 +51,9 @@ def test_each_model_is_a_role(policy: Path, scorer: Path) -> None:
 
 
 def test_a_model_that_is_none_is_refused_before_the_start(policy: Path, scorer: Path) -> None:
-    with pytest.raises(UsageError, match=r"the run cannot start:\n  reward model 'reward_model': .* without a head"):
+    with pytest.raises(
+        UsageError, match=r"the run cannot start:\n  reward model 'reward_model': .* has no trained head"
+    ):
         run_of(policy, RewardModel(str(policy))).submit()
     with pytest.raises(UsageError, match="two are named reward_model"):
         run_of(policy, RewardModel(str(scorer)), RewardModel(str(scorer)))
