@@ -50,6 +50,7 @@ def check(run: Run) -> None:
             if data.counts.left < data.counts.read:
                 logger.warning("data: %s (max_prompt_tokens=%d)", data.counts, run.max_prompt_tokens)
             faults.extend(_reward_faults(run, tokenizer, data[0]))
+            faults.extend(_unscored(run, data))
         if run.validation is not None:
             attempt("validation", lambda: run.dataset(tokenizer, run.validation))
     if faults:
@@ -70,6 +71,15 @@ def _tokenizer(run: Run) -> Any:
         raise UsageError(
             f"the model has no tokenizer that transformers can load ({type(error).__name__}): {advice}"
         ) from error
+
+
+def _unscored(run: Run, data: Any) -> Iterator[str]:
+    """One sentence if no reward is for the rows of a data set: their responses could only be left out."""
+    rows = {str(prompt.row.get("data_source")): prompt.row for prompt in (data[place] for place in range(len(data)))}
+    without = sorted(source for source, row in rows.items() if not any(reward.scores(row) for reward in run.scored))
+    if without:
+        sources = sorted({source for reward in run.scored for source in reward.sources})
+        yield f"data: no reward is for data_source {', '.join(without[:5])}; the rewards are for {', '.join(sources)}"
 
 
 def _reward_faults(run: Run, tokenizer: Any, prompt: Any) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms import GRPO
-from rlmesh.rl.rewards import RewardModel, Score
+from rlmesh.rl.rewards import Reward, RewardModel, Score
 from rlmesh.rl.rewards.model import Conversation
 from rlmesh.rl.trainers.run import Run
 from tests.rl import reward_model_job
@@ -57,6 +57,15 @@ def test_a_model_that_is_none_is_refused_before_the_start(policy: Path, scorer: 
         run_of(policy, RewardModel(str(policy))).submit()
     with pytest.raises(UsageError, match="two are named reward_model"):
         run_of(policy, RewardModel(str(scorer)), RewardModel(str(scorer)))
+
+
+def test_rows_that_no_reward_is_for_are_told_before_the_start(policy: Path) -> None:
+    run = Run(
+        model=str(policy), data=[{**row, "data_source": "other"} for row in ROWS],
+        rewards=[Reward(is_a, sources="mine")], algorithm=GRPO(samples=4), batch_size=8,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="no reward is for data_source other; the rewards are for mine"):
+        run.check()
 
 
 def launched(folder: Path, policy: Path, scorer: Path, *options: str) -> dict[int, dict[str, float]]:
