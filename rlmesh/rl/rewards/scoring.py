@@ -13,7 +13,7 @@ import numpy as np
 
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import RewardModel
-from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome
+from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome, to_outcomes
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.reward import Response, Reward, ground_truth_of
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
@@ -32,8 +32,8 @@ class Decoder(Protocol):
 class Rewards:
     """Scores the episodes of groups, all at once.
 
-    Plain functions run in a pool of processes, async functions together on one loop, batched and inline functions here.
-    Reward models score in their role meanwhile.
+    Functions run in a pool of processes, async functions together on one loop, inline functions here. Reward models
+    score in their role meanwhile.
 
     Args:
         rewards: at least one; names must differ.
@@ -91,7 +91,7 @@ class Rewards:
     def outcomes(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Outcome]]:
         """Per response, the outcome of each reward by its name."""
         found: list[dict[str, Outcome]] = [{} for _ in responses]
-        pending: list[tuple[str, int, Future[Outcome]]] = []
+        pending: list[tuple[str, list[int], Future[Any]]] = []
         models: list[tuple[str, list[int], Callable[[], list[Outcome]]]] = []
         coroutines: list[tuple[Reward, list[int], dict[str, Any]]] = []
         for reward in self.rewards.values():
@@ -107,15 +107,20 @@ class Rewards:
                 arguments = reward.arguments([responses[i] for i in part], [rows[i] for i in part])
                 if reward.is_async:
                     coroutines.append((reward, part, arguments))
-                elif reward.inline or reward.batched:
+                elif reward.inline:
                     self._here(reward, part, arguments, found)
+                elif reward.batched:
+                    batch = self._pool(reward.timeout_s).submit_batch(reward.name, len(part), **arguments)
+                    pending.append((reward.name, part, batch))
                 else:
-                    future = self._pool(reward.timeout_s).submit(reward.name, **arguments)
-                    pending.append((reward.name, part[0], future))
+                    one = self._pool(reward.timeout_s).submit(reward.name, **arguments)
+                    pending.append((reward.name, part, one))
         if coroutines:
             asyncio.run(self._together(coroutines, found))
-        for name, place, future in pending:
-            found[place][name] = future.result()
+        for name, places, running in pending:
+            result = running.result()
+            for place, outcome in zip(places, result if isinstance(result, list) else [result], strict=True):
+                found[place][name] = outcome
         for name, places, wait in models:
             for place, outcome in zip(places, wait(), strict=True):
                 found[place][name] = outcome
@@ -148,7 +153,7 @@ class Rewards:
                 reward.name: reward.function
                 for reward in self.rewards.values()
                 if isinstance(reward, Reward)
-                and not (reward.inline or reward.is_async or reward.batched)
+                and not (reward.inline or reward.is_async)
                 and reward.timeout_s == timeout_s
             }
             self._pools[timeout_s] = ScoringPool(
@@ -182,18 +187,9 @@ class Rewards:
 
 def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Outcome]]) -> None:
     """Store the outcomes of a call for its responses."""
-    if not reward.batched:
-        found[places[0]][reward.name] = to_outcome(value)
-        return
-    try:
-        values = list(value)
-    except TypeError:
-        values = []
-    if len(values) != len(places) or isinstance(value, (str, bytes, Mapping)):
-        reason = f"the scorer returned {_described(value)} for {len(places)} responses: expected a list of as many"
-        values = [Failed(reason)] * len(places)
-    for place, one in zip(places, values, strict=True):
-        found[place][reward.name] = to_outcome(one)
+    outcomes = to_outcomes(value, len(places)) if reward.batched else [to_outcome(value)]
+    for place, outcome in zip(places, outcomes, strict=True):
+        found[place][reward.name] = outcome
 
 
 def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
@@ -201,11 +197,6 @@ def _shown(response: Response, row: Mapping[str, Any], outcomes: Mapping[str, Ou
     if (truth := ground_truth_of(row)) is not None:
         lines.append(f"[ground truth] {truth}")
     return "\n".join([*lines, *(f"[{name}] {outcome}" for name, outcome in outcomes.items())])
-
-
-def _described(value: Any) -> str:
-    size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
-    return f"{type(value).__name__}{size}"
 
 
 def _failed(error: Exception) -> Failed:
