@@ -303,7 +303,7 @@ def execute(source: str, paths: list[str]) -> int:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+            sys.stderr.write(f"{error.code}\n")
     except BaseException:
         traceback.print_exc()
         code = 1
