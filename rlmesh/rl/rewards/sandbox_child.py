@@ -162,7 +162,7 @@ def watch(
     """Feed the program and read its output until it ends or breaks a limit."""
     deadline = time.monotonic() + case["wall_s"]
     found = {"stdout": bytearray(), "stderr": bytearray(), "answer": bytearray()}
-    left = memoryview(case["stdin"].encode("utf-8", "surrogateescape"))
+    left = memoryview(case["stdin"].encode("utf-8", "replace"))
     asked, fault, ended = False, "", None
     with selectors.DefaultSelector() as selector:
         for one in (into, *outputs, channel.fileno()):
@@ -203,7 +203,7 @@ def watch(
                     asked = True
                     found["answer"].clear()
                     say({"loaded": True})
-                    channel.settimeout(5)
+                    channel.settimeout(1)
                     with contextlib.suppress(OSError):
                         channel.sendall(json.dumps(take()).encode() + b"\n")
                     channel.setblocking(False)

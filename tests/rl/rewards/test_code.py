@@ -339,3 +339,38 @@ def test_a_sandbox_that_died_is_a_fault_of_the_sandbox(box: Sandbox) -> None:
             own.run("print(1)")
     with pytest.raises(UsageError, match="each limit must be"):
         Limits(cpu_s=0)
+
+
+@isolated
+@pytest.mark.parametrize(
+    "program",
+    [
+        "class Deep(list): pass\nimport json\njson.dumps = lambda _: '[' * 100_000\ndef f(): return 1",
+        "def f(): return 10 ** 4000",
+        "def f(): return float('nan')",
+        "def f(): return {1, 2}",
+        "import sys\nsys.set_int_max_str_digits(0)\ndef f(): return 10 ** 5000",
+        "def f(): return '\\ud800'",
+        "f = 3",
+        "x = '\ud800'",
+        "def f(): return 1\n\0",
+        "(" * 100_000,
+        "import os\nos.write(3, b'x' * 10**6)",
+        "import os\nos.write(3, b'loaded\\n' * 10)\nos.close(3)",
+        "import os\nos.close(1), os.close(2), os.close(0)\ndef f(): return 2",
+    ],
+)
+def test_odd_programs_are_wrong_and_no_failure_of_the_scorer(program: str) -> None:
+    for tolerance in (0.0, 0.1):
+        truth = {"fn_name": "f", "inputs": [[]], "outputs": [1]}
+        found = code.compute_score(f"```python\n{program}\n```", truth, tolerance=tolerance)
+        assert found.value == 0 and found.reason
+
+
+def test_programs_are_found_in_long_responses_at_once() -> None:
+    for unit in ("```python x\n", "```\n", "``` ", "`", "```a\n```\n", "\n"):
+        began = time.process_time()
+        code.program_of(unit * (100_000 // len(unit)))
+        assert time.process_time() - began < 0.25
+    assert code.program_of("```python\na\n```\n```python\nb\n  ```\n```python\nnever closed") == "b\n"
+    assert code.program_of("```json\n{}\n```") is None and code.program_of("") is None
