@@ -122,10 +122,20 @@ class RewardModel:
         """True if the reward is for this row."""
         return not self.sources or row.get("data_source") in self.sources
 
-    def start(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> Callable[[], list[Outcome]]:
+    def start(
+        self,
+        responses: Sequence[Response],
+        rows: Sequence[Mapping[str, Any]],
+        group: Callable[[str], Any] = RoleGroup,
+    ) -> Callable[[], list[Outcome]]:
         """Send responses to the role; gives a function that waits for their outcomes, in the same order.
 
         Every error of the call is a `Failed` of all these responses.
+
+        Args:
+            responses: to score.
+            rows: of each.
+            group: the name of a role → its members.
         """
         sent = [conversation(response, row) for response, row in zip(responses, rows, strict=True)]
 
@@ -134,8 +144,8 @@ class RewardModel:
             return [Failed(f"{type(error).__name__}: {error}") for _ in sent]
 
         try:
-            group = RoleGroup[Any](self.role).options(idempotent=True, timeout_s=self.timeout_s + GRACE_S)
-            running = group.call_batch("score", len(sent), sent)
+            members = group(self.role).options(idempotent=True, timeout_s=self.timeout_s + GRACE_S)
+            running = members.call_batch("score", len(sent), sent)
         except Exception as error:
             at_once = failed(error)
             return lambda: at_once

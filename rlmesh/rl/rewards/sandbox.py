@@ -29,8 +29,8 @@ from rlmesh.rl.rewards import sandbox_child
 
 __all__ = ["Limits", "Ran", "Sandbox"]
 
-SLACK_S = 5.0
-"""The time that the sandbox itself may take to start or to end a program, in seconds."""
+START_S, SLACK_S = 30.0, 10.0
+"""The time that the sandbox itself may take to start, and to start and end a program on a busy machine, in seconds."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/nix/store")
 NO_ISOLATION = (
     "{reason}. Programs cannot be isolated here, so none was run. Allow unprivileged user namespaces on this machine "
@@ -133,10 +133,10 @@ class Sandbox:
         self._read = b""
         try:
             if isolated:
-                self._said(SLACK_S)
+                self._said(START_S)
                 _map_users(self._process.pid)
                 self._say(True)
-            self._said(SLACK_S)
+            self._said(START_S)
         except (OSError, UsageError) as error:
             self._process.kill()
             assert self._process.stderr is not None

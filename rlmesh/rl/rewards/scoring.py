@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlmesh import RoleGroup
 from rlmesh.errors import UsageError
+from rlmesh.rl.data.loader import Prompts
 from rlmesh.rl.rewards.model import RewardModel
 from rlmesh.rl.rewards.outcomes import combine, metrics_of, to_outcome, to_outcomes
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.reward import Response, Reward, ground_truth_of
 from rlmesh.rl.types import Abstain, Episode, Failed, Group, Outcome, Score
 
-__all__ = ["Decoder", "Rewards"]
+__all__ = ["Decoder", "Rewards", "unscored"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Rewards:
         workers: processes of the pool.
         memory_bytes: of each process (:class:`rlmesh.rl.rewards.process_pool.ScoringPool`).
         examine: print this many scored responses of each batch, spread over it.
+        group: the name of a role → its members, for reward models.
 
     Raises:
         UsageError: no reward, or two of one name.
@@ -54,6 +57,7 @@ class Rewards:
         workers: int = 2,
         memory_bytes: int = 2 * 2**30,
         examine: int = 0,
+        group: Callable[[str], Any] = RoleGroup,
     ) -> None:
         names = [reward.name for reward in rewards]
         twice = {name for name in names if names.count(name) > 1}
@@ -64,7 +68,7 @@ class Rewards:
                 else "no reward given"
             )
         self.rewards = {reward.name: reward for reward in rewards}
-        self.tokenizer, self.examine = tokenizer, examine
+        self.tokenizer, self.examine, self._group = tokenizer, examine, group
         self._pools: dict[float, ScoringPool] = {}
         self._workers, self._memory_bytes = workers, memory_bytes
 
@@ -100,7 +104,7 @@ class Rewards:
                 found[i][reward.name] = Abstain("the reward is for other data")
             if isinstance(reward, RewardModel):
                 if places:
-                    wait = reward.start([responses[i] for i in places], [rows[i] for i in places])
+                    wait = reward.start([responses[i] for i in places], [rows[i] for i in places], self._group)
                     models.append((reward.name, places, wait))
                 continue
             for part in [places] if reward.batched and places else [[i] for i in places]:
@@ -183,6 +187,15 @@ class Rewards:
             _put(reward, places, value, found)
 
         await asyncio.gather(*(one(*call) for call in calls))
+
+
+def unscored(rewards: Sequence[Reward | RewardModel], data: Prompts) -> Iterator[str]:
+    """One sentence if no reward is for the rows of a data source: their responses could only be left out."""
+    rows = {str(prompt.row.get("data_source")): prompt.row for prompt in (data[place] for place in range(len(data)))}
+    without = sorted(source for source, row in rows.items() if not any(reward.scores(row) for reward in rewards))
+    if without:
+        sources = sorted({source for reward in rewards for source in reward.sources})
+        yield f"data: no reward is for data_source {', '.join(without[:5])}; the rewards are for {', '.join(sources)}"
 
 
 def _put(reward: Reward, places: list[int], value: Any, found: list[dict[str, Outcome]]) -> None:

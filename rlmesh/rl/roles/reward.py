@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlmesh import current_worker, rpc
+from rlmesh import RLJobBuilder, current_worker, rpc
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import Conversation, RewardModel
 from rlmesh.rl.types import Failed, Outcome, Score
 
-__all__ = ["ModelScorer", "RewardRole", "conversation_ids"]
+__all__ = ["ModelScorer", "RewardRole", "add_reward_roles", "conversation_ids"]
 
 
 class RewardRole:
@@ -99,6 +99,16 @@ class ModelScorer:
                 found[place] = Score(value) if finite else Failed(f"the reward model gave {value}")
         return found
 
+    def sleep(self) -> None:
+        """Move the model to host memory."""
+        self.model.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move the model back."""
+        self.model.to(self.device)
+
     def encode(self, one: Conversation) -> list[int] | Failed:
         """The model's input ids of a conversation."""
         if self.settings.inputs == "ids":
@@ -131,6 +141,23 @@ class ModelScorer:
             logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
         rewards = logits[:, 0] if self.label is None else logits.softmax(-1)[:, self.label]
         return [float(value) for value in rewards.cpu()]
+
+
+def add_reward_roles(builder: RLJobBuilder, rewards: Iterable[object], resource: Mapping[str, Any]) -> list[str]:
+    """Add a role to a job for each reward model among its rewards.
+
+    Args:
+        builder: of the job.
+        rewards: of the run.
+        resource: of each member, as for ``.resource(…)``.
+
+    Returns:
+        the names of the roles.
+    """
+    models = [one for one in rewards if isinstance(one, RewardModel)]
+    for model in models:
+        builder.role(model.role).run(RewardRole).resource(**resource).total(model.members)
+    return [model.role for model in models]
 
 
 def conversation_ids(

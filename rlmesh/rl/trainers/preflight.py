@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +11,13 @@ import numpy as np
 from rlmesh.errors import UsageError
 from rlmesh.rl.data.loader import PromptLoader
 from rlmesh.rl.rewards.model import RewardModel
-from rlmesh.rl.rewards.scoring import Rewards
+from rlmesh.rl.rewards.scoring import Rewards, unscored
 from rlmesh.rl.types import Episode, Failed, Turn
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
 
 __all__ = ["check"]
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
@@ -47,10 +44,8 @@ def check(run: Run) -> None:
         data = attempt("data", lambda: run.dataset(tokenizer))
         if data is not None:
             attempt("data", lambda: PromptLoader(data, run.batch_size))
-            if data.counts.left < data.counts.read:
-                logger.warning("data: %s (max_prompt_tokens=%d)", data.counts, run.max_prompt_tokens)
             faults.extend(_reward_faults(run, tokenizer, data[0]))
-            faults.extend(_unscored(run, data))
+            faults.extend(unscored(run.scored, data))
         if run.validation is not None:
             attempt("validation", lambda: run.dataset(tokenizer, run.validation))
     if faults:
@@ -71,15 +66,6 @@ def _tokenizer(run: Run) -> Any:
         raise UsageError(
             f"the model has no tokenizer that transformers can load ({type(error).__name__}): {advice}"
         ) from error
-
-
-def _unscored(run: Run, data: Any) -> Iterator[str]:
-    """One sentence if no reward is for the rows of a data set: their responses could only be left out."""
-    rows = {str(prompt.row.get("data_source")): prompt.row for prompt in (data[place] for place in range(len(data)))}
-    without = sorted(source for source, row in rows.items() if not any(reward.scores(row) for reward in run.scored))
-    if without:
-        sources = sorted({source for reward in run.scored for source in reward.sources})
-        yield f"data: no reward is for data_source {', '.join(without[:5])}; the rewards are for {', '.join(sources)}"
 
 
 def _reward_faults(run: Run, tokenizer: Any, prompt: Any) -> Iterator[str]:

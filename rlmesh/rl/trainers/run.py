@@ -201,7 +201,7 @@ class Run:
         from rlmesh import RLJobBuilder
         from rlmesh.rl.roles.actor import ActorRole
         from rlmesh.rl.roles.reference import ReferenceRole
-        from rlmesh.rl.roles.reward import RewardRole
+        from rlmesh.rl.roles.reward import add_reward_roles
         from rlmesh.rl.roles.rollout import RolloutRole
         from rlmesh.rl.trainers.trainer import Trainer
 
@@ -215,8 +215,7 @@ class Run:
         builder.rollout(RolloutRole).resource(**share).total(self.rollout.engines)
         if "reference" in self.algorithm.needs:
             builder.reference(ReferenceRole).resource(**share).total(1)
-        for model in (one for one in self.scored if isinstance(one, RewardModel)):
-            builder.role(model.role).run(RewardRole).resource(**share).total(model.members)
+        add_reward_roles(builder, self.scored, share)
         return builder.build()
 
     def submit(self, name: str = "run", **options: Any) -> RunResult:

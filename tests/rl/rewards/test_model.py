@@ -140,7 +140,7 @@ def test_faults_are_found_without_weights(tmp_path: Path, plain: Path) -> None:
 class Answers(RewardModel):
     """A reward model whose role is this process."""
 
-    def start(self, responses: Any, rows: Any) -> Any:
+    def start(self, responses: Any, rows: Any, group: Any = None) -> Any:
         found = [Score(float(len(response.text))) for response in responses]
         return lambda: found
 
