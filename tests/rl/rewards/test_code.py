@@ -21,7 +21,7 @@ from rlmesh.rl.rewards import Reward, code, sandbox
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.rewards.sandbox import Limits, Ran, Sandbox
 from rlmesh.rl.types import Failed, Score
-from tests.stalls import HANG_S, Stalls
+from tests.own_time import HANG_S, OwnTime
 
 DOUBLE = "Here it is:\n```python\nprint(2 * int(input()))\n```\nDone."
 TWICE = "```python\ndef twice(x):\n    return 2 * x\n```"
@@ -155,13 +155,13 @@ ATTACKS = {
 
 @isolated
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_ends_alone(box: Sandbox, attack: str, stalls: Stalls) -> None:
+def test_an_attack_ends_alone(box: Sandbox, attack: str, own_time: OwnTime) -> None:
     source, expected = ATTACKS[attack]
     before = {process.pid for process in psutil.process_iter()}
     began = time.monotonic()
     ran = box.run(source, wall_s=3)
     assert ran.status in expected, ran
-    assert time.monotonic() - began < 6 + stalls.seconds
+    assert own_time.since(began) < 6
     assert len(ran.stdout) + len(ran.stderr) < 300_000
     # The next program finds nothing of it.
     assert box.run("import os\nprint(os.listdir('.'))") == Ran("ok", "[]\n", "", None, 0)

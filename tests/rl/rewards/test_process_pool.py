@@ -12,7 +12,7 @@ import pytest
 
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.types import Abstain, Failed, Outcome, Score
-from tests.stalls import HANG_S, Stalls
+from tests.own_time import HANG_S, OwnTime
 
 
 def scorer(kind: str) -> float | None:
@@ -61,7 +61,7 @@ def test_outcomes_are_kept_apart(pool: ScoringPool) -> None:
 
 
 @pytest.mark.case("O25")
-def test_a_scorer_that_hangs_or_eats_memory_fails_alone(pool: ScoringPool, stalls: Stalls) -> None:
+def test_a_scorer_that_hangs_or_eats_memory_fails_alone(pool: ScoringPool, own_time: OwnTime) -> None:
     kinds = ["ok", "ok", "ok", "loop", "ok", "native", "memory", "ok"]
     longest_block = [0.0]
     found: list[Outcome] = []
@@ -83,12 +83,12 @@ def test_a_scorer_that_hangs_or_eats_memory_fails_alone(pool: ScoringPool, stall
     thread = threading.Thread(target=lambda: asyncio.run(score()))
     thread.start()
     thread.join(HANG_S)
-    assert not thread.is_alive() and time.monotonic() - began < 10 + stalls.seconds
+    assert not thread.is_alive() and own_time.since(began) < 10
     failed = {place: reason(outcome) for place, outcome in enumerate(found) if not isinstance(outcome, Score)}
     assert sorted(failed) == [3, 5, 6]
     assert failed[3].startswith("timeout") and failed[5].startswith("timeout") and failed[6].startswith("memory")
     assert all(outcome == Score(2.0) for place, outcome in enumerate(found) if place not in failed)
-    assert longest_block[0] < 0.1 + stalls.seconds
+    assert own_time.of(longest_block[0]) < 0.1
     # Both processes are there again, and as fast as before.
     while len(workers()) < 2:
         assert time.monotonic() - began < HANG_S
@@ -96,7 +96,7 @@ def test_a_scorer_that_hangs_or_eats_memory_fails_alone(pool: ScoringPool, stall
     began = time.monotonic()
     again = [pool.submit("f", kind="ok") for _ in range(20)]
     assert [future.result(20) for future in again] == [Score(2.0)] * 20
-    assert time.monotonic() - began < 3 + stalls.seconds and len(workers()) == 2
+    assert own_time.since(began) < 3 and len(workers()) == 2
 
 
 def test_functions_that_cannot_be_sent_are_named() -> None:
