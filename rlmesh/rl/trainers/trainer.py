@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlmesh import RoleGroup, WeightSync, current_worker
-from rlmesh.errors import CallError, SourceRestarted, WeightsNotReady, WeightSyncError
+from rlmesh.errors import CallError, SourceRestarted, UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
 from rlmesh.rl.components import padded
 from rlmesh.rl.data.loader import Drawn, PromptLoader
@@ -302,9 +302,15 @@ class Trainer:
         return self.group("REFERENCE").options(idempotent=True) or self.actor
 
     def trained(self) -> list[tuple[str, Any, Any]]:
-        """The models in training: name, members, settings."""
+        """The models in training: name, members, settings.
+
+        Raises:
+            UsageError: the job lacks the critic that the algorithm needs.
+        """
         found = [("actor", self.actor, self.settings.actor)]
         if "critic" in self.algorithm.needs:
+            if not self.critic:
+                raise UsageError(f"{type(self.algorithm).__name__} needs a critic: add .critic() to the job")
             found.append(("critic", self.critic, self.settings.critic))
         return found
 
