@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,23 +12,30 @@ from torch import nn
 from rlmesh import RLJobBuilder, current_worker, rpc
 from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.model import Conversation, RewardModel
+from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.types import Failed, Outcome, Score
+
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.run import Run
 
 __all__ = ["ModelScorer", "RewardRole", "add_reward_roles", "conversation_ids"]
 
 
-class RewardRole:
+class RewardRole(TakesTurns):
     """Scores conversations with the reward model of the run that is named as its role. Override `make_scorer`."""
 
     def setup(self) -> None:
-        worker = current_worker()
-        self.run_settings: Any = worker.job_info.user_config
-        models = {one.role: one for one in self.run_settings.rewards if isinstance(one, RewardModel)}
-        self.settings = models[worker.role]
-        if self.settings.threads and not torch.cuda.is_available():
-            torch.set_num_threads(self.settings.threads)
-        self.device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self.scorer = self.make_scorer()
+        self.run_settings: Run = run_settings()
+        role = current_worker().role
+        self.settings = next(
+            one for one in self.run_settings.rewards if isinstance(one, RewardModel) and one.role == role
+        )
+        self.device = choose_device(self.settings.threads)
+        self.turns = self.make_turns()
+        with self.turns.lease():
+            self.scorer = self.make_scorer()
+            self.turns.add(role, wake=self.scorer.wake, sleep=self.scorer.sleep)
 
     def make_scorer(self) -> ModelScorer:
         """The model with its tokenizer."""
@@ -37,7 +44,8 @@ class RewardRole:
     @rpc
     def score(self, conversations: Sequence[Conversation]) -> list[Outcome]:
         """The outcome of each conversation, in their order."""
-        return self.scorer.score(conversations)
+        with self.turns.turn(current_worker().role):
+            return self.scorer.score(conversations)
 
 
 class ModelScorer:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from rlmesh.rl.algorithms import GRPO
 from rlmesh.rl.rewards import Reward, RewardModel, Score
 from rlmesh.rl.rewards.model import Conversation
 from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.settings import RolloutSettings
 from tests.rl import reward_model_job
 from tests.rl.run_job import ROWS, is_a
 from tests.rl.tiny import make_config, make_reward_model, make_tokenizer
@@ -68,12 +72,29 @@ def test_rows_that_no_reward_is_for_are_told_before_the_start(policy: Path) -> N
         run.check()
 
 
-def launched(folder: Path, policy: Path, scorer: Path, *options: str) -> dict[int, dict[str, float]]:
+@pytest.mark.parametrize("placement", ["separate", "shared"])
+def test_the_role_is_part_of_the_placement(policy: Path, scorer: Path, placement: Any) -> None:
+    run = replace(run_of(policy, RewardModel(str(scorer))), placement=placement)
+    assert "REWARD" in run.job().workloads
+    assert replace(run, placement="auto", devices_per_node=2).placed == "shared"
+    assert replace(run, placement="auto", devices_per_node=3).placed == "separate"
+
+
+def test_a_reward_model_scores_in_a_run_in_one_process(policy: Path, scorer: Path, tmp_path: Path) -> None:
+    run = replace(run_of(policy, RewardModel(str(scorer))), rollout=RolloutSettings(max_tokens=4))
+    result = run.here(run_dir=tmp_path / "here")
+    assert result.metrics["reward/reward_model/failed"] == 0
+    assert math.isfinite(result.metrics["reward/reward_model"])
+
+
+def launched(
+    folder: Path, policy: Path, scorer: Path, *options: str, placement: str = "separate"
+) -> dict[int, dict[str, float]]:
     folder.mkdir()
     command = [sys.executable, "-m", "rlmesh.cli.main", "launch", "--view", "plain", "--run-dir", "run", *options]
     done = subprocess.run(
-        [*command, reward_model_job.__file__, str(policy), str(scorer)], cwd=folder, capture_output=True, text=True,
-        timeout=220, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        [*command, reward_model_job.__file__, str(policy), str(scorer), placement], cwd=folder, capture_output=True,
+        text=True, timeout=220, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -81,12 +102,17 @@ def launched(folder: Path, policy: Path, scorer: Path, *options: str) -> dict[in
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_rewards_of_a_run_are_the_models(policy: Path, scorer: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rlmesh.rl.roles.reward import ModelScorer
 
     calm = launched(tmp_path / "calm", policy, scorer)
+    shared = launched(tmp_path / "shared", policy, scorer, placement="shared")
+    assert {step: shared[step]["reward_mean"] for step in range(1, 6)} == pytest.approx(
+        {step: calm[step]["reward_mean"] for step in range(1, 6)}, abs=1e-6
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "calm" / "run" / "model")
     tokenizer = AutoTokenizer.from_pretrained(policy)
     greedy = []
