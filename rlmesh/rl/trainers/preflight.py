@@ -100,8 +100,8 @@ def _data_faults(data: Any, least: int, model: Any) -> Iterator[str]:
         yield str(error)
     if len(rows) < least:
         yield (
-            f"{len(rows)} prompts are too few for a batch of {least}: a step would take one twice. Give more data, or a "
-            "smaller batch_size"
+            f"{len(rows)} prompts are too few for a batch of {least}: a step would take one twice. Give more data, or "
+            "a smaller batch_size"
         )
     if isinstance(rows[0].get("prompt"), list) and isinstance(model, str) and _has_no_template(Path(model)):
         yield (
