@@ -106,7 +106,8 @@ def test_training_needs_what_is_predicted(folder: Path, budget: int, checkpointi
     # Real packs are not quite full, and the prediction is for a full one.
     fullness = max(map(len, packs)) / budget
     assert predicted == pytest.approx(4 * state + (count.peak - 4 * state) / fullness, rel=TOLERANCE)
-    assert (actor.weights, actor.gradients, actor.optimizer) == (state, state, 2 * state)
+    buffers = sum(b.numel() * 4 for b in model.buffers())
+    assert (actor.weights, actor.gradients, actor.optimizer) == (state + buffers, state, 2 * state)
 
 
 def test_checkpointing_is_seen_in_the_prediction(folder: Path) -> None:
@@ -189,7 +190,7 @@ def test_sharded_engines_hold_their_share(folder: Path) -> None:
     assert actor("zero1").optimizer == pytest.approx(whole.optimizer / 4, abs=4)
     assert actor("zero2").gradients == pytest.approx(whole.gradients / 4, abs=4)
     for kind in ("fsdp2", "zero3"):
-        assert actor(kind).weights == pytest.approx(whole.weights / 4, abs=4)
+        assert actor(kind).weights == pytest.approx(whole.weights / 4, rel=0.01)
         assert actor(kind).activations > whole.activations
 
 

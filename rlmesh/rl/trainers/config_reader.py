@@ -105,6 +105,8 @@ class _SettingsReader:
     def run(self, values: Mapping[str, Any]) -> Run | None:
         algorithm = self.algorithm(values["algorithm"]) if "algorithm" in values else None
         rewards = self.rewards(values["rewards"]) if values.get("rewards") else []
+        if values.get("rewards", "?") == []:
+            self.faults.append("rewards: give at least one reward")
         rest = {key: value for key, value in values.items() if key not in ("algorithm", "rewards")}
         arguments = self.arguments(Run, rest, "")
         missing = [key for key in REQUIRED if values.get(key) is None]

@@ -142,7 +142,7 @@ class _Shapes:
             self.notes.append("this torch has no CUDA: activations are predicted in float32, an upper limit")
         with self.without_data():
             model = self.model()
-            self.weights = _bytes_of(model)
+            self.weights, self.trained = _bytes_of(model), _bytes_of(model, buffers=False)
             self.layers = [_bytes_of(layer) for layer in layers_of(model)]
             self.vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         self.rows = -(-run.batch_size * run.algorithm.samples // run.rollout.engines)
@@ -257,13 +257,13 @@ class _Shapes:
         """One rank of the actor."""
         run = self.run
         ranks, stage = run.actor.ranks, run.train
-        whole = self.weights
+        whole = self.trained
         share = -(-whole // ranks)
-        weights, gradients, optimizer = whole, whole, 2 * whole
+        weights, gradients, optimizer = self.weights, whole, 2 * whole
         if stage in ("fsdp2", "zero3"):
             # The root's parameters, one layer and the next are gathered at once, and the gradients of two in full.
             gathered = 2 * (whole - sum(self.layers)) + 4 * max(self.layers, default=0)
-            weights, gradients, optimizer = share, share, 2 * share
+            weights, gradients, optimizer = share + self.weights - whole, share, 2 * share
         else:
             gathered = 0
             if stage in ("zero1", "zero2"):
@@ -335,10 +335,11 @@ def _room(run: Run) -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _bytes_of(module: nn.Module) -> int:
+def _bytes_of(module: nn.Module, *, buffers: bool = True) -> int:
     """The memory of parameters and buffers, shared ones once."""
-    storages = {id(s): s.nbytes() for t in (*module.parameters(), *module.buffers()) for s in [t.untyped_storage()]}
-    return sum(storages.values())
+    tensors = [*module.parameters(), *(module.buffers() if buffers else ())]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _hold(count: TensorCount, model: nn.Module) -> int:

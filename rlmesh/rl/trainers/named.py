@@ -37,7 +37,8 @@ def find_algorithm(name: str) -> type[Any]:
         if key in VARIANTS:
             raise UsageError(f"{name!r} is a variant of GRPO: write {{name: grpo, {VARIANTS[key]}}}")
         if key not in ALGORITHMS:
-            raise UsageError(f"there is no algorithm {name!r}{_nearest(key, [*ALGORITHMS, *VARIANTS])}")
+            valid = ALGORITHMS if get_close_matches(key, ALGORITHMS, 1) else [*ALGORITHMS, *VARIANTS]
+            raise UsageError(f"there is no algorithm {name!r}{_nearest(key, valid)}")
         name = ALGORITHMS[key]
     found = imported(name)
     if not isinstance(found, type) or not hasattr(found, "weigh"):
