@@ -1,0 +1,144 @@
+"""`rlmesh train` with a real, tiny model: what is wrong is told before any process starts; what is right trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from rlmesh.cli.main import main  # noqa: E402
+from tests.rl.run_job import ROWS  # noqa: E402
+from tests.rl.test_run import tiny  # noqa: E402, F401
+from tests.stalls import HANG_S  # noqa: E402
+
+FUNCTIONS = '''
+"""Rewards of the tests."""
+
+
+def is_a(response):
+    return response.replace(" ", "").count("a") / 4
+
+
+def one_too_many(responses):
+    return [0.0] * (len(responses) + 1)
+
+
+def other_arguments(respons, row):
+    return 0.0
+
+
+def raises(response):
+    raise KeyError("answer")
+'''
+
+
+def config(folder: Path, model: Path, **changes: Any) -> Path:
+    (folder / "my_rewards.py").write_text(FUNCTIONS)
+    values = {
+        "model": str(model), "data": ROWS[:32], "batch_size": 8, "steps": 2, "algorithm": {"name": "grpo", "samples": 4},
+        "rewards": ["my_rewards:is_a"], "actor": {"lr": 1e-2}, "rollout": {"max_tokens": 4},
+    } | changes  # fmt: skip
+    path = folder / "settings.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+
+
+CHAT = [{"prompt": [{"role": "user", "content": "a"}]}] * 8
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "all too long": ({"data": ROWS[:30], "max_prompt_tokens": 1}, "30 too long"),
+    "too few rows": ({"data": ROWS[:3], "batch_size": 4}, "3 prompts are too few for a batch of 4"),
+    "no template": ({"data": CHAT}, "the tokenizer in"),
+    "no prompt": ({"data": [{"text": "a"}] * 8}, "row 0 has no column 'prompt'"),
+    "n": ({"rollout": {"n": 0}}, "did you mean algorithm.samples, which is rollout.n elsewhere?"),
+    "key": ({"actor": {"learning_rte": 1}}, "did you mean actor.lr, which is learning_rate elsewhere?"),
+    "section": ({"max_tokens": 4}, "it belongs to the section rollout; did you mean rollout.max_tokens?"),
+    "type": ({"steps": "2"}, "steps='2' must be a whole number"),
+    "arguments": ({"rewards": ["my_rewards:other_arguments"]}, "parameter 'respons' without a default (did you mean"),
+    "length": ({"rewards": ["my_rewards:one_too_many"]}, "returned list of length 2 for 1 responses"),
+    "raises": ({"rewards": ["my_rewards:raises"]}, "reward 'raises' fails on row 0"),
+    "names": ({"rewards": ["my_rewards:is_a"] * 2}, "named"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_wrong_is_told(
+    what: str,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    changes, said = BAD[what]
+    assert main(["train", str(config(tmp_path, tiny, **changes)), "--check"]) == 2
+    found = capsys.readouterr().err
+    assert said in found, found
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_without_a_tokenizer_or_configuration_is_told(
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    assert main(["train", str(config(tmp_path, bare)), "--check"]) == 2
+    found = capsys.readouterr().err
+    assert "the model has no tokenizer" in found and "the folder has no config.json" in found
+    (bare / "config.json").write_text((tiny / "config.json").read_text())
+    assert main(["train", str(config(tmp_path, bare)), "--check"]) == 2
+    assert "the model has no tokenizer" in capsys.readouterr().err
+    assert main(["train", str(config(tmp_path, tmp_path / "bar"))]) == 2
+    assert f"did you mean {bare}?" in capsys.readouterr().err
+
+
+def test_a_right_run_is_told_with_its_rows(
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    assert main(["train", str(config(tmp_path, tiny)), "--check"]) == 0
+    assert "the run can start; data: 32 rows read, 0 too long, 0 empty, 32 left" in capsys.readouterr().out
+
+
+def test_fit_is_printed_and_gives_a_code(
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    path = str(config(tmp_path, tiny, max_prompt_tokens=16))
+    assert main(["train", path, "--fit", "--memory", "64"]) == 0
+    assert "largest actor.token_budget that fits" in capsys.readouterr().out
+    assert main(["train", path, "--fit", "--memory", "0.1"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_file_of_settings_trains(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    from transformers import AutoModelForCausalLM
+
+    path = config(tmp_path, tiny, validation=ROWS[:4])
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "rlmesh.cli.main", "train", str(path), "--set", "steps=3", "--run-dir", "run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(f"{time.monotonic() - began:.0f} s")
+    assert "val/reward_mean = " in done.stdout and "model: run/model" in done.stdout
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model") is not None
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(entry["step"] for entry in steps) == 3
