@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from rlmesh.cli.commands.launch import RESUMABLE
-from rlmesh.cli.job_choice import as_command, say
+from rlmesh.cli.job_choice import as_command
 from rlmesh.driver.failure_report import failure_lines
 from rlmesh.errors import JobFailed, JobStopped, UsageError
+from rlmesh.observe.views.safe_text import shown
 
 DESCRIPTION = """Train a language model. CONFIG is a YAML or JSON file with the settings of a Run, or a Python file that
 defines run = Run(...). All faults of the settings are printed together, before any process starts. Exit code 0: the
@@ -45,6 +47,15 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, check or predict; return the exit code."""
+    try:
+        return _run(options)
+    except UsageError as error:
+        # Not masked as others' words are: max_tokens and token_budget are no secrets.
+        _say(f"rlmesh train: {error}", err=True)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
     later = {"--run": options.algorithm, "--env": options.environment, "--config": options.algorithm_config}
     if given := [flag for flag, value in later.items() if value]:
         raise UsageError(
@@ -63,24 +74,28 @@ def run(options: argparse.Namespace) -> int:
             from rlmesh.rl.trainers.fit import fit
 
             found = fit(job, None if options.memory is None else int(options.memory * 2**30))
-            say(str(found))
+            _say(str(found))
             return 0 if found.fits is not False else 1
         if options.check:
             from rlmesh.rl.trainers.preflight import check
 
-            say(f"{options.settings}: the run can start; {check(job)}")
+            _say(f"{options.settings}: the run can start; {check(job)}")
             return 0
     except ImportError as error:
         raise UsageError(f"{error}; pip install 'rlmesh[torch,data,rewards]'") from error
     try:
         result = job.submit(options.name or options.settings.stem, run_dir=options.run_dir)
     except JobStopped as error:
-        say(f"rlmesh train: {error}", err=True)
+        _say(f"rlmesh train: {error}", err=True)
         return RESUMABLE
     except JobFailed as error:
-        say("\n".join(["", *failure_lines(error)]), err=True)
+        _say("\n".join(["", *failure_lines(error)]), err=True)
         return 1
     for name, value in sorted(result.metrics.items()):
-        say(f"{name} = {value:g}")
-    say(f"model: {result.model}")
+        _say(f"{name} = {value:g}")
+    _say(f"model: {result.model}")
     return 0
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    print(shown(text, lines=True), file=sys.stderr if err else sys.stdout)

@@ -72,8 +72,9 @@ class Fit:
         device: name of the device.
         device_bytes: its memory; ``None``: unknown.
         token_budget: of the run.
-        largest: the largest token budget that fits, at most the tokens of a whole step; 0: none does; ``None``: the
-            memory of the device is unknown.
+        step_tokens: the most tokens of a rank in one step; a larger budget changes nothing.
+        largest: the largest token budget that fits, at most ``step_tokens``; 0: none does; ``None``: the memory of the
+            device is unknown.
         notes: limits of the prediction.
     """
 
@@ -81,13 +82,14 @@ class Fit:
     device: str
     device_bytes: int | None
     token_budget: int
+    step_tokens: int
     largest: int | None
     notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
         """True if the run's own budget fits; ``None``: unknown."""
-        return None if self.largest is None else self.largest >= self.token_budget
+        return None if self.largest is None else self.largest >= min(self.token_budget, self.step_tokens)
 
     def __str__(self) -> str:
         names = ("weights", "gradients", "optimizer", "activations", "cache", "process", "total")
@@ -100,7 +102,8 @@ class Fit:
         verdict = {True: "fits", False: "does not fit", None: "not compared"}[self.fits]
         lines.append(f"actor.token_budget={self.token_budget}: {verdict}")
         if self.largest is not None:
-            lines.append(f"largest actor.token_budget that fits: {self.largest or 'none'}")
+            whole = ", all tokens of a step in one pass" if self.largest == self.step_tokens else ""
+            lines.append(f"largest actor.token_budget that fits: {self.largest or 'none'}{whole}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -119,7 +122,7 @@ def fit(run: Run, device_bytes: int | None = None) -> Fit:
     roles = [shapes.actor(budget), *shapes.others()]
     largest = None if room is None else _largest(shapes, roles[1:], int(room * HEADROOM))
     device = f"each {'GPU' if run.devices_per_node else 'node'}"
-    return Fit(tuple(roles), device, room, budget, largest, tuple(shapes.notes))
+    return Fit(tuple(roles), device, room, budget, shapes.per_rank, largest, tuple(shapes.notes))
 
 
 def training_bytes(run: Run, tokens: int) -> int:

@@ -25,7 +25,7 @@ class TensorCount(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
