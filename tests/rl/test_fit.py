@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config
 
-from rlmesh.rl.algorithms import GRPO, Evaluated
+from rlmesh.rl.algorithms import GRPO, PPO, Evaluated
 from rlmesh.rl.components import Columns, policy_share
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.engines.training.ddp import DDPEngine
-from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedInputs, prepare
+from rlmesh.rl.engines.training.packed import EMPTY, PackedBatch, PackedInputs, packed_values, prepare
 from rlmesh.rl.engines.training.protocol import TrainingOptions
 from rlmesh.rl.engines.transformers import sample_batch
 from rlmesh.rl.packing import pack
@@ -180,6 +181,42 @@ def test_gpus_are_predicted_without_one(folder: Path) -> None:
     assert found.roles[0].activations == pytest.approx(on_cpu.roles[0].activations, rel=0.2)
     if not torch.cuda.is_available():
         assert fit(run).fits is None and "--memory" in str(fit(run))
+
+
+def test_a_critic_is_predicted_by_its_own_settings(folder: Path) -> None:
+    run: Any = SimpleNamespace(
+        **{**vars(run_of(folder)), "algorithm": PPO(), "critic": ActorSettings(token_budget=300, ranks=2)}
+    )
+    (critic,) = (role for role in fit(run, 2**34).roles if role.role == "CRITIC")
+    model = AutoModel.from_config(Qwen2Config.from_pretrained(folder), dtype=torch.float32)
+    prepare(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    count = TensorCount()
+    for tensor in (*model.parameters(), *model.buffers()):
+        count.add(tensor)
+        if tensor.grad is not None:
+            count.add(tensor.grad)
+    held = count.live
+    with count:
+        inputs = PackedInputs(fullest_pack(300, PROMPT, RESPONSE, 1, 8), "cpu")
+        packed_values(model, torch.nn.Linear(64, 1), inputs).sum().backward()
+    assert critic.members == 2
+    assert critic.activations == pytest.approx(count.peak - held, rel=TOLERANCE)
+    assert critic.weights < fit(run, 2**34).roles[0].weights  # no head of a language model
+
+
+def test_roles_that_share_a_device_take_turns(folder: Path) -> None:
+    def found(**more: Any) -> Any:
+        run: Any = SimpleNamespace(**{**vars(run_of(folder)), "devices_per_node": 1, **more})
+        return fit(run, 2 * PROCESS_BYTES["cuda"])
+
+    assert found().largest > 0  # each has a device for itself
+    assert found(placed="shared").largest == 0  # two processes alone fill the device
+    assert fit(
+        SimpleNamespace(**{**vars(run_of(folder)), "devices_per_node": 1, "placed": "shared"}),
+        2**31,  # type: ignore[arg-type]
+    ).fits
 
 
 def test_sharded_engines_hold_their_share(folder: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activations, layers_of
-from rlmesh.rl.engines.training.packed import PackedInputs, prepare
+from rlmesh.rl.engines.training.packed import PackedInputs, packed_hidden, prepare
 from rlmesh.rl.head import chunk_size
 from rlmesh.rl.trainers.full_packs import fullest_pack
 from rlmesh.rl.trainers.tensor_count import TensorCount
@@ -110,7 +110,8 @@ class Fit:
 def fit(run: Run, device_bytes: int | None = None) -> Fit:
     """Predict the memory of a run.
 
-    On GPUs each member of a role has a device for itself. On CPUs all members of a node share its memory.
+    On GPUs each member of a role has a device for itself, unless the run's roles share devices: then they take turns,
+    and those that wait keep the memory of their process only. On CPUs all members of a node share its memory.
 
     Args:
         run: the settings.
@@ -127,7 +128,7 @@ def fit(run: Run, device_bytes: int | None = None) -> Fit:
 
 def training_bytes(run: Run, tokens: int) -> int:
     """The most memory above weights and gradients in a forward and backward pass over a pack of so many tokens."""
-    return _Shapes(run).training(tokens)
+    return _Shapes(run).training(run.actor, tokens)
 
 
 class _Shapes:
@@ -137,17 +138,19 @@ class _Shapes:
         from transformers import AutoConfig
 
         self.run, self.notes = run, list[str]()
-        self.config = AutoConfig.from_pretrained(run.model)
+        self.critic_settings: Any = getattr(run, "critic", None) if "critic" in run.algorithm.needs else None
+        self.config = self.critic_config = AutoConfig.from_pretrained(run.model)
+        if self.critic_settings is not None and getattr(self.critic_settings, "model", None):
+            self.critic_config = AutoConfig.from_pretrained(self.critic_settings.model)
         self.kind = "cuda" if run.devices_per_node else "cpu"
         # A torch without CUDA has no tensors of that device: those of "meta" take the same way through the attention.
         self.device = self.kind if self.kind == "cpu" or torch.backends.cuda.is_built() else "meta"
         if self.device == "meta" and run.actor.precision != "float32":
             self.notes.append("this torch has no CUDA: activations are predicted in float32, an upper limit")
         with self.without_data():
-            model = self.model()
-            self.weights, self.trained = _bytes_of(model), _bytes_of(model, buffers=False)
-            self.layers = [_bytes_of(layer) for layer in layers_of(model)]
-            self.vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+            model: Any = self.model()
+            self.weights = _bytes_of(model)
+            self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.rows = -(-run.batch_size * run.algorithm.samples // run.rollout.engines)
         self.length = run.max_prompt_tokens + run.rollout.max_tokens
         self.per_rank = -(-run.batch_size * run.algorithm.samples * self.length // run.actor.ranks)
@@ -167,49 +170,61 @@ class _Shapes:
             model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         return model
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        if self.run.actor.precision != "bfloat16" or self.device == "meta":
+    def value_model(self) -> nn.Module:
+        """The layers of the critic; its head is a single row."""
+        from transformers import AutoModel
+
+        with torch.device(self.device):
+            model: nn.Module = AutoModel.from_config(self.critic_config, dtype=torch.float32)
+        return model
+
+    def autocast(self, precision: str) -> AbstractContextManager[Any]:
+        if precision != "bfloat16" or self.device == "meta":
             return nullcontext()
         return torch.autocast(self.device, torch.bfloat16)
 
-    def training(self, tokens: int) -> int:
-        """See `training_bytes`."""
-        run, count = self.run, TensorCount()
+    def inputs(self, tokens: int, count: TensorCount) -> PackedInputs:
+        """The fullest pack of so many tokens."""
+        run = self.run
         pack = fullest_pack(
             tokens, run.max_prompt_tokens, run.rollout.max_tokens, run.algorithm.samples, run.batch_size
         )
         with count:
-            inputs = PackedInputs(pack, self.device)
+            return PackedInputs(pack, self.device)
+
+    def training(self, settings: Any, tokens: int) -> int:
+        """See `training_bytes`; of the actor or of the critic, by its settings."""
+        count, critic = TensorCount(), settings is self.critic_settings
+        inputs = self.inputs(tokens, count)
         with self.without_data():
-            model = self.model()
+            model = self.value_model() if critic else self.model()
             prepare(model)
-            if run.actor.activation_checkpointing:
+            if settings.activation_checkpointing:
                 checkpoint_activations(model)
             model.train()
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter)
             held = _hold(count, model)
             with count:
-                with self.autocast():
-                    terms = model(packed=inputs, temperature=run.rollout.temperature)
-                    loss = terms.log_probs.sum() + terms.entropy.sum()
+                with self.autocast(settings.precision):
+                    if critic:
+                        loss = packed_hidden(model, inputs).index_select(0, inputs.sources).float().sum()
+                    else:
+                        terms = model(packed=inputs, temperature=self.run.rollout.temperature)
+                        loss = terms.log_probs.sum() + terms.entropy.sum()
                 loss.backward()
             return count.peak - held
 
     def evaluating(self, tokens: int) -> int:
         """The most memory above the weights in a forward pass without gradient."""
-        run, count = self.run, TensorCount()
-        pack = fullest_pack(
-            tokens, run.max_prompt_tokens, run.rollout.max_tokens, run.algorithm.samples, run.batch_size
-        )
-        with count:
-            inputs = PackedInputs(pack, self.device)
+        count = TensorCount()
+        inputs = self.inputs(tokens, count)
         with self.without_data(), torch.no_grad():
             model = self.model()
             prepare(model)
             held = _hold(count, model)
             with count:
-                model(packed=inputs, temperature=run.rollout.temperature)
+                model(packed=inputs, temperature=self.run.rollout.temperature)
             return count.peak - held
 
     def sampling(self, rows: int) -> tuple[int, int]:
@@ -256,27 +271,30 @@ class _Shapes:
             grown += grown // full
         return grown, max(max(at_start, at_end) - grown, 0)
 
-    def actor(self, budget: int, activations: int | None = None) -> RoleMemory:
+    def actor(self, budget: int) -> RoleMemory:
         """One rank of the actor."""
-        run = self.run
-        ranks, stage = run.actor.ranks, run.train
-        whole = self.trained
-        share = -(-whole // ranks)
-        weights, gradients, optimizer = self.weights, whole, 2 * whole
-        if stage in ("fsdp2", "zero3"):
+        return self.trained("ACTOR", self.run.actor, budget)
+
+    def trained(self, role: str, settings: Any, budget: int) -> RoleMemory:
+        """One rank of a role that trains."""
+        with self.without_data():
+            model = self.value_model() if settings is self.critic_settings else self.model()
+            held, whole = _bytes_of(model), _bytes_of(model, buffers=False)
+            layers = [_bytes_of(layer, buffers=False) for layer in layers_of(model)]
+        kind, share = self.run.train, -(-whole // settings.ranks)
+        weights, gradients, optimizer, gathered = held, whole, 2 * whole, 0
+        if kind in ("fsdp2", "zero3"):
             # The root's parameters, one layer and the next are gathered at once, and the gradients of two in full.
-            gathered = 2 * (whole - sum(self.layers)) + 4 * max(self.layers, default=0)
-            weights, gradients, optimizer = share + self.weights - whole, share, 2 * share
-        else:
-            gathered = 0
-            if stage in ("zero1", "zero2"):
-                optimizer = 2 * share
-                gradients = share if stage == "zero2" else whole
-        needed = self.training(budget) if activations is None else activations
+            gathered = 2 * (whole - sum(layers)) + 4 * max(layers, default=0)
+            weights, gradients, optimizer = share + held - whole, share, 2 * share
+        elif kind in ("zero1", "zero2"):
+            optimizer = 2 * share
+            gradients = share if kind == "zero2" else whole
         # On a GPU the optimizer's step has temporaries of the size of the weights that it changes.
-        step = share if stage not in ("ddp",) else whole
-        needed = max(needed + gathered, step if self.kind == "cuda" else 0)
-        return RoleMemory("ACTOR", ranks, weights, gradients, optimizer, needed, process=PROCESS_BYTES[self.kind])
+        step = 0 if self.kind == "cpu" else whole if kind == "ddp" else share
+        needed = max(self.training(settings, budget) + gathered, step)
+        process = PROCESS_BYTES[self.kind]
+        return RoleMemory(role, settings.ranks, weights, gradients, optimizer, needed, process=process)
 
     def others(self) -> Iterator[RoleMemory]:
         """The other roles that hold a model."""
@@ -295,6 +313,8 @@ class _Shapes:
         if "reference" in run.algorithm.needs:
             above = self.evaluating(run.actor.token_budget)
             yield RoleMemory("REFERENCE", 1, self.weights, activations=above, process=process)
+        if self.critic_settings is not None:
+            yield self.trained("CRITIC", self.critic_settings, self.critic_settings.token_budget)
 
 
 def _largest(shapes: _Shapes, others: list[RoleMemory], room: int) -> int:
@@ -303,8 +323,13 @@ def _largest(shapes: _Shapes, others: list[RoleMemory], room: int) -> int:
     if shapes.kind == "cpu":
         per_node = -(-run.actor.ranks // run.nodes)
         room = (room - sum(one.total * -(-one.members // run.nodes) for one in others)) // per_node
-    elif any(one.total > room for one in others):
-        return 0
+    else:
+        # Roles that share a device take turns: the others keep no more than their process there.
+        shared = getattr(run, "placed", "separate") != "separate"
+        processes = sum(one.process for one in others) if shared else 0
+        if any(one.total + (processes if shared else 0) > room for one in others):
+            return 0
+        room -= processes
     least, most = min(shapes.length, shapes.per_rank), shapes.per_rank
 
     def needed(budget: int) -> int:
