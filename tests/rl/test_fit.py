@@ -207,16 +207,14 @@ def test_a_critic_is_predicted_by_its_own_settings(folder: Path) -> None:
 
 
 def test_roles_that_share_a_device_take_turns(folder: Path) -> None:
-    def found(**more: Any) -> Any:
+    def found(room: int, **more: Any) -> Any:
         run: Any = SimpleNamespace(**{**vars(run_of(folder)), "devices_per_node": 1, **more})
-        return fit(run, 2 * PROCESS_BYTES["cuda"])
+        return fit(run, room)
 
-    assert found().largest > 0  # each has a device for itself
-    assert found(placed="shared").largest == 0  # two processes alone fill the device
-    assert fit(
-        SimpleNamespace(**{**vars(run_of(folder)), "devices_per_node": 1, "placed": "shared"}),
-        2**31,  # type: ignore[arg-type]
-    ).fits
+    two = 2 * PROCESS_BYTES["cuda"]
+    assert found(two).largest > 0  # each has a device for itself
+    assert found(two, placed="shared").largest == 0  # two processes alone fill the device
+    assert found(2**31, placed="shared").fits
 
 
 def test_sharded_engines_hold_their_share(folder: Path) -> None:
