@@ -106,6 +106,20 @@ def test_a_model_without_a_tokenizer_or_configuration_is_told(
     assert f"did you mean {bare}?" in capsys.readouterr().err
 
 
+def test_prompts_that_are_all_too_long_are_told_before_torch_is_loaded(tiny: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from rlmesh.cli.main import main; code = main(sys.argv[1:]); "
+        "print(code, sorted(set(sys.modules) & {'torch', 'transformers'}))"
+    )
+    path = config(tmp_path, tiny, data=ROWS[:30], max_prompt_tokens=1)
+    command = [sys.executable, "-c", program, "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "2 []" and "30 rows read, 30 too long" in done.stderr
+    # One row that may fit is enough to count with the real tokenizer.
+    assert main(["train", str(config(tmp_path, tiny, data=[*ROWS[:30], {"prompt": "a"}], max_prompt_tokens=1,
+                                     batch_size=1)), "--check"]) == 0  # fmt: skip
+
+
 def test_a_right_run_is_told_with_its_rows(
     tiny: Path,
     tmp_path: Path,

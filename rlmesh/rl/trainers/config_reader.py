@@ -48,7 +48,7 @@ def read_run(config: Any, overrides: Sequence[str] = (), *, look: bool = False) 
         reader.override(values, text)
     run = reader.run(values)
     if look and reader.faults:
-        reader.faults += quick_faults(**{key: values[key] for key in QUICK if key in values})
+        reader.faults += quick_faults(**{key: values.get(key, getattr(Run, key, None)) for key in QUICK})
     return (None if reader.faults else run), reader.faults
 
 

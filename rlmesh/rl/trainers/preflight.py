@@ -19,7 +19,7 @@ __all__ = ["QUICK", "check", "quick_faults"]
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
 )  # fmt: skip
-QUICK = ("model", "data", "validation", "batch_size")
+QUICK = ("model", "data", "validation", "batch_size", "max_prompt_tokens")
 """The settings that `quick_faults` looks at."""
 READ_BYTES = 32 * 2**20
 """Data files up to this size are read before the tokenizer is loaded."""
@@ -34,7 +34,7 @@ def check(run: Run) -> str:
     Raises:
         UsageError: lists all faults, with the row where a row is at fault.
     """
-    faults = [*quick_faults(run.model, run.data, run.validation, run.batch_size), *_names_that_occur_twice(run.scored)]
+    faults = [*quick_faults(**{name: getattr(run, name) for name in QUICK}), *_names_that_occur_twice(run.scored)]
     counts: list[str] = []
     if not faults:
         faults = [*_slow_faults(run, counts)]
@@ -43,14 +43,20 @@ def check(run: Run) -> str:
     return "; ".join(counts)
 
 
-def quick_faults(model: Any = None, data: Any = None, validation: Any = None, batch_size: Any = 1) -> Iterator[str]:
-    """One sentence per fault of a model's folder and of data files that can be seen without torch and tokenizer."""
+def quick_faults(
+    model: Any = None, data: Any = None, validation: Any = None, batch_size: Any = 1, max_prompt_tokens: Any = None
+) -> Iterator[str]:
+    """One sentence per fault of a model's folder and of data files that can be seen without torch and transformers.
+
+    The arguments are those of `Run`; values of a wrong type are left to others.
+    """
     if isinstance(model, str):
         yield from (f"model={model!r}: {fault}" for fault in _model_faults(model))
     for name, rows in (("data", data), ("validation", validation)):
         if isinstance(rows, (str, Path, list, tuple)) and rows:
             least = batch_size if name == "data" and isinstance(batch_size, int) else 1
-            yield from (f"{name}: {fault}" for fault in _data_faults(rows, least, model))
+            longest = max_prompt_tokens if isinstance(max_prompt_tokens, int) else None
+            yield from (f"{name}: {fault}" for fault in _data_faults(rows, least, model, longest))
 
 
 def _model_faults(model: str) -> Iterator[str]:
@@ -78,7 +84,7 @@ def _similar(path: Path) -> str:
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
-def _data_faults(data: Any, least: int, model: Any) -> Iterator[str]:
+def _data_faults(data: Any, least: int, model: Any, longest: int | None) -> Iterator[str]:
     try:
         if isinstance(data, (str, Path)) or not isinstance(data[0], Mapping):
             files = expand(data)
@@ -108,6 +114,31 @@ def _data_faults(data: Any, least: int, model: Any) -> Iterator[str]:
             f"the prompts are chat messages, but the tokenizer in {model} has no chat template: use an instruct model, "
             "set tokenizer.chat_template and save it, or give the prompts as text"
         )
+    if longest is not None and isinstance(model, str) and _all_too_long(rows, Path(model), longest):
+        yield (
+            f"there is no usable row: {len(rows)} rows read, {len(rows)} too long. A prompt may have "
+            f"max_prompt_tokens={longest}"
+        )
+
+
+def _all_too_long(rows: Sequence[Any], folder: Path, longest: int) -> bool:
+    """True if a text of each row's prompt alone is longer than a prompt may be."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return False
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # told when transformers loads it
+        return False
+    for row in rows:
+        prompt = row.get("prompt")
+        texts = [prompt] if isinstance(prompt, str) else [part.get("content") for part in prompt or () if part]
+        found = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if isinstance(text, str)]
+        if max(found, default=0) <= longest:
+            return False
+    return bool(rows)
 
 
 def _has_no_template(folder: Path) -> bool:

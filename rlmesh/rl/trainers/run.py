@@ -236,8 +236,8 @@ class Run:
             UsageError: something is wrong with the settings; no process was started.
             JobFailed: the job failed; the error names the root cause.
         """
-        from rlmesh.rl.trainers.trainer import result_of
-
         self.check()
+        from rlmesh.rl.trainers.trainer import result_of  # loads torch, which the check may not need
+
         result = self.job().submit(name, **options)
         return result_of(Path(result.run_dir))
