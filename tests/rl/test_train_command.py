@@ -14,10 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from rlmesh.cli.main import main
-from tests.rl import test_run
 from tests.rl.run_job import ROWS
-
-tiny = test_run.tiny
 
 FUNCTIONS = '''
 """Rewards of the tests."""
@@ -38,6 +35,29 @@ def other_arguments(respons, row):
 def raises(response):
     raise KeyError("answer")
 '''
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers and its tokenizer of letters, without a chat template."""
+    import torch
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("small")
+    words = {word: place for place, word in enumerate(["<pad>", "<end>", *"abcdefgh", ">"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def config(folder: Path, model: Path, **changes: Any) -> Path:
@@ -78,19 +98,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_what_is_wrong_is_told(
     what: str,
-    tiny: Path,
+    small_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     changes, said = BAD[what]
-    assert main(["train", str(config(tmp_path, tiny, **changes)), "--check"]) == 2
+    assert main(["train", str(config(tmp_path, small_model, **changes)), "--check"]) == 2
     found = capsys.readouterr().err
     assert said in found, found
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_model_without_a_tokenizer_or_configuration_is_told(
-    tiny: Path,
+    small_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -99,42 +119,42 @@ def test_a_model_without_a_tokenizer_or_configuration_is_told(
     assert main(["train", str(config(tmp_path, bare)), "--check"]) == 2
     found = capsys.readouterr().err
     assert "the model has no tokenizer" in found and "the folder has no config.json" in found
-    (bare / "config.json").write_text((tiny / "config.json").read_text())
+    (bare / "config.json").write_text((small_model / "config.json").read_text())
     assert main(["train", str(config(tmp_path, bare)), "--check"]) == 2
     assert "the model has no tokenizer" in capsys.readouterr().err
     assert main(["train", str(config(tmp_path, tmp_path / "bar"))]) == 2
     assert f"did you mean {bare}?" in capsys.readouterr().err
 
 
-def test_prompts_that_are_all_too_long_are_told_before_torch_is_loaded(tiny: Path, tmp_path: Path) -> None:
+def test_prompts_that_are_all_too_long_are_told_before_torch_is_loaded(small_model: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from rlmesh.cli.main import main; code = main(sys.argv[1:]); "
         "print(code, sorted(set(sys.modules) & {'torch', 'transformers'}))"
     )
-    path = config(tmp_path, tiny, data=ROWS[:30], max_prompt_tokens=1)
+    path = config(tmp_path, small_model, data=ROWS[:30], max_prompt_tokens=1)
     command = [sys.executable, "-c", program, "train", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "2 []" and "30 rows read, 30 too long" in done.stderr
     # One row that may fit is enough to count with the real tokenizer.
-    assert main(["train", str(config(tmp_path, tiny, data=[*ROWS[:30], {"prompt": "a"}], max_prompt_tokens=1,
+    assert main(["train", str(config(tmp_path, small_model, data=[*ROWS[:30], {"prompt": "a"}], max_prompt_tokens=1,
                                      batch_size=1)), "--check"]) == 0  # fmt: skip
 
 
 def test_a_right_run_is_told_with_its_rows(
-    tiny: Path,
+    small_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["train", str(config(tmp_path, tiny)), "--check"]) == 0
+    assert main(["train", str(config(tmp_path, small_model)), "--check"]) == 0
     assert "the run can start; data: 32 rows read, 0 too long, 0 empty, 32 left" in capsys.readouterr().out
 
 
 def test_fit_is_printed_and_gives_a_code(
-    tiny: Path,
+    small_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = str(config(tmp_path, tiny, max_prompt_tokens=16))
+    path = str(config(tmp_path, small_model, max_prompt_tokens=16))
     assert main(["train", path, "--fit", "--memory", "64"]) == 0
     assert "largest actor.token_budget that fits" in capsys.readouterr().out
     assert main(["train", path, "--fit", "--memory", "0.1"]) == 1
@@ -142,10 +162,10 @@ def test_fit_is_printed_and_gives_a_code(
 
 
 @pytest.mark.slow
-def test_a_file_of_settings_trains(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_of_settings_trains(small_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    path = config(tmp_path, tiny, validation=ROWS[:4])
+    path = config(tmp_path, small_model, validation=ROWS[:4])
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "rlmesh.cli.main", "train", str(path), "--set", "steps=3", "--run-dir", "run"],
