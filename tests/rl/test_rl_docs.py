@@ -17,6 +17,7 @@ from rlmesh.rl import group_advantages, kl, losses  # noqa: E402
 from rlmesh.rl.algorithms import GRPO, Evaluated  # noqa: E402
 from rlmesh.rl.algorithms.choices import KLEstimator, Level  # noqa: E402
 from rlmesh.rl.algorithms.grpo import PRESETS, Advantage, Loss  # noqa: E402
+from rlmesh.rl.roles.actor import ActorRole  # noqa: E402
 from rlmesh.rl.trainers.named import ALGORITHMS  # noqa: E402
 from rlmesh.rl.trainers.other_names import ELSEWHERE  # noqa: E402
 from rlmesh.rl.trainers.run import Run  # noqa: E402
@@ -35,10 +36,16 @@ def rows(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(" | ")] for line in lines]
 
 
+class MyActor(ActorRole):
+    """A class of the reader's own, which pages speak of."""
+
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The page of one's own algorithm as the module that its settings name."""
+    """The page of one's own algorithm as the module that its settings name, with the names that pages speak of."""
     made = ModuleType("my_algorithms")
+    run = Run.from_config({"model": "m", "data": "d", "rewards": ["exact"], "algorithm": "grpo"})
+    vars(made).update(run=run, MyActor=MyActor)
     monkeypatch.setitem(sys.modules, "my_algorithms", made)
     return made
 

@@ -163,10 +163,10 @@ def unknown_key(place: str, sections: Mapping[str, Sequence[str]]) -> str:
     elsewhere = [name for name, keys in sections.items() if name != section and key in keys]
     fault = f"there is no setting {place!r}"
     if elsewhere:
-        right = [f"{name}.{key}".lstrip(".") for name in elsewhere]
-        return f"{fault}: it belongs to {'the section ' + elsewhere[0] if elsewhere[0] else 'no section'}; did you " + (
-            f"mean {' or '.join(right)}?"
-        )
+        first, *others = [f"{name}.{key}".lstrip(".") for name in elsewhere]
+        belongs = f"the section {elsewhere[0]}" if elsewhere[0] else "no section"
+        too = f" There is {' and '.join(others)} too." if others else ""
+        return f"{fault}: it belongs to {belongs}; did you mean {first}?{too}"
     named = [name for name in ELSEWHERE if f".{place}".endswith(f".{name}") or name == key]
     if not named and (near := get_close_matches(key, own, 1)):
         return f"{fault}; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
