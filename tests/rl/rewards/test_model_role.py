@@ -59,8 +59,24 @@ def test_a_model_that_is_none_is_refused_before_the_start(policy: Path, scorer: 
         UsageError, match=r"the run cannot start:\n  reward model 'reward_model': .* has no trained head"
     ):
         run_of(policy, RewardModel(str(policy))).submit()
-    with pytest.raises(UsageError, match="two are named reward_model"):
-        run_of(policy, RewardModel(str(scorer)), RewardModel(str(scorer)))
+    with pytest.raises(UsageError, match="are named 'reward_model'"):
+        run_of(policy, RewardModel(str(scorer)), RewardModel(str(scorer))).check()
+
+
+def test_a_configuration_names_reward_models_and_mixtures(policy: Path, scorer: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = {
+        "model": str(policy), "data": {str(tmp_path / "a.jsonl"): 1, str(tmp_path / "b.jsonl"): 3}, "batch_size": 8,
+        "rewards": [{"model": str(scorer), "weight": 0.5, "members": 2}, "code"],
+        "algorithm": {"name": "grpo", "samples": 4},
+    }  # fmt: skip
+    run = Run.from_config(config)
+    assert run.rewards[0] == RewardModel(str(scorer), weight=0.5, members=2)
+    assert [one.name for one in run.scored] == ["reward_model", "code"]
+    assert len(run.dataset(run.tokenizer())) == 10 + len(ROWS)
+    with pytest.raises(UsageError, match=r"rewards\[0\]\.wieght.*did you mean rewards\[0\]\.weight"):
+        Run.from_config(config | {"rewards": [{"model": str(scorer), "wieght": 1}]})
 
 
 def test_rows_that_no_reward_is_for_are_told_before_the_start(policy: Path) -> None:
