@@ -154,20 +154,20 @@ class Trainer:
         totals = [self.rewards.total(episode) for episode in episodes]
         calls: dict[str, tuple[Packs, Any]] = {}
 
-        def ask(column: str, role: Any, method: str, own: Packs) -> None:
-            calls[column] = own, self.ask(role, method, own)
+        def ask(column: str, role: Any, method: str, own: Packs, *given: Any) -> None:
+            calls[column] = own, self.ask(role, method, own, *given)
 
         self.hold(self.actor)
         needs = self.algorithm.needs
         if "reference" in needs and self.reference is self.actor:
             ask("ref_log_probs", self.actor, "reference_log_probs", packs["actor"])
-        ask("log_probs", self.actor, "log_probs", packs["actor"])
+        ask("log_probs", self.actor, "log_probs", packs["actor"], self.version)
         if "reference" in needs and self.reference is not self.actor:
             self.hold(None)
             ask("ref_log_probs", self.reference, "reference_log_probs", packs["actor"])
         if "critic" in needs:
             self.hold(None)
-            ask("values", self.critic, "values", packs["critic"])
+            ask("values", self.critic, "values", packs["critic"], self.version)
         found = {
             column: matrix_of(mask, own, [one for rows in call.result() for one in rows])
             for column, (own, call) in calls.items()
@@ -183,14 +183,14 @@ class Trainer:
             **found,
         )
 
-    def ask(self, role: Any, method: str, packs: Packs) -> Any:
-        """Call a method of all members with packs: one rank's each, or as many as they are."""
+    def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
+        """Call a method of all members with packs (one rank's each, or as many as they are) and the same ``given``."""
         shares: list[list[Any]] = [list(own) for own in packs.by_rank]
         if len(shares) != len(role):
             flat = [one for own in shares for one in own]
             edges = [len(flat) * number // len(role) for number in range(len(role) + 1)]
             shares = [flat[start:end] for start, end in pairwise(edges)]
-        return role.call(method, shares, _scatter=True)
+        return role.call(method, shares, *([each] * len(shares) for each in given), _scatter=True)
 
     def train(self, packs: dict[str, Packs], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
         """One optimizer step per epoch; gives what the roles report, and how far engine and actor are apart."""
@@ -198,7 +198,7 @@ class Trainer:
         alarms = self.alarm.check(gap, version=self.version)
         # The actor's update comes last: on shared devices it has its turn right before the push.
         calls = [
-            role.call("update", shares_of(packs[name], batch, weights), _scatter=True)
+            role.call("update", shares_of(packs[name], batch, weights), [self.version] * len(role), _scatter=True)
             for name, role, _ in reversed(self.trained())
         ]
         reports = [call.result()[0] for call in calls]
@@ -216,7 +216,7 @@ class Trainer:
         if step % self.settings.save_every and step != self.settings.steps:
             return False
         remove_other_checkpoints(self.run_dir, Progress.read(self.run_dir).saved)
-        for call in [role.call("save") for _, role, _ in self.trained()]:
+        for call in [role.call("save", step) for _, role, _ in self.trained()]:
             call.result()
         return True
 
