@@ -26,9 +26,9 @@ from rlmesh.rl.packing import pack as build_packs
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
-from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics
+from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics, values_of
 from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
-from rlmesh.rl.types import Episode, Group, Score
+from rlmesh.rl.types import Episode, Group, Outcome, Score
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run, RunResult
@@ -152,6 +152,7 @@ class Trainer:
         }
         mask = padded([episode.mask for episode in episodes], fill=False)
         totals = [self.rewards.total(episode) for episode in episodes]
+        greedy = self.greedy_outcomes(groups) if "greedy" in self.algorithm.needs else None
         calls: dict[str, tuple[Packs, Any]] = {}
 
         def ask(column: str, role: Any, method: str, own: Packs, *given: Any) -> None:
@@ -175,13 +176,25 @@ class Trainer:
         return packs, Evaluated(
             mask=mask,
             groups=torch.tensor(numbers),
-            rewards=torch.tensor([one.value if isinstance(one, Score) else 0.0 for one in totals]).double(),
-            valid=torch.tensor([isinstance(one, Score) for one in totals]),
+            rewards=values_of(totals),
+            valid=torch.tensor(
+                [
+                    isinstance(one, Score) and (greedy is None or isinstance(greedy[number], Score))
+                    for one, number in zip(totals, numbers, strict=True)
+                ]
+            ),
             log_probs=found.pop("log_probs"),
             sampled_log_probs=padded([episode.per_token("log_probs") for episode in episodes]).double(),
+            greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
             **found,
         )
+
+    def greedy_outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
+        """The reward of a greedy response to each group's prompt."""
+        episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
+        made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
+        return [self.rewards.total(episode) for episode in Group.episodes_of(self.rewards.score(made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
         """Call a method of all members with packs (one rank's each, or as many as they are) and the same ``given``."""
