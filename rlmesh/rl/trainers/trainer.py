@@ -23,6 +23,7 @@ from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
 from rlmesh.rl.packing import Packs
 from rlmesh.rl.packing import pack as build_packs
+from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
@@ -88,7 +89,7 @@ class Trainer:
     def step(self, step: int) -> None:
         """One step: sample, score, evaluate, train, save, publish, report."""
         began = time.perf_counter()
-        groups = self.rewards.score(self.buffer.take(step))
+        groups = self.score(self.buffer.take(step))
         packs, batch = self.evaluate(self.usable(groups))
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
@@ -122,6 +123,12 @@ class Trainer:
             except WeightsNotReady:
                 self.push_again()  # an engine restarted, or slept, since the push
         raise RuntimeError(f"an engine has no weights after {PUSHES} pushes")
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """The same groups, with the outcome of each reward in their episodes."""
+        if any(type(reward) is not Reward for reward in self.settings.rewards):
+            self.hold(None)  # a reward model may need the devices
+        return self.rewards.score(groups)
 
     def usable(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with at least one response that has a reward.
@@ -194,7 +201,7 @@ class Trainer:
         """The reward of a greedy response to each group's prompt."""
         episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
         made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
-        return [self.rewards.total(episode) for episode in Group.episodes_of(self.rewards.score(made))]
+        return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
         """Call a method of all members with packs (one rank's each, or as many as they are) and the same ``given``."""
@@ -276,7 +283,7 @@ class Trainer:
         groups = [
             Group((0, prompt.index), (episode,), prompt.row) for prompt, episode in zip(prompts, episodes, strict=True)
         ]
-        found = self.rewards.metrics(self.rewards.score(groups))
+        found = self.rewards.metrics(self.score(groups))
         return {f"val/{name}": value for name, value in found.items()}
 
     def export(self) -> None:
