@@ -72,11 +72,6 @@ class Rewards:
         self._pools: dict[float, ScoringPool] = {}
         self._workers, self._memory_bytes = workers, memory_bytes
 
-    @property
-    def need_devices(self) -> bool:
-        """True if roles score, which may share their devices with others."""
-        return any(isinstance(reward, RewardModel) for reward in self.rewards.values())
-
     def response(self, episode: Episode) -> Response:
         """The `Response` of an episode."""
         chosen = episode.ids[episode.mask].tolist()
