@@ -1,4 +1,4 @@
-"""A small training with a reward model as a script: ``reward_model_job.py MODEL REWARD_MODEL``."""
+"""A small training with a reward model as a script: ``reward_model_job.py MODEL REWARD_MODEL PLACEMENT``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from tests.rl.run_job import ROWS, is_a
 if __name__ == "__main__":
     Run(
         model=sys.argv[1], data=ROWS, rewards=[RewardModel(sys.argv[2], members=2, timeout_s=60), is_a],
-        algorithm=GRPO(samples=4), batch_size=8, steps=5, save_every=2, validation=ROWS[:6],
+        algorithm=GRPO(samples=4), batch_size=8, steps=5, save_every=2, validation=ROWS[:6], placement=sys.argv[3],
         actor=ActorSettings(lr=1e-2), rollout=RolloutSettings(max_tokens=4),
     ).submit("trained")  # fmt: skip

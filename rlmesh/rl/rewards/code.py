@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from rlmesh.rl.types import Score
 
 __all__ = ["compute_score", "program_of"]
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-_PYTHON = ("", "py", "python", "python3")
+FENCE, PYTHON = "```", ("", "py", "python", "python3")
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,20 @@ def compute_score(
 
 def program_of(response: str) -> str | None:
     """The last block of Python between fences; ``None`` without one."""
-    found = [code for language, code in _FENCE.findall(response) if language.lower() in _PYTHON]
-    return found[-1] if found else None
+    program: str | None = None
+    block: list[str] | None = None
+    language = ""
+    for line in response.split("\n"):
+        mark = line.strip()
+        if block is None:
+            if mark.startswith(FENCE):
+                block, language = [], (mark[len(FENCE) :].split() or [""])[0].lower()
+        elif mark == FENCE:
+            program = "\n".join([*block, ""]) if language in PYTHON else program
+            block = None
+        else:
+            block.append(line)
+    return program
 
 
 def _tests(truth: Any) -> Iterator[_Test]:
@@ -183,6 +193,6 @@ def _same(found: Any, right: Any, tolerance: float) -> bool:
         return False
     try:
         a, b = float(found), float(right)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return math.isfinite(a) and abs(a - b) <= tolerance * max(1.0, abs(b))

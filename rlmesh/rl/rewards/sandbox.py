@@ -29,8 +29,8 @@ from rlmesh.rl.rewards import sandbox_child
 
 __all__ = ["Limits", "Ran", "Sandbox"]
 
-SLACK_S = 5.0
-"""The time that the sandbox itself may take to start or to end a program, in seconds."""
+START_S, SLACK_S = 30.0, 10.0
+"""The time that the sandbox itself may take to start, and to start and end a program on a busy machine, in seconds."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/nix/store")
 NO_ISOLATION = (
     "{reason}. Programs cannot be isolated here, so none was run. Allow unprivileged user namespaces on this machine "
@@ -98,6 +98,7 @@ class Sandbox:
 
     Raises:
         UsageError: the kernel does not allow isolation; the message says what to do.
+        RuntimeError: the interpreter does not start.
     """
 
     def __init__(
@@ -122,23 +123,28 @@ class Sandbox:
             "output_bytes": self.limits.output_bytes,
             "processes": self.limits.processes,
         }
+        # Interpreters of clusters may find their libraries by it.
+        libraries = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-X", "utf8", sandbox_child.__file__, json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "LANG": "C.UTF-8"}, cwd="/", start_new_session=True, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", start_new_session=True,
+            env={"PATH": os.defpath, "LANG": "C.UTF-8"} | libraries, bufsize=0,
         )  # fmt: skip
         self._read = b""
         try:
             if isolated:
-                self._said(SLACK_S)
+                self._said(START_S)
                 _map_users(self._process.pid)
                 self._say(True)
-            self._said(SLACK_S)
+            self._said(START_S)
         except (OSError, UsageError) as error:
+            self._process.kill()
+            assert self._process.stderr is not None
+            trace = self._process.stderr.read().decode("utf-8", "replace").strip()
             self.close()
-            if isolated:
+            if isolated and not trace:
                 raise UsageError(NO_ISOLATION.format(reason=error)) from error
-            raise
+            raise RuntimeError(f"the sandbox failed to start: {error}. {trace[-1000:]}") from error
 
     def run(self, source: str, *, stdin: str = "", wall_s: float = 10.0) -> Ran:
         """Run a program with this standard input.
@@ -178,7 +184,7 @@ class Sandbox:
         """End the sandbox with all that runs in it. May be called twice."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
         if self._folder is not None:
@@ -208,7 +214,7 @@ class Sandbox:
         if ask is not None and found["status"] == "ok":
             try:
                 answer = json.loads(found["answer"])
-            except ValueError:
+            except (ValueError, RecursionError):
                 found |= {"status": "error", "stderr": f"{found['stderr']}\nthe program ended before its test"}
         return Ran(found["status"], found["stdout"], found["stderr"].strip(), answer, found["code"])
 

@@ -40,12 +40,14 @@ if TYPE_CHECKING:
     from rlmesh import DLJob
     from rlmesh.rl.algorithms.protocol import Algorithm
     from rlmesh.rl.data.dataset import RLHFDataset
+    from rlmesh.rl.data.loader import Mixture
 else:
     Algorithm = Any  # settings are made and checked without torch
 
 __all__ = ["Run", "RunResult"]
 
 PIPELINES = ("sync",)
+NEEDS = ("critic", "greedy", "reference")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Run:
 
     Attributes:
         model: a folder or a hub name of a causal language model with its tokenizer.
-        data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`).
+        data: files or rows of prompts (:class:`rlmesh.rl.data.dataset.RLHFDataset`), or files and their weights in a
+            mixture (:func:`rlmesh.rl.data.loader.load_prompts`).
         rewards: functions, `Reward` and `RewardModel` objects, that score responses.
         algorithm: such as ``GRPO(samples=8)``.
         steps: training steps; each takes one batch of prompts.
@@ -151,6 +154,22 @@ class Run:
         options = parser.parse_args(sys.argv[1:] if argv is None else argv)
         return apply_overrides(cls(**settings), options.set)
 
+    @classmethod
+    def from_config(cls, config: Any, overrides: Sequence[str] = ()) -> Run:
+        """A run from a file, or from values with the keys of this class.
+
+        Args:
+            config: a YAML, JSON or Python file, a mapping, a dataclass, or a configuration of OmegaConf or Hydra.
+                Algorithm and rewards go by name: ``{"algorithm": {"name": "grpo"}, "rewards": ["gsm8k"], …}``.
+            overrides: ``section.key=value`` texts, which come last.
+
+        Raises:
+            UsageError: lists all faults.
+        """
+        from rlmesh.rl.trainers.config_files import load_run
+
+        return load_run(config, overrides)
+
     def _faults(self) -> Iterator[str]:
         yield from wrong_types(self, "")
         for name, section in (("actor", self.actor), ("critic", self.critic), ("rollout", self.rollout)):
@@ -161,9 +180,6 @@ class Run:
             yield from bad or (f"{name}.{fault}" for fault in section.faults())
         if not self.rewards:
             yield "rewards: give at least one reward"
-        names = [one.name.lower() for one in self.scored]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield f"rewards: two are named {', '.join(twice)}; give them a name=…"
         if self.pipeline not in PIPELINES:
             yield f"pipeline={self.pipeline!r}: there is {', '.join(map(repr, PIPELINES))}"
         for name in ("steps", "batch_size", "max_prompt_tokens", "save_every", "nodes", "reward_workers"):
@@ -175,8 +191,9 @@ class Run:
         needs = getattr(self.algorithm, "needs", None)
         if needs is None:
             yield f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)"
-        elif "greedy" in needs:
-            yield f"{type(self.algorithm).__name__} needs greedy responses, which Run does not sample yet"
+        elif lacking := sorted(needs - set(NEEDS)):
+            known, lacked = ", ".join(NEEDS), " and ".join(lacking)
+            yield f"{type(self.algorithm).__name__} needs {lacked}, which no role gives: there is {known}"
         else:
             yield from self._placement_faults()
         if self.train not in get_args(Engine):
@@ -209,12 +226,12 @@ class Run:
 
         return AutoTokenizer.from_pretrained(self.model)
 
-    def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset:
+    def dataset(self, tokenizer: Any, data: Any = None) -> RLHFDataset | Mixture:
         """The prompts of ``data``, by default the training data."""
-        from rlmesh.rl.data.dataset import RLHFDataset
+        from rlmesh.rl.data.loader import load_prompts
 
         chosen = self.data if data is None else data
-        return RLHFDataset(chosen, tokenizer, max_prompt_tokens=self.max_prompt_tokens)
+        return load_prompts(chosen, tokenizer, seed=self.seed, max_prompt_tokens=self.max_prompt_tokens)
 
     def job(self) -> DLJob:
         """The job of this run: the trainer, and the roles that its settings ask for."""
@@ -253,9 +270,9 @@ class Run:
             UsageError: something is wrong with the settings; no process was started.
             JobFailed: the job failed; the error names the root cause.
         """
-        from rlmesh.rl.trainers.trainer import result_of
-
         self.check()
+        from rlmesh.rl.trainers.trainer import result_of  # loads torch, which the check may not need
+
         result = self.job().submit(name, **options)
         return result_of(Path(result.run_dir))
 
