@@ -148,6 +148,10 @@ class _Shapes:
         self.device = self.kind if self.kind == "cpu" or torch.backends.cuda.is_built() else "meta"
         if self.device == "meta" and run.actor.precision != "float32":
             self.notes.append("this torch has no CUDA: activations are predicted in float32, an upper limit")
+        if getattr(getattr(run.actor, "lora", None), "rank", 0):
+            self.notes.append("gradients and optimizer are predicted for all weights; an adapter (LoRA) needs far less")
+        if any(hasattr(reward, "members") for reward in run.rewards):
+            self.notes.append("reward models are not predicted")
         with self.without_data():
             model: Any = self.model()
             self.weights = _bytes_of(model)

@@ -46,6 +46,7 @@ ELSEWHERE: Mapping[str, str] = {
     "use_vllm": "rollout.engine",
     "vllm_num_engines": "rollout.engines",
     "gpu_memory_utilization": "rollout.options",
+    "vllm_gpu_memory_utilization": "rollout.options",
     # algorithm
     "adv_estimator": "algorithm.advantage",
     "advantage_estimator": "algorithm.advantage",
@@ -67,6 +68,7 @@ ELSEWHERE: Mapping[str, str] = {
     "epsilon_high": "algorithm.clip_high",
     "clip_ratio_c": "algorithm.dual_clip",
     "rollout_is": "algorithm.correction",
+    "enable_vllm_is_correction": "algorithm.correction",
     "vllm_importance_sampling_correction": "algorithm.correction",
     "overlong_buffer": "algorithm.overlong",
     "mask_truncated_completions": "algorithm.skip_cut_off",
