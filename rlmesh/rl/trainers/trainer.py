@@ -203,7 +203,7 @@ class Trainer:
         """The reward of a greedy response to each group's prompt."""
         episodes = self.generate([group.episodes[0].prompt_ids.tolist() for group in groups], temperature=0.0)
         made = [Group(group.key, (one,), group.row) for group, one in zip(groups, episodes, strict=True)]
-        return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(made))]
+        return [self.rewards.total(episode) for episode in Group.episodes_of(self.score(self.rewards, made))]
 
     def ask(self, role: Any, method: str, packs: Packs, *given: Any) -> Any:
         """Call a method of all members with packs (one rank's each, or as many as they are) and the same ``given``."""
