@@ -19,7 +19,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms.protocol import Normalisers
 from rlmesh.rl.components import Columns, policy_share
 from rlmesh.rl.engines.training.packed import PackedBatch, PackedPart
-from rlmesh.rl.engines.training.protocol import TrainingEngine, TrainingOptions
+from rlmesh.rl.engines.training.protocol import Lora, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.trainers.settings import ActorSettings
 
@@ -118,6 +118,14 @@ class ActorRole(SendsWeights):
         """The number of steps of the run that these weights have seen."""
         return self.engine.steps // self.settings.epochs
 
+    @property
+    def pushed(self) -> Lora | None:
+        """The form of the weights that engines get: with LoRA the adapter alone, merged for engines without adapters;
+        None: all weights."""
+        if self.settings.lora.rank == 0:
+            return None
+        return "adapter" if self.run_settings.rollout.engine == "transformers" else "merged"
+
     @rpc
     def restore(self) -> int:
         """Go back to the latest checkpoint if there is one, and offer the weights.
@@ -128,7 +136,7 @@ class ActorRole(SendsWeights):
         folder = checkpoint_folder()
         if (folder / "current.json").exists():
             self.engine.load(folder)
-        self.send_weights(self.engine.named_tensors(), restored=self.version)
+        self.send_weights(self.engine.named_tensors(lora=self.pushed), restored=self.version)
         return self.version
 
     @rpc
@@ -162,6 +170,7 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings) -> Trainin
         max_grad_norm=settings.max_grad_norm,
         activation_checkpointing=settings.activation_checkpointing,
         precision=settings.precision,
+        lora=settings.lora.options(),
     )
     if kind == "ddp":
         from rlmesh.rl.engines.training.ddp import DDPEngine

@@ -54,7 +54,8 @@ def make_rollout_engine(run: Any) -> RolloutEngine:
             model = model.cuda()
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-        return TransformersEngine(model, pad_token_id=pad, **settings.options)
+        options = {"lora": run.actor.lora.options(), "tokenizer": tokenizer, **settings.options}
+        return TransformersEngine(model, pad_token_id=pad, **options)
     from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine
     from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
 

@@ -153,7 +153,7 @@ class Trainer:
             rewards=torch.tensor([one.value if isinstance(one, Score) else 0.0 for one in totals]).double(),
             valid=torch.tensor([isinstance(one, Score) for one in totals]),
             log_probs=_matrix(mask, packs, [one for own in rows for one in own]),
-            sampled_log_probs=padded([episode.per_token("log_probs") for episode in episodes]).double(),
+            sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
             ref_log_probs=None if by_reference is None else _matrix(mask, packs, by_reference.result()),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
         )

@@ -15,8 +15,9 @@ from torch.utils.dlpack import from_dlpack
 
 from rlmesh import ModuleSource, WeightSource
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.lora import add_adapter, base_model_of, base_sums, require_same_base
 from rlmesh.rl.engines.training import ranks
-from rlmesh.rl.engines.training.checkpoint.exporting import write_safetensors
+from rlmesh.rl.engines.training.checkpoint.exporting import write_adapter, write_safetensors
 from rlmesh.rl.engines.training.checkpoint.folders import SavingThread
 from rlmesh.rl.engines.training.forward import response_log_probs, response_values
 from rlmesh.rl.engines.training.offload import Offloaded
@@ -34,11 +35,12 @@ from rlmesh.rl.masking import deferred_checks
 from rlmesh.rl.packing import Pack
 
 _LOSS = "\0loss"
+BASE = "base"
 
 
 class ModuleEngine(ABC):
     """See `TrainingEngine` for the methods. Subclasses set ``model``, the module that is called, and ``plain``, the
-    module inside it, whose names are used."""
+    module inside it, whose names are used; `_adapted` gives the latter."""
 
     model: nn.Module
     plain: nn.Module
@@ -51,6 +53,15 @@ class ModuleEngine(ABC):
         self._saver = SavingThread()
         # Checkpoints are written during training: their collectives need a group of their own.
         self._side = ranks.side_group()
+        self._base_sums: Tensor | None = None
+
+    def _adapted(self, model: nn.Module) -> nn.Module:
+        """The model with the adapter of the options, or itself."""
+        if self.options.lora is None:
+            return model
+        adapted = add_adapter(model, self.options.lora)
+        self._base_sums = base_sums(adapted)
+        return adapted
 
     @property
     def device(self) -> torch.device:
@@ -160,15 +171,23 @@ class ModuleEngine(ABC):
 
     # Weights.
 
-    def named_tensors(self, *, lora: Lora = "", adapter: str = "default") -> EngineSource:
+    def named_tensors(self, *, lora: Lora | None = None, adapter: str = "default") -> EngineSource:
+        if lora is None:
+            lora = "" if self.options.lora is None else "adapter"
         return EngineSource(self, self._source(lora, adapter))
 
     def _source(self, lora: Lora = "", adapter: str = "default") -> WeightSource:
         return ModuleSource(self.plain, lora=lora, adapter=adapter)
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, *, adapter_only: bool = False) -> None:
         self._require_here("export")
-        write_safetensors(Path(folder), self._source(), self.plain, self.rank)
+        if adapter_only and not hasattr(self.plain, "peft_config"):
+            raise UsageError("export(adapter_only=True): the model has no adapter; TrainingOptions(lora=…) adds one")
+        if adapter_only:
+            write_adapter(Path(folder), self._source("adapter"), self.plain, self.rank)
+        else:
+            lora: Lora = "merged" if hasattr(self.plain, "peft_config") else ""
+            write_safetensors(Path(folder), self._source(lora), base_model_of(self.plain), self.rank)
 
     # Memory.
 
@@ -202,6 +221,14 @@ class ModuleEngine(ABC):
     @abstractmethod
     def _write(self, folder: Path) -> Callable[[], Path]:
         """Copy the state; returns a function that writes it in the background."""
+
+    def _base_state(self) -> dict[str, Tensor]:
+        """The part of a checkpoint by which an adapter recognises its base model."""
+        return {} if self._base_sums is None else {BASE: self._base_sums.clone()}
+
+    def _require_base(self, state: Mapping[str, Any], folder: Path) -> None:
+        if self._base_sums is not None:
+            require_same_base(self._base_sums, state[BASE], folder)
 
     def close(self) -> None:
         self._saver.wait()
