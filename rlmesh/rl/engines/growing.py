@@ -8,14 +8,25 @@ its token limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rlmesh import VersionSpans
 from rlmesh.rl.engines.rollout import FinishReason, Sample, SamplingParams
 
-__all__ = ["Decode", "Growing", "completes"]
+__all__ = ["Decode", "Growing", "completes", "decoder"]
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids → text, special tokens included."""
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """The text of token ids as a tokenizer of transformers sees it, special tokens included."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
 
 
 def completes(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> bool:

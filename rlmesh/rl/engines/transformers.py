@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from rlmesh import ModuleSink, VersionGate, WeightSink
 from rlmesh.errors import UsageError, WeightsNotReady, WeightSyncError
 from rlmesh.rl.engines.continuous import ContinuousBatch
-from rlmesh.rl.engines.growing import Decode, Growing
+from rlmesh.rl.engines.growing import Growing, decoder
 from rlmesh.rl.engines.lora import LoraOptions, add_adapter
 from rlmesh.rl.engines.prompts import checked_params, checked_rows
 from rlmesh.rl.engines.rollout import PauseMode, Sample, SamplingParams, SleepLevel
@@ -406,6 +406,13 @@ class _Sink(ModuleSink):
         self._missing = set(self._targets)
         super().begin(version)
 
+    def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
+        found = super().rooms(entries, keep=keep)
+        # The receiver writes into these itself.
+        written = (entry for entry, room in zip(entries, found, strict=True) if room is not None)
+        self._missing -= {owner for entry in written if (owner := self._owner(entry)) is not None}
+        return found
+
     def stage(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
         super().stage(tensors, keep=keep)
         self._missing -= self._manifest.by_owner(tensors).keys()
@@ -460,13 +467,3 @@ def sample_batch(
             batch.add(waiting.popleft())
         batch.step(0)
     return [row.sample() for row in rows]
-
-
-def decoder(tokenizer: Any) -> Decode:
-    """The text of token ids as a tokenizer of transformers sees it, special tokens included."""
-
-    def decode(tokens: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    return decode

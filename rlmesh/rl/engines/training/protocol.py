@@ -151,7 +151,7 @@ class TrainingEngine(Protocol):
             temperature: that of sampling.
 
         Returns:
-            ``[batch, response]``, float32, 0 where the mask is False.
+            ``[batch, response]``, float32 (float64 of a model of that type), 0 where the mask is False.
         """
         ...
 
@@ -161,7 +161,7 @@ class TrainingEngine(Protocol):
         The model returns ``[batch, time, 1]``, or an object with these as ``logits``.
 
         Returns:
-            ``[batch, response]``, float32, 0 where the mask is False.
+            ``[batch, response]``, float32 (float64 of a model of that type), 0 where the mask is False.
         """
         ...
 

@@ -47,10 +47,13 @@ class TorchEngine(ModuleEngine):
     def _backward(self, share: Tensor) -> None:
         (share * self.ranks).backward()  # the wrappers average over the ranks, but shares add up
 
-    def _apply(self) -> float:
+    def _clipped_norm(self) -> Tensor:
         most = self.options.max_grad_norm or float("inf")
         found = nn.utils.clip_grad_norm_(self.plain.parameters(), most)
-        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    def _apply(self, norm: float | None) -> float:
+        assert norm is not None
         if norm != norm or norm == float("inf"):
             raise FloatingPointError(
                 f"the gradient of step {self.steps + 1} is not finite (norm {norm}); the step was not made, and the "

@@ -82,7 +82,7 @@ class DeepSpeedEngine(ModuleEngine):
         # DeepSpeed averages over the ranks, but shares add up.
         self.engine.backward(share * self.ranks, scale_wrt_gas=False)
 
-    def _apply(self) -> float:
+    def _apply(self, norm: float | None) -> float:
         self.engine.step()
         if self.optimizer.overflow:
             raise FloatingPointError(
