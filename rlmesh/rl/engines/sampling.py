@@ -80,7 +80,8 @@ def penalised(logits: Tensor, params: SamplingParams, *, seen: Tensor, counts: T
     if params.repetition_penalty != 1:
         scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where(seen, scaled, logits)
-    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    counts = counts.to(logits.dtype)
+    return logits - params.frequency_penalty * counts - params.presence_penalty * counts.clamp(max=1)
 
 
 def draw(logits: Tensor, params: SamplingParams, generators: torch.Generator | Sequence[torch.Generator]) -> Drawn:
