@@ -100,6 +100,7 @@ RL = [
     "DDPEngine",
     "DeepSpeedEngine",
     "FSDP2Engine",
+    "LoraOptions",
     "RolloutEngine",
     "Sample",
     "SamplingParams",

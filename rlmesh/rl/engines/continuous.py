@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlmesh.rl.engines.growing import Growing
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.engines.sampling import Drawn, draw, penalised
+from rlmesh.rl.engines.sampling import SampledTokens, draw, penalised
 from rlmesh.rl.engines.slots import BatchCache, cache_for, prefill
 
 __all__ = ["ContinuousBatch"]
@@ -198,23 +198,23 @@ def _parts(rows: Sequence[_Row]) -> list[list[_Row]]:
     return parts
 
 
-def _draw(rows: Sequence[_Row], logits: Tensor) -> Drawn:
+def _draw(rows: Sequence[_Row], logits: Tensor) -> SampledTokens:
     """A token per row, by the parameters of each."""
     kinds: dict[tuple[float, ...], list[int]] = {}
     for place, row in enumerate(rows):
         kinds.setdefault(row.kind, []).append(place)
     if len(kinds) == 1:
         return _draw_alike(rows, logits)
-    found: list[Drawn] = []
+    found: list[SampledTokens] = []
     places: list[int] = []
     for alike in kinds.values():
         found.append(_draw_alike([rows[place] for place in alike], logits[alike]))
         places += alike
     order = torch.tensor(places, device=logits.device).argsort()
-    return Drawn(*(torch.cat(parts)[order] for parts in zip(*found, strict=True)))
+    return SampledTokens(*(torch.cat(parts)[order] for parts in zip(*found, strict=True)))
 
 
-def _draw_alike(rows: Sequence[_Row], logits: Tensor) -> Drawn:
+def _draw_alike(rows: Sequence[_Row], logits: Tensor) -> SampledTokens:
     params: SamplingParams = rows[0].growing.params
     if params.penalises:
         seen, counts = torch.stack([row.seen for row in rows]), torch.stack([row.counts for row in rows])

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rlmesh.rl.engines.rollout import SamplingParams
 
-__all__ = ["Drawn", "draw", "kept_mass", "log_distribution", "penalised"]
+__all__ = ["SampledTokens", "draw", "kept_mass", "log_distribution", "penalised"]
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token per row, each ``[batch]``: the token, its log-probability under the sampling distribution, and the log
     of the mass of the kept tokens (0 if none is left out); the latter two have the dtype of the distribution."""
 
@@ -84,7 +84,9 @@ def penalised(logits: Tensor, params: SamplingParams, *, seen: Tensor, counts: T
     return logits - params.frequency_penalty * counts - params.presence_penalty * counts.clamp(max=1)
 
 
-def draw(logits: Tensor, params: SamplingParams, generators: torch.Generator | Sequence[torch.Generator]) -> Drawn:
+def draw(
+    logits: Tensor, params: SamplingParams, generators: torch.Generator | Sequence[torch.Generator]
+) -> SampledTokens:
     """Sample one token per row.
 
     The token is the largest of ``log p + Gumbel noise``, which has the distribution p (Maddison et al. 2014,
@@ -108,4 +110,4 @@ def draw(logits: Tensor, params: SamplingParams, generators: torch.Generator | S
                 row.exponential_(generator=generator)
         tokens = (log_probs - noise.log()).argmax(-1)
     chosen = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return Drawn(tokens, chosen, kept_mass(logits, log_probs, params))
+    return SampledTokens(tokens, chosen, kept_mass(logits, log_probs, params))

@@ -37,7 +37,7 @@ CLOSE_S = 60.0
 
 
 @dataclass(eq=False)
-class _Request:
+class _PendingSample:
     """A response that somebody waits for."""
 
     growing: Growing
@@ -99,8 +99,8 @@ class TransformersEngine:
         self._batch = ContinuousBatch(self.model, stop_token_ids=stops, pad=pad_token_id, most_rows=max_batch)
         self._state = threading.Condition()
         """Guards what follows; notified when a request ends or is let in."""
-        self._queue: deque[_Request] = deque()
-        self._running: dict[Growing, _Request] = {}
+        self._queue: deque[_PendingSample] = deque()
+        self._running: dict[Growing, _PendingSample] = {}
         self._draining = False
         """No request is let in, and a pause waits for those that are."""
         self._ending = False
@@ -143,7 +143,7 @@ class TransformersEngine:
         params = checked_params(params, can_decode=self._decode is not None)
         if not prompts:
             return []
-        requests = [_Request(Growing(prompt, params, row, self._decode)) for row, prompt in enumerate(prompts)]
+        requests = [_PendingSample(Growing(prompt, params, row, self._decode)) for row, prompt in enumerate(prompts)]
         deadline = self._clock() + timeout_s
         with self._state:
             if not self._state.wait_for(lambda: not self._draining, timeout_s):
@@ -199,12 +199,12 @@ class TransformersEngine:
             self._state.notify_all()
             return False
 
-    def _take_out(self, request: _Request) -> None:
+    def _take_out(self, request: _PendingSample) -> None:
         del self._running[request.growing]
         self._batch.remove(lambda growing: growing is request.growing)
         self._state.notify_all()
 
-    def _take_out_all(self) -> list[_Request]:
+    def _take_out_all(self) -> list[_PendingSample]:
         out = [*self._running.values(), *self._queue]
         self._batch.remove(lambda growing: True)
         self._running.clear()
