@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rlmesh import Manifest, VersionGate, WeightSink
@@ -39,6 +40,7 @@ CLOSE_S = 60.0
 
 OURS = ("model", "worker_extension_cls", "skip_tokenizer_init", "logprobs_mode", "disable_log_stats")
 """Arguments of vLLM that users may not set."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 CPU_CACHE_BYTES = 256 << 20
 
 
@@ -233,7 +235,11 @@ class VllmBase(ABC):
         if self._decoder is None:
             from transformers import AutoTokenizer
 
+            folder = Path(self.model_path)
             try:
+                # transformers makes an empty tokenizer where a folder has none.
+                if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+                    raise OSError(f"it has none of {', '.join(TOKENIZER_FILES)}")
                 self._decoder = decoder(AutoTokenizer.from_pretrained(self.model_path))
             except (OSError, ValueError) as error:
                 raise UsageError(
