@@ -1,32 +1,52 @@
-"""Tokens from logits: temperature, top-k, top-p. The only state is the generator's."""
+"""Tokens from logits: penalties, temperature, min-p, top-k, top-p. The only state is the generators'."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlmesh.rl.engines.rollout import SamplingParams
 
-__all__ = ["draw", "log_distribution"]
+__all__ = ["SampledTokens", "draw", "kept_mass", "log_distribution", "penalised"]
+
+
+class SampledTokens(NamedTuple):
+    """One token per row, each ``[batch]``: the token, its log-probability under the sampling distribution, and the log
+    of the mass of the kept tokens (0 if none is left out); the latter two have the dtype of the distribution."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    kept_log_mass: Tensor
+
+
+def _tempered(logits: Tensor, params: SamplingParams) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide / params.temperature if params.temperature > 0 else wide
 
 
 def log_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """The sampling distribution, as log-probabilities: ``log softmax(logits / temperature)``, with -inf for tokens
-    outside of top-k and top-p, and the rest normalised to sum to 1.
+    outside of min-p, top-k and top-p, and the rest normalised to sum to 1.
 
-    top-p (Holtzman et al. 2020, arXiv:1904.09751) keeps the smallest set of likeliest tokens whose probabilities reach
-    ``top_p``, after top-k. At temperature 0 it is the plain softmax.
+    min-p keeps the tokens with at least ``min_p`` times the probability of the likeliest. top-k follows. top-p
+    (Holtzman et al. 2020, arXiv:1904.09751) keeps the smallest set of likeliest tokens whose probabilities, among those
+    that are left, reach ``top_p``. At temperature 0 it is the plain softmax.
 
     Args:
-        logits: ``[batch, vocabulary]``.
+        logits: ``[batch, vocabulary]``, with penalties applied (`penalised`).
 
     Returns:
-        ``[batch, vocabulary]``, float32.
+        ``[batch, vocabulary]``, float32, or float64 for logits of that type.
     """
-    logits = logits.float()
-    if params.temperature == 0:
+    logits = _tempered(logits, params)
+    if not params.truncates:
         return logits.log_softmax(-1)
-    logits = logits / params.temperature
+    if params.min_p > 0:
+        least = logits.amax(-1, keepdim=True) + torch.tensor(params.min_p, dtype=torch.float64).log().item()
+        logits = logits.masked_fill(logits < least, -torch.inf)
     if 0 < params.top_k < logits.shape[-1]:
         least = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -38,23 +58,56 @@ def log_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample one token per row; returns it with its log-probability.
+def kept_mass(logits: Tensor, log_probs: Tensor, params: SamplingParams) -> Tensor:
+    """The log of the probability that min-p, top-k and top-p keep, ``[batch]``: ``log Σ softmax(logits / temperature)``
+    over the tokens that ``log_probs``, the `log_distribution` of these logits, does not exclude."""
+    if not params.truncates:
+        return log_probs.new_zeros(len(log_probs))
+    whole = _tempered(logits, params).log_softmax(-1)
+    mass: Tensor = whole.masked_fill(log_probs == -torch.inf, -torch.inf).logsumexp(-1)
+    return mass.clamp(max=0)
 
-    The token is the largest of ``log p + Gumbel noise``, which has the distribution p (Maddison et al. 2014,
-    arXiv:1411.0030) and needs no pass for cumulative sums.
+
+def penalised(logits: Tensor, params: SamplingParams, *, seen: Tensor, counts: Tensor) -> Tensor:
+    """Logits with the penalties of tokens so far; see `SamplingParams`.
 
     Args:
         logits: ``[batch, vocabulary]``.
+        seen: ``[batch, vocabulary]``, True for tokens of prompt and response.
+        counts: ``[batch, vocabulary]``, the number of times that the response has a token.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if params.repetition_penalty != 1:
+        scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits = torch.where(seen, scaled, logits)
+    counts = counts.to(logits.dtype)
+    return logits - params.frequency_penalty * counts - params.presence_penalty * counts.clamp(max=1)
 
-    Returns:
-        ``[batch]`` of int64 and ``[batch]`` of float32.
+
+def draw(
+    logits: Tensor, params: SamplingParams, generators: torch.Generator | Sequence[torch.Generator]
+) -> SampledTokens:
+    """Sample one token per row.
+
+    The token is the largest of ``log p + Gumbel noise``, which has the distribution p (Maddison et al. 2014,
+    arXiv:1411.0030) and needs no pass for cumulative sums. It hardly depends on rounding: a row with a generator of its
+    own gets the same token in any batch.
+
+    Args:
+        logits: ``[batch, vocabulary]``, with penalties applied.
+        generators: one for all rows, or one per row.
     """
     log_probs = log_distribution(logits, params)
     if params.temperature == 0:
         tokens = logits.argmax(-1)
     else:
         # If E is exponentially distributed, -log E is Gumbel noise.
-        noise = torch.empty_like(log_probs).exponential_(generator=generator)
+        noise = torch.empty_like(log_probs)
+        if isinstance(generators, torch.Generator):
+            noise.exponential_(generator=generators)
+        else:
+            for row, generator in zip(noise, generators, strict=True):
+                row.exponential_(generator=generator)
         tokens = (log_probs - noise.log()).argmax(-1)
-    return tokens, log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    chosen = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return SampledTokens(tokens, chosen, kept_mass(logits, log_probs, params))

@@ -15,6 +15,7 @@ from rlmesh import SendsWeights, rpc
 from rlmesh.rl.algorithms.protocol import Normalisers
 from rlmesh.rl.components import policy_share
 from rlmesh.rl.engines.training.packed import PackedPart
+from rlmesh.rl.engines.training.protocol import Lora
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.host_copy import HostCopy
 from rlmesh.rl.roles.trained import TRAINING, Share, TrainedRole, common_metrics, mean_of
@@ -75,6 +76,14 @@ class ActorRole(TrainedRole, SendsWeights):
         terms = model(packed=part.inputs, temperature=self.run_settings.rollout.temperature)
         return policy_share(terms, part.columns, normalisers, self.run_settings.algorithm)
 
+    @property
+    def pushed(self) -> Lora | None:
+        """The form of the weights that engines get: with LoRA the adapter alone, merged for engines without adapters;
+        None: all weights."""
+        if self.settings.lora.rank == 0:
+            return None
+        return "adapter" if self.run_settings.rollout.engine == "transformers" else "merged"
+
     @rpc
     def restore(self, step: int) -> None:
         """See `TrainedRole.restore`; then offer the weights."""
@@ -83,7 +92,7 @@ class ActorRole(TrainedRole, SendsWeights):
 
     def offer_weights(self) -> None:
         """Make the weights the source of later pushes."""
-        source = self.engine.named_tensors()
+        source = self.engine.named_tensors(lora=self.pushed)
         if self.turns.leased:
             with self.turns.turn(TRAINING):
                 source = self.host_copy = HostCopy(source)

@@ -47,7 +47,7 @@ class ActorRollout(ActorRole):
 
     def offer_weights(self) -> None:
         with self.turns.turn(TRAINING):
-            self.host_copy = HostCopy(self.engine.named_tensors())
+            self.host_copy = HostCopy(self.engine.named_tensors(lora=self.pushed))
             self.host_copy.take()
 
     @rpc

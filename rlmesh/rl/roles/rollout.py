@@ -83,7 +83,8 @@ def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
         mode: dict[str, Any] = {"mode": "in_place"} if sleeps else {}
-        return TransformersEngine(model, pad_token_id=pad, **{**mode, **settings.options})
+        options = {**mode, "lora": run.actor.lora.options(), "tokenizer": tokenizer, **settings.options}
+        return TransformersEngine(model, pad_token_id=pad, **options)
     from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine
     from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
 

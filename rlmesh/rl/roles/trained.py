@@ -158,6 +158,7 @@ def make_engine(kind: str, model: nn.Module, settings: ActorSettings) -> Trainin
         max_grad_norm=settings.max_grad_norm,
         activation_checkpointing=settings.activation_checkpointing,
         precision=settings.precision,
+        lora=settings.lora.options(),
     )
     if kind == "ddp":
         from rlmesh.rl.engines.training.ddp import DDPEngine

@@ -8,15 +8,18 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlmesh.errors import UsageError
+from rlmesh.rl.engines.lora import LoraOptions
 from rlmesh.rl.trainers.other_names import ELSEWHERE
 
 __all__ = [
     "ActorSettings",
     "CriticSettings",
     "Engine",
+    "LoraSettings",
     "Placement",
     "Precision",
     "RolloutSettings",
@@ -28,6 +31,40 @@ Engine = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Placement = Literal["auto", "separate", "shared", "fused"]
 Precision = Literal["float32", "bfloat16"]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """An adapter that is trained instead of the policy's weights; see `rlmesh.rl.engines.lora.LoraOptions`.
+
+    Attributes:
+        rank: of the adapter; 0: no adapter, all weights are trained.
+        alpha: the adapter is scaled by ``alpha / rank``; null: twice the rank.
+        target_modules: names of the linear layers that get one; ``"all-linear"``: all but the head.
+    """
+
+    rank: int = 0
+    alpha: float | None = None
+    target_modules: str | Sequence[str] = "all-linear"
+
+    def options(self) -> LoraOptions | None:
+        """The adapter for an engine; None: there is none."""
+        targets = self.target_modules
+        named = targets if isinstance(targets, str) else tuple(targets)
+        return LoraOptions(self.rank, self.alpha, named) if self.rank else None
+
+    def faults(self) -> Iterator[str]:
+        """One sentence per fault."""
+        if bad := [*wrong_types(self, "")]:
+            yield from bad
+            return
+        try:
+            wanted = self.options() is not None
+        except UsageError as error:
+            yield str(error).removeprefix("LoraOptions: ")
+            return
+        if wanted and find_spec("peft") is None:
+            yield f"rank={self.rank} needs peft: pip install 'rlmesh[lora]'"
 
 
 @dataclass(frozen=True)
@@ -45,6 +82,7 @@ class ActorSettings:
         activation_checkpointing: recompute activations in the backward pass.
         precision: of forward and backward passes.
         threads: of each rank's CPU work; 0: torch's default.
+        lora: train an adapter, and push the adapter alone to engines of transformers.
     """
 
     ranks: int = 1
@@ -57,6 +95,7 @@ class ActorSettings:
     activation_checkpointing: bool = False
     precision: Precision = "float32"
     threads: int = 1
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
     def faults(self) -> Iterator[str]:
         """One sentence per fault."""
@@ -66,6 +105,7 @@ class ActorSettings:
         for name in ("lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads"):
             if getattr(self, name) < 0:
                 yield f"{name}={getattr(self, name)} must be ≥ 0"
+        yield from (f"lora.{fault}" for fault in self.lora.faults())
 
 
 @dataclass(frozen=True)
@@ -80,6 +120,11 @@ class CriticSettings(ActorSettings):
 
     lr: float = 1e-5
     model: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.lora.rank:
+            yield f"lora.rank={self.lora.rank}: only the actor trains an adapter; leave critic.lora out"
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class Trainer:
                 ]
             ),
             log_probs=found.pop("log_probs"),
-            sampled_log_probs=padded([episode.per_token("log_probs") for episode in episodes]).double(),
+            sampled_log_probs=padded([episode.sampled_log_probs for episode in episodes]).double(),
             greedy_rewards=None if greedy is None else values_of([greedy[number] for number in numbers]),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
             **found,

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from rlmesh.rl.engines.training.base import ModuleEngine
@@ -23,7 +28,7 @@ class TorchEngine(ModuleEngine):
 
     def __init__(self, model: nn.Module, options: TrainingOptions) -> None:
         super().__init__(options)
-        self.plain = model
+        self.plain = model = self._adapted(model)
         own_memory([*model.parameters(), *model.buffers()])
         self.model = self._wrap(model)
         self.optimizer = torch.optim.AdamW(
@@ -42,10 +47,13 @@ class TorchEngine(ModuleEngine):
     def _backward(self, share: Tensor) -> None:
         (share * self.ranks).backward()  # the wrappers average over the ranks, but shares add up
 
-    def _apply(self) -> float:
+    def _clipped_norm(self) -> Tensor:
         most = self.options.max_grad_norm or float("inf")
         found = nn.utils.clip_grad_norm_(self.plain.parameters(), most)
-        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    def _apply(self, norm: float | None) -> float:
+        assert norm is not None
         if norm != norm or norm == float("inf"):
             raise FloatingPointError(
                 f"the gradient of step {self.steps + 1} is not finite (norm {norm}); the step was not made, and the "
@@ -73,8 +81,13 @@ class TorchEngine(ModuleEngine):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
                 state.update({moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")})
-        weights, optimizer = get_state_dict(self.plain, self.optimizer)
-        return {"model": weights, "optimizer": optimizer["state"]}
+        weights, optimizer = get_state_dict(self.plain, self.optimizer, options=self._state_options)
+        return {"model": weights, "optimizer": optimizer["state"], **self._base_state()}
+
+    @property
+    def _state_options(self) -> StateDictOptions:
+        lora = self.options.lora is not None
+        return StateDictOptions(ignore_frozen_params=lora, strict=not lora)
 
     def _write(self, folder: Path) -> Callable[[], Path]:
         return write_state(folder, self._state(), self.steps, self._side)
@@ -86,11 +99,13 @@ class TorchEngine(ModuleEngine):
         saved = place.current()
         state = self._state()
         read_state(place, saved, state, self._side)
+        self._require_base(state, folder)
         groups = get_optimizer_state_dict(self.plain, self.optimizer)["param_groups"]
         set_state_dict(
             self.plain,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict={"state": state["optimizer"], "param_groups": groups},
+            options=self._state_options,
         )
         self.steps = saved.steps

@@ -50,7 +50,7 @@ class DeepSpeedEngine(ModuleEngine):
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
         super().__init__(options)
         self.stage = stage
-        self.plain = model
+        self.plain = model = self._adapted(model)
         if options.activation_checkpointing:
             checkpoint_activations(model)
         own_memory([*model.parameters(), *model.buffers()])
@@ -82,7 +82,7 @@ class DeepSpeedEngine(ModuleEngine):
         # DeepSpeed averages over the ranks, but shares add up.
         self.engine.backward(share * self.ranks, scale_wrt_gas=False)
 
-    def _apply(self) -> float:
+    def _apply(self, norm: float | None) -> float:
         self.engine.step()
         if self.optimizer.overflow:
             raise FloatingPointError(
@@ -117,7 +117,8 @@ class DeepSpeedEngine(ModuleEngine):
     # Checkpoints.
 
     def _write(self, folder: Path) -> Callable[[], Path]:
-        state = state_of(self.engine, self._source(), self.rank, self.ranks)
+        frozen = self.options.lora is None
+        state = state_of(self.engine, self._source(), self.rank, self.ranks, frozen=frozen) | self._base_state()
         return write_state(folder, state, self.steps, self._side)
 
     def load(self, folder: Path, *, trust_others: bool = False) -> None:
@@ -125,7 +126,14 @@ class DeepSpeedEngine(ModuleEngine):
         self._saver.wait()
         place = CheckpointFolder(Path(folder), trust_others=trust_others)
         saved = place.current()
-        load_state(self.engine, self._source(), self.rank, lambda state: read_state(place, saved, state, self._side))
+
+        def read(state: dict[str, Any]) -> None:
+            read_state(place, saved, state, self._side)
+
+        if base := self._base_state():
+            read(base)
+            self._require_base(base, folder)
+        load_state(self.engine, self._source(), self.rank, read, frozen=self.options.lora is None)
         self.steps = saved.steps
 
     def close(self) -> None:
