@@ -21,6 +21,7 @@ from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
 from rlmesh.rl.engines.training.checkpoint.zero_state import load_state, state_of
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import Lora, TrainingOptions
+from rlmesh.rl.engines.training.torch_engine import make_adamw
 
 Stage = Literal[1, 2, 3]
 
@@ -54,10 +55,7 @@ class DeepSpeedEngine(ModuleEngine):
         if options.activation_checkpointing:
             checkpoint_activations(model)
         own_memory([*model.parameters(), *model.buffers()])
-        optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay,
-        )  # fmt: skip
+        optimizer = make_adamw(model, options, fused=False)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(options, stage, config or {})
         )

@@ -1,0 +1,169 @@
+"""The side of rlmesh: the trainer's own stages on recorded samples, with the actor in the same process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from post_training_samples import Ids, RecordedBatch
+from post_training_trl import Settings, StepSeen
+
+from rlmesh.rl.algorithms import GRPO
+from rlmesh.rl.drift import DriftAlarm, DriftLimits
+from rlmesh.rl.rewards import Reward
+from rlmesh.rl.rewards.scoring import Rewards
+from rlmesh.rl.roles import actor as actor_module
+from rlmesh.rl.roles.actor import ActorRole
+from rlmesh.rl.roles.reference import ReferenceRole
+from rlmesh.rl.trainers import trainer as trainer_module
+from rlmesh.rl.trainers.run import Run
+from rlmesh.rl.trainers.settings import ActorSettings
+from rlmesh.rl.trainers.trainer import Trainer
+from rlmesh.rl.types import Episode, Group, Score, Turn
+
+__all__ = ["LocalRun", "algorithm_of", "groups_of"]
+
+
+def algorithm_of(settings: Settings, samples: int, response_tokens: int) -> GRPO:
+    """The algorithm with the settings of TRL."""
+    kind = settings.loss
+    # TRL adds 1e-4 to the deviation of a group, and bounds CISPO's ratio from above only.
+    return GRPO(
+        samples=samples,
+        loss=kind,  # type: ignore[arg-type]
+        clip_low=None if kind in ("cispo", "sapo") else settings.clip_low,
+        clip_high=None if kind == "sapo" else settings.clip_high,
+        constant=float(response_tokens) if kind == "dr_grpo" else None,
+        kl=settings.kl,
+        eps=1e-4,
+    )
+
+
+def groups_of(batch: RecordedBatch) -> list[Group]:
+    """The recorded samples as groups of episodes that are scored."""
+
+    def episode(prompt: Ids, row: Ids, reward: float) -> Episode:
+        turn = Turn(np.asarray(row, np.int32), "policy", np.zeros(len(row), np.float32), None, ((0, 0, len(row)),))
+        return Episode((Turn.said(prompt), turn), outcomes={"recorded": Score(reward)})
+
+    return [
+        Group((0, number), tuple(episode(prompt, row, reward) for row, reward in zip(rows, rewards, strict=True)))
+        for number, (prompt, rows, rewards) in enumerate(
+            zip(batch.prompts, batch.responses, batch.rewards, strict=True)
+        )
+    ]
+
+
+class LocalRun:
+    """The trainer's stages after sampling: packs, evaluation by the roles, weights, one update per epoch.
+
+    Args:
+        model: trained in place.
+        settings: shared with TRL.
+        reference: the model before training, if the divergence has weight.
+        token_budget: of a pack.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        samples: int,
+        response_tokens: int,
+        settings: Settings,
+        *,
+        reference: Any = None,
+        token_budget: int = 8192,
+        **actor: Any,
+    ) -> None:
+        run = Run(
+            model="", data=[], rewards=[Reward(_recorded, name="recorded")],
+            algorithm=algorithm_of(settings, samples, response_tokens),
+            actor=ActorSettings(
+                lr=settings.lr, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm,
+                epochs=settings.epochs, token_budget=token_budget, threads=0,
+                activation_checkpointing=settings.activation_checkpointing, **actor,
+            ),
+        )  # fmt: skip
+        self.actor = LocalActor(run, model)
+        for group in self.actor.optimizer.param_groups:
+            group["eps"] = settings.eps
+        self.trainer = Trainer()
+        trainer: Any = self.trainer
+        trainer.settings, trainer.algorithm, trainer.version = run, run.algorithm, 0
+        trainer.actor = _OneMember(self.actor)
+        trainer.rewards = Rewards(run.scored, None, workers=1)
+        # Recorded samples have no log-probabilities of an engine, so every gap is allowed.
+        trainer.alarm = DriftAlarm(DriftLimits(float("inf"), float("inf")))
+        if reference is not None:
+            role = LocalReference(run, reference)
+            trainer_module.RoleGroup = lambda name: _OneMember(role)  # type: ignore[assignment, misc]
+
+    def step(self, batch: RecordedBatch) -> list[StepSeen]:
+        """Train on one batch; one result per epoch."""
+        self.actor.reports.clear()
+        trainer = self.trainer
+        packs, evaluated = trainer.evaluate(trainer.usable(groups_of(batch)))
+        trainer.train(packs, evaluated, trainer.algorithm.weigh(evaluated))
+        trainer.version += 1
+        return [StepSeen(report.loss, report.grad_norm) for report in self.actor.reports]
+
+
+class LocalActor(ActorRole):
+    """The actor without a job, which keeps the report of each optimizer step."""
+
+    def __init__(self, run: Run, model: Any) -> None:
+        self.run_settings, self.settings = run, run.actor
+        self.device = next(model.parameters()).device
+        engine: Any = actor_module.make_engine(run.train, model, run.actor)
+        self.engine, self.optimizer = engine, engine.optimizer
+        self.reports: list[Any] = []
+        inner = self.engine.train_step
+
+        def train_step(*args: Any) -> Any:
+            self.reports.append(inner(*args))
+            return self.reports[-1]
+
+        self.engine.train_step = train_step  # type: ignore[method-assign]
+
+
+class LocalReference(ReferenceRole):
+    """The reference without a job."""
+
+    def __init__(self, run: Run, model: Any) -> None:
+        from rlmesh.rl.engines.training.packed import prepare
+
+        self.run_settings, self.model = run, model.eval()
+        self.device = next(model.parameters()).device
+        prepare(model)
+
+
+class _OneMember:
+    """A group of one member in this process."""
+
+    def __init__(self, member: Any) -> None:
+        self._member = member
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, place: int) -> _OneMember:
+        return self
+
+    def options(self, **_: Any) -> _OneMember:
+        return self
+
+    def call(self, method: str, *args: Any, _scatter: bool = False) -> _Done:
+        result = getattr(self._member, method)(*(arg[0] for arg in args) if _scatter else args)
+        return _Done([result] if _scatter else result)
+
+
+class _Done:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def result(self) -> Any:
+        return self._value
+
+
+def _recorded(response: str) -> float:
+    raise AssertionError("recorded samples are scored")
