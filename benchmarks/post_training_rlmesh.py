@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -124,6 +126,35 @@ class LocalActor(ActorRole):
             return self.reports[-1]
 
         self.engine.train_step = train_step  # type: ignore[method-assign]
+
+    def time_phases(self, synchronize: Callable[[], None]) -> dict[str, float]:
+        """A dict to which each phase adds its seconds from now on."""
+        return time_phases(self, synchronize)
+
+
+def time_phases(role: Any, synchronize: Callable[[], None]) -> dict[str, float]:
+    """Add the seconds of the actor's phases to the dict that is returned."""
+    spent: dict[str, float] = {}
+
+    def timed(owner: Any, method: str, name: str) -> None:
+        inner = getattr(owner, method)
+
+        def call(*args: Any, **options: Any) -> Any:
+            synchronize()
+            began = time.perf_counter()
+            try:
+                return inner(*args, **options)
+            finally:
+                synchronize()
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
+
+        setattr(owner, method, call)
+
+    timed(role.engine, "packed_log_probs", "log-probabilities")
+    timed(role, "loss", "forward")
+    timed(role.engine, "_backward", "backward")
+    timed(role.engine, "_apply", "optimizer step")
+    return spent
 
 
 class LocalReference(ReferenceRole):

@@ -76,9 +76,7 @@ class RecordedBatch:
     def tokens(self) -> int:
         """Useful tokens: prompt and response of each sample, without padding."""
         return sum(
-            len(prompt) + len(row)
-            for prompt, group in zip(self.prompts, self.responses, strict=True)
-            for row in group
+            len(prompt) + len(row) for prompt, group in zip(self.prompts, self.responses, strict=True) for row in group
         )
 
     @property

@@ -120,7 +120,9 @@ def main() -> None:
 
     logging.disable_progress_bar()
 
-    print(f"TRL {trl.__version__}, torch {torch.__version__}, Python {platform.python_version()}, float32, {STEPS} steps")
+    print(
+        f"TRL {trl.__version__}, torch {torch.__version__}, Python {platform.python_version()}, float32, {STEPS} steps"
+    )
     print(f"{'largest difference over the steps':36}{'loss':>10}{'norm':>10}{'weights':>10}   moved")
     written, worst = {}, 0.0
     for name, settings in CASES.items():

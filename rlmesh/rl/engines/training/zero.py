@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from rlmesh import ZeroSource
@@ -18,7 +17,7 @@ from rlmesh.rl.engines.training.activation_checkpointing import checkpoint_activ
 from rlmesh.rl.engines.training.base import ModuleEngine
 from rlmesh.rl.engines.training.checkpoint.distributed_state import read_state, write_state
 from rlmesh.rl.engines.training.checkpoint.folders import CheckpointFolder
-from rlmesh.rl.engines.training.checkpoint.zero_state import load_state, state_of
+from rlmesh.rl.engines.training.checkpoint.zero_state import inner_state, load_state, state_of
 from rlmesh.rl.engines.training.offload import own_memory
 from rlmesh.rl.engines.training.protocol import Lora, TrainingOptions
 from rlmesh.rl.engines.training.torch_engine import make_adamw
@@ -69,6 +68,8 @@ class DeepSpeedEngine(ModuleEngine):
     # Training.
 
     def _before_step(self, lr: float) -> None:
+        if not self.steps:
+            inner_state(self.engine)  # DeepSpeed needs the state of all groups as soon as it has stepped the first one
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
