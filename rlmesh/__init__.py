@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlmesh.job.context import Resume as Resume
     from rlmesh.job.context import StopRequest as StopRequest
     from rlmesh.job.context import WorkerContext as WorkerContext
+    from rlmesh.job.context import acting_as as acting_as
     from rlmesh.job.description.descriptors import CustomWorkloadDesc as CustomWorkloadDesc
     from rlmesh.job.description.descriptors import ElasticWorkloadDesc as ElasticWorkloadDesc
     from rlmesh.job.description.descriptors import ResourceDesc as ResourceDesc
@@ -138,6 +139,7 @@ _WHERE = {
     "WeightSync": "rlmesh.weights.sync",
     "WorkerContext": "rlmesh.job.context",
     "ZeroSource": "rlmesh.weights.zero_source",
+    "acting_as": "rlmesh.job.context",
     "current_worker": "rlmesh.job.workload",
     "rpc": "rlmesh.runtime.rpc",
     "shared": "rlmesh.runtime.batch_split",

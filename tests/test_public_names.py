@@ -88,6 +88,7 @@ PUBLIC = [
     "WorkerContext",
     "ZeroSource",
     "__version__",
+    "acting_as",
     "current_worker",
     "errors",
     "rpc",

@@ -184,7 +184,7 @@ class _Sink(ModuleSink):
         self._model = model
         self._home = next(model.parameters()).device
         self._gone: dict[int, int] = {}
-        self._missing: set[str] = set()
+        self._missing: set[str | None] = set()
 
     def release(self, level: SleepLevel) -> None:
         self.let_go()
@@ -223,9 +223,15 @@ class _Sink(ModuleSink):
         super().stage(tensors, keep=keep)
         self._missing -= self._manifest.by_owner(tensors).keys()
 
+    def rooms(self, entries: Sequence[Any], *, keep: bool) -> Sequence[Tensor | None]:
+        found = super().rooms(entries, keep=keep)
+        # Entries with memory are written there, and do not come by stage().
+        self._missing -= {self._owner(entry) for entry, room in zip(entries, found, strict=True) if room is not None}
+        return found
+
     def flip(self, version: int) -> None:
         if self._missing:
-            raise WeightSyncError(f"no weights came for {len(self._missing)} tensors, such as {min(self._missing)}")
+            raise WeightSyncError(f"no weights came for {len(self._missing)} tensors, such as {min(map(str, self._missing))}")
         super().flip(version)
 
 

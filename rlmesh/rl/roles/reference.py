@@ -3,30 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from rlmesh import current_worker, rpc
+from rlmesh import rpc
+from rlmesh.rl.engines.training.offload import Offloaded, own_memory
 from rlmesh.rl.engines.training.packed import PackedInputs, prepare
 from rlmesh.rl.packing import Pack
+from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.turns import TakesTurns, Turns
 
-__all__ = ["ReferenceRole"]
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.run import Run
+
+__all__ = ["REFERENCE", "FrozenPolicy", "ReferenceRole"]
+
+REFERENCE = "reference"
 
 
-class ReferenceRole:
+class FrozenPolicy:
+    """A causal language model that is not trained, on packs.
+
+    Args:
+        model: in eval mode, on its device.
+        temperature: that of sampling.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        self.model, self.temperature = model, temperature
+        prepare(model)
+        own_memory([*model.parameters(), *model.buffers()])
+        self.device = next(model.parameters()).device
+        self._offloaded: Offloaded | None = None
+
+    def log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
+        """Log-probabilities of the targets of packs, ``[targets]`` each."""
+        with torch.no_grad():
+            found = [self.model(packed=PackedInputs(pack, self.device), temperature=self.temperature) for pack in packs]
+        return [terms.log_probs.float().cpu().numpy() for terms in found]
+
+    def sleep(self) -> None:
+        """Move the weights to host memory."""
+        if self._offloaded is None:
+            self._offloaded = Offloaded([*self.model.parameters(), *self.model.buffers()], None)
+
+    def wake(self) -> None:
+        """Move the weights back."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+
+
+class ReferenceRole(TakesTurns):
     """Computes log-probabilities with the weights that the run begins with."""
 
     def setup(self) -> None:
-        self.run_settings: Any = current_worker().job_info.user_config
-        if self.run_settings.actor.threads and not torch.cuda.is_available():
-            torch.set_num_threads(self.run_settings.actor.threads)
-        self.device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self.model = self.make_model()
-        prepare(self.model)
+        self.run_settings: Run = run_settings()
+        self.device = choose_device(self.run_settings.actor.threads)
+        self.turns = Turns.here()
+        with self.turns.lease():
+            self.policy = FrozenPolicy(self.make_model(), self.run_settings.rollout.temperature)
+            self.turns.add(REFERENCE, wake=self.policy.wake, sleep=self.policy.sleep)
 
     def make_model(self) -> nn.Module:
         """The model of the reference: the run's, in float32, on this member's device."""
@@ -36,9 +77,7 @@ class ReferenceRole:
         return model.to(self.device).eval()
 
     @rpc
-    def log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
+    def reference_log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
         """Log-probabilities of the targets of packs, ``[targets]`` each, at the sampling temperature."""
-        temperature = self.run_settings.rollout.temperature
-        with torch.no_grad():
-            found = [self.model(packed=PackedInputs(pack, self.device), temperature=temperature) for pack in packs]
-        return [terms.log_probs.float().cpu().numpy() for terms in found]
+        with self.turns.turn(REFERENCE):
+            return self.policy.log_probs(packs)

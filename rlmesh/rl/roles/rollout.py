@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmesh import ReceivesWeights, current_worker, rpc
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
+from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.turns import TakesTurns, Turns
 
-__all__ = ["RolloutRole", "make_rollout_engine"]
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.run import Run
+
+__all__ = ["ROLLOUT", "RolloutRole", "engine_params", "make_rollout_engine"]
+
+ROLLOUT = "rollout"
+SEEDS = 1009
+"""The distance between the seeds of two calls, which leaves room for one seed per engine."""
 
 
-class RolloutRole(ReceivesWeights):
+class RolloutRole(TakesTurns, ReceivesWeights):
     """Samples responses. Override `make_engine` for an engine of your own."""
 
     engine: RolloutEngine
 
     def setup(self) -> None:
-        self.run_settings: Any = current_worker().job_info.user_config
+        self.run_settings: Run = run_settings()
         self.rank = current_worker().rank
-        self.engine = self.make_engine()
+        self.turns = Turns.here()
+        with self.turns.lease():
+            self.engine = self.make_engine()
+            # Every sleep is followed by a push before the next sample: nothing is worth keeping.
+            self.turns.add(ROLLOUT, wake=self.engine.wake, sleep=lambda: self.engine.sleep(2))
         self.receive_weights(self.engine.sink)
 
     def teardown(self) -> None:
@@ -29,17 +42,35 @@ class RolloutRole(ReceivesWeights):
 
     def make_engine(self) -> RolloutEngine:
         """An engine that serves nothing before the first push of weights."""
-        return make_rollout_engine(self.run_settings)
+        return make_rollout_engine(self.run_settings, sleeps=self.turns.leased)
+
+    @rpc
+    def hold_devices(self) -> None:
+        """Keep the devices until `release_devices`, with the engine awake, so that weights can be pushed to it."""
+        super().hold_devices()
+        with self.turns.turn(ROLLOUT):
+            pass
 
     @rpc
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
         """One sample per prompt. Each engine draws from a seed of its own, which the call's seed determines."""
-        seed = None if params.seed is None else params.seed * 1009 + self.rank
-        return self.engine.generate(prompts, dataclasses.replace(params, seed=seed))
+        with self.turns.turn(ROLLOUT):
+            return self.engine.generate(prompts, engine_params(params, self.rank))
 
 
-def make_rollout_engine(run: Any) -> RolloutEngine:
-    """The engine that the settings of a run name."""
+def engine_params(params: SamplingParams, rank: int) -> SamplingParams:
+    """The parameters of one engine, whose seed follows from the call's and from the engine's rank."""
+    seed = None if params.seed is None else params.seed * SEEDS + rank
+    return dataclasses.replace(params, seed=seed)
+
+
+def make_rollout_engine(run: Run, *, sleeps: bool = False) -> RolloutEngine:
+    """The engine that the settings of a run name.
+
+    Args:
+        run: the settings.
+        sleeps: the engine shares its device, so it must be able to free its memory, and keeps the weights once.
+    """
     settings = run.rollout
     if settings.engine == "transformers":
         import torch
@@ -47,19 +78,18 @@ def make_rollout_engine(run: Any) -> RolloutEngine:
 
         from rlmesh.rl.engines.transformers import TransformersEngine
 
-        if settings.threads and not torch.cuda.is_available():
-            torch.set_num_threads(settings.threads)
-        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).eval()
-        if torch.cuda.is_available():
-            model = model.cuda()
+        device = choose_device(settings.threads)
+        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-        return TransformersEngine(model, pad_token_id=pad, **settings.options)
+        mode: dict[str, Any] = {"mode": "in_place"} if sleeps else {}
+        return TransformersEngine(model, pad_token_id=pad, **{**mode, **settings.options})
     from rlmesh.rl.engines.vllm.async_engine import AsyncVllmEngine
     from rlmesh.rl.engines.vllm.sync_engine import VllmEngine
 
     kinds: dict[str, Any] = {"vllm": VllmEngine, "vllm-async": AsyncVllmEngine}
     longest = run.max_prompt_tokens + settings.max_tokens
-    options = {"dtype": "float32", "max_model_len": longest, **settings.options}
+    asleep: dict[str, Any] = {"enable_sleep_mode": True} if sleeps else {}
+    options = {"dtype": "float32", "max_model_len": longest, **asleep, **settings.options}
     engine: RolloutEngine = kinds[settings.engine](run.model, **options)
     return engine

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,9 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.rewards.reward import Reward
 from rlmesh.rl.trainers.settings import (
     ActorSettings,
+    CriticSettings,
     Engine,
+    Placement,
     RolloutSettings,
     apply_overrides,
     wrong_types,
@@ -77,6 +80,10 @@ class Run:
         train: the training engine: ``ddp``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
         actor: the policy in training.
         rollout: the engines that sample; a text names the engine.
+        critic: the value function in training, for an algorithm that needs one.
+        placement: the devices of the roles. ``"separate"``: each member has one of its own. ``"shared"``: all roles
+            share all devices, and take turns. ``"fused"``: one process per device trains, samples and keeps the
+            reference, and a critic takes turns with it. ``"auto"``: separate if there are enough GPUs, else shared.
         devices_per_node: GPUs of each node; 0: train on CPUs.
         nodes: machines of the job.
         seed: of the order of prompts and of sampling.
@@ -101,6 +108,8 @@ class Run:
     train: Engine = "ddp"
     actor: ActorSettings = field(default_factory=ActorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
+    placement: Placement = "auto"
     devices_per_node: int = 0
     nodes: int = 1
     seed: int = 0
@@ -142,7 +151,7 @@ class Run:
 
     def _faults(self) -> Iterator[str]:
         yield from wrong_types(self, "")
-        for name, section in (("actor", self.actor), ("rollout", self.rollout)):
+        for name, section in (("actor", self.actor), ("critic", self.critic), ("rollout", self.rollout)):
             if not dataclasses.is_dataclass(section):
                 yield f"{name}={section!r} must be settings of its own"
                 continue
@@ -161,10 +170,23 @@ class Run:
         needs = getattr(self.algorithm, "needs", None)
         if needs is None:
             yield f"algorithm={self.algorithm!r}: expected an Algorithm, such as GRPO(samples=8)"
-        elif lacking := [need for need in sorted(needs) if need != "reference"]:
-            yield f"{type(self.algorithm).__name__} needs a {' and a '.join(lacking)}, which Run does not start yet"
+        elif "greedy" in needs:
+            yield f"{type(self.algorithm).__name__} needs greedy responses, which Run does not sample yet"
+        else:
+            yield from self._placement_faults()
         if self.train not in get_args(Engine):
             yield f"train={self.train!r}: the engines are {', '.join(get_args(Engine))}"
+
+    def _placement_faults(self) -> Iterator[str]:
+        if self.placement not in get_args(Placement):
+            yield f"placement={self.placement!r}: there is {', '.join(map(repr, get_args(Placement)))}"
+            return
+        engines, ranks = getattr(self.rollout, "engines", None), getattr(self.actor, "ranks", None)
+        if self.placement == "fused" and engines != ranks:
+            yield (
+                f"placement='fused': each of the actor's ranks has an engine, so rollout.engines="
+                f"{engines} must be actor.ranks={ranks}"
+            )
 
     def check(self) -> None:
         """Check what the settings name, before any process starts: model, tokenizer, data, rewards on row 0.
@@ -190,24 +212,24 @@ class Run:
         return RLHFDataset(chosen, tokenizer, max_prompt_tokens=self.max_prompt_tokens)
 
     def job(self) -> DLJob:
-        """The job of this run: a trainer, the actor's ranks, the rollout engines, and a reference if it is needed."""
-        from rlmesh import RLJobBuilder
-        from rlmesh.rl.roles.actor import ActorRole
-        from rlmesh.rl.roles.reference import ReferenceRole
-        from rlmesh.rl.roles.rollout import RolloutRole
-        from rlmesh.rl.trainers.trainer import Trainer
+        """The job of this run: the trainer, and the roles that its settings ask for."""
+        from rlmesh.rl.trainers.job import build
 
-        gpus = bool(self.devices_per_node)
-        share: dict[str, Any] = {"accelerator": 1} if gpus else {"cpu": 1}
-        builder = RLJobBuilder().config(self).node_num(self.nodes)
-        builder = builder.device_type("GPU" if gpus else "CPU").device_per_node(self.devices_per_node or 8)
-        builder.trainer(Trainer).resource(cpu=1)
-        per_node = -(-self.actor.ranks // self.nodes)
-        builder.actor(ActorRole).resource(**share).nnodes(self.nodes).nproc_per_node(per_node)
-        builder.rollout(RolloutRole).resource(**share).total(self.rollout.engines)
-        if "reference" in self.algorithm.needs:
-            builder.reference(ReferenceRole).resource(**share).total(1)
-        return builder.build()
+        return build(self)
+
+    @property
+    def devices(self) -> int:
+        """The number of GPUs of all nodes."""
+        return self.devices_per_node * self.nodes
+
+    @property
+    def placed(self) -> Placement:
+        """The placement, with ``"auto"`` decided."""
+        if self.placement != "auto":
+            return self.placement
+        wanted = self.actor.ranks + self.rollout.engines
+        wanted += self.critic.ranks * ("critic" in self.algorithm.needs) + ("reference" in self.algorithm.needs)
+        return "shared" if 0 < self.devices < wanted else "separate"
 
     def submit(self, name: str = "run", **options: Any) -> RunResult:
         """Check the settings, run the job, and wait for its end.
@@ -225,3 +247,23 @@ class Run:
         self.check()
         result = self.job().submit(name, **options)
         return result_of(Path(result.run_dir))
+
+    def here(self, name: str = "run", run_dir: str | Path | None = None) -> RunResult:
+        """Check the settings, and run everything in this process, for debugging: no job, and no other process but those
+        of rewards.
+
+        There is one rank and one engine, whatever the settings say; with the same settings otherwise, the numbers are
+        those of the job. A run directory that has a checkpoint is continued.
+
+        Args:
+            name: of the new run directory.
+            run_dir: the run directory; ``None``: a new one in ``runs``.
+
+        Raises:
+            UsageError: something is wrong with the settings.
+        """
+        from rlmesh.rl.trainers.here import run_here
+
+        self.check()
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return run_here(self, Path("runs") / f"{name}-here-{stamp}" if run_dir is None else Path(run_dir))

@@ -12,9 +12,19 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from rlmesh.errors import UsageError
 
-__all__ = ["ActorSettings", "Engine", "Precision", "RolloutSettings", "apply_overrides", "checked"]
+__all__ = [
+    "ActorSettings",
+    "CriticSettings",
+    "Engine",
+    "Placement",
+    "Precision",
+    "RolloutSettings",
+    "apply_overrides",
+    "checked",
+]
 
 Engine = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+Placement = Literal["auto", "separate", "shared", "fused"]
 Precision = Literal["float32", "bfloat16"]
 T = TypeVar("T")
 
@@ -55,6 +65,20 @@ class ActorSettings:
         for name in ("lr", "warmup_steps", "weight_decay", "max_grad_norm", "threads"):
             if getattr(self, name) < 0:
                 yield f"{name}={getattr(self, name)} must be ≥ 0"
+
+
+@dataclass(frozen=True)
+class CriticSettings(ActorSettings):
+    """The value function in training, for algorithms that need one: settings as those of the actor.
+
+    Attributes:
+        lr: peak learning rate of AdamW.
+        model: a folder or hub name; ``None``: the run's model. Its layers get a new head, unless it is a model with
+            one label (a reward model).
+    """
+
+    lr: float = 1e-5
+    model: str | None = None
 
 
 @dataclass(frozen=True)

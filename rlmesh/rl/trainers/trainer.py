@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,17 @@ import torch
 from rlmesh import RoleGroup, WeightSync, current_worker
 from rlmesh.errors import CallError, SourceRestarted, WeightsNotReady, WeightSyncError
 from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
-from rlmesh.rl.components import Columns, padded
+from rlmesh.rl.components import padded
 from rlmesh.rl.data.loader import Drawn, PromptLoader
 from rlmesh.rl.drift import DriftAlarm, drift
 from rlmesh.rl.engines.rollout import SamplingParams
-from rlmesh.rl.engines.training.packed import EMPTY
 from rlmesh.rl.packing import Packs
 from rlmesh.rl.packing import pack as build_packs
 from rlmesh.rl.rewards.scoring import Rewards
-from rlmesh.rl.roles.actor import Share
+from rlmesh.rl.roles.defaults import run_settings
 from rlmesh.rl.rollout.buffer import SampleBuffer
+from rlmesh.rl.trainers.batches import lengths_of, matrix_of, shares_of, value_metrics
+from rlmesh.rl.trainers.progress import Progress, remove_other_checkpoints
 from rlmesh.rl.types import Episode, Group, Score
 
 if TYPE_CHECKING:
@@ -43,11 +45,11 @@ class Trainer:
     """Drives the other roles through a training. Override a stage of `fit` to change it."""
 
     def setup(self) -> None:
-        self.settings: Run = current_worker().job_info.user_config
+        self.settings: Run = run_settings()
         self.run_dir = Path(current_worker().run_dir)
         self.tokenizer = self.settings.tokenizer()
         self.algorithm = self.settings.algorithm
-        self.actor, self.engines = RoleGroup("ACTOR"), RoleGroup("ROLLOUT").options(idempotent=True)
+        self.holder: Any = None
         self.rewards = Rewards(
             self.settings.scored, self.tokenizer, workers=self.settings.reward_workers, examine=self.settings.examine
         )
@@ -63,11 +65,13 @@ class Trainer:
 
     def run(self) -> None:
         self.fit()
-        self.weight_sync.close()
+        self.hold(None)
+        if self.engines is not self.actor:
+            self.weight_sync.close()
         self.export()
 
     def fit(self) -> None:
-        """All steps that remain. When the actor restarts, it goes back to its latest checkpoint, and so does this."""
+        """All steps that remain. When a model in training restarts, all of them go back to the same checkpoint."""
         ready = False
         while not ready or self.version < self.settings.steps:
             try:
@@ -77,21 +81,22 @@ class Trainer:
                     self.begin()
                     ready = True
             except (CallError, WeightSyncError) as error:
-                if not isinstance(error, SourceRestarted) and not _actor_restarted():
+                if not isinstance(error, SourceRestarted) and not _trained_role_restarted():
                     raise
                 ready = False
 
     def step(self, step: int) -> None:
-        """One step: sample, score, evaluate, train, publish, report."""
+        """One step: sample, score, evaluate, train, save, publish, report."""
         began = time.perf_counter()
         groups = self.rewards.score(self.buffer.take(step))
         packs, batch = self.evaluate(self.usable(groups))
         metrics = self.rewards.metrics(groups) | lengths_of(groups)
         metrics |= self.train(packs, batch, self.algorithm.weigh(batch))
         self.version = step
+        saved = self.save()
         self.publish()
         self.buffer.free(step)
-        self.finish(step, metrics | {"step_time_s": time.perf_counter() - began})
+        self.finish(step, metrics | {"step_time_s": time.perf_counter() - began}, saved)
 
     # Stages of a step.
 
@@ -115,7 +120,7 @@ class Trainer:
             try:
                 return [Episode.of(each) for each in self.engines.call_batch("generate", len(prompts), prompts, params)]
             except WeightsNotReady:
-                self.weight_sync.catch_up()  # an engine restarted since the push
+                self.push_again()  # an engine restarted, or slept, since the push
         raise RuntimeError(f"an engine has no weights after {PUSHES} pushes")
 
     def usable(self, groups: Sequence[Group]) -> list[Group]:
@@ -133,73 +138,121 @@ class Trainer:
             )
         return kept
 
-    def evaluate(self, groups: Sequence[Group]) -> tuple[Packs, Evaluated]:
-        """The groups as packs, one row of them for each rank of the actor, with all that the roles say of them."""
+    def evaluate(self, groups: Sequence[Group]) -> tuple[dict[str, Packs], Evaluated]:
+        """The groups with all that the roles say of them, and as packs for the actor and the critic.
+
+        Returns:
+            the packs of each model in training, one row of them for each of its ranks; and the batch.
+        """
         episodes = Group.episodes_of(groups)
         numbers = [number for number, group in enumerate(groups) for _ in group.episodes]
-        budget, ranks = self.settings.actor.token_budget, len(self.actor)
-        packs = build_packs(episodes, groups=numbers, token_budget=budget, ranks=ranks)
+        packs = {
+            name: build_packs(episodes, groups=numbers, token_budget=section.token_budget, ranks=len(role))
+            for name, role, section in self.trained()
+        }
         mask = padded([episode.mask for episode in episodes], fill=False)
         totals = [self.rewards.total(episode) for episode in episodes]
-        by_actor = self.actor.call("log_probs", [list(own) for own in packs.by_rank], _scatter=True)
-        by_reference = None
-        if "reference" in self.algorithm.needs:
-            flat = [one for own in packs.by_rank for one in own]
-            by_reference = RoleGroup("REFERENCE").options(idempotent=True)[0].call("log_probs", flat)
-        rows = by_actor.result()
+        calls: dict[str, tuple[Packs, Any]] = {}
+
+        def ask(column: str, role: Any, method: str, own: Packs) -> None:
+            calls[column] = own, self.ask(role, method, own)
+
+        self.hold(self.actor)
+        needs = self.algorithm.needs
+        if "reference" in needs and self.reference is self.actor:
+            ask("ref_log_probs", self.actor, "reference_log_probs", packs["actor"])
+        ask("log_probs", self.actor, "log_probs", packs["actor"])
+        if "reference" in needs and self.reference is not self.actor:
+            self.hold(None)
+            ask("ref_log_probs", self.reference, "reference_log_probs", packs["actor"])
+        if "critic" in needs:
+            self.hold(None)
+            ask("values", self.critic, "values", packs["critic"])
+        found = {
+            column: matrix_of(mask, own, [one for rows in call.result() for one in rows])
+            for column, (own, call) in calls.items()
+        }
         return packs, Evaluated(
             mask=mask,
             groups=torch.tensor(numbers),
             rewards=torch.tensor([one.value if isinstance(one, Score) else 0.0 for one in totals]).double(),
             valid=torch.tensor([isinstance(one, Score) for one in totals]),
-            log_probs=_matrix(mask, packs, [one for own in rows for one in own]),
+            log_probs=found.pop("log_probs"),
             sampled_log_probs=padded([episode.per_token("log_probs") for episode in episodes]).double(),
-            ref_log_probs=None if by_reference is None else _matrix(mask, packs, by_reference.result()),
             cut_off=torch.tensor([episode.finish_reason == "length" for episode in episodes]),
+            **found,
         )
 
-    def train(self, packs: Packs, batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
-        """One optimizer step per epoch; gives what the actor reports, and how far engine and actor are apart."""
+    def ask(self, role: Any, method: str, packs: Packs) -> Any:
+        """Call a method of all members with packs: one rank's each, or as many as they are."""
+        shares: list[list[Any]] = [list(own) for own in packs.by_rank]
+        if len(shares) != len(role):
+            flat = [one for own in shares for one in own]
+            edges = [len(flat) * number // len(role) for number in range(len(role) + 1)]
+            shares = [flat[start:end] for start, end in pairwise(edges)]
+        return role.call(method, shares, _scatter=True)
+
+    def train(self, packs: dict[str, Packs], batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
+        """One optimizer step per epoch; gives what the roles report, and how far engine and actor are apart."""
         gap = drift(batch.log_probs, batch.sampled_log_probs, batch.mask)
         alarms = self.alarm.check(gap, version=self.version)
-        shares = [
-            Share(
-                tuple(own),
-                tuple(Columns.of(one, batch, weights, "cpu", torch.float32) for one in own),
-                Columns.of(EMPTY, batch, weights, "cpu", torch.float32),
-                weights.normalisers,
-            )
-            for own in packs.by_rank
+        # The actor's update comes last: on shared devices it has its turn right before the push.
+        calls = [
+            role.call("update", shares_of(packs[name], batch, weights), _scatter=True)
+            for name, role, _ in reversed(self.trained())
         ]
-        report = self.actor.call("update", shares, _scatter=True).result()[0]
+        reports = [call.result()[0] for call in calls]
         return {
-            **report,
+            **{name: value for report in reports for name, value in report.items()},
+            **value_metrics(batch, weights),
             **weights.metrics,
             **alarms,
-            "prompt_tokens_saved": packs.saved_share,
+            "prompt_tokens_saved": packs["actor"].saved_share,
         }
+
+    def save(self) -> bool:
+        """Write a checkpoint of all models in training if this step is to have one. It counts once `finish` says so."""
+        step = self.version
+        if step % self.settings.save_every and step != self.settings.steps:
+            return False
+        remove_other_checkpoints(self.run_dir, Progress.read(self.run_dir).saved)
+        for call in [role.call("save") for _, role, _ in self.trained()]:
+            call.result()
+        return True
 
     def publish(self) -> None:
         """Push the actor's weights to the engines, under the current version."""
-        for _ in range(PUSHES):
+        if self.engines is self.actor:
+            self.hold(self.actor)
+            self.actor.call("publish", self.version).result()
+            return
+        for attempt in range(PUSHES):
+            self.hold(self.engines)
             try:
                 self.weight_sync.push(self.version).result()
                 return
             except WeightSyncError as error:
-                if error.receiver is None:
+                if error.receiver is None or attempt == PUSHES - 1:
                     raise
-                # An engine was lost during the push. The next push waits for its return.
-        raise RuntimeError(f"version {self.version} could not be pushed in {PUSHES} attempts")
+                self.hold(None)  # An engine was lost during the push. The next push waits for its return.
 
-    def finish(self, step: int, metrics: dict[str, float]) -> None:
-        """Validate, save and report."""
-        settings, is_last = self.settings, step == self.settings.steps
-        if is_last or (settings.validate_every and step % settings.validate_every == 0):
+    def push_again(self) -> None:
+        """Push the current version to the engines that do not serve it."""
+        self.hold(None)
+        if self.engines is self.actor:
+            self.publish()
+        else:
+            self.hold(self.engines)
+            self.weight_sync.catch_up()
+
+    def finish(self, step: int, metrics: dict[str, float], saved: bool) -> None:
+        """Validate and report, and note that the step is done."""
+        settings = self.settings
+        if step == settings.steps or (settings.validate_every and step % settings.validate_every == 0):
             metrics |= self.validate()
-        if is_last or step % settings.save_every == 0:
-            self.actor.call("save").result()
         self.last = {name: value for name, value in metrics.items() if np.isfinite(value)}
         current_worker().report(step=step, total_steps=settings.steps, **self.last)
+        Progress(step, step if saved else Progress.read(self.run_dir).saved).write(self.run_dir)
 
     def validate(self) -> dict[str, float]:
         """Mean rewards of greedy responses to the validation prompts; empty without any."""
@@ -222,12 +275,67 @@ class Trainer:
         aside.write_text(json.dumps({"steps": self.version, "metrics": self.last}) + "\n")
         aside.replace(self.run_dir / SUMMARY)
 
-    # Restarts.
+    # Roles, and restarts.
+
+    def group(self, role: str) -> Any:
+        """The members of a role; empty if the job has no such role."""
+        return RoleGroup(role, optional=True)
+
+    @cached_property
+    def actor(self) -> Any:
+        """The policy in training."""
+        return self.group("ACTOR")
+
+    @cached_property
+    def critic(self) -> Any:
+        """The value function in training; empty without one."""
+        return self.group("CRITIC")
+
+    @cached_property
+    def engines(self) -> Any:
+        """The members that sample: those of the actor if the job has no others (`ActorRollout`)."""
+        return self.group("ROLLOUT").options(idempotent=True) or self.actor
+
+    @cached_property
+    def reference(self) -> Any:
+        """The members that keep the reference: those of the actor if the job has no others (`ActorRolloutRef`)."""
+        return self.group("REFERENCE").options(idempotent=True) or self.actor
+
+    def trained(self) -> list[tuple[str, Any, Any]]:
+        """The models in training: name, members, settings."""
+        found = [("actor", self.actor, self.settings.actor)]
+        if "critic" in self.algorithm.needs:
+            found.append(("critic", self.critic, self.settings.critic))
+        return found
+
+    def hold(self, role: Any) -> None:
+        """Let a role keep the devices that it shares with others until another one, or ``None``, is named."""
+        if role is self.holder or not self.shares:
+            return
+        if self.holder is not None:
+            self.holder.options(idempotent=True).call("release_devices").result()
+        self.holder = None
+        if role is not None:
+            role.options(idempotent=True).call("hold_devices").result()
+            self.holder = role
+
+    @cached_property
+    def shares(self) -> bool:
+        """True if roles of this job share devices, and take turns on them."""
+        return any(any(role.call("shares_devices").result()) for role in (self.actor, self.engines))
 
     def begin(self) -> None:
-        """Take up the actor's version, publish it, and validate before the first step."""
-        before = self.version
-        self.version = self.actor.call("restore").result()[0]
+        """Bring all models in training to the same step, publish it, and validate before the first one."""
+        before, self.holder = self.version, None
+        if self.shares:
+            for role in {id(role): role for role in (self.engines, self.actor)}.values():
+                role.options(idempotent=True).call("release_devices").result()
+        progress = Progress.read(self.run_dir)
+        trained = [role for _, role, _ in self.trained()]
+        reached = {steps for role in trained for steps in role.call("finished_steps").result()}
+        self.version = progress.step if reached == {progress.step} else progress.saved
+        for call in [role.call("restore", self.version) for role in trained]:
+            call.result()
         if self.version < before:
             print(f"back to step {self.version}: {before - self.version} steps were lost to a restart", flush=True)
         self.publish()
@@ -238,29 +346,20 @@ class Trainer:
     @cached_property
     def weight_sync(self) -> WeightSync:
         """From the actor's ranks to the engines."""
-        return WeightSync(RoleGroup("ACTOR"), RoleGroup("ROLLOUT"))
+        return WeightSync(self.actor, self.engines)
 
     @cached_property
     def _validation(self) -> Any:
         return self.settings.dataset(self.tokenizer, self.settings.validation)
 
 
-def _actor_restarted() -> bool:
-    """True if a failed call was due to a restart of the actor. The news of it may come after the error."""
+def _trained_role_restarted() -> bool:
+    """True if a failed call was due to a restart of the actor or the critic. The news may come after the error."""
     deadline = time.monotonic() + RESTART_NEWS_S
     while (left_s := deadline - time.monotonic()) > 0:
-        if any(event.role == "ACTOR" for event in current_worker().events(left_s)):
+        if any(event.role in ("ACTOR", "CRITIC") for event in current_worker().events(left_s)):
             return True
     return False
-
-
-def lengths_of(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean length of responses, and the share that a limit cut off."""
-    episodes = Group.episodes_of(groups)
-    return {
-        "response_tokens": float(np.mean([episode.response_tokens for episode in episodes])),
-        "cut_off_share": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
-    }
 
 
 def result_of(run_dir: Path) -> RunResult:
@@ -269,12 +368,3 @@ def result_of(run_dir: Path) -> RunResult:
 
     summary = json.loads((run_dir / SUMMARY).read_text())
     return RunResult(run_dir, run_dir / MODEL, summary["metrics"])
-
-
-def _matrix(mask: torch.Tensor, packs: Packs, rows: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
-    """Numbers of the targets of packs as ``[episodes, time]``, float64, 0 elsewhere."""
-    found = torch.zeros(mask.shape, dtype=torch.float64)
-    flat = [one for own in packs.by_rank for one in own]
-    for one, numbers in zip(flat, rows, strict=True):
-        found[torch.from_numpy(one.rows), torch.from_numpy(one.places)] = torch.from_numpy(numbers).double()
-    return found

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from rlmesh.rl.engines.training.checkpoint.exporting import write_safetensors
 from rlmesh.rl.engines.training.checkpoint.folders import SavingThread
 from rlmesh.rl.engines.training.forward import response_log_probs, response_values
 from rlmesh.rl.engines.training.offload import Offloaded
-from rlmesh.rl.engines.training.packed import PackedBatch, prepare
+from rlmesh.rl.engines.training.packed import PackedBatch, PackedInputs, prepare
 from rlmesh.rl.engines.training.protocol import (
     Lora,
     LossFunction,
@@ -34,6 +34,7 @@ from rlmesh.rl.masking import deferred_checks
 from rlmesh.rl.packing import Pack
 
 _LOSS = "\0loss"
+T = TypeVar("T")
 
 
 class ModuleEngine(ABC):
@@ -83,16 +84,27 @@ class ModuleEngine(ABC):
             return torch.cat([function(*piece) for piece in pieces]).float()
 
     def packed_log_probs(self, packs: Sequence[Pack], *, temperature: float = 1.0) -> list[TokenTerms]:
+        def part(inputs: PackedInputs) -> TokenTerms:
+            terms = self.model(packed=inputs, temperature=temperature)
+            return TokenTerms(terms.log_probs, terms.entropy)
+
+        return self._measure_packs(packs, part)
+
+    def packed_values(self, packs: Sequence[Pack]) -> list[Tensor]:
+        def part(inputs: PackedInputs) -> Tensor:
+            values: Tensor = self.model(packed=inputs)
+            return values
+
+        return self._measure_packs(packs, part)
+
+    def _measure_packs(self, packs: Sequence[Pack], function: Callable[[PackedInputs], T]) -> list[T]:
+        """Apply a function to packs; all ranks make equally many passes, since a pass is a collective step."""
         self._require_here("compute")
         prepare(self.plain)
         self.model.eval()
-        found = []
         passes = PackedBatch(packs, [None] * len(packs), None, self.device).split(self._passes(len(packs)))
         with torch.no_grad(), self._autocast():
-            for part in passes:
-                terms = self.model(packed=part.inputs, temperature=temperature)
-                found.append(TokenTerms(terms.log_probs, terms.entropy))
-        return found[: len(packs)]
+            return [function(part.inputs) for part in passes][: len(packs)]
 
     def _passes(self, packs: int) -> int:
         """The number of passes over packs: that of the rank with the most packs."""

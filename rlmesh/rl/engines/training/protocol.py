@@ -172,6 +172,14 @@ class TrainingEngine(Protocol):
         """
         ...
 
+    def packed_values(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """A critic's value before each target of this rank's packs, ``[targets]`` each, without gradient.
+
+        The model takes ``packed=PackedInputs`` and gives one value per target, as
+        :class:`rlmesh.rl.roles.value_head.ValueModel` does.
+        """
+        ...
+
     def train_step(self, batch: Splittable, loss: LossFunction) -> StepReport:
         """One optimizer step on this rank's share of a batch: forward and backward passes over its parts, then the
         gradient is summed over parts and ranks, clipped and applied.

@@ -1,0 +1,45 @@
+"""The settings of the run, as the built-in roles find them, and the device of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlmesh import current_worker
+from rlmesh.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.run import Run
+
+__all__ = ["choose_device", "run_settings"]
+
+
+def run_settings() -> Run:
+    """The `Run` that the job's ``.config(…)`` has, or that its mapping describes.
+
+    Raises:
+        UsageError: the configuration is neither.
+    """
+    from rlmesh.rl.trainers.run import Run
+
+    worker = current_worker()
+    given = worker.job_info.user_config
+    if isinstance(given, Run):
+        return given
+    if isinstance(given, Mapping):
+        return Run(**{str(name): value for name, value in given.items()})
+    raise UsageError(
+        f"{worker.name} is a built-in role, which reads its settings from a Run: describe the job with "
+        f".config(Run(model=…, …)), not with {type(given).__name__}"
+    )
+
+
+def choose_device(threads: int) -> torch.device:
+    """This process's device: its GPU if it has one. ``threads``: of CPU work; 0: torch's default."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.device("cpu")

@@ -1,0 +1,88 @@
+"""`ActorRollout` and `ActorRolloutRef`: one process trains the policy, samples with it, and keeps the reference.
+
+The process takes turns with itself: the training engine is offloaded while the rollout engine is awake, and the other
+way round. Weights go from one to the other through a copy in host memory, so that both never need the device at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from rlmesh import current_worker, rpc
+from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
+from rlmesh.rl.packing import Pack
+from rlmesh.rl.roles.actor import ActorRole
+from rlmesh.rl.roles.host_copy import HostCopy
+from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy
+from rlmesh.rl.roles.rollout import ROLLOUT, engine_params, make_rollout_engine
+from rlmesh.rl.roles.trained import TRAINING
+
+__all__ = ["ActorRollout", "ActorRolloutRef"]
+
+
+class ActorRollout(ActorRole):
+    """One rank of the policy in training, with a rollout engine of its own. See `ActorRole` and `RolloutRole`."""
+
+    rollout_engine: RolloutEngine
+    host_copy: HostCopy
+
+    def make_parts(self) -> None:
+        super().make_parts()
+        self.turns.sleep()
+        self.rollout_engine = self.make_rollout_engine()
+        self.turns.add(ROLLOUT, wake=self.rollout_engine.wake, sleep=lambda: self.rollout_engine.sleep(2))
+
+    def teardown(self) -> None:
+        self.rollout_engine.close()
+        super().teardown()
+
+    def make_rollout_engine(self) -> RolloutEngine:
+        """An engine that serves nothing before the first `publish`."""
+        return make_rollout_engine(self.run_settings, sleeps=True)
+
+    def offer_weights(self) -> None:
+        with self.turns.turn(TRAINING):
+            self.host_copy = HostCopy(self.engine.named_tensors())
+            self.host_copy.take()
+
+    @rpc
+    def publish(self, version: int) -> None:
+        """Let the rollout engine serve the weights of the last step."""
+        with self.turns.turn(ROLLOUT):
+            self.host_copy.give(self.rollout_engine, version)
+
+    @rpc
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
+        """One sample per prompt, from a seed that follows from the call's and from the rank."""
+        with self.turns.turn(ROLLOUT):
+            return self.rollout_engine.generate(prompts, engine_params(params, current_worker().rank))
+
+
+class ActorRolloutRef(ActorRollout):
+    """An `ActorRollout` that keeps the policy before training as well. See `ReferenceRole`."""
+
+    reference: FrozenPolicy
+
+    def make_parts(self) -> None:
+        super().make_parts()
+        self.turns.sleep()
+        self.reference = FrozenPolicy(self.make_reference(), self.run_settings.rollout.temperature)
+        self.turns.add(REFERENCE, wake=self.reference.wake, sleep=self.reference.sleep)
+
+    def make_reference(self) -> nn.Module:
+        """The model of the reference: the run's, in float32, on this rank's device."""
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.run_settings.model, dtype=torch.float32)
+        return model.to(self.device).eval()
+
+    @rpc
+    def reference_log_probs(self, packs: Sequence[Pack]) -> list[NDArray[np.float32]]:
+        """Log-probabilities of the targets of packs, ``[targets]`` each, with the weights that the run begins with."""
+        with self.turns.turn(REFERENCE):
+            return self.reference.log_probs(packs)

@@ -1,0 +1,104 @@
+"""`HostCopy`: a copy of trained weights in host memory, which can be given away while the training engine sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rlmesh import Manifest, WeightSource
+from rlmesh.errors import UsageError
+from rlmesh.rl.engines.rollout import RolloutEngine
+
+__all__ = ["HostCopy"]
+
+BUCKET_BYTES = 256 << 20
+"""The size of the parts in which weights are gathered and given to an engine of this process."""
+FLIP_S = 60.0
+
+
+class HostCopy:
+    """A source of a `WeightSync` with the weights of the last `take`.
+
+    Args:
+        source: the weights of a training engine.
+    """
+
+    lasting = False
+    device = "cpu"
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._tensors: dict[str, Tensor] = {}
+        self._manifest = source.manifest()
+        self._taken = 0
+
+    def take(self) -> None:
+        """Copy the weights; a collective step, while the training engine is awake."""
+        self._manifest = self._source.manifest()
+        for names in self._buckets():
+            with self._source.gather(names) as tensors:
+                for name in names:
+                    self._copy(name, tensors[name])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._taken += 1
+
+    def _copy(self, name: str, tensor: Tensor) -> None:
+        kept = self._tensors.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._tensors[name] = kept
+        kept.copy_(tensor, non_blocking=True)
+
+    def _buckets(self) -> Iterator[list[str]]:
+        names: list[str] = []
+        size = 0
+        for spec in self._manifest:
+            if spec.alias_of is None:
+                names.append(spec.name)
+                size += spec.nbytes
+                if size >= BUCKET_BYTES:
+                    yield names
+                    names, size = [], 0
+        if names:
+            yield names
+
+    # Of a `WeightSource`.
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        if not self._taken:
+            raise UsageError("the weights were not copied yet: call take() first")
+        yield {name: self._tensors[self._manifest.owner(name).name] for name in names}
+
+    def stamp(self) -> object:
+        return self._taken
+
+    def give(self, engine: RolloutEngine, version: int) -> None:
+        """Let a rollout engine of this process, which is awake, serve these weights under a version."""
+        sink, gate = engine.sink, engine.gate
+        gate.close(f"version {version} is being written", FLIP_S)
+        gate.set_version(None, f"the write of version {version} was not completed")
+        try:
+            sink.begin(version)
+            tied: dict[str, list[str]] = {}
+            for spec in self._manifest:
+                tied.setdefault(self._manifest.owner(spec.name).name, []).append(spec.name)
+            for names in self._buckets():
+                sink.stage({name: self._tensors[own] for own in names for name in tied[own]}, keep=False)
+            sink.flip(version)
+        except BaseException:
+            sink.discard()
+            gate.open()
+            raise
+        gate.set_version(version)
+        conclude = getattr(sink, "conclude", None)
+        if conclude is not None:
+            conclude(version)
+        gate.open()

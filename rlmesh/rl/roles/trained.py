@@ -1,0 +1,185 @@
+"""`TrainedRole`: the common part of actor and critic, one rank of a model in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlmesh import current_worker, rpc
+from rlmesh.errors import UsageError
+from rlmesh.rl.algorithms.protocol import Normalisers
+from rlmesh.rl.components import Columns
+from rlmesh.rl.engines.training.packed import PackedBatch
+from rlmesh.rl.engines.training.protocol import StepReport, TrainingEngine, TrainingOptions
+from rlmesh.rl.packing import Pack
+from rlmesh.rl.roles.defaults import choose_device, run_settings
+from rlmesh.rl.roles.turns import TakesTurns, Turns
+from rlmesh.rl.trainers.progress import Progress, checkpoint_folder
+from rlmesh.rl.trainers.settings import ActorSettings
+
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.run import Run
+
+__all__ = ["Share", "TrainedRole", "make_engine"]
+
+TRAINING = "training"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """One rank's part of an optimizer step.
+
+    Attributes:
+        packs: of this rank; may be none.
+        columns: of each pack, on the CPU.
+        empty: the columns of a pack without targets.
+        normalisers: of the whole batch, over all ranks.
+        tokens: with a weight in the policy component, of the whole batch.
+    """
+
+    packs: tuple[Pack, ...]
+    columns: tuple[Columns, ...]
+    empty: Columns
+    normalisers: Normalisers
+    tokens: float
+
+
+class TrainedRole(TakesTurns):
+    """One rank of a model in training. Every method is collective: the trainer calls it on all ranks at once."""
+
+    section: str
+    """The name of the role's settings in the run, and of its folder in a checkpoint."""
+    engine: TrainingEngine
+
+    def setup(self) -> None:
+        self.run_settings: Run = run_settings()
+        self.settings: ActorSettings = getattr(self.run_settings, self.section)
+        self.device = choose_device(self.settings.threads)
+        self.own_group = not dist.is_initialized()
+        if self.own_group:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        self.turns = Turns.here()
+        with self.turns.lease():
+            self.make_parts()
+            self.restore(Progress.read(self.run_dir).saved)
+
+    def teardown(self) -> None:
+        self.engine.close()
+        if self.own_group:
+            dist.destroy_process_group()
+
+    def make_parts(self) -> None:
+        """Make what is used on the device, and add each part to the turns."""
+        self.engine = make_engine(self.run_settings.train, self.make_model(), self.settings)
+        self.turns.add(TRAINING, wake=lambda: self.engine.reload(), sleep=lambda: self.engine.offload())
+
+    def make_model(self) -> nn.Module:
+        """The model to train, in float32, on this rank's device."""
+        raise TypeError(f"{type(self).__name__} defines no make_model()")
+
+    def train(self, share: Share, loss: Any) -> list[StepReport]:
+        """Make one optimizer step per epoch on this rank's share of a batch."""
+        reports = []
+        for _ in range(self.settings.epochs):
+            columns = [_on(self.device, each) for each in share.columns]
+            batch = PackedBatch(share.packs, columns, _on(self.device, share.empty), self.device)
+            reports.append(self.engine.train_step(batch, loss))
+        return reports
+
+    # Versions.
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return Path(current_worker().run_dir)
+
+    @property
+    def version(self) -> int:
+        """The number of steps of the run that these weights have seen."""
+        return self.engine.steps // self.settings.epochs
+
+    @rpc
+    def finished_steps(self) -> int:
+        """The number of steps of the run that these weights have seen."""
+        return self.version
+
+    @rpc
+    def restore(self, step: int) -> None:
+        """Have the weights and the optimizer state of a step: as they are, from its checkpoint, or those of the start.
+
+        Raises:
+            UsageError: the step has no checkpoint.
+        """
+        if self.version == step and self.engine.steps % self.settings.epochs == 0:
+            return
+        with self.turns.turn(TRAINING):
+            if step:
+                self.engine.load(checkpoint_folder(self.run_dir, step) / self.section)
+            else:
+                self.engine.close()
+                self.engine = make_engine(self.run_settings.train, self.make_model(), self.settings)
+
+    @rpc
+    def save(self) -> None:
+        """Write a checkpoint of the finished step, and return once it is complete on all ranks."""
+        with self.turns.turn(TRAINING):
+            self.engine.save(checkpoint_folder(self.run_dir, self.version) / self.section).result()
+
+
+def make_engine(kind: str, model: nn.Module, settings: ActorSettings) -> TrainingEngine:
+    """A training engine by its name.
+
+    Raises:
+        UsageError: there is no engine of this name.
+    """
+    warmup = settings.warmup_steps * settings.epochs
+    options = TrainingOptions(
+        lr=settings.lr,
+        schedule=(lambda steps: min(1.0, (steps + 1) / warmup)) if warmup else None,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        activation_checkpointing=settings.activation_checkpointing,
+        precision=settings.precision,
+    )
+    if kind == "ddp":
+        from rlmesh.rl.engines.training.ddp import DDPEngine
+
+        return DDPEngine(model, options)
+    if kind == "fsdp2":
+        from rlmesh.rl.engines.training.fsdp2 import FSDP2Engine
+
+        return FSDP2Engine(model, options)
+    if kind in ("zero1", "zero2", "zero3"):
+        from rlmesh.rl.engines.training.zero import DeepSpeedEngine
+
+        return DeepSpeedEngine(model, options, stage=int(kind[-1]))  # type: ignore[arg-type]
+    raise UsageError(f"train={kind!r}: the engines are ddp, fsdp2, zero1, zero2 and zero3")
+
+
+def mean_of(reports: Sequence[StepReport], name: str) -> float:
+    """The mean of a statistic over the tokens that the policy component counts, and over epochs."""
+    tokens = max(reports[-1].statistics.get("tokens", 0.0), 1.0)
+    return sum(report.statistics[name] for report in reports) / len(reports) / tokens
+
+
+def common_metrics(reports: Sequence[StepReport]) -> Mapping[str, float]:
+    """Loss and norm, each a mean over epochs, and the last learning rate."""
+    return {
+        "loss": sum(report.loss for report in reports) / len(reports),
+        "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
+        "lr": reports[-1].lr,
+    }
+
+
+def _on(device: torch.device, columns: Columns) -> Columns:
+    """The same columns on a device."""
+    moved = {
+        one.name: value.to(device) for one in fields(columns) if isinstance(value := getattr(columns, one.name), Tensor)
+    }
+    return replace(columns, **moved)

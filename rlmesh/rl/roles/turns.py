@@ -1,0 +1,97 @@
+"""`Turns`: the parts of a process that use its devices one at a time, such as a training and a rollout engine.
+
+Roles that share their devices with other roles take a device lease for each turn
+(`rlmesh.WorkerContext.device_lease`), and put their parts to sleep at its end. So at most one part of all processes on
+a device is awake. A role with its devices to itself needs no lease, and its parts sleep only while another one of them
+is awake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from rlmesh import DeviceLease, current_worker, rpc
+
+__all__ = ["TakesTurns", "Turns"]
+
+
+class Turns:
+    """The parts of this process.
+
+    Args:
+        leased: other processes use the devices too.
+
+    Attributes:
+        awake: the part that is awake; ``None``: all sleep.
+    """
+
+    def __init__(self, *, leased: bool) -> None:
+        self.leased = leased
+        self.awake: str | None = None
+        self._parts: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
+        self._held: DeviceLease | None = None
+
+    @classmethod
+    def here(cls) -> Turns:
+        """The turns of this worker: leased if other roles share its devices."""
+        return cls(leased=len(current_worker().collocated_roles) > 1)
+
+    def lease(self) -> AbstractContextManager[object]:
+        """A block in which no other process uses the devices. Make parts within one."""
+        return current_worker().device_lease(sleep=self.sleep) if self.leased else nullcontext()
+
+    def add(self, name: str, *, wake: Callable[[], object], sleep: Callable[[], object]) -> None:
+        """Add a part that has just been made, and is awake."""
+        self._parts[name] = wake, sleep
+        self.awake = name
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """A block in which this part is awake, and no other."""
+        with self.lease():
+            if self.awake != name:
+                self.sleep()
+                self._parts[name][0]()
+                self.awake = name
+            yield
+
+    def sleep(self) -> None:
+        """Put the part that is awake to sleep."""
+        if self.awake is not None:
+            self._parts[self.awake][1]()
+            self.awake = None
+
+    def hold(self) -> None:
+        """Keep the devices until `release`, so that the turns in between need no switch. May be called twice."""
+        if self.leased and self._held is None:
+            lease = current_worker().device_lease(sleep=self.sleep)
+            lease.__enter__()
+            self._held = lease
+
+    def release(self) -> None:
+        """Return the devices that `hold` took; does nothing without them."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__(None, None, None)
+
+
+class TakesTurns:
+    """A role whose devices may be shared: the trainer decides for how long it keeps them."""
+
+    turns: Turns
+
+    @rpc
+    def shares_devices(self) -> bool:
+        """True if other roles use this member's devices."""
+        return self.turns.leased
+
+    @rpc
+    def hold_devices(self) -> None:
+        """Keep the devices until `release_devices`."""
+        self.turns.hold()
+
+    @rpc
+    def release_devices(self) -> None:
+        """Return the devices to the other roles, if this role holds them."""
+        self.turns.release()

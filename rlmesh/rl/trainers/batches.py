@@ -1,0 +1,72 @@
+"""From what the roles give per pack to tensors of the whole batch, and from these to each rank's share of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlmesh.rl.algorithms.protocol import Evaluated, TokenWeights
+from rlmesh.rl.components import Columns
+from rlmesh.rl.engines.training.packed import EMPTY
+from rlmesh.rl.packing import Packs
+from rlmesh.rl.roles.trained import Share
+from rlmesh.rl.types import Group
+
+__all__ = ["lengths_of", "matrix_of", "shares_of", "value_metrics"]
+
+
+def matrix_of(mask: torch.Tensor, packs: Packs, rows: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
+    """Numbers of the targets of packs as ``[episodes, time]``, float64, 0 elsewhere.
+
+    Args:
+        mask: ``[episodes, time]``.
+        packs: of the whole batch.
+        rows: ``[targets]`` for each pack, rank by rank.
+    """
+    found = torch.zeros(mask.shape, dtype=torch.float64)
+    flat = [one for own in packs.by_rank for one in own]
+    for one, numbers in zip(flat, rows, strict=True):
+        found[torch.from_numpy(one.rows), torch.from_numpy(one.places)] = torch.from_numpy(numbers).double()
+    return found
+
+
+def shares_of(packs: Packs, batch: Evaluated, weights: TokenWeights) -> list[Share]:
+    """The share of each rank in an optimizer step on the batch."""
+    tokens = float((weights.policy > 0).sum())
+    return [
+        Share(
+            tuple(own),
+            tuple(Columns.of(one, batch, weights, "cpu", torch.float32) for one in own),
+            Columns.of(EMPTY, batch, weights, "cpu", torch.float32),
+            weights.normalisers,
+            tokens,
+        )
+        for own in packs.by_rank
+    ]
+
+
+def value_metrics(batch: Evaluated, weights: TokenWeights) -> dict[str, float]:
+    """How well a critic's values explain the returns; empty without a critic.
+
+    The explained variance is ``1 − Var(R − V) / Var(R)`` over the tokens that count: 1 for exact values, 0 for a
+    constant, and below 0 for values that are worse than a constant.
+    """
+    if batch.values is None or weights.returns is None:
+        return {}
+    values, returns = batch.values[batch.usable], weights.returns[batch.usable]
+    spread = float(returns.var(correction=0))
+    left = float((returns - values).var(correction=0))
+    found = {"critic/value_mean": float(values.mean()), "critic/return_mean": float(returns.mean())}
+    return found | ({"critic/explained_variance": 1 - left / spread} if spread else {})
+
+
+def lengths_of(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean length of responses, and the share that a limit cut off."""
+    episodes = Group.episodes_of(groups)
+    return {
+        "response_tokens": float(np.mean([episode.response_tokens for episode in episodes])),
+        "cut_off_share": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
+    }

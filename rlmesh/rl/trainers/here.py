@@ -1,0 +1,195 @@
+"""A run in this process, without a job: the same roles and the same trainer, whose calls are plain calls of methods.
+
+Breakpoints work in all of it, and an error has the traceback of the role that raised it. One process trains, samples
+and keeps the reference (`ActorRolloutRef`), with one rank and one engine: its numbers are those of a job with one rank
+and one engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rlmesh import Alarm, JobInfo, MetricRecord, RestartEvent, StopRequest, WorkerContext, acting_as
+from rlmesh.rl.roles.critic import CriticRole
+from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
+from rlmesh.rl.trainers.trainer import Trainer, result_of
+
+if TYPE_CHECKING:
+    from rlmesh.rl.trainers.run import Run, RunResult
+
+__all__ = ["run_here"]
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("ACTOR", "CRITIC")
+
+
+def run_here(run: Run, run_dir: Path) -> RunResult:
+    """Carry out a run in this process; see `Run.here`."""
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    alone = replace(
+        run,
+        actor=replace(run.actor, ranks=1),
+        critic=replace(run.critic, ranks=1),
+        rollout=replace(run.rollout, engines=1),
+        placement="fused",
+    )
+    kinds: dict[str, type[Any]] = {"ACTOR": ActorRolloutRef if "reference" in run.algorithm.needs else ActorRollout}
+    if "critic" in run.algorithm.needs:
+        kinds["CRITIC"] = CriticRole
+    link = _MetricsLink(run_dir)
+    job = JobInfo("here", "here", alone, "GPU" if torch.cuda.is_available() else "CPU")
+
+    def context(role: str) -> WorkerContext:
+        return WorkerContext(job, role, 0, 1, link, run_dir=run_dir.absolute())
+
+    with _one_rank():
+        groups: dict[str, RoleHere] = {}
+        try:
+            for role, kind in kinds.items():
+                groups[role] = RoleHere(context(role), kind)
+                groups[role].invoke("setup")
+            driver = RoleHere(context("TRAINER"), lambda: TrainerHere(groups))
+            driver.invoke("setup")
+            try:
+                driver.invoke("run")
+            finally:
+                driver.invoke("teardown")
+        finally:
+            for group in reversed(groups.values()):
+                group.invoke("teardown")
+    return result_of(run_dir)
+
+
+class TrainerHere(Trainer):
+    """The trainer, with roles in its own process.
+
+    Args:
+        groups: the roles, by name.
+    """
+
+    def __init__(self, groups: dict[str, RoleHere]) -> None:
+        self._groups = groups
+
+    def group(self, role: str) -> Any:
+        return self._groups.get(role) or NO_MEMBERS
+
+
+class RoleHere:
+    """The one member of a role, in this process: what the trainer uses of a `RoleGroup`.
+
+    Args:
+        context: of the member.
+        kind: makes its object.
+    """
+
+    def __init__(self, context: WorkerContext, kind: Callable[[], Any]) -> None:
+        self._context = context
+        with acting_as(context):
+            self._object = kind()
+
+    def __len__(self) -> int:
+        return 1
+
+    def options(self, **options: Any) -> RoleHere:
+        """The same member: calls in one process need no options."""
+        return self
+
+    def invoke(self, method: str, *args: Any) -> Any:
+        """The result of a method of the member; ``None`` if it has no such method."""
+        function = getattr(self._object, method, None)
+        if function is None:
+            return None
+        with acting_as(self._context):
+            return function(*args)
+
+    def call(self, method: str, *args: Any, _scatter: bool = False) -> Future[list[Any]]:
+        """The results of all members."""
+        return _done([self.invoke(method, *([arg[0] for arg in args] if _scatter else args))])
+
+    def call_batch(self, method: str, count: int, *args: Any) -> list[Any]:
+        """One result per item."""
+        found: list[Any] = self.invoke(method, *args)
+        return found
+
+
+class _NoMembers:
+    """A role that the run lacks."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def options(self, **options: Any) -> _NoMembers:
+        return self
+
+
+NO_MEMBERS = _NoMembers()
+
+
+class _MetricsLink:
+    """Writes reports to ``metrics.jsonl``, as a job does."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / "metrics.jsonl"
+
+    def report(self, record: MetricRecord) -> None:
+        line = {
+            "at": record.at, "role": record.role, "rank": record.rank, "step": record.step,
+            "metrics": dict(record.metrics),
+        }  # fmt: skip
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        logger.info("step %d: %s", record.step, dict(record.metrics))
+
+    def alarm(self, alarm: Alarm) -> None:
+        logger.warning("%s", alarm)
+
+    def boundary(self, step: int) -> StopRequest | None:
+        return None
+
+    def stopping(self, step: int) -> None:
+        pass
+
+    def take_events(self, wait_s: float) -> tuple[RestartEvent, ...]:
+        time.sleep(wait_s)
+        return ()
+
+    def listen(self, listener: Callable[[RestartEvent], object]) -> None:
+        pass
+
+    def tell_listeners(self) -> None:
+        pass
+
+    def take_call_stats(self) -> tuple[Any, ...]:
+        return ()
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """A process group of this process alone, unless there is one already."""
+    if dist.is_initialized():
+        yield
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _done(value: list[Any]) -> Future[list[Any]]:
+    future: Future[list[Any]] = Future()
+    future.set_result(value)
+    return future

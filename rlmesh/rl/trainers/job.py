@@ -1,0 +1,44 @@
+"""The job of a run: its roles, and their places."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlmesh import RLJobBuilder
+
+if TYPE_CHECKING:
+    from rlmesh import DLJob
+    from rlmesh.rl.trainers.run import Run
+
+__all__ = ["build"]
+
+
+def build(run: Run) -> DLJob:
+    """Describe the job of a run.
+
+    Without GPUs, roles that share devices share virtual ones, which order their turns in the same way.
+    """
+    from rlmesh.rl.roles.fused import ActorRollout, ActorRolloutRef
+
+    placed, needs = run.placed, run.algorithm.needs
+    gpus = bool(run.devices_per_node)
+    devices = run.devices_per_node or max(8, -(-max(run.actor.ranks, run.critic.ranks) // run.nodes))
+    share: dict[str, Any] = {"accelerator": 1} if gpus or placed != "separate" else {"cpu": 1}
+    builder = RLJobBuilder().config(run).node_num(run.nodes)
+    builder = builder.device_type("GPU" if gpus else "CPU").device_per_node(devices)
+    builder.trainer().resource(cpu=1)
+    fused = {True: ActorRolloutRef, False: ActorRollout}["reference" in needs] if placed == "fused" else None
+    builder.actor(fused).resource(**share).nnodes(run.nodes).nproc_per_node(-(-run.actor.ranks // run.nodes))
+    on_devices = ["ACTOR"]
+    if placed != "fused":
+        builder.rollout().resource(**share).total(run.rollout.engines)
+        on_devices.append("ROLLOUT")
+        if "reference" in needs:
+            builder.reference().resource(**share).total(1)
+            on_devices.append("REFERENCE")
+    if "critic" in needs:
+        builder.critic().resource(**share).nnodes(run.nodes).nproc_per_node(-(-run.critic.ranks // run.nodes))
+        on_devices.append("CRITIC")
+    if placed != "separate" and len(on_devices) > 1:
+        builder.with_collocation(*on_devices)
+    return builder.build()
