@@ -14,10 +14,10 @@ from rlmesh.rl.algorithms import GRPO
 from rlmesh.rl.drift import DriftAlarm, DriftLimits
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.rewards.scoring import Rewards
-from rlmesh.rl.roles import actor as actor_module
 from rlmesh.rl.roles.actor import ActorRole
-from rlmesh.rl.roles.reference import ReferenceRole
-from rlmesh.rl.trainers import trainer as trainer_module
+from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy, ReferenceRole
+from rlmesh.rl.roles.trained import TRAINING, make_engine
+from rlmesh.rl.roles.turns import Turns
 from rlmesh.rl.trainers.run import Run
 from rlmesh.rl.trainers.settings import ActorSettings
 from rlmesh.rl.trainers.trainer import Trainer
@@ -89,16 +89,10 @@ class LocalRun:
         self.actor = LocalActor(run, model)
         for group in self.actor.optimizer.param_groups:
             group["eps"] = settings.eps
-        self.trainer = Trainer()
-        trainer: Any = self.trainer
-        trainer.settings, trainer.algorithm, trainer.version = run, run.algorithm, 0
-        trainer.actor = _OneMember(self.actor)
-        trainer.rewards = Rewards(run.scored, None, workers=1)
-        # Recorded samples have no log-probabilities of an engine, so every gap is allowed.
-        trainer.alarm = DriftAlarm(DriftLimits(float("inf"), float("inf")))
+        roles: dict[str, Any] = {"ACTOR": self.actor}
         if reference is not None:
-            role = LocalReference(run, reference)
-            trainer_module.RoleGroup = lambda name: _OneMember(role)  # type: ignore[assignment, misc]
+            roles["REFERENCE"] = LocalReference(run, reference)
+        self.trainer = LocalTrainer(run, roles)
 
     def step(self, batch: RecordedBatch) -> list[StepSeen]:
         """Train on one batch; one result per epoch."""
@@ -110,22 +104,46 @@ class LocalRun:
         return [StepSeen(report.loss, report.grad_norm) for report in self.actor.reports]
 
 
+class LocalTrainer(Trainer):
+    """The trainer without a job, whose calls are plain calls."""
+
+    def __init__(self, run: Run, roles: dict[str, Any]) -> None:
+        self.settings, self.algorithm, self.version = run, run.algorithm, 0
+        self.holder, self.shares = None, False
+        self.rewards = Rewards(run.scored, Mute(), workers=1)
+        # Recorded samples have no log-probabilities of an engine, so every gap is allowed.
+        self.alarm = DriftAlarm(DriftLimits(float("inf"), float("inf")))
+        self._roles = roles
+
+    def group(self, role: str) -> Any:
+        return OneMember(self._roles[role]) if role in self._roles else OneMember(None)
+
+
+class Mute:
+    """A tokenizer of scored responses, which nobody decodes."""
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        raise AssertionError("recorded samples are scored")
+
+
 class LocalActor(ActorRole):
     """The actor without a job, which keeps the report of each optimizer step."""
 
     def __init__(self, run: Run, model: Any) -> None:
         self.run_settings, self.settings = run, run.actor
         self.device = next(model.parameters()).device
-        engine: Any = actor_module.make_engine(run.train, model, run.actor)
+        self.turns = Turns(leased=False)
+        engine: Any = make_engine(run.train, model, run.actor)
         self.engine, self.optimizer = engine, engine.optimizer
+        self.turns.add(TRAINING, wake=lambda: None, sleep=lambda: None)
         self.reports: list[Any] = []
-        inner = self.engine.train_step
+        inner = engine.train_step
 
         def train_step(*args: Any) -> Any:
             self.reports.append(inner(*args))
             return self.reports[-1]
 
-        self.engine.train_step = train_step  # type: ignore[method-assign]
+        engine.train_step = train_step
 
     def time_phases(self, synchronize: Callable[[], None]) -> dict[str, float]:
         """A dict to which each phase adds its seconds from now on."""
@@ -161,34 +179,31 @@ class LocalReference(ReferenceRole):
     """The reference without a job."""
 
     def __init__(self, run: Run, model: Any) -> None:
-        from rlmesh.rl.engines.training.packed import prepare
-
-        self.run_settings, self.model = run, model.eval()
-        self.device = next(model.parameters()).device
-        prepare(model)
+        self.run_settings, self.turns = run, Turns(leased=False)
+        self.policy = FrozenPolicy(model.eval(), run.rollout.temperature)
+        self.turns.add(REFERENCE, wake=lambda: None, sleep=lambda: None)
 
 
-class _OneMember:
-    """A group of one member in this process."""
+class OneMember:
+    """A group of one member in this process, or of none."""
 
     def __init__(self, member: Any) -> None:
         self._member = member
 
     def __len__(self) -> int:
-        return 1
+        return int(self._member is not None)
 
-    def __getitem__(self, place: int) -> _OneMember:
+    def options(self, **_: Any) -> OneMember:
         return self
 
-    def options(self, **_: Any) -> _OneMember:
-        return self
-
-    def call(self, method: str, *args: Any, _scatter: bool = False) -> _Done:
+    def call(self, method: str, *args: Any, _scatter: bool = False) -> Done:
         result = getattr(self._member, method)(*(arg[0] for arg in args) if _scatter else args)
-        return _Done([result] if _scatter else result)
+        return Done([result])
 
 
-class _Done:
+class Done:
+    """A result that is there."""
+
     def __init__(self, value: Any) -> None:
         self._value = value
 

@@ -52,7 +52,7 @@ SHAPES = {
     # That of examples/grpo_model.py, 0.34 million parameters.
     "0.34m": Shape(46, 128, 256, 2, 4, 4, False, 128, 8, 8, 6, 64),
     # The sizes of SmolLM2-135M.
-    "135m": Shape(49152, 576, 1536, 30, 9, 3, True, 4, 8, 64, 128, 8),
+    "135m": Shape(49152, 576, 1536, 30, 9, 3, True, 2, 8, 64, 96, 8),
     # The sizes of Qwen2.5-0.5B.
     "0.5b": Shape(151936, 896, 4864, 24, 14, 2, True, 16, 8, 512, 2048, 8),
 }

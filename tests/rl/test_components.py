@@ -58,7 +58,7 @@ def by_numpy(algorithm: Algorithm, batch: Evaluated, now: torch.Tensor, entropy:
     mask = batch.mask.numpy()
     name = {"ppo": "ppo_clip_loss"}.get(algorithm.policy_loss, f"{algorithm.policy_loss}_loss")
     loss = getattr(reference, name)(
-        now.numpy(), batch.log_probs.numpy(), weights.advantages.numpy(), mask, **algorithm.policy_options
+        now.numpy(), batch.given_log_probs.numpy(), weights.advantages.numpy(), mask, **algorithm.policy_options
     )[0]
     assert batch.ref_log_probs is not None
     kl = reference.kl_estimate(now.numpy(), batch.ref_log_probs.numpy(), mask, algorithm.divergence_estimator)

@@ -117,6 +117,10 @@ class GRPO(Algorithm):
         return frozenset(wanted)
 
     @property
+    def reads_log_probs(self) -> bool:
+        return self.correction is not None
+
+    @property
     def policy_options(self) -> Mapping[str, Any]:
         preset = PRESETS[self.loss]
         if preset.policy_loss == "sapo":
@@ -149,7 +153,7 @@ class GRPO(Algorithm):
             mask = mask & ~batch.cut_off.unsqueeze(1)
         weights, metrics = mask.double(), {}
         if isinstance(self.correction, Correction):
-            corrected = correct(batch.log_probs, batch.sampled_log_probs, mask, self.correction)
+            corrected = correct(batch.given_log_probs, batch.sampled_log_probs, mask, self.correction)
             metrics = {
                 "correction/weight_mean": float(corrected.weights.sum() / corrected.mask.sum().clamp(min=1)),
                 "correction/bounded": float(corrected.bounded.sum() / mask.sum().clamp(min=1)),

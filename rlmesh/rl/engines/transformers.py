@@ -231,7 +231,9 @@ class _Sink(ModuleSink):
 
     def flip(self, version: int) -> None:
         if self._missing:
-            raise WeightSyncError(f"no weights came for {len(self._missing)} tensors, such as {min(map(str, self._missing))}")
+            raise WeightSyncError(
+                f"no weights came for {len(self._missing)} tensors, such as {min(map(str, self._missing))}"
+            )
         super().flip(version)
 
 

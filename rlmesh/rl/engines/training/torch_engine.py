@@ -19,7 +19,7 @@ from rlmesh.rl.engines.training.protocol import TrainingOptions
 
 
 def make_adamw(model: nn.Module, options: TrainingOptions, *, fused: bool) -> torch.optim.AdamW:
-    """torch's AdamW over the trained parameters of a model. Norms and biases, weights of one dimension, do not decay."""
+    """AdamW over the trained parameters of a model. Norms and biases, the weights of one dimension, do not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
     if options.weight_decay:
