@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The counted steps of each side."""
     shape = SHAPES[args.shape]
     sides = [side for side in SIDES if args.only in (None, side)]
-    total = args.skip + args.steps
+    total, deadline = args.skip + args.steps, time.monotonic() + args.minutes * 60
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory(prefix="rlm-") as directory:
         gates, workers = {}, {}
@@ -53,6 +54,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 "token_budget": args.token_budget, "activation_checkpointing": args.activation_checkpointing,
             }  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the side that waits uses no core
             workers[side] = subprocess.Popen(
                 [sys.executable, str(ROOT / "benchmarks" / "post_training_step.py"), json.dumps(job)],
                 env=environment,
@@ -61,13 +63,14 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             )
         try:
             for step in range(total):
+                if time.monotonic() > deadline and found[sides[-1]]:
+                    break
                 for side in sides:
                     gates[side].open(step)
                     seen = gates[side].result(step, workers[side])
                     if step >= args.skip:
                         found[side].append(seen)
-                    if args.verbose:
-                        print(side, step, seen, flush=True)
+                    sys.stderr.write(f"{side} {step}: {seen['step_s']:.2f} s\n")
         except RuntimeError as error:
             for side in sides:
                 out = gates[side].folder / "out.txt"
@@ -85,19 +88,20 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def median(found: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(seen[name] for seen in found)
+    return float(statistics.median(seen[name] for seen in found))
 
 
 def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
     shape = SHAPES[args.shape]
-    batches = record(shape, args.skip + args.steps)[args.skip :]
+    steps = len(next(iter(found.values())))
+    batches = record(shape, args.skip + args.steps)[args.skip : args.skip + steps]
     tokens = statistics.median(batch.tokens for batch in batches)
     what = "end to end" if args.end_to_end else "training phase on recorded samples"
     print(
         f"{what}, shape {args.shape}: {shape.prompts} prompts of {shape.prompt_tokens} × {shape.samples} samples",
         end="",
     )
-    print(f", responses of at most {shape.response_tokens} tokens; {args.steps} steps of each side in turns")
+    print(f", responses of at most {shape.response_tokens} tokens; {steps} steps of each side in turns")
     first = next(iter(found.values()))[0]
     print(f"{first['machine']}, {args.threads} threads each, {first['dtypes']}")
     print(f"\n{'medians':32}" + "".join(f"{side:>12}" for side in found) + f"{'ratio':>9}")
@@ -151,6 +155,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SIDES, help="one side alone")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each side")
     parser.add_argument("--skip", type=int, default=1, help="steps before those")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further step after this time")
     parser.add_argument("--threads", type=int, default=2, help="of each side")
     parser.add_argument("--token-budget", type=int, default=8192, help="of a pack of rlmesh")
     parser.add_argument("--liger", action="store_true", help="TRL with use_liger_kernel")

@@ -140,7 +140,7 @@ def build_tokenizer(shape: Shape) -> Any:
     pad, end = special_ids(shape)
     words = {f"w{i}": i for i in range(pad)} | {"<pad>": pad, "<end>": end, "<unk>": shape.vocabulary - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[attr-defined]
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", padding_side="left"
     )

@@ -43,12 +43,12 @@ def test_tiles_give_the_values_and_gradients_of_the_plain_head(
     with mock.patch.object(head, "tile_columns", lambda *_: columns):
         chunked = chunked_log_probs(hidden, weight, tokens, bias=bias, temperature=temperature, chunk_tokens=chunk)
         terms = [term * up for term, up, use in zip(chunked, (up_log_probs, up_entropy), used, strict=True) if use]
-        got = torch.autograd.grad(sum(term.sum() for term in terms), inputs)
+        got = torch.autograd.grad([term.sum() for term in terms], inputs)
     expected = plain(hidden, weight, tokens, bias, temperature)
     for mine, theirs in zip(chunked, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
     whole = [term * up for term, up, use in zip(expected, (up_log_probs, up_entropy), used, strict=True) if use]
-    wanted = torch.autograd.grad(sum(term.sum() for term in whole), inputs)
+    wanted = torch.autograd.grad([term.sum() for term in whole], inputs)
     torch.testing.assert_close(got, wanted, atol=1e-9, rtol=1e-9)
 
 
@@ -66,7 +66,7 @@ def test_a_token_that_was_ruled_out_spoils_neither_entropy_nor_gradients(columns
     kept = torch.tensor([0, 1, 4])
     expected = plain(hidden, weight[kept], torch.arange(3), None, 1.0)
     torch.testing.assert_close(tuple(terms), expected)
-    torch.testing.assert_close(got, torch.autograd.grad(sum(term.sum() for term in expected), hidden))
+    torch.testing.assert_close(got, torch.autograd.grad([term.sum() for term in expected], hidden))
 
 
 def test_under_autocast_both_passes_compute_in_its_dtype() -> None:

@@ -6,14 +6,20 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from rlmesh.rl.algorithms import GRPO
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
+import post_training_rlmesh  # noqa: E402
 import trl_equality as equality  # noqa: E402
+from post_training_samples import record  # noqa: E402
+from post_training_trl import Settings, weights_of  # noqa: E402
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "trl_grpo.json").read_text())
 
@@ -44,7 +50,7 @@ def test_losses_norms_and_weights_are_those_recorded_of_trl(name: str) -> None:
 
 def test_the_training_that_is_compared_moves_the_weights_and_clips() -> None:
     """Equality of runs in which nothing happens proves nothing."""
-    before = equality.weights_of(equality.initial_model())
+    before = weights_of(equality.initial_model())
     track = equality.rlmesh_track(equality.CASES["grpo, two epochs"])
     moved = max(float((track[-1][1][name] - before[name]).abs().max()) for name in before)
     assert moved > 1000 * equality.GOAL
@@ -56,9 +62,45 @@ def test_the_training_that_is_compared_moves_the_weights_and_clips() -> None:
 def test_without_the_settings_of_trl_the_weights_differ() -> None:
     """The check is sensitive: another clip bound, or one more token in the divisor, is seen."""
     case = equality.CASES["dapo, clip-higher, two epochs"]
-    changed = equality.Settings(**{**vars(case), "clip_high": 0.2})
+    changed = Settings(**{**vars(case), "clip_high": 0.2})
     other = equality.differences(equality.rlmesh_track(changed), equality.rlmesh_track(case))
     assert max(weights for *_, weights in other) > 100 * equality.GOAL
+
+
+class ReadingGRPO(GRPO):
+    """As GRPO, with a forward pass before the step."""
+
+    @property
+    def reads_log_probs(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo, clip-higher, two epochs"])
+def test_a_forward_pass_before_the_step_changes_nothing(name: str) -> None:
+    """The first pass of the step gives the same log-probabilities, and all epochs have the same ratio."""
+    settings = equality.CASES[name]
+    track = equality.rlmesh_track(settings, 6)
+    with mock.patch.object(post_training_rlmesh, "GRPO", ReadingGRPO):
+        other = equality.rlmesh_track(settings, 6)
+    found = equality.differences(track, other)
+    assert max(loss for loss, *_ in found) < 1e-7
+    assert max(weights for *_, weights in found) < 1e-6
+
+
+def test_the_log_probs_of_an_update_are_those_before_it() -> None:
+    settings = equality.CASES["dapo, clip-higher, two epochs"]
+    model, shape = equality.initial_model(), equality.SHAPE
+    run = post_training_rlmesh.LocalRun(model, shape.samples, shape.response_tokens, settings, token_budget=120)
+    batch = record(shape, 1)[0]
+    packs, _ = run.trainer.evaluate(post_training_rlmesh.groups_of(batch))
+    (own,) = packs["actor"].by_rank
+    before = run.actor.log_probs(own)
+    run.step(batch)
+    taken = run.actor.first_log_probs()
+    after = run.actor.log_probs(own)
+    for one, two, three in zip(before, taken, after, strict=True):
+        assert one == pytest.approx(two, abs=1e-6)
+        assert abs(one - three).max() > 1e-3
 
 
 @pytest.mark.slow
