@@ -16,7 +16,7 @@ import pytest
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process import deadlines as deadlines_module
 from rlmesh.runtime.process.deadlines import Deadlines
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 STILL_S = clock.STILL_S + 0.5
 
