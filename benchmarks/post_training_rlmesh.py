@@ -10,16 +10,17 @@ import numpy as np
 from post_training_samples import Ids, RecordedBatch
 from post_training_trl import Settings, StepSeen
 
-from rlmesh.rl.algorithms import GRPO
+from rlmesh.rl.algorithms import GRPO, Algorithm
 from rlmesh.rl.drift import DriftAlarm, DriftLimits
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.rewards.scoring import Rewards
 from rlmesh.rl.roles.actor import ActorRole
+from rlmesh.rl.roles.critic import CriticRole
 from rlmesh.rl.roles.reference import REFERENCE, FrozenPolicy, ReferenceRole
-from rlmesh.rl.roles.trained import TRAINING, make_engine
+from rlmesh.rl.roles.trained import TRAINING, TrainedRole, make_engine
 from rlmesh.rl.roles.turns import Turns
 from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import ActorSettings
+from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings
 from rlmesh.rl.trainers.trainer import Trainer
 from rlmesh.rl.types import Episode, Group, Score, Turn
 
@@ -63,6 +64,8 @@ class LocalRun:
         model: trained in place.
         settings: shared with TRL.
         reference: the model before training, if the divergence has weight.
+        critic: a value model, trained in place with the same settings, if the algorithm needs one.
+        algorithm: ``None``: GRPO with the settings.
         token_budget: of a pack.
     """
 
@@ -74,24 +77,26 @@ class LocalRun:
         settings: Settings,
         *,
         reference: Any = None,
+        critic: Any = None,
+        algorithm: Algorithm | None = None,
         token_budget: int = 8192,
-        **actor: Any,
     ) -> None:
+        trained: dict[str, Any] = {
+            "lr": settings.lr, "weight_decay": settings.weight_decay, "max_grad_norm": settings.max_grad_norm,
+            "epochs": settings.epochs, "token_budget": token_budget, "threads": 0,
+            "activation_checkpointing": settings.activation_checkpointing,
+        }  # fmt: skip
         run = Run(
             model="", data=[], rewards=[Reward(_recorded, name="recorded")],
-            algorithm=algorithm_of(settings, samples, response_tokens),
-            actor=ActorSettings(
-                lr=settings.lr, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm,
-                epochs=settings.epochs, token_budget=token_budget, threads=0,
-                activation_checkpointing=settings.activation_checkpointing, **actor,
-            ),
+            algorithm=algorithm or algorithm_of(settings, samples, response_tokens),
+            actor=ActorSettings(**trained), critic=CriticSettings(**trained),
         )  # fmt: skip
-        self.actor = LocalActor(run, model)
-        for group in self.actor.optimizer.param_groups:
-            group["eps"] = settings.eps
+        self.actor = LocalActor(run, model, settings.eps)
         roles: dict[str, Any] = {"ACTOR": self.actor}
         if reference is not None:
             roles["REFERENCE"] = LocalReference(run, reference)
+        if critic is not None:
+            roles["CRITIC"] = self.critic = LocalCritic(run, critic, settings.eps)
         self.trainer = LocalTrainer(run, roles)
 
     def step(self, batch: RecordedBatch) -> list[StepSeen]:
@@ -126,15 +131,17 @@ class Mute:
         raise AssertionError("recorded samples are scored")
 
 
-class LocalActor(ActorRole):
-    """The actor without a job, which keeps the report of each optimizer step."""
+class LocalTrained(TrainedRole):
+    """A model in training without a job, which keeps the report of each optimizer step."""
 
-    def __init__(self, run: Run, model: Any) -> None:
-        self.run_settings, self.settings = run, run.actor
+    def __init__(self, run: Run, model: Any, eps: float) -> None:
+        self.run_settings, self.settings = run, getattr(run, self.section)
         self.device = next(model.parameters()).device
         self.turns = Turns(leased=False)
-        engine: Any = make_engine(run.train, model, run.actor)
-        self.engine, self.optimizer = engine, engine.optimizer
+        engine: Any = make_engine(run.train, model, self.settings)
+        self.engine = engine
+        for group in engine.optimizer.param_groups:
+            group["eps"] = eps
         self.turns.add(TRAINING, wake=lambda: None, sleep=lambda: None)
         self.reports: list[Any] = []
         inner = engine.train_step
@@ -144,6 +151,14 @@ class LocalActor(ActorRole):
             return self.reports[-1]
 
         engine.train_step = train_step
+
+
+class LocalCritic(LocalTrained, CriticRole):
+    """The critic without a job."""
+
+
+class LocalActor(LocalTrained, ActorRole):
+    """The actor without a job."""
 
     def time_phases(self, synchronize: Callable[[], None]) -> dict[str, float]:
         """A dict to which each phase adds its seconds from now on."""
