@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from post_training_reward import even
 from post_training_rlmesh import time_phases
 from post_training_samples import Shape, build_model, build_tokenizer, record, special_ids
 from post_training_step import Gate, about
@@ -121,12 +122,6 @@ def set_ends(model: Any, shape: Shape) -> None:
     ends = sorted({end, *range(0, shape.vocabulary - 3, max(shape.response_tokens // 3, 8))})
     model.config.eos_token_id = ends
     model.generation_config.eos_token_id = ends
-
-
-def even(response: str) -> float:
-    """The share of words with an even number: something that every response has."""
-    words = response.split()
-    return sum(word[-1] in "02468" for word in words) / max(len(words), 1)
 
 
 def whole_job(job: dict[str, Any], gate: Gate) -> None:

@@ -8,6 +8,7 @@ one tile exist at a time, in the forward pass and in the backward pass, which co
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +119,15 @@ def chunked_log_probs(
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     if size < 1:
         raise ValueError(f"chunk_tokens must be ≥ 1, got {size}")
-    return TokenTerms(*_ChunkedHead.apply(hidden, weight, bias, tokens, temperature, size))  # type: ignore[no-untyped-call]
+    kind, narrow = hidden.device.type, hidden.dtype
+    plain: AbstractContextManager[object] = nullcontext()
+    if kind in TILE_BYTES and torch.is_autocast_enabled(kind):
+        # The products have the dtype of autocast, also in the backward pass, and the reduction does not.
+        narrow = narrow if narrow == torch.float64 else torch.get_autocast_dtype(kind)
+        plain = torch.autocast(kind, enabled=False)
+    with plain:
+        found = _ChunkedHead.apply(hidden, weight, bias, tokens, temperature, size, narrow)  # type: ignore[no-untyped-call]
+    return TokenTerms(*found)
 
 
 def tile_columns(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> int:
@@ -133,10 +142,17 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, size: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        temperature: float,
+        size: int,
+        narrow: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        tiles = _Tiles(hidden, weight, bias, temperature, size)
+        tiles = _Tiles(hidden, weight, bias, temperature, size, narrow)
         count = len(tiles.columns)
         # Of each tile of the vocabulary: the log of its sum of exponentials, and the mean of its logits.
         sums, means = (hidden.new_empty(count, len(tokens), dtype=tiles.wide) for _ in range(2))
@@ -159,7 +175,7 @@ class _ChunkedHead(torch.autograd.Function):
         normalisers = sums.logsumexp(0) if count else chosen
         entropies = normalisers - torch.where(sums > -torch.inf, (sums - normalisers).exp() * means, 0.0).sum(0)
         ctx.save_for_backward(hidden, weight, bias, tokens, normalisers, entropies)
-        ctx.temperature, ctx.size, ctx.narrow = temperature, size, tiles.narrow
+        ctx.temperature, ctx.size, ctx.narrow = temperature, size, narrow
         return chosen - normalisers, entropies
 
     @staticmethod
@@ -201,7 +217,8 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight[columns] = 0.0 if total is None else total.to(weight.dtype)
             if grad_bias is not None:
                 grad_bias[columns] = 0.0 if total_bias is None else total_bias.to(grad_bias.dtype)
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+        given = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return given, grad_weight, grad_bias, None, None, None, None
 
 
 class _Tiles:
@@ -219,13 +236,11 @@ class _Tiles:
         bias: Tensor | None,
         temperature: float,
         size: int,
-        narrow: torch.dtype | None = None,
+        narrow: torch.dtype,
     ) -> None:
-        kind, tokens, vocabulary = hidden.device.type, len(hidden), len(weight)
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        self.narrow = narrow or (hidden.dtype if hidden.dtype == torch.float64 else autocast)
-        self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        step = tile_columns(min(tokens, size), vocabulary, self.wide, kind)
+        tokens, vocabulary = len(hidden), len(weight)
+        self.narrow, self.wide = narrow, torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        step = tile_columns(min(tokens, size), vocabulary, self.wide, hidden.device.type)
         self.rows = [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
         self.columns = [slice(at, min(at + step, vocabulary)) for at in range(0, vocabulary, step)]
         self._hidden, self._weight, self._bias, self._temperature = hidden, weight, bias, temperature
