@@ -182,8 +182,24 @@ def test_all_faults_are_reported_at_once() -> None:
 def test_roles_without_entry_point_are_refused() -> None:
     fails(DLJobBuilder().role("A").build, "role A: has no entry point: follow .role('A') with .run(...)")
     fails(DLJobBuilder().role("A").role("B").run(roles.Runner).build, "role A: has no entry point")
-    fails(RLJobBuilder().actor().build, "role ACTOR: entry_point: is missing: give a class")
+    fails(RLJobBuilder().actor(class_name="Actor").build, "role ACTOR: entry_point: is missing: give a class")
     fails(DLJobBuilder().run(roles.Runner).build, "run(): name the role first: .role('WORKER').run(...)")
+
+
+def test_rl_roles_without_a_class_are_the_built_in_ones() -> None:
+    job = (
+        RLJobBuilder().node_num(3).device_per_node(2).config({"model": "somewhere"})
+        .trainer().actor().total(2).per_node(1).rollout().total(2).per_node(1).reference().total(2).critic().build()
+    )  # fmt: skip
+    assert {role: workload.entry_point for role, workload in job.workloads.items()} == {
+        "TRAINER": "rlmesh.rl.trainers.trainer.Trainer",
+        "ACTOR": "rlmesh.rl.roles.actor.ActorRole",
+        "ROLLOUT": "rlmesh.rl.roles.rollout.RolloutRole",
+        "REFERENCE": "rlmesh.rl.roles.reference.ReferenceRole",
+        "CRITIC": "rlmesh.rl.roles.critic.CriticRole",
+    }  # fmt: skip
+    fails(RLJobBuilder().actor().rollout().build, "config: ACTOR, ROLLOUT without a class are built-in roles")
+    fails(RLJobBuilder().config({"c1": "v1"}).actor().build, "the configuration is dict")
 
 
 def test_role_names_are_unique_and_valid() -> None:

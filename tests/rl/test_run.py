@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from rlmesh.errors import UsageError
 from rlmesh.rl.algorithms import GRPO, PPO
 from rlmesh.rl.rewards import Reward
 from rlmesh.rl.trainers.run import Run
-from rlmesh.rl.trainers.settings import ActorSettings, RolloutSettings, apply_overrides
+from rlmesh.rl.trainers.settings import ActorSettings, CriticSettings, RolloutSettings, apply_overrides
 from tests.rl import run_job
 from tests.rl.run_job import ROWS, is_a
 
@@ -40,9 +43,45 @@ def test_all_faults_of_the_settings_come_in_one_message() -> None:
         assert fault in text
 
 
-def test_an_algorithm_that_needs_a_critic_is_refused() -> None:
-    with pytest.raises(UsageError, match="PPO needs a critic, which Run does not start yet"):
-        Run(**settings(algorithm=PPO()))
+def test_an_algorithm_that_needs_a_critic_gets_one() -> None:
+    assert Run(**settings(algorithm=PPO())).critic.lr == 1e-5
+    with pytest.raises(UsageError, match=r"critic\.lr=-1\.0 must be"):
+        Run(**settings(algorithm=PPO(), critic=CriticSettings(lr=-1.0)))
+
+
+@dataclass(frozen=True)
+class Taught(GRPO):
+    @property
+    def needs(self) -> frozenset[Any]:
+        return frozenset(["teacher"])
+
+
+def test_an_input_that_no_role_gives_is_refused() -> None:
+    with pytest.raises(UsageError, match="Taught needs teacher, which no role gives: there is critic, greedy, refer"):
+        Run(**settings(algorithm=Taught()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "placed"),
+    [
+        ({}, "separate"),
+        ({"devices_per_node": 1}, "shared"),
+        ({"devices_per_node": 2}, "separate"),
+        ({"devices_per_node": 2, "algorithm": PPO()}, "shared"),
+        ({"devices_per_node": 2, "nodes": 2, "algorithm": PPO(kl=0.1)}, "separate"),
+        ({"devices_per_node": 8, "placement": "shared"}, "shared"),
+        ({"devices_per_node": 1, "placement": "fused"}, "fused"),
+    ],
+)
+def test_roles_share_devices_if_there_are_too_few(changes: dict[str, Any], placed: str) -> None:
+    assert Run(**settings(**changes)).placed == placed
+
+
+def test_a_placement_that_cannot_be_is_told() -> None:
+    with pytest.raises(UsageError, match=r"rollout\.engines=2 must be actor\.ranks=1"):
+        Run(**settings(placement="fused", rollout=RolloutSettings(engines=2)))
+    with pytest.raises(UsageError, match="placement='same' must be one of 'auto', 'separate'"):
+        Run(**settings(placement="same"))
 
 
 def test_overrides_change_settings_and_sections() -> None:
@@ -77,30 +116,6 @@ def test_overrides_that_are_wrong_name_the_right_key(override: str, said: str) -
 def test_from_args_reads_the_command_line() -> None:
     run = Run.from_args(["--set", "steps=3", "--set", "actor.lr=0.5"], **settings())
     assert (run.steps, run.actor.lr) == (3, 0.5)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two layers and its tokenizer of letters."""
-    pytest.importorskip("transformers")
-    import torch
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny")
-    words = ["<pad>", "<end>", *"abcdefgh", ">"]
-    tokenizer = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def small(tiny: Path, **changes: Any) -> Run:
@@ -186,23 +201,90 @@ def test_a_run_learns_and_leaves_its_policy(tiny: Path, tmp_path: Path, monkeypa
     assert text.count("a") >= 2, text
 
 
-def curve(tiny: Path, folder: Path, *options: str) -> dict[int, float]:
-    """The mean reward of each step of ``run_job.py``, launched with these options."""
+def launched(script: str, folder: Path, *arguments: str, options: Sequence[str] = ()) -> Path:
+    """The run directory of a script's job, launched with these options."""
     folder.mkdir()
     command = [sys.executable, "-m", "rlmesh.cli.main", "launch", "--view", "plain", "--run-dir", "run", *options]
     done = subprocess.run(
-        [*command, run_job.__file__, str(tiny)], cwd=folder, capture_output=True, text=True, timeout=240,
+        [*command, script, *arguments], cwd=folder, capture_output=True, text=True, timeout=240,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return {step: metrics["reward_mean"] for step, metrics in reported(folder / "run").items()}
+    return folder / "run"
+
+
+def curve(
+    tiny: Path, folder: Path, algorithm: str, placement: str, *options: str, devices: int = 0
+) -> dict[int, float]:
+    """The mean reward of each step of ``run_job.py``."""
+    run_dir = launched(run_job.__file__, folder, str(tiny), algorithm, placement, str(devices), options=options)
+    return {step: metrics["reward_mean"] for step, metrics in reported(run_dir).items()}
+
+
+@pytest.fixture(scope="module")
+def calm(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, float]]:
+    """Gives the undisturbed curve of an algorithm, with a process for each role."""
+
+    @cache
+    def run(algorithm: str) -> dict[int, float]:
+        return curve(tiny, tmp_path_factory.mktemp("calm") / algorithm, algorithm, "separate")
+
+    return run
+
+
+Curves = Callable[[str], dict[int, float]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["ACTOR:0", "ROLLOUT:0", "TRAINER:0"])
-def test_a_killed_member_costs_steps_and_changes_nothing(tiny: Path, tmp_path: Path, target: str) -> None:
-    calm = curve(tiny, tmp_path / "calm")
-    killed = curve(tiny, tmp_path / "killed", "--chaos", f"{target}@step=5")
-    assert sorted(calm) == sorted(killed) == list(range(1, 9))
+@pytest.mark.parametrize(
+    ("algorithm", "placement", "target"),
+    [
+        ("grpo", "separate", "ACTOR:0"),
+        ("grpo", "separate", "ROLLOUT:0"),
+        ("grpo", "separate", "TRAINER:0"),
+        ("ppo", "separate", "ACTOR:0"),
+        ("ppo", "separate", "CRITIC:0"),
+        ("ppo", "separate", "ROLLOUT:0"),
+        ("ppo", "separate", "TRAINER:0"),
+        ("ppo", "shared", "ACTOR:0"),
+        ("ppo", "shared", "CRITIC:0"),
+        ("ppo", "shared", "ROLLOUT:0"),
+        ("ppo", "shared", "TRAINER:0"),
+        ("ppo", "fused", "ACTOR:0"),
+    ],
+)
+def test_a_killed_member_costs_steps_and_changes_nothing(
+    tiny: Path, tmp_path: Path, calm: Curves, algorithm: str, placement: str, target: str
+) -> None:
+    killed = curve(tiny, tmp_path / "killed", algorithm, placement, "--chaos", f"{target}@step=5")
+    assert sorted(calm(algorithm)) == sorted(killed) == list(range(1, 9))
     # Sampling and training are functions of the step, so the curve goes on as if nothing had happened.
-    assert killed == pytest.approx(calm, abs=1e-6)
+    assert killed == pytest.approx(calm(algorithm), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_run_in_one_process_gives_the_numbers_of_the_job(
+    tiny: Path, tmp_path: Path, calm: Curves, algorithm: str
+) -> None:
+    result = run_job.make(str(tiny), algorithm, "auto").here(run_dir=tmp_path / "here")
+    found = {step: metrics["reward_mean"] for step, metrics in reported(result.run_dir).items()}
+    assert found == pytest.approx(calm(algorithm), abs=1e-6)
+    assert found[8] > found[1] + 0.2
+    assert (result.model / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_greedy_response_is_the_baseline_of_remax(tiny: Path, tmp_path: Path) -> None:
+    run = replace(run_job.make(str(tiny), "grpo", "auto"), algorithm=GRPO(samples=4, advantage="remax"), steps=10)
+    steps = reported(run.here(run_dir=tmp_path / "here").run_dir)
+    assert steps[10]["reward_mean"] > steps[1]["reward_mean"] + 0.2
+
+
+@pytest.mark.slow
+def test_a_run_in_one_process_goes_on_from_its_checkpoint(tiny: Path, tmp_path: Path, calm: Curves) -> None:
+    run_dir = tmp_path / "here"
+    replace(run_job.make(str(tiny), "ppo", "auto"), steps=5).here(run_dir=run_dir)
+    result = run_job.make(str(tiny), "ppo", "auto").here(run_dir=run_dir)
+    found = {step: metrics["reward_mean"] for step, metrics in reported(result.run_dir).items()}
+    assert found == pytest.approx(calm("ppo"), abs=1e-6)

@@ -94,10 +94,10 @@ def test_the_log_probs_of_an_update_are_those_before_it() -> None:
     batch = record(shape, 1)[0]
     packs, _ = run.trainer.evaluate(post_training_rlmesh.groups_of(batch))
     (own,) = packs["actor"].by_rank
-    before = run.actor.log_probs(own)
+    before = run.actor.log_probs(own, 0)
     run.step(batch)
     taken = run.actor.first_log_probs()
-    after = run.actor.log_probs(own)
+    after = run.actor.log_probs(own, 1)
     for one, two, three in zip(before, taken, after, strict=True):
         assert one == pytest.approx(two, abs=1e-6)
         assert abs(one - three).max() > 1e-3

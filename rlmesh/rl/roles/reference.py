@@ -15,7 +15,7 @@ from rlmesh.rl.engines.training.offload import Offloaded, own_memory
 from rlmesh.rl.engines.training.packed import PackedInputs, prepare
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, run_settings
-from rlmesh.rl.roles.turns import TakesTurns, Turns
+from rlmesh.rl.roles.turns import TakesTurns
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
@@ -64,7 +64,7 @@ class ReferenceRole(TakesTurns):
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
         self.device = choose_device(self.run_settings.actor.threads)
-        self.turns = Turns.here()
+        self.turns = self.make_turns()
         with self.turns.lease():
             self.policy = FrozenPolicy(self.make_model(), self.run_settings.rollout.temperature)
             self.turns.add(REFERENCE, wake=self.policy.wake, sleep=self.policy.sleep)

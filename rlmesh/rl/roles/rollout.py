@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh import ReceivesWeights, current_worker, rpc
 from rlmesh.rl.engines.rollout import RolloutEngine, Sample, SamplingParams
 from rlmesh.rl.roles.defaults import choose_device, run_settings
-from rlmesh.rl.roles.turns import TakesTurns, Turns
+from rlmesh.rl.roles.turns import TakesTurns
 
 if TYPE_CHECKING:
     from rlmesh.rl.trainers.run import Run
@@ -29,7 +29,7 @@ class RolloutRole(TakesTurns, ReceivesWeights):
     def setup(self) -> None:
         self.run_settings: Run = run_settings()
         self.rank = current_worker().rank
-        self.turns = Turns.here()
+        self.turns = self.make_turns()
         with self.turns.lease():
             self.engine = self.make_engine()
             # Every sleep is followed by a push before the next sample: nothing is worth keeping.

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlmesh import current_worker, rpc
-from rlmesh.errors import UsageError
+from rlmesh.errors import SourceRestarted, UsageError
 from rlmesh.rl.algorithms.protocol import Normalisers
 from rlmesh.rl.components import Columns
 from rlmesh.rl.engines.training.packed import PackedBatch
 from rlmesh.rl.engines.training.protocol import StepReport, TrainingEngine, TrainingOptions
 from rlmesh.rl.packing import Pack
 from rlmesh.rl.roles.defaults import choose_device, run_settings
-from rlmesh.rl.roles.turns import TakesTurns, Turns
+from rlmesh.rl.roles.turns import TakesTurns
 from rlmesh.rl.trainers.progress import Progress, checkpoint_folder
 from rlmesh.rl.trainers.settings import ActorSettings
 
@@ -64,7 +64,7 @@ class TrainedRole(TakesTurns):
         self.own_group = not dist.is_initialized()
         if self.own_group:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        self.turns = Turns.here()
+        self.turns = self.make_turns()
         with self.turns.lease():
             self.make_parts()
             self.restore(Progress.read(self.run_dir).saved)
@@ -110,6 +110,17 @@ class TrainedRole(TakesTurns):
         """The number of steps of the run that these weights have seen."""
         return self.engine.steps // self.settings.epochs
 
+    def require(self, version: int) -> None:
+        """Refuse to go on with the weights of another step: a role that restarts between two calls has lost steps.
+
+        Raises:
+            SourceRestarted: the weights have seen another number of steps of the run.
+        """
+        if self.version != version:
+            raise SourceRestarted(
+                f"{current_worker().name} has the weights of step {self.version}, not of step {version}: it restarted"
+            )
+
     @rpc
     def finished_steps(self) -> int:
         """The number of steps of the run that these weights have seen."""
@@ -132,8 +143,9 @@ class TrainedRole(TakesTurns):
                 self.engine = make_engine(self.run_settings.train, self.make_model(), self.settings)
 
     @rpc
-    def save(self) -> None:
-        """Write a checkpoint of the finished step, and return once it is complete on all ranks."""
+    def save(self, version: int) -> None:
+        """Write a checkpoint of a finished step, and return once it is complete on all ranks."""
+        self.require(version)
         with self.turns.turn(TRAINING):
             self.engine.save(checkpoint_folder(self.run_dir, self.version) / self.section).result()
 

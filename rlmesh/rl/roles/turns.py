@@ -81,6 +81,10 @@ class TakesTurns:
 
     turns: Turns
 
+    def make_turns(self) -> Turns:
+        """The turns of this member. Override to watch them."""
+        return Turns.here()
+
     @rpc
     def shares_devices(self) -> bool:
         """True if other roles use this member's devices."""

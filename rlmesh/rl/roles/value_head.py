@@ -64,10 +64,11 @@ class ValueModel(nn.Module):
         """Values before each token is sampled: of a pack's targets, ``[targets]``; else after each token of a padded
         batch, ``[batch, time, 1]``."""
         if packed is not None:
-            return packed_values(self.backbone, self.head, packed)
+            # FSDP2 warns of outputs that are views.
+            return packed_values(self.backbone, self.head, packed).clone()
         output: Any = self.backbone(input_ids, attention_mask, position_ids, use_cache=False)
         values: Tensor = self.head(output.last_hidden_state)
-        return values
+        return values.clone()
 
 
 def value_model(model: str) -> ValueModel:
