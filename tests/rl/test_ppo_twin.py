@@ -81,21 +81,17 @@ class Twin:
     def step(self, batch: RecordedBatch) -> list[tuple[float, float]]:
         """Two epochs; the losses of policy and critic in each."""
         rewards = [reward for group in batch.rewards for reward in group]
-        found, old = [], None
+        lengths = [len(response) for group in batch.responses for response in group]
+        mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        scores = np.zeros(mask.shape)
+        scores[np.arange(len(lengths)), np.array(lengths) - 1] = rewards
+        old = tuple(map(matrix, self.rows(batch)))
+        advantages, returns = reference.gae(scores, old[1], mask, gamma=PPO_SETTINGS.gamma, lam=PPO_SETTINGS.lam)
+        advantages = reference.masked_whiten(advantages, mask)
+        found = []
         for _ in range(SETTINGS.epochs):
             log_probs, values = self.rows(batch)
             now, value = matrix(log_probs), matrix(values)
-            if old is None:
-                lengths = [len(row) for row in log_probs]
-                mask = np.arange(now.shape[1]) < np.array(lengths)[:, None]
-                per_token = np.zeros(now.shape)
-                for row, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
-                    per_token[row, length - 1] = reward
-                advantages, returns = reference.gae(
-                    per_token, value, mask, gamma=PPO_SETTINGS.gamma, lam=PPO_SETTINGS.lam
-                )
-                advantages = reference.masked_whiten(advantages, mask)
-                old = now, value
             loss, ratio, clipped = reference.ppo_clip_loss(now, old[0], advantages, mask)
             value_loss, _ = reference.value_clip_loss(value, old[1], returns, mask, clip=PPO_SETTINGS.value_clip)
             tokens = mask.sum()
@@ -123,7 +119,7 @@ def test_losses_and_weights_are_those_of_the_numpy_twin() -> None:
     policy, shape = equality.initial_model(), equality.SHAPE
     critic = ValueModel(deepcopy(policy).model)
     with torch.no_grad():
-        critic.head.weight.copy_(torch.linspace(-0.1, 0.1, shape.width).unsqueeze(0))
+        critic.head.get_parameter("weight").copy_(torch.linspace(-0.1, 0.1, shape.width).unsqueeze(0))
     first = {name: value.detach().clone() for name, value in critic.named_parameters()}
     twin = Twin(policy, critic)
     run = LocalRun(
