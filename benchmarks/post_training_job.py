@@ -70,8 +70,8 @@ class MeasuredTrainer(Trainer):
             return call
 
         own: Any = self
-        rewards: Any = self.rewards
-        own.publish, rewards.score = timed("push", type(self).publish.__get__(self)), timed("scoring", self.score)
+        for name, method in (("push", Trainer.publish), ("scoring", Trainer.score)):
+            setattr(own, method.__name__, timed(name, method.__get__(self)))
         for role in (self.actor, self.engines):
             role.call("take_spent").result()
         began = time.perf_counter()
@@ -84,9 +84,6 @@ class MeasuredTrainer(Trainer):
             "step_s": spent, "phases": phases, "generate_s": phases["sampling"], "samples_per_s": rows / spent,
             "response_tokens": self.last["response_tokens"] * rows,
         }  # fmt: skip
-
-    def score(self, groups: Any) -> Any:
-        return type(self.rewards).score(self.rewards, groups)
 
 
 class MeasuredActor(ActorRole):
