@@ -26,7 +26,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future as PlainFuture
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -35,8 +34,9 @@ from rlmesh.job.context import current_worker
 from rlmesh.runtime.argument_types import require_number
 from rlmesh.runtime.connections.address_book import AddressBook, member_name
 from rlmesh.runtime.default_runtime import default_runtime
+from rlmesh.runtime.future import Future
 from rlmesh.runtime.group import RoleGroup
-from rlmesh.runtime.handle import MemberHandle
+from rlmesh.runtime.handle import CallOptions
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.protocols import WeightSink, WeightSource
@@ -56,14 +56,12 @@ Incarnations = Mapping[str, int]
 def commander(runtime: Runtime) -> Command:
     """A `Command` that calls members through ``runtime``."""
 
-    @lru_cache(maxsize=1024)
-    def handle(member: str, incarnation: int, timeout_s: float) -> MemberHandle[Any]:
-        return MemberHandle[Any](runtime.outbound, member, incarnation=incarnation).options(timeout_s=timeout_s)
+    options = lru_cache(maxsize=64)(lambda timeout_s: CallOptions().changed(timeout_s=timeout_s))
 
     def command(
         member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
-    ) -> PlainFuture[Any]:
-        return handle(member, incarnation, timeout_s).call(method, *args)
+    ) -> Future[Any]:
+        return runtime.outbound.submit(member, method, args, {}, options(timeout_s), None, incarnation)
 
     return command
 
@@ -337,10 +335,10 @@ class LocalSource(SendsWeights):
 
     def command(
         self, member: str, method: str, *args: Any, timeout_s: float, incarnation: int = ANY_INCARNATION
-    ) -> PlainFuture[Any]:
-        future: PlainFuture[Any] = PlainFuture()
+    ) -> Future[Any]:
+        future: Future[Any] = Future()
         try:
-            future.set_result(getattr(self, method)(*args))
+            future.end(getattr(self, method)(*args), None)
         except Exception as error:
-            future.set_exception(error)
+            future.end(None, error)
         return future

@@ -384,7 +384,7 @@ class Calls:
             peers.dead[name, info.incarnation] = info
         # To the error, or to the process that takes the member's place.
         self._route_again([call for call in self.parked.values() if call.name == name])
-        member = peers.book.find_name(name) if peers.book is not None else None
+        member = peers.book.by_name.get(name) if peers.book is not None else None
         replaced = member is not None and member.incarnation > info.incarnation
         reason = how_it_ended(info) + ("; it is being restarted" if replaced else "")
         for peer in [*peers.by_endpoint.values(), *peers.orphans.values()]:

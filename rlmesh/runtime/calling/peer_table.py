@@ -90,7 +90,7 @@ class PeerTable:
         if call.pinned:
             return call.endpoint in self.lost
         book = self.book
-        member = book.find_name(call.name) if book is not None else None
+        member = book.by_name.get(call.name) if book is not None else None
         if member is None or member.endpoint is None or (call.name, member.incarnation) in self.dead:
             return True
         if member.endpoint in self.lost or (call.wanted != ANY_INCARNATION and call.wanted != member.incarnation):
@@ -132,7 +132,7 @@ class PeerTable:
         return member.endpoint
 
     def _find(self, name: str) -> MemberAddress | None:
-        return self.book.find_name(name) if self.book is not None else None
+        return self.book.by_name.get(name) if self.book is not None else None
 
     # Groups that restart together.
 

@@ -20,7 +20,7 @@ from rlmesh.runtime.connections.transports import Transports
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
 from rlmesh.runtime.serving.dispatch import Dispatcher
-from rlmesh.runtime.serving.reply_backlog import CHECK_S, is_large
+from rlmesh.runtime.serving.reply_backlog import CHECK_S, LARGE_BYTES
 from rlmesh.runtime.transport.base import Link, Rejection
 from rlmesh.runtime.transport.stream import StreamLink
 from rlmesh.wire.envelope import (
@@ -92,8 +92,10 @@ class Inbound:
                 for header, payload in unpack(channel.unseal(frames)):
                     self.bulk.on_carried(channel, header, payload)
                 return
-            self._dispatcher.defer_starts()
-            for header, payload in unpack(frames, partial(self._shm.open_refs, channel=channel)):
+            messages = unpack(frames, partial(self._shm.open_refs, channel=channel))
+            if len(messages) > 1:
+                self._dispatcher.defer_starts()
+            for header, payload in messages:
                 if channel.bulk_receiver is not None and channel.bulk_receiver.holds(header, payload):
                     continue
                 self._on_message(channel, link, header, payload, run_queue_ns)
@@ -103,13 +105,14 @@ class Inbound:
             # One message must never stop the transport from reading the next ones.
             logger.exception("%s failed on a packet from %s", self._name, channel.peer_name)
         finally:
-            self._dispatcher.start_deferred()
+            if self._dispatcher.starting is not None:
+                self._dispatcher.start_deferred()
 
     def _on_message(self, channel: Channel, link: Link, header: Any, payload: Frames, run_queue_ns: int) -> None:
         kind = type(header)
         if kind is Reply:
             self._calls.on_reply(link, header, payload)
-            if is_large(payload):
+            if len(payload) != 1 or len(payload[0]) >= LARGE_BYTES:  # Others are not counted.
                 self._report_taken(channel, payload)
         elif kind is Call:
             self._dispatcher.on_call(channel, header, payload, run_queue_ns)
@@ -122,7 +125,7 @@ class Inbound:
             self._shm.on_releases(channel, header)
         elif kind is Item:
             self._calls.on_item(link, header, payload)
-            if is_large(payload):
+            if len(payload) != 1 or len(payload[0]) >= LARGE_BYTES:
                 self._report_taken(channel, payload)
         elif kind is TakenReplies:
             for incoming in channel.backlog.on_taken(header.total):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rlmesh.errors import WeightSyncError
@@ -18,11 +19,10 @@ from rlmesh.weights.channels.base import ChannelReceiver, RouteSettings, open_re
 from rlmesh.weights.planning.buckets import Bucket, join_all
 from rlmesh.weights.planning.device_location import location_of
 from rlmesh.weights.planning.plan import Channel
-from rlmesh.weights.planning.sink_state import SinkState
 from rlmesh.weights.planning.source_state import LastCommit
 from rlmesh.weights.protocols import SINK, OpenSink, WeightSink, check_end
-from rlmesh.weights.transfer.staging import BucketCheck, stage_pieces
-from rlmesh.weights.version_gate import VersionGate
+from rlmesh.weights.sink_state import SinkState, VersionGate
+from rlmesh.weights.transfer.tensor_bytes import BucketCheck, stage_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class _IncomingRoute:
     next_command: tuple[int, int] = (0, 0)
     positions: dict[int, int] = field(default_factory=dict)
     joined: dict[tuple[int, int], tuple[Bucket, range]] = field(default_factory=dict)
+    checks: dict[tuple[int, int], BucketCheck] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.positions = {bucket.index: position for position, bucket in enumerate(self.buckets)}
@@ -215,20 +216,26 @@ class Receiver:
         if self.state.push != push or self.state.phase != "staging":
             self._begin(session, push, version, flip_s)
         bucket, numbers = route.run_of(*buckets)
-        self._tap("stage", *buckets)
+        if self.tap is not None:
+            self._tap("stage", *buckets)
         self._take(route, bucket, payload, checksums)
         route.channel.done()
         self.state = self.state.add(push, *numbers)
-        self._tap("staged", *buckets)
+        if self.tap is not None:
+            self._tap("staged", *buckets)
 
     def _take(self, route: _IncomingRoute, bucket: Bucket, payload: Any, checksums: Sequence[int]) -> None:
         """Take, verify and stage a bucket. No reference to its pieces may be left when ``done`` is called."""
-        channel = route.channel
+        channel, run = route.channel, (bucket.index, bucket.count)
         pieces = channel.take(bucket, payload, route.settings.timeout_s)
-        check = None
-        if route.settings.verify:
-            check = BucketCheck(bucket, pieces, lambda: channel.checksums(checksums), route.share)
-        stage_pieces(self.sink, self._open_sink, bucket, pieces, keep=channel.keeps, check=check, ready=channel.ready)
+        check = route.checks.get(run) if route.settings.verify else None
+        if route.settings.verify and check is None:
+            check = route.checks[run] = BucketCheck(bucket, pieces, route.share)
+        stage_pieces(
+            self.sink, self._open_sink, bucket, pieces, keep=channel.keeps, check=check,
+            sent=partial(channel.checksums, checksums) if channel.late else checksums,
+            ready=channel.ready if channel.late else None,
+        )  # fmt: skip
 
     def _tap(self, step: str, bucket: int = -1, count: int = 1) -> None:
         if self.tap is not None:
