@@ -14,9 +14,9 @@ from concurrent.futures._base import PENDING as PENDING
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlmesh.errors import CallCancelled, UsageError, WouldDeadlock
+from rlmesh.runtime.calling.call_stats import own_run_queue_ns
 from rlmesh.runtime.calling.unretrieved import SharedReport, UnretrievedError
 from rlmesh.runtime.process import forked
-from rlmesh.runtime.process.scheduling_delay import own_run_queue_ns
 
 if TYPE_CHECKING:
     from rlmesh.runtime.calling.future_arguments import StoredResult

@@ -16,6 +16,7 @@ from rlmesh.errors import MethodNotFound, UsageError
 from rlmesh.runtime.activity import RuntimeActivity
 from rlmesh.runtime.argument_types import require
 from rlmesh.runtime.calling.busy_poll import BusyPoll
+from rlmesh.runtime.calling.call_stats import RunQueueMeter, own_run_queue_since_last_ns
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.outbound import Outbound
 from rlmesh.runtime.connections.address_book import AddressBook, MemberExit
@@ -31,7 +32,6 @@ from rlmesh.runtime.future import register_loop_thread, unregister_loop_thread
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.process import forked
 from rlmesh.runtime.process.loops import LoopThread, Posts, with_threads
-from rlmesh.runtime.process.scheduling_delay import RunQueueMeter, own_run_queue_since_last_ns
 from rlmesh.runtime.rpc import exported, exported_functions
 from rlmesh.runtime.serving.activity_board import Board
 from rlmesh.runtime.serving.dispatch import Dispatcher

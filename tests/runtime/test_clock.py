@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from rlmesh.runtime.calling.pending import Deadlines
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process import deadlines as deadlines_module
-from rlmesh.runtime.process.deadlines import Deadlines
 from tests.stalls import HANG_S
 
 STILL_S = clock.STILL_S + 0.5

@@ -17,7 +17,7 @@ from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import CallOptions
-from rlmesh.runtime.serving.call_context import CallContext, current_call, served_call
+from rlmesh.runtime.serving.incoming import CallContext, current_call, served_call
 from rlmesh.runtime.serving.result_store import FETCH, ResultStore
 from rlmesh.wire import codec
 from rlmesh.wire.envelope import ANY_INCARNATION, WINDOW_SHIFT, Buffer, Flag

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from rlmesh.errors import AuthenticationFailed, MalformedFrame, WireError
+from rlmesh.runtime.calling.call_stats import own_run_queue_since_last_ns
 from rlmesh.runtime.calling.calls import Calls
 from rlmesh.runtime.calling.peer_connections import CONNECT_TIMEOUT_S
 from rlmesh.runtime.connections.bulk_channels import BulkChannels
@@ -18,7 +19,6 @@ from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.connections.shm_transfer import ShmTransfer
 from rlmesh.runtime.connections.transports import Transports
 from rlmesh.runtime.process import clock
-from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
 from rlmesh.runtime.serving.dispatch import Dispatcher
 from rlmesh.runtime.serving.reply_backlog import CHECK_S, LARGE_BYTES
 from rlmesh.runtime.transport.base import Link, Rejection

@@ -22,17 +22,16 @@ from rlmesh.errors import (
     StaleIncarnation,
     WouldDeadlock,
 )
+from rlmesh.runtime.calling.call_stats import own_run_queue_since_last_ns
 from rlmesh.runtime.connections.address_book import split_name
 from rlmesh.runtime.connections.channel import Channel
 from rlmesh.runtime.future import Future
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.forked import end_child
-from rlmesh.runtime.process.scheduling_delay import own_run_queue_since_last_ns
 from rlmesh.runtime.sequence import FutureSequence
 from rlmesh.runtime.serving.activity_board import DEF, Board
-from rlmesh.runtime.serving.call_context import InContext, current_call
-from rlmesh.runtime.serving.coroutines import await_elsewhere, cancel_task
-from rlmesh.runtime.serving.incoming import IncomingCall
+from rlmesh.runtime.serving.coroutines import InContext, await_elsewhere, cancel_task
+from rlmesh.runtime.serving.incoming import IncomingCall, current_call
 from rlmesh.runtime.serving.reply_backlog import LARGE_BYTES, LIMIT_BYTES
 from rlmesh.runtime.serving.result_store import FETCH, KEEP_BYTES, ResultStore
 from rlmesh.runtime.serving.served_objects import Method, Served
