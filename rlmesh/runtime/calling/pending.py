@@ -19,12 +19,12 @@ from rlmesh.runtime.calling.call_stats import CallGroup, CallRecorder, RunQueueM
 from rlmesh.runtime.calling.peer_status import Waiting
 from rlmesh.runtime.connections.address_book import MemberExit, split_name
 from rlmesh.runtime.connections.channel import Channel, turn_loops
-from rlmesh.runtime.future import Future
+from rlmesh.runtime.future import Future, StoredValue
 from rlmesh.runtime.process import clock
 from rlmesh.wire.envelope import ANY_INCARNATION, Flag, Frames
 
 if TYPE_CHECKING:
-    from rlmesh.runtime.calling.future_arguments import PassedArguments, Payload, StoredResult
+    from rlmesh.runtime.calling.future_arguments import PassedArguments, Payload
 
 LOOP_MEMORY_NS = 1_000_000_000
 """A call that failed, or a notification that was sent, longer ago than this belongs to no loop that still runs."""
@@ -94,7 +94,7 @@ class PendingCall:
     """Receives the items of a stream."""
     passed: PassedArguments | None = None
     """The futures among the arguments, until all of them have ended."""
-    stored: Sequence[StoredResult] = ()
+    stored: Sequence[StoredValue] = ()
     """Results that their producers must keep until this call is over."""
     cohort: Cohort | None = None
     """The call to several ranks of an elastic role that this call is a part of."""
