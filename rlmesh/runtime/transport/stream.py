@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _MAGIC = b"RLM1"
 _HEAD = struct.Struct("<4sI")
+_ONLY_BYTES = frozenset({bytes})
 _BUFFER_BYTES = 1 << 18
 _STRANGERS_BUFFER_BYTES = 1 << 12
 _JOIN_BYTES = 1 << 16
@@ -357,7 +358,10 @@ class StreamLink:
 
 def _parts(frames: Frames) -> list[memoryview]:
     """The packet's bytes, with small frames joined and large frames unchanged."""
-    sizes = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
+    if _ONLY_BYTES.issuperset(map(type, frames)):
+        sizes = list(map(len, frames))
+    else:
+        sizes = [memoryview(frame).nbytes for frame in frames]
     head = _HEAD.pack(_MAGIC, len(frames)) + struct.pack(f"<{len(frames)}Q", *sizes)
     if sum(sizes) <= _JOIN_BYTES:
         return [memoryview(b"".join((head, *frames)))]
