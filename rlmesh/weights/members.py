@@ -39,8 +39,10 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.handle import CallOptions
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from rlmesh.weights.planning.buckets import Bucket
+from rlmesh.weights.planning.plan import Participant
 from rlmesh.weights.protocols import WeightSink, WeightSource
-from rlmesh.weights.transfer.delivery import Command
+from rlmesh.weights.transfer.delivery import Command, DeliveryFailure
 from rlmesh.weights.transfer.receiver import Receiver, Tap
 from rlmesh.weights.transfer.sender import OpenedRoute, RouteStart, Sender, SenderOrigin
 from rlmesh.wire.envelope import ANY_INCARNATION
@@ -122,7 +124,7 @@ class ReceivesWeights:
     # Commands; the receiver runs one at a time, in order.
 
     @rpc(concurrent=CONCURRENT)
-    def weights_sink_describe(self) -> dict[str, Any]:
+    def weights_sink_describe(self) -> Participant:
         return self.weights.describe()
 
     @rpc(concurrent=CONCURRENT)
@@ -130,7 +132,7 @@ class ReceivesWeights:
         return self.weights.has(session)
 
     @rpc(concurrent=CONCURRENT)
-    def weights_attach(self, opened: OpenedRoute, buckets: Sequence[Any]) -> None:
+    def weights_attach(self, opened: OpenedRoute, buckets: tuple[Bucket, ...]) -> None:
         self.weights.attach(opened.settings, opened.channel, buckets, opened.info)
 
     @rpc(concurrent=CONCURRENT)
@@ -215,7 +217,7 @@ class SendsWeights:
         return self.__sender
 
     @rpc
-    def weights_source_describe(self) -> dict[str, Any]:
+    def weights_source_describe(self) -> Participant:
         return self.weights_source.describe()
 
     @rpc(concurrent=CONCURRENT)
@@ -224,7 +226,7 @@ class SendsWeights:
 
     @rpc
     def weights_open(
-        self, session: str, buckets: Sequence[Any], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
+        self, session: str, buckets: tuple[Bucket, ...], routes: Sequence[RouteStart], keep: bool, timeout_s: float,
         verify: bool, sharded: bool,
     ) -> Mapping[str, OpenedRoute]:  # fmt: skip
         return self.weights_source.open(session, buckets, routes, keep, timeout_s, verify, sharded)
@@ -236,14 +238,12 @@ class SendsWeights:
     @rpc
     def weights_capture(
         self, session: str, push: int, version: int, flip_s: float, bucket_s: float, again: bool
-    ) -> list[Any] | None:
-        failure = self.weights_source.capture(session, push, version, flip_s, bucket_s, again)
-        return failure.to_wire() if failure is not None else None
+    ) -> DeliveryFailure | None:
+        return self.weights_source.capture(session, push, version, flip_s, bucket_s, again)
 
     @rpc(concurrent=2)
-    def weights_sent(self, session: str, push: int) -> list[Any] | None:
-        failure = self.weights_source.sent(session, push)
-        return failure.to_wire() if failure is not None else None
+    def weights_sent(self, session: str, push: int) -> DeliveryFailure | None:
+        return self.weights_source.sent(session, push)
 
     @rpc
     def weights_close(self, session: str) -> None:
@@ -294,7 +294,7 @@ class MemberEndpoint:
     def behind(self, version: int, timeout_s: float) -> frozenset[str]:
         """The sinks that serve another version, or none."""
         asked = {m: self.command(m, "weights_sink_describe", timeout_s=timeout_s) for m in self.incarnations()}
-        return frozenset(member for member, answer in asked.items() if answer.result()["version"] != version)
+        return frozenset(member for member, answer in asked.items() if answer.result().version != version)
 
     def rollback(self, flip_s: float, timeout_s: float) -> int:
         """Let all sinks go back to the version before; returns it.

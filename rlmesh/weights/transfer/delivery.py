@@ -47,9 +47,6 @@ class DeliveryFailure:
     kind: str
     error: str
 
-    def to_wire(self) -> list[Any]:
-        return [self.member, self.bucket, self.kind, self.error]
-
     @classmethod
     def of(cls, member: str, bucket: int, error: BaseException) -> DeliveryFailure:
         kind = getattr(error, "remote_type", "") or type(error).__name__

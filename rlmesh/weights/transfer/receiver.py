@@ -18,7 +18,7 @@ from rlmesh.runtime.process import clock
 from rlmesh.weights.channels.base import ChannelReceiver, RouteSettings, open_receiver
 from rlmesh.weights.planning.buckets import Bucket, join_all
 from rlmesh.weights.planning.device_location import location_of
-from rlmesh.weights.planning.plan import Channel
+from rlmesh.weights.planning.plan import Channel, Participant
 from rlmesh.weights.planning.source_state import LastCommit
 from rlmesh.weights.protocols import SINK, OpenSink, WeightSink, check_end
 from rlmesh.weights.sink_state import SinkState, VersionGate
@@ -121,32 +121,24 @@ class Receiver:
 
     # Commands of a session.
 
-    def describe(self) -> dict[str, Any]:
-        """This sink as a `Participant`, in fields that travel."""
+    def describe(self) -> Participant:
         with self._lock:
-            manifest = self.sink.manifest()
-            return {
-                "name": self.who,
-                "incarnation": self.incarnation,
-                "mode": self.sink.mode,
-                "version": self.gate.version,
-                "place": location_of(self.sink.device, self._node).to_wire(),
-                "manifest": manifest.to_wire() if manifest is not None else None,
-                "takes_parts": self._open_sink is not None and self._open_sink.takes_parts(),
-                "left": self.last_commit.to_wire() if self.last_commit is not None else None,
-            }
+            return Participant(
+                self.who, self.incarnation, location_of(self.sink.device, self._node), self.sink.manifest(),
+                self.sink.mode, takes_parts=self._open_sink is not None and self._open_sink.takes_parts(),
+                version=self.gate.version, last_commit=self.last_commit,
+            )  # fmt: skip
 
     def attach(
-        self, settings: RouteSettings, channel: Channel, buckets: Sequence[Any], info: Mapping[str, Any]
+        self, settings: RouteSettings, channel: Channel, buckets: tuple[Bucket, ...], info: Mapping[str, Any]
     ) -> None:
         """Connect to the channel of a route."""
         with self._lock:
             self._use_device()
             receiver = open_receiver(channel, settings, self.who, info)
-            route_buckets = tuple(Bucket.from_wire(bucket) for bucket in buckets)
             session = self._sessions.setdefault(settings.session, _ReceivingSession())
             share = settings.sinks.index(self.who), len(settings.sinks)
-            session.routes[settings.source] = _IncomingRoute(settings, route_buckets, receiver, share, session.total)
+            session.routes[settings.source] = _IncomingRoute(settings, buckets, receiver, share, session.total)
             session.total = sum(len(route.buckets) for route in session.routes.values())
 
     def has(self, session: str) -> bool:

@@ -127,7 +127,7 @@ class SyncSession:
 
     def _connect(self) -> None:
         plan, limit, members = self.plan, self._timeouts.connect_s, self._members
-        buckets = {name: [bucket.to_wire() for bucket in plan.by_rank[name]] for name in self._source_names}
+        buckets = {name: plan.by_rank[name] for name in self._source_names}
         keep = plan.source_mode == "snapshot"
         routes: dict[str, list[RouteStart]] = {name: [] for name in self._source_names}
         for route in plan.routes:
@@ -274,7 +274,7 @@ def _describe(
     asked = {
         n: side.command(n, method, timeout_s=timeout_s, incarnation=members.get(n, ANY_INCARNATION)) for n in names
     }
-    return [Participant.from_wire(_result(answer, name, "say what weights it has")) for name, answer in asked.items()]
+    return [_result(answer, name, "say what weights it has") for name, answer in asked.items()]
 
 
 def _result(answer: Future[Any], name: str, what: str) -> Any:
@@ -288,9 +288,9 @@ def _first_failure(answers: Answers) -> DeliveryFailure | None:
     found: DeliveryFailure | None = None
     for name, answer in answers.items():
         try:
-            wire = answer.result()
+            failure: DeliveryFailure | None = answer.result()
         except Exception as error:
             found = found or DeliveryFailure.of(name, -1, error)
         else:
-            found = found or (DeliveryFailure(*wire) if wire is not None else None)
+            found = found or failure
     return found
