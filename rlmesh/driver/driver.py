@@ -209,7 +209,7 @@ class Driver:
             if options.observe is not None:
                 parse_kills(options.observe.chaos, {role.name: role.members for role in spec.roles})
                 if options.observe.metrics:
-                    from rlmesh.observe.prometheus.endpoint import check_free
+                    from rlmesh.observe.prometheus import check_free
 
                     check_free(options.observe.metrics)
                 spec = replace(spec, observe=options.observe)

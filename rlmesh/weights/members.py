@@ -27,7 +27,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.job.context import current_worker
@@ -250,27 +250,8 @@ class SendsWeights:
         self.weights_source.close_session(session)
 
 
-class Endpoint(Protocol):
-    """One side of a `WeightSync`: its source or its sinks.
-
-    Attributes:
-        is_local: the side is in this process: a command has ended when `command` returns.
-    """
-
-    is_local: bool
-
-    @property
-    def command(self) -> Command:
-        """Sends a command to a member; if an incarnation is given, to no other incarnation."""
-        ...
-
-    def incarnations(self) -> Incarnations:
-        """The current members, and the number of restarts of each."""
-        ...
-
-
 class MemberEndpoint:
-    """All members of some roles."""
+    """All members of some roles. `command` sends a command to a member; if an incarnation is given, to no other."""
 
     is_local = False
 
@@ -280,6 +261,7 @@ class MemberEndpoint:
         self._known: tuple[AddressBook, Incarnations] | None = None
 
     def incarnations(self) -> Incarnations:
+        """The current members, and the number of restarts of each."""
         book = self._runtime.address_book()
         if self._known is not None and self._known[0] is book:
             return self._known[1]
@@ -342,3 +324,7 @@ class LocalSource(SendsWeights):
         except Exception as error:
             future.end(None, error)
         return future
+
+
+Endpoint: TypeAlias = MemberEndpoint | LocalSource
+"""One side of a `WeightSync`: its source or its sinks."""
