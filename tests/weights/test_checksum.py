@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 import xxhash
 
 from rlmesh.errors import WeightSyncError
+from rlmesh.weights.arrays import ArraySink
 from rlmesh.weights.planning.buckets import Bucket, BucketEntry
 from rlmesh.weights.transfer.tensor_bytes import (
     UNIT_BYTES,
@@ -14,6 +19,7 @@ from rlmesh.weights.transfer.tensor_bytes import (
     checksum_count,
     checksums,
     copy_with_checksums,
+    stage_pieces,
 )
 
 SIZES = [0, 1, 8, 4096, UNIT_BYTES - 1, UNIT_BYTES, UNIT_BYTES + 1, 3 * UNIT_BYTES + 77]
@@ -110,3 +116,38 @@ def test_who_copies_compares_everything() -> None:
     pieces[5][-1] ^= 1
     with pytest.raises(WeightSyncError, match=r"checksums of t5 \(1 of 8 tensors\)"):
         check.sum_and_compare(which, pieces, sent, shared=False)
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["staged", "copied into the sink's memory"])
+def test_late_pieces_and_checksums_are_read_once_they_are_ready(filled: bool) -> None:
+    """A sink of a GPU is told of a snapshot before it is made."""
+    pieces = [some_bytes(size) for size in SIZES]
+    truth = [one for piece in pieces for one in checksums(piece)]
+    arrays = {name: np.zeros(size, np.uint8) for name, size in zip(bucket_of(SIZES).names, SIZES, strict=True)}
+    sink, steps = ArraySink(arrays), list[str]()
+    late = [np.zeros_like(piece) for piece in pieces]
+
+    class Open:
+        def rooms(self, entries: Sequence[BucketEntry], *, keep: bool) -> Sequence[Any]:
+            return [torch.from_numpy(arrays[entry.name]) if filled else None for entry in entries]
+
+        def takes_parts(self) -> bool:
+            return False
+
+    def ready() -> None:
+        steps.append("ready")
+        for place, piece in zip(late, pieces, strict=True):
+            place[:] = piece
+
+    def sent() -> list[int]:
+        steps.append("checksums")
+        return truth if steps == ["ready", "checksums"] else []
+
+    bucket = bucket_of(SIZES)
+    check = BucketCheck(bucket, late, (0, 1))
+    sink.begin(1)
+    stage_pieces(sink, Open(), bucket, late, keep=False, check=check, sent=sent, ready=ready)
+    if not filled:
+        sink.flip(1)
+    assert steps == ["ready", "checksums"]
+    assert all((sink.arrays[name] == piece).all() for name, piece in zip(bucket.names, pieces, strict=True))
