@@ -134,7 +134,9 @@ def judge(job: Running, kill: Kill, victim: Found) -> Ended:
     else:
         outcome = "failed"
         died = kill.target == "driver" and code < 0  # nobody is left to tell
-        if not died and not any(cause in output for cause in CAUSES[kill.target]):
+        # A script whose memory is limited while it still imports fails by Python's own error: there is no job yet.
+        early = kill.target == "driver" and "Traceback" in output and not [*(job.folder / "runs").glob("*")]
+        if not died and not early and not any(cause in output for cause in CAUSES[kill.target]):
             wrong.append(f"exit code {code}, and the error names no cause")
     if code is not None:
         wrong += [f"left: {what}" for what in job.left()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 
 from rlmesh.agent.agent import Agent
 from rlmesh.agent.boot import Boot
+from rlmesh.agent.monitoring.out_of_memory import end_tasks_without_memory
 from rlmesh.agent.monitoring.own_logs import log_to_standard_error
 from rlmesh.agent.processes import control_groups, ownership
 from rlmesh.agent.protocol import AGENT, AgentConfig, public_address
@@ -40,6 +42,7 @@ def run_agent(config: AgentConfig, started: Boot) -> int:
 
 
 async def _main(config: AgentConfig, started: Boot) -> int:
+    end_tasks_without_memory(asyncio.get_running_loop())
     key = bytes.fromhex(config.key_hex)
     name = f"agent:{config.node_rank}"
     public = public_address(config.host)

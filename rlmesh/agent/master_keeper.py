@@ -98,7 +98,7 @@ class MasterKeeper:
         return self._budget.judge(tuple(self._deaths), self._clock())
 
     def start(self) -> int:
-        """RestartMaster the master and return its process number.
+        """Start the master again and return its process number.
 
         Raises:
             LaunchError: the master could not be started.

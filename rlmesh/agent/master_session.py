@@ -130,6 +130,13 @@ class MasterSession:
         if self._leased:
             self._tasks.append(loop.create_task(self._renew(), name="rlmesh-renew"))
             self._tasks.append(loop.create_task(self._watch_lease(), name="rlmesh-lease"))
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the task %s failed", task.get_name(), exc_info=error)
+            self._agent.give_up(f"its session with the master failed: {type(error).__name__}: {error}")
 
     async def close(self) -> None:
         for task in self._tasks:

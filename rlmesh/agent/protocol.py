@@ -26,6 +26,8 @@ CONTROL = "@control"
 
 STATE_REFUSED = 76
 """Exit code of a master that refuses the job's state: a restart would change nothing."""
+OUT_OF_MEMORY = 77
+"""Exit code of an agent or a master that has no memory to go on."""
 
 
 @dataclass(frozen=True, slots=True)

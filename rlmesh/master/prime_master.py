@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmesh import private_files
 from rlmesh.agent.monitoring.logs import last_lines
+from rlmesh.agent.monitoring.out_of_memory import end_tasks_without_memory
 from rlmesh.agent.monitoring.own_logs import log_to_standard_error
 from rlmesh.agent.node_description import machine_id
 from rlmesh.agent.node_start import decode_config
@@ -396,6 +397,7 @@ class PrimeMaster:
 
 async def run_master(config: AgentConfig, spec: JobSpec) -> None:
     """Serve one job on the running loop."""
+    end_tasks_without_memory(asyncio.get_running_loop())
     key = bytes.fromhex(config.key_hex)
     persistence = Persistence(Path(spec.run_dir) / STORE_FILE, spec.job_id)
     # No call is answered before the state is loaded.

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -117,6 +117,24 @@ async def test_what_a_dead_child_left_behind_is_ended_and_named(
     assert f"A:0 left pid {daemon} (" in caplog.text
     assert bystander in table
     assert await table.end_orphans("A:0") == {}
+
+
+@pytest.fixture
+def started_by_a_library() -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
+    """A process that runs, as multiprocessing's resource tracker does, and one that has failed."""
+    with subprocess.Popen(["/bin/sleep", "100"]) as running, subprocess.Popen(["/bin/false"]) as failed:
+        os.waitid(os.P_PID, failed.pid, os.WEXITED | os.WNOWAIT)
+        yield running, failed
+        running.kill()
+
+
+async def test_a_process_that_a_library_started_is_no_orphan(
+    table: ProcessTable, started_by_a_library: tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
+) -> None:
+    running, failed = started_by_a_library
+    assert await table.end_orphans("A:0") == {}
+    assert running.poll() is None
+    assert failed.poll() == 1, "its exit code belongs to the library"
 
 
 async def test_an_expected_fork_is_no_orphan(table: ProcessTable, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_decisions_have_no_state_outside_of_the_record() -> None:
     given = {
         "JobManager": {
             "context", "decisions", "watcher", "_state", "_scheduler", "_ending", "_recoveries", "_losses", "_failures",
-            "_health",
+            "_health", "activity_of",
         },
         "JobState": {"context", "saved", "last_lines", "actions"},
         "Recoveries": {"_state", "_saved"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from rlmesh.agent.monitoring.out_of_memory import EndWithoutMemory
 from rlmesh.job.masking import mask_text
 from rlmesh.observe.views.safe_text import shown
 
@@ -18,7 +19,7 @@ class _Readable(logging.Formatter):
 
 
 def log_to_standard_error() -> None:
-    """Set up the logging of this process."""
+    """Set up the logging of this process. An error for want of memory ends it."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Readable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.INFO, handlers=[handler, EndWithoutMemory()])

@@ -174,12 +174,18 @@ class ProcessTable:
             return found
 
     def _orphans(self) -> list[Process]:
-        """Running processes below unknown children; dead ones among these children are reaped."""
-        own = os.getpid()
+        """Running processes below unknown children; dead ones among these children are reaped.
+
+        Whatever the table starts has a session of its own, and a process cannot come back from it. A child in this
+        process's session was therefore started by a library here, such as multiprocessing's resource tracker.
+        """
+        own, session = os.getpid(), os.getsid(0)
         pids: set[int] = set()
         running = []
         for process in ownership.descendants(own):
-            if process.parent not in pids and (process.parent != own or process.pid in self._children):
+            if process.parent not in pids and (
+                process.parent != own or process.pid in self._children or process.session == session
+            ):
                 continue
             pids.add(process.pid)
             if process.running:

@@ -101,9 +101,13 @@ class Inbound:
                 self._on_message(channel, link, header, payload, run_queue_ns)
         except WireError as error:
             self._reject(channel, link, error)
-        except Exception:
+        except Exception as error:
             # One message must never stop the transport from reading the next ones.
             logger.exception("%s failed on a packet from %s", self._name, channel.peer_name)
+            if isinstance(error, MemoryError) or not channel.authenticated:
+                # The peer waits for an answer to what is lost here. It learns from the closed connection.
+                link.close()
+                self.on_lost(link, f"{type(error).__name__} on a packet of this connection")
         finally:
             if self._dispatcher.starting is not None:
                 self._dispatcher.start_deferred()
