@@ -16,8 +16,8 @@ __all__ = ["heeding_signals"]
 def heeding_signals(block: Ambient) -> AbstractContextManager[None]:
     """Handles signals within a block.
 
-    SIGUSR1 gives the block's running jobs notice, SIGTERM ends them (under Slurm it gives notice too). Without a running
-    job the script ends with ``JobStopped`` or ``StoppedBySignal``. ``submit`` on the main thread handles the signals
+    SIGUSR1 gives the block's running jobs notice, SIGTERM ends them (under Slurm it gives notice too). If no job runs,
+    the script ends with ``JobStopped`` or ``StoppedBySignal``. ``submit`` on the main thread handles the signals
     itself while it waits; this is for the time before and after, and for jobs on other threads.
     """
 
