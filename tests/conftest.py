@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ import zmq
 from hypothesis import settings
 
 from tests.leaks import LASTING, MARKER, LeakCheck, own_shared_memory, zmq_threads
-from tests.stalls import HANG_S, Stalls, Watch
+from tests.own_time import HANG_S, OwnTime, Sampler
 
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("rlmesh", deadline=None)
@@ -39,6 +40,12 @@ def open_what_lasts() -> None:
     deadline = time.monotonic() + HANG_S
     while len(zmq_threads()) < COLLECTOR_THREADS and time.monotonic() < deadline:
         time.sleep(0.005)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported for the tests out of collections: over all of it, each takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,16 +96,18 @@ def leak_guard(request: pytest.FixtureRequest, leak_check: LeakCheck, session_le
 
 
 @pytest.fixture(scope="session")
-def stall_watch(tmp_path_factory: pytest.TempPathFactory, session_leak_guard: None) -> Iterator[Watch]:
-    watch = Watch(tmp_path_factory.mktemp("stalls") / "seconds")
-    yield watch
-    watch.close()
+def sampler(tmp_path_factory: pytest.TempPathFactory, session_leak_guard: None) -> Iterator[Sampler]:
+    sampler = Sampler(tmp_path_factory.mktemp("samples"), f"{MARKER}={os.environ[MARKER]}")
+    yield sampler
+    sampler.close()
 
 
 @pytest.fixture
-def stalls(stall_watch: Watch) -> Stalls:
-    """What the machine takes from this test: a bound on a duration is to be widened by its ``seconds``."""
-    return Stalls(stall_watch)
+def own_time(sampler: Sampler) -> Iterator[OwnTime]:
+    """A clock for bounds on durations: it leaves out the time in which the processes under test waited for a core."""
+    sampler.start()
+    yield OwnTime(sampler)
+    sampler.stop()
 
 
 @pytest_asyncio.fixture

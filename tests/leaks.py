@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.stalls import HANG_S, scarcity_s
+from tests.own_time import HANG_S, Delays, Look, RunQueue
 
 MARKER = "RLMESH_TEST_SESSION"
 """Environment variable that every process started by a test inherits; nested sessions add to it."""
@@ -82,8 +82,9 @@ class LeakCheck:
         return frozenset((leak.kind, leak.key) for leak in self._everything())
 
     def since(self, before: Snapshot, kinds: frozenset[str] = KINDS) -> list[Leak]:
-        """What of ``kinds`` came after ``before`` and does not go away within the grace (of a machine with room)."""
-        deadline, scarce_before_s = time.monotonic() + self.grace_s, scarcity_s()
+        """What of ``kinds`` came after ``before`` and is still there after the grace. Time in which this process
+        or a leaked one waits for a core does not count."""
+        began, queue, looks = time.monotonic(), RunQueue(), list[Look]()
         pause_s = 0.005
         # Tests leave none, so segments that were there before are somebody else's.
         others_seen = not self._own_segments and any(kind == "segment" for kind, _ in before)
@@ -93,7 +94,10 @@ class LeakCheck:
                 return []
             if not self._own_segments and any(leak.kind == "segment" for leak in leaks):
                 others_seen = others_seen or self._others_have_segments()
-            if time.monotonic() >= deadline + min(scarcity_s() - scarce_before_s, HANG_S):
+            ending = [leak.key[0] for leak in leaks if leak.kind == "process" and isinstance(leak.key, tuple)]
+            looks.append(queue.look([os.getpid(), *ending]))
+            now = time.monotonic()
+            if now - began - min(Delays(looks).between(began, now), HANG_S) >= self.grace_s:
                 return [leak for leak in leaks if not (leak.kind == "segment" and others_seen)]
             gc.collect()  # a cycle may hold a socket or a file that nobody can reach any more
             time.sleep(pause_s)

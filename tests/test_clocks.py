@@ -68,5 +68,5 @@ def test_the_wall_clock_is_read_for_people_alone() -> None:
         ("import time\nx = time.monotonic()", []),
     ],
 )
-def test_what_counts_as_reading_it(text: str, lines: list[int]) -> None:
+def test_reads_of_the_wall_clock_are_recognised(text: str, lines: list[int]) -> None:
     assert list(wall_clock_reads(ast.parse(text))) == lines

@@ -24,7 +24,7 @@ def test_the_quantiles_of_students_t() -> None:
         assert t_95(degrees) == pytest.approx(quantile, abs=0.001)
 
 
-def test_a_difference_and_its_interval() -> None:
+def test_a_difference_and_its_interval_are_those_worked_by_hand() -> None:
     """Worked by hand: logarithms 0.1, 0.2, 0.3 have the mean 0.2 and the deviation 0.1."""
     found = difference([0.1, 0.2, 0.3])
     assert found is not None
@@ -59,7 +59,7 @@ def pairs(before: list[float], after: list[float], better: str = "lower") -> Pai
     (pairs([100, 101, 99, 100], [80, 125, 90, 140]), "undecided: more pairs"),
     (pairs([100, 100, 100, 100], [102, 102.1, 101.9, 102]), "not slower"),
 ])  # fmt: skip
-def test_verdicts(row: Pairs, verdict: str) -> None:
+def test_a_difference_has_the_verdict_of_its_pairs(row: Pairs, verdict: str) -> None:
     found = difference(row.slower)
     assert found is not None and found.verdict == verdict
     assert is_worse({"r": row}) == (verdict == "slower by more than 3 %")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlmesh.errors import JobFailed, PeerLost, RLMeshError, UsageError
 from rlmesh.job.status import JobStatus, first_cause
 from rlmesh.runtime.argument_types import refuse_inside_loop
+from rlmesh.runtime.process import clock
 from rlmesh.runtime.process.forked import forget_in_children, refusal
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["JobHandle", "JoinedJob"]
 
 JOIN_POLL_S = 0.05
+LAST_JOIN_S = 1.0
+"""Shortest time that the job's master has to answer."""
 END_S = 15.0
 """Seconds that a stopped job may take to end; its processes are killed well before."""
 
@@ -204,12 +207,17 @@ class JoinedJob:
         self._handle, self._name, self._timeout_s = handle, name, timeout_s
         self._joining: Joining[Runtime] | None = None
 
-    def _begin(self, address_and_key: tuple[str, bytes]) -> Joining[Runtime]:
+    def _begin(self, address_and_key: tuple[str, bytes], deadline: float) -> Joining[Runtime]:
         from rlmesh.runtime.runtime import Runtime
 
         address, key = address_and_key
-        self._joining = Runtime.join(address, key=key, name=self._name)
+        timeout_s = max(LAST_JOIN_S, deadline - clock.now())
+        self._joining = Runtime.join(address, key=key, name=self._name, timeout_s=timeout_s)
         return self._joining
+
+    def _check_time(self, deadline: float) -> None:
+        if clock.now() > deadline:
+            raise TimeoutError(f"job {self._handle.job_name} had no members after {self._timeout_s:g} s")
 
     def _watch(self, runtime: Runtime) -> Runtime:
         """Let the runtime's calls end with the job, and name the reason."""
@@ -233,11 +241,12 @@ class JoinedJob:
             raise failure from error
 
     async def __aenter__(self) -> Runtime:
-        async with asyncio.timeout(self._timeout_s):
-            while (address_and_key := self._handle.address_and_key()) is None:  # noqa: ASYNC110 (the driver is a plain thread)
-                await asyncio.sleep(JOIN_POLL_S)
+        deadline = clock.now() + self._timeout_s
+        while (address_and_key := self._handle.address_and_key()) is None:
+            self._check_time(deadline)
+            await asyncio.sleep(JOIN_POLL_S)
         try:
-            return self._watch(await self._begin(address_and_key).__aenter__())
+            return self._watch(await self._begin(address_and_key, deadline).__aenter__())
         except PeerLost as error:
             self._raise_instead(error, await asyncio.to_thread(self._handle.failure, END_S))
             raise
@@ -252,13 +261,12 @@ class JoinedJob:
 
     def __enter__(self) -> Runtime:
         refuse_inside_loop("handle.join()", "async with handle.join()")
-        deadline = time.monotonic() + self._timeout_s
+        deadline = clock.now() + self._timeout_s
         while (address_and_key := self._handle.address_and_key()) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"job {self._handle.job_name} had no members after {self._timeout_s:g} s")
+            self._check_time(deadline)
             time.sleep(JOIN_POLL_S)
         try:
-            return self._watch(self._begin(address_and_key).__enter__())
+            return self._watch(self._begin(address_and_key, deadline).__enter__())
         except PeerLost as error:
             self._raise_instead(error, self._handle.failure(END_S))
             raise

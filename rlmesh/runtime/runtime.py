@@ -185,12 +185,13 @@ class Runtime:
             key: the key itself, in place of a file.
             name: the service's name, for members and logs.
             socket_dir, bind, network: as for `open`; by default the service only calls.
-            timeout_s: seconds that the job may take to answer.
+            timeout_s: seconds that the job may take to answer, and to have members.
 
         Raises, when the block is entered:
             UsageError: the key file cannot be used.
             AuthenticationFailed: the key is another job's.
             PeerLost: no job answers.
+            TimeoutError: the job has no members in time.
         """
         from rlmesh.runtime.connections.joining import Joining
 

@@ -37,7 +37,7 @@ from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 ROOT = str(Path(__file__).parents[2])
 ROLES = "tests.agent.roles"
@@ -119,7 +119,7 @@ class Node:
     def __init__(self, config: AgentConfig, runtime: Runtime, master: Master) -> None:
         self.config = config
         self.master = master
-        self._runtime = runtime
+        self.runtime = runtime
         self.guardian = GuardianProcess(config)
         self.info: NodeInfo = NodeInfo(0, "", "", "", 0, 0, 0)
         self.report: ExitReport | None = None
@@ -127,7 +127,7 @@ class Node:
 
     @property
     def agent(self) -> MemberHandle:
-        return self._runtime.peer(AGENT, self.info.agent_endpoint).options(timeout_s=HANG_S)
+        return self.runtime.peer(AGENT, self.info.agent_endpoint).options(timeout_s=HANG_S)
 
     def spec(self, entry: str | EntryPoint, name: str = "ACTOR:0", **changes: Any) -> WorkerSpec:
         role, _, rank = name.partition(":")
@@ -182,11 +182,11 @@ class Node:
 
     def member(self, hello: MemberHello) -> MemberHandle:
         name = f"{hello.role}:{hello.rank}"
-        return self._runtime.peer(name, hello.endpoint).options(timeout_s=HANG_S)
+        return self.runtime.peer(name, hello.endpoint).options(timeout_s=HANG_S)
 
     def control(self, hello: MemberHello | MemberHandle) -> MemberHandle:
         assert hello.endpoint is not None
-        return self._runtime.peer(CONTROL, hello.endpoint).options(timeout_s=HANG_S)
+        return self.runtime.peer(CONTROL, hello.endpoint).options(timeout_s=HANG_S)
 
     async def exited(self, name: str = "ACTOR:0") -> ExitInfo:
         exit: ExitInfo = (await self.master.heard("exited", name))[2]

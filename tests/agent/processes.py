@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import rlmesh.agent.processes.guardian
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 GUARDIAN = [sys.executable, "-I", "-S", str(rlmesh.agent.processes.guardian.__file__)]
 

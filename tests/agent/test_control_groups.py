@@ -19,7 +19,7 @@ from rlmesh.agent.protocol import WorkerSpec
 from rlmesh.job.entry_points.entry import EntryPoint
 from tests.agent.nodes import Node, open_node
 from tests.agent.processes import wait_gone, wait_until
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 OWN, WHY_NOT = control_groups.own_group()
 real = pytest.mark.skipif(not OWN, reason=f"control groups cannot be made here: {WHY_NOT}")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -101,10 +100,14 @@ def test_however_it_is_cut_the_same_lines_come_out(chunks: list[bytes]) -> None:
     assert [line.text for line in lines] == [last_state(line).decode("utf-8", "replace") for line in expected]
 
 
-def test_a_full_disk_under_the_log_hides_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
+def test_an_error_is_printed_to_a_log_on_a_full_disk_without_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", full)
         print_error("TRAINER:0: run() failed")
-        monkeypatch.undo()
-        with contextlib.suppress(OSError):
-            full.close()
+    with pytest.raises(OSError, match="No space left"):  # The text was written: it is in the file's buffer.
+        full.close()
+    print_error("TRAINER:0: run() failed")
+    assert capsys.readouterr().err == "TRAINER:0: run() failed\n"

@@ -19,7 +19,7 @@ LIMIT_BYTES = 400 * 2**20
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_counters(version: int, tmp_path: Path) -> None:
+def test_kills_and_limits_of_memory_are_read_from_both_versions_of_cgroups(version: int, tmp_path: Path) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     group = cgroups / "memory/job" if version == 1 else cgroups / "job"
     (proc / "self").mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_the_kernel_ends_a_member(small_group: Path, tmp_path: Path) -> None:
     assert f"its control group {small_group} has a limit of 400 MiB" in text
 
 
-def test_an_allocation_beyond_a_limit_of_the_process(tmp_path: Path) -> None:
+def test_an_allocation_beyond_a_limit_of_the_process_is_told_as_out_of_memory(tmp_path: Path) -> None:
     text = run_job(tmp_path, "env", "A=1", "B=1", "--", "limit")
     assert "EATER:0" in text and "MemoryError" in text
     assert "out of memory: RLIMIT_AS is 1,024 MiB; its peak was" in text, text

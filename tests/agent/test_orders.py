@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rlmesh.agent.worker.control import Order, Orders
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 class _Runtime:

@@ -23,7 +23,7 @@ from rlmesh.agent.monitoring.rejections import AGAIN_TICKS, RejectionReporter, R
 from rlmesh.run_directory.discovery import running_jobs
 from rlmesh.runtime.connections.handshake import LOG_EVERY_S, QUIET_S, Strangers
 from tests.master.launched import ROOT, TOY, Launched
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 pytestmark = pytest.mark.case("a22")
 

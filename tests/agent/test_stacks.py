@@ -17,7 +17,7 @@ from tests.agent.nodes import open_node
 from tests.agent.processes import wait_until
 
 
-async def test_stacks_of_members(tmp_path: Path) -> None:
+async def test_stacks_of_members_that_cannot_answer_are_read_from_outside(tmp_path: Path) -> None:
     async with open_node(tmp_path) as node:
         asked = await node.start("Echo", "ACTOR:0")
         holder = await node.start("Holder", "ACTOR:1")

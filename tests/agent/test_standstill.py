@@ -17,7 +17,7 @@ from rlmesh.agent.node_lease import STILL_S, Standstills
 from rlmesh.agent.processes import ownership
 from rlmesh.agent.processes.stopped import LOOKS, StoppedLooks, half_started, is_stopped
 from tests.agent.processes import start_guardian
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 def stopped(pid: int) -> bool:

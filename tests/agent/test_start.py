@@ -11,7 +11,7 @@ import pytest
 from rlmesh.agent.node_start import GuardianProcess, decode_config, encode_config, read_exit_report
 from rlmesh.agent.protocol import AgentConfig
 from rlmesh.errors import LaunchError
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 @pytest.fixture

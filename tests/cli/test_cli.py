@@ -123,7 +123,7 @@ def test_all_views_can_be_chosen() -> None:
     assert get_args(ViewMode) == VIEWS
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out.startswith("rlmesh 0.")
 
@@ -140,7 +140,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: rlmesh" in capsys.readouterr().err
 
 
-def test_missing_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "nowhere.py"]) == 2
     assert "there is no script nowhere.py" in capsys.readouterr().err
 
@@ -157,7 +157,7 @@ def test_words_that_mean_nothing_are_refused(capsys: pytest.CaptureFixture[str])
     assert "'job x' behind -- means nothing here; rlmesh status --help" in capsys.readouterr().err
 
 
-def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_without_a_script_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch"]) == 2
     assert "name the script" in capsys.readouterr().err
 
@@ -200,7 +200,9 @@ def test_no_word_of_the_script_is_taken(
     (["--cluster", "x", "job.py"], "unknown option --cluster."),
     (["-x", "job.py"], "unknown option -x."),
 ])  # fmt: skip
-def test_an_unknown_option_before_the_script(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_before_the_script_is_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["launch", *words])
     assert said in capsys.readouterr().err
@@ -254,7 +256,9 @@ def test_options_reach_the_jobs_of_the_script_only(script: Path, capsys: pytest.
     ("from rlmesh.errors import PlacementError\nraise PlacementError('9 wanted')", 1,
      "rlmesh: PlacementError (RM400): 9 wanted\n"),
 ])  # fmt: skip
-def test_exit_codes(script: Path, body: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_ends_with_the_exit_code_of_the_script(
+    script: Path, body: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     script.write_text(body)
     assert main(["launch", str(script)]) == code
     assert capsys.readouterr().err == said

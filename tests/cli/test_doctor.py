@@ -21,7 +21,7 @@ def verdict(facts: Facts, name: str) -> MachineCheck:
     return next(check for check in judge(facts) if check.name == name)
 
 
-def test_a_good_machine() -> None:
+def test_a_good_machine_passes_every_check() -> None:
     assert all(check.verdict == "ok" for check in judge(GOOD))
 
 
@@ -49,7 +49,7 @@ def test_what_is_not_right_is_told_with_what_to_do(facts: Facts, name: str, stat
     assert check.verdict == "ok" or check.advice
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_fails_if_a_check_of_this_machine_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge(gather(names=False))
     code = main(["doctor"])
     out = capsys.readouterr().out

@@ -83,7 +83,7 @@ def member(rank: int, state: str, **more: object) -> MemberStatus:
     return MemberStatus("A", rank, more.pop("incarnation", 0), more.pop("node_rank", 0), 1, state, **more)  # type: ignore[arg-type]
 
 
-def test_status_in_few_lines() -> None:
+def test_status_fits_in_few_lines() -> None:
     members = (member(0, "running", step=4), member(1, "running", step=6, node_rank=1, incarnation=2))
     status = JobStatus("j", "id", "running", 0.0, "/r", members, failures=(FailureInfo("A:1 died\nmore"),))
     assert list(status_lines(status)) == [
@@ -116,7 +116,9 @@ def test_a_job_whose_driver_died_is_known_as_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("n12")
-def test_the_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runs_that_are_there_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for number in range(3):
         folder = tmp_path / f"run{number}"

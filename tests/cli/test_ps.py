@@ -65,7 +65,7 @@ def pid_of(job: Launched, who: str) -> int:
     return int(job.wait_for(rf"pid of {who} is (\d+)").group(1))
 
 
-def test_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_job_is_listed_with_its_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ps(capsys) == (0, "no job of yours runs on this machine\n")
     assert ps(capsys, "--pending")[0] == 2
     with launch(tmp_path, "--sleep", "60") as job:

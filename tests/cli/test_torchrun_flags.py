@@ -21,7 +21,7 @@ def test_without_options_it_is_one_node() -> None:
     assert read("--nnodes", "1", "--node-rank", "0", "--rdzv-endpoint", "x:1") == NodeFlags()
 
 
-def test_nodes_by_endpoint() -> None:
+def test_nodes_and_head_are_read_from_the_endpoint() -> None:
     flags = read("--nnodes", "3", "--node-rank", "2", "--rdzv-endpoint", "node0:1234")
     assert (flags.least, flags.most, flags.node_rank, flags.host, flags.port) == (3, 3, 2, "node0", 1234)
     assert read("--nnodes=2", "--rdzv_endpoint=[fd00::1]:7").host == "fd00::1"
@@ -30,7 +30,7 @@ def test_nodes_by_endpoint() -> None:
     assert read("--nnodes=2:4", "--rdzv-endpoint=node0").least == 2
 
 
-def test_nodes_by_master_address() -> None:
+def test_nodes_and_head_are_read_from_the_master_address() -> None:
     flags = read("--nnodes=2", "--master-addr=10.0.0.1", "--master_port=77", "--node_rank=1")
     assert (flags.host, flags.port, flags.node_rank) == ("10.0.0.1", 77, 1)
     assert read("--nnodes=2", "--master-addr=10.0.0.1").port == 29500
@@ -45,20 +45,20 @@ def test_environment_counts_where_an_option_is_missing() -> None:
     assert read(PET_MODULE="1").module
 
 
-def test_settings_of_the_rendezvous() -> None:
+def test_settings_of_the_rendezvous_are_read_and_unknown_ones_told() -> None:
     conf = "join_timeout=60,last_call_timeout=5,is_host=1,colour=red"
     flags = read("--nnodes=2", "--rdzv-endpoint=a", "--rdzv-conf", conf)
     assert (flags.join_s, flags.last_call_s, flags.node_rank) == (60.0, 5.0, 0)
     assert flags.notes == ("--rdzv-conf colour changes nothing: rlmesh has no such setting",)
 
 
-def test_folder_and_slots() -> None:
+def test_folder_and_slots_are_read() -> None:
     assert read("--log-dir", "/l").log_root == Path("/l")
     assert read("--nproc-per-node", "auto").slots is None
     assert read("--nproc-per-node", "8").slots == 8
 
 
-def test_restarts_and_grace() -> None:
+def test_restarts_and_grace_are_read() -> None:
     assert read().max_restarts is None
     assert read("--max-restarts=3").max_restarts == 3
     assert read(PET_MAX_RESTARTS="0").max_restarts == 0

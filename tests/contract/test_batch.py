@@ -58,7 +58,7 @@ class Worker:
 
 @pytest.mark.case("O6")
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
-def test_batch_arithmetic(mesh: Mesh, kind: Any) -> None:
+def test_a_batch_of_any_size_comes_back_whole_and_in_order(mesh: Mesh, kind: Any) -> None:
     workers = [Worker() for _ in range(8)]
     group = mesh.serve("W", *workers)
     for size, world in [(4, 3), (5, 4), (9, 8), (10, 7), (2, 8), (0, 3)]:
@@ -164,7 +164,7 @@ def test_results_of_one_batch_are_arguments_of_the_next(mesh: Mesh) -> None:
     assert list(second) == [2, 2, 2, 2]
 
 
-def test_await_async_for_and_as_completed(mesh: Mesh) -> None:
+def test_a_batch_is_awaited_iterated_and_taken_as_completed(mesh: Mesh) -> None:
     group = mesh.serve("W", Worker(), Worker(), Worker())
 
     async def main() -> None:

@@ -14,8 +14,8 @@ import torch
 
 from rlmesh.errors import CallError
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 
 class Record(NamedTuple):

@@ -12,8 +12,8 @@ import pytest
 from rlmesh.errors import GroupCallError, RemoteError
 from rlmesh.runtime.rpc import rpc
 from rlmesh.wire.remote_type import CONTROL_FLOW
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 KINDS = {
     "StopIteration": StopIteration, "StopAsyncIteration": StopAsyncIteration, "GeneratorExit": GeneratorExit,

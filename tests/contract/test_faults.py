@@ -85,7 +85,7 @@ def test_every_form_ends_rightly_or_with_an_error(kind: str, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", HARMLESS)
 @pytest.mark.parametrize("transport", get_args(TransportName))
-def test_real_transports_behind_a_plan(kind: str, transport: TransportName) -> None:
+def test_every_form_of_call_survives_harmless_faults_of_real_transports(kind: str, transport: TransportName) -> None:
     """The same over sockets and threads, in real time."""
     plan = FaultPlan(delay_s=(0.0, 0.02)) if kind == "delay" else PLANS[kind](0)
     with InProcessCluster(transport, plan=plan) as cluster:

@@ -15,8 +15,8 @@ import pytest
 from rlmesh.errors import RemoteError
 from rlmesh.runtime.calling import unretrieved
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 SAID = "its result was never asked for"
 

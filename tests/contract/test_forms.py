@@ -153,7 +153,7 @@ def check_names(group: Group) -> None:
         group.call_batch("tags", 4, [1, 2, 3])
 
 
-def test_from_a_plain_thread(mesh: Mesh, until: Callable[..., None]) -> None:
+def test_every_form_works_from_a_plain_thread(mesh: Mesh, until: Callable[..., None]) -> None:
     group = serve(mesh)
     for suffix in SUFFIXES:
         for name, (form, expected) in FORMS.items():
@@ -191,7 +191,7 @@ async def every_form(group: Group) -> None:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_from_another_loop(
+def test_every_form_works_from_another_loop(
     mesh: Mesh, until: Callable[..., None], new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     group = serve(mesh)
@@ -202,7 +202,7 @@ def test_from_another_loop(
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("transport", get_args(TransportName))
-def test_from_the_loop_that_runs_everything(
+def test_every_form_works_from_the_loop_that_runs_everything(
     transport: TransportName, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def main() -> None:

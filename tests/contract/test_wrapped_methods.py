@@ -15,8 +15,8 @@ from rlmesh.errors import CallCancelled, RemoteError, UsageError
 from rlmesh.job.context import JobInfo, WorkerContext
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.serving.method_kinds import is_on_loop
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 
 def traced(function: Any) -> Any:
@@ -205,7 +205,7 @@ ONE_MORE = [
 
 @pytest.mark.case("b04")
 @pytest.mark.parametrize("method", ONE_MORE)
-def test_its_result_is_awaited(mesh: Mesh, method: str) -> None:
+def test_the_result_of_a_wrapped_method_is_awaited(mesh: Mesh, method: str) -> None:
     engine = mesh.serve("ENGINE", Engine())[0]
     futures = [engine.call(method, x) for x in range(6)]
     assert [future.result(HANG_S) for future in futures] == [1, 2, 3, 4, 5, 6]
@@ -219,7 +219,7 @@ def test_its_result_is_awaited(mesh: Mesh, method: str) -> None:
 
 @pytest.mark.case("b04")
 @pytest.mark.parametrize("method", ["items", "hidden_items", "plain_items", "gives_items"])
-def test_its_items_are_streamed(mesh: Mesh, method: str) -> None:
+def test_the_items_of_a_wrapped_generator_are_streamed(mesh: Mesh, method: str) -> None:
     object_ = Engine()
     engine = mesh.serve("ENGINE", object_)[0]
     assert list(engine.stream(method, 100)) == list(range(100))
@@ -232,7 +232,7 @@ def test_its_items_are_streamed(mesh: Mesh, method: str) -> None:
 
 
 @pytest.mark.case("b04")
-def test_it_is_cancelled_and_fails_as_an_async_method_does(mesh: Mesh) -> None:
+def test_a_wrapped_method_is_cancelled_and_fails_as_an_async_one_does(mesh: Mesh) -> None:
     object_ = Engine()
     engine = mesh.serve("ENGINE", object_)[0]
     future = engine.call("forever")
@@ -247,7 +247,7 @@ def test_it_is_cancelled_and_fails_as_an_async_method_does(mesh: Mesh) -> None:
 
 
 @pytest.mark.case("b04")
-def test_torchs_decorators(mesh: Mesh) -> None:
+def test_torchs_decorators_leave_methods_what_they_are(mesh: Mesh) -> None:
     torch = pytest.importorskip("torch")
 
     class Model:
@@ -280,7 +280,7 @@ def test_what_is_async_under_its_decorators() -> None:
 
 @pytest.mark.case("b04")
 @pytest.mark.parametrize("name", ["wrapped", "hidden", "items", "hidden_items"])
-async def test_in_a_process_of_several_roles(name: str) -> None:
+async def test_a_wrapped_method_works_in_a_process_of_several_roles(name: str) -> None:
     link: Any = None
     context = WorkerContext(JobInfo("job", "id", {}, "CPU"), "ENGINE", 0, 1, link)
     made = acting_for(context, getattr(Engine(), name))(3)

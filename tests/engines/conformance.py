@@ -332,7 +332,7 @@ class RolloutConformance:
             served.engine.generate([[5, 6, 7]] * 4, LONG, timeout_s=0.05)
         assert len(served.engine.generate(PROMPTS, SamplingParams(2))) == 4
 
-    def test_requests_of_several_threads(self, served: Served) -> None:
+    def test_requests_of_several_threads_are_all_answered(self, served: Served) -> None:
         calls = [Background(lambda: served.engine.generate(PROMPTS, SamplingParams(20))) for _ in range(4)]
         assert [len(call.wait().samples) for call in calls] == [4] * 4
         served.engine.reset_prefix_cache()

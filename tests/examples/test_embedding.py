@@ -136,7 +136,7 @@ async def test_two_runtimes_share_a_loop_and_each_serves(job: RunningJob) -> Non
     assert before.changed() == {}
 
 
-def test_over_a_real_server(job: RunningJob, tmp_path: Path) -> None:
+def test_a_real_server_answers_with_what_a_member_says(job: RunningJob, tmp_path: Path) -> None:
     argv = [str(FOLDER / "service.py"), "--address", job.master_endpoint, "--key-file", key_file(job), "--port", "0"]
     with Launched(argv, tmp_path) as server:
         url = server.wait_for(r"running on (http://127\.0\.0\.1:\d+)").group(1)

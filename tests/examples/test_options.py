@@ -15,7 +15,7 @@ from ppo.main import parse_args
 from smollm.config import GRPOConfig
 
 from tests.examples.conftest import EXAMPLES
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 pytestmark = pytest.mark.case("a21")
 
@@ -57,7 +57,9 @@ def test_all_faults_are_told_in_one_message(capsys: pytest.CaptureFixture[str]) 
     (("--warmup_accuracy", "1.01"), "--warmup_accuracy 1.01: it is at most 1"),
     (("--device_per_node", "-1"), "--device_per_node -1: it is at least 1"),
 ])  # fmt: skip
-def test_single_faults(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str) -> None:
+def test_one_wrong_option_is_told_alone(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
     assert refused(capsys, *options) == [told]
 
 
@@ -100,7 +102,7 @@ def test_a_parser_can_be_used_again(capsys: pytest.CaptureFixture[str]) -> None:
     ("smollm/main.py", ["--steps", "-3", "--samples", "0"]),
     ("embedding/job.py", ["--steps", "-3"]),
 ])  # fmt: skip
-def test_nothing_starts(tmp_path: Path, script: str, options: list[str]) -> None:
+def test_nothing_starts_with_wrong_options(tmp_path: Path, script: str, options: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rlmesh.cli.main", "launch", str(EXAMPLES / script), "--", *options],
         cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S, check=False,

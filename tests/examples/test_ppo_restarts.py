@@ -129,7 +129,7 @@ def test_a_killed_actor_costs_the_steps_since_the_last_checkpoint_and_nothing_el
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_it_learns_as_much_although_members_are_killed(tmp_path: Path) -> None:
+def test_ppo_learns_as_much_although_members_are_killed(tmp_path: Path) -> None:
     summary, changed = run_and_kill(tmp_path, [(5, "ROLLOUT:0"), (10, "REWARD:0"), (15, "ACTOR:1")])
     assert changed == ["ACTOR:0", "ACTOR:1", "REWARD:0", "ROLLOUT:0"], "all others are the processes that they were"
     assert summary["steps"] == 150

@@ -99,7 +99,7 @@ def pair() -> Iterator[Pair]:
     ],
     ids=["float32", "bfloat16", "transposed", "strided", "small", "empty", "bool", "conjugate"],
 )
-def test_there_and_back(pair: Pair, make: Callable[[], torch.Tensor]) -> None:
+def test_a_tensor_comes_back_the_same_in_memory_of_its_own(pair: Pair, make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     back = pair.member.call("mirror", {"x": [tensor]}).result()["x"][0]
     assert back.device == tensor.device and back.dtype == tensor.dtype and torch.equal(back, tensor)

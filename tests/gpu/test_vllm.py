@@ -22,7 +22,8 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.module_source import ModuleSource
 from rlmesh.weights.sync import WeightSync
-from tests.gpu.test_weights import KEY, ROOT, until
+from tests.gpu.test_weights import KEY, ROOT
+from tests.settling import settle
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
@@ -70,7 +71,7 @@ class Engines:
             process.stdin.flush()
         book = AddressBook(1, tuple(MemberAddress(*row) for row in self.rows))
         self.caller.set_address_book(book)
-        until(lambda: self.caller._calls.peers.book == book)
+        settle(self.caller)
 
     def ask(self, role: str, method: str, *args: Any) -> Any:
         return RoleGroup[Any](role, runtime=self.caller).call(method, *args).result(120)[0]
@@ -131,7 +132,7 @@ def test_after_a_push_it_says_what_a_fresh_engine_says(tied: bool, options: dict
             assert largest_gap(members.ask("SINK", "log_probs", PROBE), wanted) < GAP
 
 
-def test_it_sleeps_and_wakes_and_takes_weights(tmp_path: Path) -> None:
+def test_an_engine_sleeps_wakes_and_takes_weights(tmp_path: Path) -> None:
     """Level 2 gives the weights up: nothing is served before the next push."""
     from tests.engines.models import PROBE, largest_gap, save, tiny
 

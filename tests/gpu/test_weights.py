@@ -26,6 +26,7 @@ from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.module_source import ModuleSource
 from rlmesh.weights.sync import WeightSync
 from tests.gpu.weights_peer import Model, plain, values
+from tests.settling import settle
 from tests.weights.mesh import WeightMesh
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
@@ -70,7 +71,7 @@ class Mesh:
             process.stdin.write(json.dumps([1, [row[:4] for row in self.rows]]) + "\n")
             process.stdin.flush()
         self.caller.set_address_book(book)
-        until(lambda: self.caller._calls.peers.book == book)
+        settle(self.caller)
 
     def sync(self, source: Any = None, *, sinks: slice = slice(None), **options: Any) -> WeightSync:
         group: RoleGroup[Any] = RoleGroup("SINK", runtime=self.caller)
@@ -346,7 +347,7 @@ def test_a_source_that_is_killed_in_its_snapshot_does_not_hold_the_sink_up(mode:
 
 @pytest.mark.parametrize("mode", ["double_buffer", "in_place"])
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_sink_in_the_process_of_its_source(snapshot: bool, mode: Any) -> None:
+def test_a_sink_in_the_process_of_its_source_gets_every_version(snapshot: bool, mode: Any) -> None:
     """As fused roles are: a process cannot open its own handles."""
     source, sink = Model(1, "cuda:0"), Model(2, "cuda:0")
     with tempfile.TemporaryDirectory(prefix="rlm-") as sockets:

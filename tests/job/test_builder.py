@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, assert_type
 
 import pytest
@@ -33,7 +32,7 @@ def test_type_checkers_follow_the_chain() -> None:
     assert_type(rl_job().build(), DLJob)
 
 
-def test_the_kinds_of_roles() -> None:
+def test_each_kind_of_role_has_its_backend() -> None:
     job = (
         DLJobBuilder()
         .role("A").run(roles.Runner).total(2)
@@ -63,13 +62,13 @@ def test_train_without_a_role_is_called_elastic() -> None:
     assert list(DLJobBuilder().train(roles.main).build().workloads) == ["ELASTIC"]
 
 
-def test_environments() -> None:
+def test_a_roles_environment_overrides_the_jobs() -> None:
     job = rl_job().env({"A": "role"}).env({"B": "role"}).global_env({"A": "job", "C": "job"}).global_env().build()
     assert job.envs_of("ACTOR") == {"A": "role", "B": "role", "C": "job"}
     assert job.envs_of("TRAINER") == {"A": "job", "C": "job"}
 
 
-def test_resources() -> None:
+def test_resources_of_a_role_are_merged() -> None:
     job = (
         RLJobBuilder()
         .device_per_node(2)
@@ -91,24 +90,25 @@ def test_a_job_that_does_not_speak_of_devices_uses_none() -> None:
     assert rl_job().device_type("CPU").build().workloads["ACTOR"].resource.accelerator == 1
 
 
-def test_collocations() -> None:
-    chain = (
-        RLJobBuilder()
-        .device_per_node(8)
-        .trainer(HERE, "Trainer")
-        .actor(HERE, "Actor")
-        .rollout(HERE, "Actor")
-        .reward(HERE, "Actor").resource(cpu=1)
-        .reference(HERE, "Actor")
-    )  # fmt: skip
-    assert chain.with_collocation("actor", RLRoleType.ROLLOUT).build().collocations == [{"ACTOR", "ROLLOUT"}]
-    together = copy.copy(chain.end())
-    together._together = []
+def test_roles_are_collocated_by_name_or_all_that_use_accelerators() -> None:
+    def chain() -> Any:
+        return (
+            RLJobBuilder()
+            .device_per_node(8)
+            .trainer(HERE, "Trainer")
+            .actor(HERE, "Actor")
+            .rollout(HERE, "Actor")
+            .reward(HERE, "Actor").resource(cpu=1)
+            .reference(HERE, "Actor")
+        )  # fmt: skip
+
+    assert chain().with_collocation("actor", RLRoleType.ROLLOUT).build().collocations == [{"ACTOR", "ROLLOUT"}]
+    together = chain().end()
     assert together.with_collocation_all().build().collocations == [{"ACTOR", "ROLLOUT", "REFERENCE"}]
     assert together.with_collocation_all("reference").build().collocations == [{"ACTOR", "ROLLOUT"}]
 
 
-def test_wrong_collocations() -> None:
+def test_wrong_collocations_are_all_told() -> None:
     chain = rl_job().device_per_node(8).rollout(HERE, "Actor").reward(HERE, "Actor").end()
     chain.with_collocation("ACTOR", "ROLLOUT").with_collocation("ROLLOUT", "REWRAD").with_collocation("REWARD")
     fails(
@@ -179,14 +179,14 @@ def test_all_faults_are_reported_at_once() -> None:
     )
 
 
-def test_roles_without_entry_point() -> None:
+def test_roles_without_entry_point_are_refused() -> None:
     fails(DLJobBuilder().role("A").build, "role A: has no entry point: follow .role('A') with .run(...)")
     fails(DLJobBuilder().role("A").role("B").run(roles.Runner).build, "role A: has no entry point")
     fails(RLJobBuilder().actor().build, "role ACTOR: entry_point: is missing: give a class")
     fails(DLJobBuilder().run(roles.Runner).build, "run(): name the role first: .role('WORKER').run(...)")
 
 
-def test_role_names() -> None:
+def test_role_names_are_unique_and_valid() -> None:
     chain = DLJobBuilder().workload("A", roles.Runner).workload("A", roles.Runner).workload("a", roles.Runner)
     fails(chain.workload("B:1", roles.Runner).build, "A: is defined twice", "a: differs from role A", "role 'B:1'")
 
@@ -196,7 +196,7 @@ def test_an_rl_job_has_an_actor_and_a_job_has_roles() -> None:
     fails(DLJobBuilder().build, "workloads: the job has no roles: add one, such as")
 
 
-def test_members_that_exceed_the_job_s_nodes_and_devices() -> None:
+def test_members_that_exceed_the_job_s_nodes_and_devices_are_refused() -> None:
     chain = rl_job().nnodes(3).nproc_per_node(2).resource(accelerator=3).node_num(2).device_per_node(2)
     fails(
         chain.build,

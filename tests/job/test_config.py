@@ -110,7 +110,7 @@ def roles_text(name: str) -> str:
     return f"{HERE}.{name}"
 
 
-def test_faults_of_a_description_written_by_hand() -> None:
+def test_all_faults_of_a_description_written_by_hand_are_told() -> None:
     config: Any = DLConfig
     fails(
         lambda: config(
@@ -167,7 +167,7 @@ def test_members_of_a_group_do_not_restart_alone() -> None:
     assert "restart: scope 'member' cannot work for an elastic role" in problem
 
 
-def test_job_names() -> None:
+def test_a_wrong_job_name_is_refused() -> None:
     job = RLJobBuilder().actor(roles.Actor).build()
     job.job_name = "a/b"
     fails(job.check, "job_name: 'a/b' must be 1 to 64 letters")
@@ -204,7 +204,7 @@ async def test_submit_inside_a_loop_names_start() -> None:
         job.submit("never-starts", blocking=False)
 
 
-def test_views() -> None:
+def test_an_unknown_view_is_refused_before_the_start() -> None:
     job = RLJobBuilder().trainer(roles.Trainer).actor(roles.Actor).build()
     with pytest.raises(UsageError, match=r"there is no view 'lives'\. Did you mean 'live'\?"):
         job.submit("never-starts", view="lives")  # type: ignore[call-overload]
@@ -229,7 +229,7 @@ def test_what_workers_must_be_able_to_import(monkeypatch: pytest.MonkeyPatch) ->
     assert job.main_path == roles.__file__
 
 
-def test_limits_of_a_job() -> None:
+def test_limits_of_a_job_are_kept_and_those_of_the_launch_win() -> None:
     job = RLJobBuilder().limits(hang_s=5).actor(roles.Actor).limits(setup_s=7.5).build()
     assert (job.limits.hang_s, job.limits.setup_s, job.limits.teardown_s) == (5.0, 7.5, 60.0)
     assert job.limits.under(TimeLimits(hang_s=1.0)) == TimeLimits(hang_s=1.0, setup_s=7.5), "the launch wins"

@@ -51,7 +51,7 @@ def test_memory_is_given_in_mib() -> None:
     assert ResourceDesc(memory=3).memory_bytes == 3 * 1024**2
 
 
-def test_other_spellings() -> None:
+def test_short_spellings_of_resources_are_accepted() -> None:
     assert ResourceDesc.model_validate({"mem": 5, "gpu": 0.5, "cpu": 2}) == ResourceDesc(
         cpu=2, memory=5, accelerator=0.5
     )
@@ -70,7 +70,7 @@ def test_a_share_below_a_thousandth_is_an_error() -> None:
     fails(lambda: ResourceDesc(accelerator=0.0001), "0.0001 is less than the smallest share, 0.001")
 
 
-def test_backends() -> None:
+def test_each_description_names_its_backend() -> None:
     assert SimpleWorkloadDesc(entry_point="a.B").backend == "simple"
     assert ElasticWorkloadDesc(entry_point="a.B").backend == "elastic"
     assert CustomWorkloadDesc(entry_point="a.B").backend == "custom"
@@ -89,14 +89,14 @@ def test_backends() -> None:
         ({"total": 8}, 8, None),
     ],
 )
-def test_nodes_and_processes(given: dict[str, int], total: int, per_node: int | None) -> None:
+def test_nodes_and_processes_follow_from_each_other(given: dict[str, int], total: int, per_node: int | None) -> None:
     described = ElasticWorkloadDesc.model_validate({"entry_point": "a.B", **given})
     assert (described.total, described.per_node) == (total, per_node)
     assert described.nproc_per_node == per_node
     assert described.nnodes == (None if per_node is None else total // per_node)
 
 
-def test_contradictions_between_nodes_and_total() -> None:
+def test_contradictions_between_nodes_and_total_are_refused() -> None:
     fails(
         lambda: Elastic(entry_point="a.B", nnodes=2, nproc_per_node=2, total=5),
         "total=5 contradicts nnodes=2 and nproc_per_node=2",

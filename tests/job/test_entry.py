@@ -30,7 +30,7 @@ FILE = Path(roles.__file__)
         (("-m package.module --lr 1",), "-m package.module --lr 1"),
     ],
 )
-def test_forms(form: tuple[Any, ...], text: str) -> None:
+def test_every_form_of_an_entry_point_becomes_text(form: tuple[Any, ...], text: str) -> None:
     assert entry_text(*form) == text
 
 
@@ -68,7 +68,7 @@ def test_a_local_class_cannot_be_imported_by_workers() -> None:
         ("main", "function", True),
     ],
 )
-def test_names_in_modules(name: str, kind: Any, runs: bool) -> None:
+def test_a_name_in_a_module_is_found_without_an_import(name: str, kind: Any, runs: bool) -> None:
     found = resolve_entry(f"{HERE}.{name}")
     assert found.problems == ()
     assert found.entry == EntryPoint(kind, HERE, name)
@@ -95,7 +95,7 @@ def test_names_in_modules(name: str, kind: Any, runs: bool) -> None:
         ("-m tests.job", "package tests.job cannot be run"),
     ],
 )
-def test_problems(text: str, message: str) -> None:
+def test_a_wrong_entry_point_has_one_problem(text: str, message: str) -> None:
     problems = resolve_entry(text).problems
     assert len(problems) == 1
     assert message in problems[0]
@@ -134,7 +134,7 @@ def test_a_file_that_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "broken_source.py cannot be read" in resolve_entry("broken_source.Actor").problems[0]
 
 
-def test_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_an_entry_point_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('hi')\n")
     monkeypatch.chdir(tmp_path)

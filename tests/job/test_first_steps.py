@@ -22,7 +22,7 @@ class Driver:
 
 
 @pytest.mark.case("n15")
-def test_a_function_as_a_role() -> None:
+def test_a_function_as_a_role_is_refused_with_the_class_to_write() -> None:
     builder = DLJobBuilder().role("REWARD").run(reward).role("DRIVER").run(Driver)
     with pytest.raises(
         JobSpecError, match=r"reward\(\) .*requires arguments \(prompt, answer\).*a class with '@rpc def reward"

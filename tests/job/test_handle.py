@@ -13,7 +13,7 @@ from rlmesh.driver.driver import Driver, JobResult
 from rlmesh.driver.handle import JobHandle
 from rlmesh.errors import JobFailed, LaunchError
 from rlmesh.job.status import JobStatus
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 STATUS = JobStatus("demo", "demo-1", "running", 0.0, "/runs/demo")
 RESULT = JobResult(STATUS, Path("/runs/demo"))

@@ -205,7 +205,7 @@ async def test_all_are_told_if_it_cannot_be_woken() -> None:
     assert member.balance == 0
 
 
-async def test_async_hooks() -> None:
+async def test_a_lease_awaits_async_hooks() -> None:
     member = Member()
 
     async def wake() -> None:

@@ -45,7 +45,7 @@ def test_submit_without_waiting_then_stop(tmp_path: Path) -> None:
             handle.result(30)
 
 
-def test_a_torchrun_command_and_a_function(tmp_path: Path) -> None:
+def test_a_torchrun_command_and_a_function_run_in_one_job(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys\n"

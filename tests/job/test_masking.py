@@ -21,7 +21,7 @@ OPEN = (
 
 
 @pytest.mark.case("a01")
-def test_names_of_secrets() -> None:
+def test_secrets_are_known_by_their_names() -> None:
     assert [name for name in SECRET if not is_secret(name)] == []
     assert [name for name in OPEN if is_secret(name)] == []
 
@@ -65,7 +65,7 @@ def test_values_are_masked_by_their_names() -> None:
         ("password: hunter2", "password: ***"),
     ],
 )
-def test_secrets_in_texts(text: str, becomes: str) -> None:
+def test_secrets_in_texts_are_masked(text: str, becomes: str) -> None:
     assert mask_text(text) == becomes
     assert mask_texts({"a": [text, 3]}) == {"a": [becomes, 3]}
 

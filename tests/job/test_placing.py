@@ -47,7 +47,7 @@ def test_pools_give_their_roles_a_member_per_device() -> None:
     assert demand.sharing("Critic") == ("ActorRollout", "Critic")
 
 
-def test_wrong_pools() -> None:
+def test_wrong_pools_are_refused() -> None:
     with pytest.raises(UsageError, match=r"pool 'globl'.*Did you mean 'global'"):
         ResourcePoolManager({"global": [8]}, {"A": "globl"})
     builder = DLJobBuilder().with_pools({"p": [0]}, {"a": "q"})
@@ -78,7 +78,7 @@ def test_groups_number_the_members_through() -> None:
     assert demand_of(again) == demand
 
 
-def test_wrong_groups_and_separations() -> None:
+def test_wrong_groups_and_separations_are_all_told() -> None:
     builder = DLJobBuilder()
     builder.role("R").run(Role).total(4).with_groups(a=1, b={"total": 2, "acelerator": 1})
     builder.role("S").run(Role).resource(accelerator=0.5)
@@ -117,7 +117,7 @@ def test_collocated_and_apart_is_a_contradiction() -> None:
         builder.build()
 
 
-def test_nodes_devices_and_spares() -> None:
+def test_nodes_devices_and_spares_are_in_the_demand() -> None:
     builder = DLJobBuilder().spare_nodes(2)
     builder.role("A").run(Role).resource(accelerator=1).on_nodes("x", "y").on_devices("h100")
     demand = demand_of(builder.build())

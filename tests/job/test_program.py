@@ -243,7 +243,7 @@ def test_modules_are_programs(tmp_path: Path, name: str, launch: bool) -> None:
     assert "TRAINER:0 | value 42" in job.output
 
 
-def test_the_interpreters_flags_and_the_programs_arguments() -> None:
+def test_the_interpreters_flags_are_told_from_the_programs_arguments() -> None:
     def split(line: str) -> Any:
         return split_command(line.split())
 
@@ -256,7 +256,7 @@ def test_the_interpreters_flags_and_the_programs_arguments() -> None:
     assert split("-i") == ((), None)
 
 
-def test_the_submitters_folders() -> None:
+def test_the_submitters_folders_keep_their_places_in_the_path() -> None:
     own = ["/env", "/python/lib", "/python/site-packages"]
     first, last = split_path(["/job", "/env", "/python/lib", "/python/site-packages", "/late"], own[1:])
     assert (first, last) == (("/job", "/env"), ("/late",))

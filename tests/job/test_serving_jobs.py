@@ -17,7 +17,7 @@ from rlmesh.errors import JobFailed, JobSpecError, JobStopped, PeerLost, UsageEr
 from rlmesh.testing import LocalCluster
 from tests.job import serving
 from tests.job.test_handle import FakeDriver, handle_of
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ def echo(runtime: Runtime) -> RoleGroup[serving.Fragile]:
 
 
 @pytest.mark.case("n07")
-async def test_it_lives_until_the_block_is_left(tmp_path: Path) -> None:
+async def test_a_serving_job_lives_until_the_block_is_left(tmp_path: Path) -> None:
     with LocalCluster(devices_per_node=2, run_root=tmp_path):
         async with job_of(serving.Echo).start("serves") as handle, handle.join() as runtime:
             assert await echo(runtime).call("echo", "one") == ["ECHO:0 one", "ECHO:1 one"]
@@ -45,7 +45,7 @@ async def test_it_lives_until_the_block_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.case("n07")
 @pytest.mark.parametrize("ask", [JobHandle.stop, JobHandle.notice])
-def test_it_lives_until_it_is_stopped(tmp_path: Path, ask: object) -> None:
+def test_a_serving_job_lives_until_it_is_stopped(tmp_path: Path, ask: object) -> None:
     with LocalCluster(devices_per_node=2, run_root=tmp_path):
         handle = job_of(serving.Echo).submit("serves", blocking=False)
         assert isinstance(handle, JobHandle)
@@ -112,7 +112,7 @@ def test_the_plain_block_says_why_the_job_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("n17")
-def test_a_script_without_asyncio(tmp_path: Path) -> None:
+def test_a_script_without_asyncio_starts_joins_and_calls(tmp_path: Path) -> None:
     script = tmp_path / "service.py"
     script.write_text(
         "from rlmesh import DLJobBuilder, RoleGroup, rpc\n\n\n"

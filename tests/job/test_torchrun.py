@@ -42,7 +42,7 @@ from rlmesh.testing import LocalCluster
         ("dlrover-run --precheck 2 train.py", TorchrunCommand(1, 1, 0, "train.py", node_check=True)),
     ],
 )
-def test_commands(command: str, expected: TorchrunCommand) -> None:
+def test_a_torchrun_command_is_parsed(command: str, expected: TorchrunCommand) -> None:
     assert parse_torchrun(command) == expected
 
 
@@ -65,7 +65,7 @@ def test_commands(command: str, expected: TorchrunCommand) -> None:
         ("torchrun --nnodes", "option '--nnodes' has no value"),
     ],
 )
-def test_wrong_commands(command: str, message: str) -> None:
+def test_a_wrong_torchrun_command_is_refused(command: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_torchrun(command)
     assert message in str(caught.value)
@@ -107,7 +107,7 @@ def test_what_record_notes_is_the_cause(tmp_path: Path, script: Path) -> None:
     ('{"message": {"message": "A", "extraInfo": null}}', ("A", "")),
     ('{"message": 1}', ("", "")), ("[]", ("", "")), ('{"message": ', ("", "")), ("\0", ("", "")),
 ])  # fmt: skip
-def test_error_files(text: str, noted: tuple[str, str], tmp_path: Path) -> None:
+def test_an_error_file_is_read_unless_it_is_a_link(text: str, noted: tuple[str, str], tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(text)
     assert read_error_file({ERROR_FILE: str(path)}) == noted
@@ -117,7 +117,7 @@ def test_error_files(text: str, noted: tuple[str, str], tmp_path: Path) -> None:
         assert read_error_file(other) == ("", "")
 
 
-def test_a_job_of_a_command(script: Path) -> None:
+def test_a_torchrun_command_makes_an_elastic_job(script: Path) -> None:
     job = DLJobBuilder().by_run_cmd("torchrun --nnodes=2 --nproc_per_node=3 train.py --lr 1").build()
     assert (job.node_number, job.device_per_node) == (2, 3)
     (workload,) = job.workloads.values()
@@ -127,7 +127,7 @@ def test_a_job_of_a_command(script: Path) -> None:
     assert workload.entry.args == ("--lr", "1")
 
 
-def test_the_machine_s_number_of_processes(script: Path) -> None:
+def test_a_number_of_processes_that_is_left_to_the_machine_needs_device_per_node(script: Path) -> None:
     builder = DLJobBuilder().device_per_node(4).role("SFT").by_run_cmd("torchrun --nproc_per_node=gpu train.py")
     assert builder.build().workloads["SFT"].total == 4
     with pytest.raises(JobSpecError, match="leaves the number to the machine"):

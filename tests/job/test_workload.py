@@ -18,7 +18,7 @@ from rlmesh.job.status import Alarm, CallStats, MetricRecord
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.default_runtime import set_default_runtime
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 STATS = CallStats("ACTOR", "step", 1, 1.0, 0.9, 0.0, 0.0, 0.1, 0)
 
@@ -100,7 +100,7 @@ def test_what_a_worker_knows(worker: Make) -> None:
     assert current_worker().job_info.user_config == {"lr": 1.0}
 
 
-def test_reports(worker: Make, link: Link) -> None:
+def test_reports_arrive_with_the_step_of_the_last_boundary(worker: Make, link: Link) -> None:
     context = worker("TRAINER")
     context.report(loss=2, ok=True)
     context.report(step=7, loss=torch.tensor(0.5))
@@ -119,7 +119,7 @@ def test_a_metric_is_a_number(worker: Make, value: Any) -> None:
         worker("TRAINER").report(loss=value)
 
 
-def test_step_boundaries(worker: Make, link: Link) -> None:
+def test_step_boundary_returns_a_stop_request_at_its_step(worker: Make, link: Link) -> None:
     context = worker("TRAINER")
     assert [context.step_boundary() for _ in range(2)] == [None, None]
     assert context.step == 1
@@ -155,7 +155,7 @@ def test_roles_can_ask_which_they_are(worker: Make, role: RLRoleType) -> None:
     assert [name for name, yes in answers.items() if yes] == [role.name for _ in range(role != RLRoleType.TRAINER)]
 
 
-def test_device_collocation(worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_knows_the_roles_on_its_device(worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     role = BaseRLWorkload()
     worker("ACTOR")
     assert not role.has_device_collocation()

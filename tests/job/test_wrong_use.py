@@ -83,7 +83,7 @@ def refused_or_right(make: Callable[[], object], told: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [SimpleRoleBuilder, ElasticRoleBuilder])
-def test_every_setting_of_builders(kind: type[Any]) -> None:
+def test_junk_for_every_setting_of_builders_is_refused_or_right(kind: type[Any]) -> None:
     start = elastic if kind is ElasticRoleBuilder else simple
     for name in settings(kind):
         for junk in JUNK:
@@ -122,7 +122,7 @@ def test_every_setting_of_builders(kind: type[Any]) -> None:
         lambda b, junk: b.config(junk),
     ],
 )
-def test_settings_within_settings(change: Callable[[Any, Any], Any]) -> None:
+def test_junk_within_settings_is_refused_or_right(change: Callable[[Any, Any], Any]) -> None:
     for junk in JUNK:
         refused_or_right(lambda: change(simple(), junk).build().model_dump_json(), repr(junk)[:40])  # noqa: B023
 
@@ -130,7 +130,7 @@ def test_settings_within_settings(change: Callable[[Any, Any], Any]) -> None:
 @pytest.mark.parametrize(
     "kind", [ElasticWorkloadDesc, SimpleWorkloadDesc, CustomWorkloadDesc, ResourceDesc, RestartPolicy, DLConfig]
 )
-def test_every_field_of_descriptions(kind: Any) -> None:
+def test_junk_for_every_field_of_descriptions_is_refused_or_right(kind: Any) -> None:
     entry = {"entry_point": "tests.job.roles.Plain"} if "entry_point" in kind.model_fields else {}
     for name in [*kind.model_fields, "nnodes", "nproc_per_node", "num", "module_name", "class_name"]:
         for junk in JUNK:
@@ -159,7 +159,7 @@ def test_what_is_changed_after_the_build() -> None:
         changed(lambda job: job.pools.update(x=junk))  # noqa: B023
 
 
-def test_clusters_for_plans() -> None:
+def test_junk_for_clusters_is_refused_or_right() -> None:
     job = simple().build()
     for junk in JUNK:
         refused_or_right(lambda: job.plan(junk), repr(junk)[:40])  # noqa: B023
@@ -168,7 +168,7 @@ def test_clusters_for_plans() -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "é", "x" * 300, "../../elsewhere", 3, "", "a\0b", ["a"]])
-def test_names_of_jobs(name: Any) -> None:
+def test_wrong_names_of_jobs_are_refused(name: Any) -> None:
     with pytest.raises(JobSpecError, match=r"job_name: .* must be 1 to 64 letters"):
         simple().build().submit(name)
     with pytest.raises(JobSpecError, match=r"job_name: .* must be 1 to 64 letters"):
@@ -176,7 +176,7 @@ def test_names_of_jobs(name: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"run_dir": 3}, {"run_dir": ["a"]}, {"view": 3}, {"view": "x"}, {"view": ["live"]}])
-def test_arguments_of_submit(wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_of_submit_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         simple().build().submit("wrong", **wrong)
 

@@ -96,14 +96,16 @@ OPTIONS = ("--restart", "job", "--max-restarts", "2")
 
 
 @pytest.mark.slow
-def test_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_starts_again_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "rlmesh.cli.main", "launch", "--view", "plain", *OPTIONS, str(AGAIN)]
     with Launched(words, tmp_path) as launched:
         fails_and_comes_back([launched], capsys)
 
 
 @pytest.mark.slow
-def test_over_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_starts_again_over_two_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANKS_PER_NODE", "1")
     with ExitStack() as stack:
         head = stack.enter_context(node(tmp_path, 0, 2, "127.0.0.1:0", options=OPTIONS, script=AGAIN))

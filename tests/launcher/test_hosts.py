@@ -21,7 +21,7 @@ from rlmesh.cli.main import main
 from rlmesh.errors import UsageError
 from rlmesh_launcher.hosts import RemoteHost, parse_hosts
 from rlmesh_launcher.ssh import render
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 GOLDEN = Path(__file__).with_name("golden")
 

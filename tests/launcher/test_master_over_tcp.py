@@ -12,7 +12,7 @@ import pytest
 
 from tests.launcher.test_node_loss import finish, first_two, moving, nothing_ran_twice, pids_of
 from tests.master.launched import Launched, alive
-from tests.stalls import Stalls
+from tests.own_time import OwnTime
 
 pytestmark = pytest.mark.slow
 ADOPTED_S = 4.0
@@ -36,7 +36,7 @@ def await_registered(folder: Path, node_rank: int, times: int, within_s: float) 
     assert registered(folder, node_rank) >= times, f"node {node_rank} did not come to the new master"
 
 
-def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path, stalls: Stalls) -> None:
+def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path, own_time: OwnTime) -> None:
     with moving(tmp_path, 2, "--spares", "0", "--lease", "6") as nodes:
         head, other = nodes
         started = [*first_two(head, 0).values(), *first_two(other, 1).values()]
@@ -48,7 +48,7 @@ def test_agents_of_all_nodes_take_on_the_next_master(tmp_path: Path, stalls: Sta
             head.wait_for(f"master {number} of this job")
             for rank in (0, 1):
                 await_registered(tmp_path, rank, number, ADOPTED_S)
-            assert time.monotonic() - began < ADOPTED_S + stalls.seconds
+            assert own_time.since(began) < ADOPTED_S
             assert all(map(alive, members))
         time.sleep(7.0)  # longer than a lease: they were renewed by the new master
         assert all(map(alive, members)) and len(pids_of(head)) + len(pids_of(other)) == 4, "nothing was started anew"

@@ -16,7 +16,7 @@ import pytest
 from tests.launcher.machines import machines, why_not
 from tests.launcher.nodes import node
 from tests.master.launched import Launched, alive, descendants
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 MOVING = Path(__file__).with_name("moving_job.py")
 

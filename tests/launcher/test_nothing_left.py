@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.master.launched import ROOT, alive, command
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 FAMILY = Path(__file__).with_name("family_job.py")
 SHELL = 'sleep 2000 & echo "bystander $!"; "$@"; echo "launch ended with $?"; read -r _; kill %1'

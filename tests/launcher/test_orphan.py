@@ -69,7 +69,7 @@ def listening() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("wish", "command"), [("requeue", ["scontrol", "requeue", "17"]), ("cancel", ["scancel", "17"])]
 )
-def test_it_waits_for_slurm_and_does_what_was_said(wish: str, command: list[str], closed: int) -> None:
+def test_an_orphan_waits_for_slurm_and_does_what_was_said(wish: str, command: list[str], closed: int) -> None:
     slurm = Cluster("RUNNING n1 n[1-4]", "?", "RUNNING n1 n[2-4]", "").look_after(2, wish, closed)
     assert slurm.told == [command]
     assert slurm.slept == [2 * POLL_S] * 3
@@ -92,7 +92,7 @@ def test_an_element_of_an_array_asks_and_acts_for_itself_alone(wish: str, closed
     assert len(asked) == 3 and all("17_3" in "".join(argv) for argv in asked)
 
 
-def test_it_does_not_watch_for_ever(closed: int) -> None:
+def test_an_orphan_does_not_watch_for_ever(closed: int) -> None:
     slurm = Cluster("RUNNING n1 n[1-4]").look_after(1, "cancel", closed)
     assert not slurm.told and sum(slurm.slept) == WATCH_S
 

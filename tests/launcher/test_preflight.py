@@ -16,7 +16,7 @@ RESULTS = [
 ]  # fmt: skip
 
 
-def test_the_matrix() -> None:
+def test_the_matrix_shows_latency_and_failure_of_each_pair() -> None:
     assert matrix(NAMES, RESULTS) == (
         "            → 0      → 1      → 2\n"
         "0 box0        ·   0.4 ms   1.0 ms\n"

@@ -19,7 +19,7 @@ def roster(least: int = 3, most: int = 3) -> Roster:
     return Roster(least, most, "box0, pid 1", "1", last_call_s=30.0)
 
 
-def test_complete_with_all_nodes_in_any_order() -> None:
+def test_the_roster_is_complete_with_all_nodes_in_any_order() -> None:
     nodes = roster()
     assert [nodes.join(hello(rank), 0.0).node_rank for rank in (2, 1)] == [2, 1]
     assert nodes.complete(0.0)

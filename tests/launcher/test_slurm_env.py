@@ -31,7 +31,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.case("O12")
-def test_slurm_text(scontrol: Path) -> None:
+def test_an_allocation_is_read_without_scontrol(scontrol: Path) -> None:
     allocation = SlurmAllocation.read(ENV)
     assert allocation.nodes == ("n001", "n002", "n003", "n007", "gpu-a1b", "gpu-a2b")
     assert allocation.tasks == (2, 2, 2, 1, 4, 4)

@@ -12,7 +12,7 @@ import pytest
 from rlmesh.errors import LaunchError
 from rlmesh.runtime.connections.security import make_key
 from rlmesh_launcher.slurm_rendezvous import HeadGone, Munge, ServerAddress, SlurmRendezvous
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 class Clock:

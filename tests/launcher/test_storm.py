@@ -28,7 +28,7 @@ def occupy(stack: ExitStack, *ports: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.case("O8")
-def test_port_storms(tmp_path: Path) -> None:
+def test_jobs_that_start_at_once_on_taken_ports_all_start(tmp_path: Path) -> None:
     started = 0
     for number in range(ROUNDS):
         with ExitStack() as stack:
@@ -49,7 +49,7 @@ def test_port_storms(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.case("O8")
-def test_jobs_of_two_nodes_side_by_side(tmp_path: Path) -> None:
+def test_jobs_of_two_nodes_run_side_by_side(tmp_path: Path) -> None:
     with ExitStack() as stack:
         occupy(stack, 29500, DEFAULT_PORT)
         nodes: list[Launched] = []

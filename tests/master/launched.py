@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy_job.py")

@@ -93,7 +93,8 @@ class Trainer:
         seen["pids_after"] = [os.getpid(), *rollout.call("pid").result()]
         seen["because"] = reward[1].call("because").result()
         seen["reward_0"] = reward[0].call("because").result()[0]
-        seen["phases"] = [(e.role, e.ranks, e.phase) for e in current_worker().events(wait_s=5.0)]
+        wait_s = 5.0 if config()["kill"] else 0.0
+        seen["phases"] = [(e.role, e.ranks, e.phase) for e in current_worker().events(wait_s)]
         return seen
 
     def _kill_under_way(self, reward: RoleGroup) -> dict[str, Any]:

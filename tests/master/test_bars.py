@@ -48,12 +48,12 @@ def test_jobs_go_on_when_the_wall_clock_is_set(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_three_hundred_kills(tmp_path: Path) -> None:
+def test_three_hundred_kills_end_right(tmp_path: Path) -> None:
     assert run(tmp_path, "kills.py", "--kills", "300", "--seed", "12") == "300 of 300 ended right, seed 12"
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_forty_standstills_and_jumps(tmp_path: Path) -> None:
+def test_jobs_go_on_after_forty_standstills_and_jumps(tmp_path: Path) -> None:
     assert run(tmp_path, "standstills.py", "--seed", "12") == "40 of 40 went on, seed 12"

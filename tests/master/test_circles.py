@@ -15,7 +15,7 @@ from rlmesh.master.monitoring.wait_circles import CircleWatch, circles_in
 from rlmesh.runtime.serving.wait_report import MAIN, BlockedCalls, CallKey, Holder, QueuedCall
 from rlmesh.testing import LocalCluster
 from tests.master import circle_job
-from tests.stalls import Stalls
+from tests.own_time import OwnTime
 
 
 def holder(name: str, number: int, *waits_for: CallKey, caller: str = "T:0") -> Holder:
@@ -204,11 +204,11 @@ def assert_circle(answer: Any, *drawn: str) -> None:
 
 
 @pytest.mark.case("b10")
-def test_two_members_that_call_each_other_are_told(tmp_path: Path, stalls: Stalls) -> None:
+def test_two_members_that_call_each_other_are_told(tmp_path: Path, own_time: OwnTime) -> None:
     ((seen, took_s),) = run(tmp_path, [[("A:0", "go", ["B:0"]), ("B:0", "go", ["A:0"])]])
     for answer in seen:
         assert_circle(answer, "A:0 → B:0 → A:0")
-    assert took_s < 5.0 + stalls.seconds, "at the default hang_s"
+    assert own_time.of(took_s) < 5.0, "at the default hang_s"
     told = [json.loads(line) for line in next(tmp_path.glob("*/events.jsonl")).read_text().splitlines()]
     (found,) = [event for event in told if event["event"] == "CircleFound"]
     assert found["members"] == ["A:0", "B:0"]
@@ -217,7 +217,7 @@ def test_two_members_that_call_each_other_are_told(tmp_path: Path, stalls: Stall
 @pytest.mark.slow
 @pytest.mark.case("b10")
 @pytest.mark.case("n14")
-def test_circles_of_all_kinds_are_told_and_nothing_else_is(tmp_path: Path, stalls: Stalls) -> None:
+def test_circles_of_all_kinds_are_told_and_nothing_else_is(tmp_path: Path, own_time: OwnTime) -> None:
     circles: list[tuple[circle_job.Calls, str]] = [
         ([("A:0", "go", ["B:0"]), ("B:0", "go", ["C:0"]), ("C:0", "go", ["A:0"])], "A:0 → B:0 → C:0 → A:0"),
         ([("G:0", "go", ["G:1"]), ("G:1", "go", ["G:0"])], "G:0 → G:1 → G:0"),
@@ -235,7 +235,7 @@ def test_circles_of_all_kinds_are_told_and_nothing_else_is(tmp_path: Path, stall
         assert len(seen) == len(calls)
         for answer in seen:
             assert_circle(answer, drawn)
-        assert took_s < 5.0 + stalls.seconds, drawn
+        assert own_time.of(took_s) < 5.0, drawn
     assert answers[-1][0][:2] == ["done", "echo"] and answers[-1][0][3] == "slow"
 
 
@@ -250,7 +250,7 @@ def test_who_waits_for_a_circle_is_no_cause(tmp_path: Path) -> None:
 @pytest.mark.case("s04")
 @pytest.mark.parametrize("whom", [{}, {"A": "B", "B": "A"}], ids=["its own member", "each other"])
 def test_setup_that_waits_for_a_member_that_is_not_set_up_is_told(
-    whom: dict[str, str], tmp_path: Path, stalls: Stalls
+    whom: dict[str, str], tmp_path: Path, own_time: OwnTime
 ) -> None:
     ((seen, _),) = run(tmp_path, [[("A:0", "what", []), ("B:0", "what", [])]], setup=whom)
     for answer in seen:

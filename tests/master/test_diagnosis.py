@@ -40,7 +40,7 @@ def running(since_s: float, quiet_s: float, *waits: str) -> MemberProgress:
         (MemberProgress(run_s=900, quiet_s=0), 0, 0),
     ],
 )
-def test_for_how_long(progress: MemberProgress, since_s: float, for_s: float) -> None:
+def test_a_member_is_quiet_since_its_last_progress(progress: MemberProgress, since_s: float, for_s: float) -> None:
     assert quiet_for(progress, since_s)[0] == for_s
 
 
@@ -73,7 +73,9 @@ def names(hang: Hang | None) -> tuple[set[str], set[str]]:
         ([quiet("A:0"), quiet("A:1")], [], {"A:0", "A:1"}, set()),
     ],
 )
-def test_causes(hung: list[Quiet], moving: list[str], causes: set[str], others: set[str]) -> None:
+def test_causes_are_told_from_those_that_wait_for_them(
+    hung: list[Quiet], moving: list[str], causes: set[str], others: set[str]
+) -> None:
     assert names(causes_of(hung, moving)) == (causes, others)
 
 

@@ -30,7 +30,7 @@ def coordinator(rule: RestartRule) -> FailoverCoordinator:
         ("job", "job", {(role, rank) for role, size in SIZES.items() for rank in range(size)}),
     ],
 )
-def test_scopes(scope: str, unit: str, members: set[tuple[str, int]]) -> None:
+def test_the_scope_decides_which_members_restart(scope: str, unit: str, members: set[tuple[str, int]]) -> None:
     decision = coordinator(RestartRule(scope)).decide(failure(), [], 100.0)  # type: ignore[arg-type]
     assert isinstance(decision, Restart)
     assert (decision.record.unit, set(decision.members), decision.number) == (unit, members, 1)

@@ -67,7 +67,7 @@ def test_the_grid_is_seeded() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["never", "default"])
-def test_the_kill_grid(policy: str, tmp_path: Path) -> None:
+def test_no_kill_of_the_grid_ends_wrong_hangs_or_leaves_anything(policy: str, tmp_path: Path) -> None:
     command = [sys.executable, str(GRID), "--json", "--policy", policy, "--keep", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=tmp_path)
     found = json.loads(done.stdout)

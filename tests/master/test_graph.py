@@ -103,7 +103,7 @@ def test_a_declared_call_needs_its_role() -> None:
         builder.build()
 
 
-def test_the_graph_of_a_running_job(tmp_path: Path) -> None:
+def test_the_graph_of_a_running_job_shows_its_calls(tmp_path: Path) -> None:
     with launch(tmp_path, "--sleep", "60") as job:
         job.wait_for("step 1")
         (run,) = (tmp_path / "runs").iterdir()

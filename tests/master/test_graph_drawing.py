@@ -20,7 +20,7 @@ from tests.master.launched import launch
 from tests.master.test_graph import ppo, seen
 
 
-def test_dot() -> None:
+def test_a_graph_is_drawn_as_dot() -> None:
     assert drawn(ppo(), "dot") == [
         "digraph calls {",
         "  node [shape=box];",
@@ -38,7 +38,7 @@ def test_dot() -> None:
     ]
 
 
-def test_mermaid() -> None:
+def test_a_graph_is_drawn_as_mermaid() -> None:
     graph = ppo()
     graph.declare("TRAINER", "CRITIC")
     assert drawn(graph, "mermaid") == [

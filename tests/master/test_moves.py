@@ -14,8 +14,8 @@ from rlmesh.placement.demand import JobDemand, RoleDemand
 from rlmesh.placement.machine.inventory import Device
 from rlmesh.testing import LocalCluster
 from tests.master.bench import Bench, job, node, role
+from tests.own_time import HANG_S
 from tests.placement import four_gpus
-from tests.stalls import HANG_S
 
 ROOT = str(Path(__file__).parents[2])
 

@@ -112,7 +112,7 @@ def test_members_without_room_wait_for_a_node() -> None:
     assert bench.stage == "running"
 
 
-def test_they_do_not_wait_for_ever() -> None:
+def test_members_do_not_wait_for_a_node_for_ever() -> None:
     bench = Nodes(spread(nnodes=2, wait_s=30.0))
     bench.running()
     bench.lose(1)

@@ -179,7 +179,7 @@ def test_errors_are_restarted_only_where_the_policy_says_so() -> None:
     assert bench.stage == "failed"
 
 
-def test_the_whole_job() -> None:
+def test_scope_job_restarts_every_member() -> None:
     bench = running(*roles(RestartRule("job")))
     bench.exit("TRAINER:0", None, 9)
     assert {key[:2] for action in bench.took(ev.EndProcesses) for key in action.processes} == {

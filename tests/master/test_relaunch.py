@@ -21,7 +21,7 @@ def lines(folder: Path, count: int) -> list[str]:
     raise AssertionError(f"not {count} words within 5 s: {log.read_text() if log.exists() else 'no log'}")
 
 
-def test_it_is_asked_once_for_each_loss(tmp_path: Path) -> None:
+def test_a_machine_is_asked_for_once_for_each_loss(tmp_path: Path) -> None:
     asked = Relaunch("sh -c 'echo $RLMESH_NODE_RANK-$RLMESH_LOST_NODE-$JOB'", tmp_path, {"JOB": "j"})
     for _ in range(3):
         asked.look({2}, {2: "b"})

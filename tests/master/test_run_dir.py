@@ -29,7 +29,7 @@ def test_a_second_job_in_the_same_run_directory_is_refused_before_it_starts(tmp_
         assert third.ended(60.0) == 0, "whoever is killed holds nothing any more"
 
 
-def test_it_is_let_go_with_the_descriptor(tmp_path: Path) -> None:
+def test_a_run_directory_is_let_go_with_the_descriptor(tmp_path: Path) -> None:
     held = hold(tmp_path)
     assert held is not None
     with pytest.raises(LaunchError, match=f"another job runs in {tmp_path} .started by pid {os.getpid()} at "):

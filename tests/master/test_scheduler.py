@@ -54,6 +54,6 @@ def test_specs_name_the_job_and_its_folders() -> None:
     assert (made.incarnation, made.node_name) == (1, "node-0")
 
 
-def test_members_by_node() -> None:
+def test_members_are_listed_by_node() -> None:
     plan = Scheduler(job(role("A", 2), nnodes=2), SITE).plan(NODES)
     assert by_node(plan) == {0: (("A", 0),), 1: (("A", 1),)}

@@ -13,7 +13,7 @@ from rlmesh.driver import session as session_module
 from rlmesh.driver.interrupt import Interrupt
 from rlmesh.driver.session import Session
 from rlmesh.job.status import JobStatus
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 class Snapshot:

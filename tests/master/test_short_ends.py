@@ -14,7 +14,7 @@ from rlmesh.errors import JobFailed, RemoteError, UsageError
 from rlmesh.master.chaos_plan import check_method, parse_kill, parse_kills
 from rlmesh.observe.views.safe_text import shorten
 from tests.master.launched import Launched
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 SCRIPT = """\
 from rlmesh import DLJobBuilder, RoleGroup, rpc

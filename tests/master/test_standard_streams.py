@@ -35,7 +35,7 @@ def test_no_other_file_gets_the_number_of_a_stream(tmp_path: Path, closed: str) 
     assert streams == [os.devnull] * 3
 
 
-def test_a_job_without_standard_output(tmp_path: Path) -> None:
+def test_a_job_runs_without_standard_output(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "from rlmesh import DLJobBuilder\n"
         "class Trainer:\n"

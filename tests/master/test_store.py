@@ -51,7 +51,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     store.close()
 
 
-def test_journal_by_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_depends_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert network_file_system(tmp_path) == ""
     assert file_system_type(Path("/proc")) == 0x9FA0
     store = Store(tmp_path / "local.db", "job")

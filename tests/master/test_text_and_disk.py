@@ -70,7 +70,7 @@ def test_text_that_cannot_be_encoded_is_escaped_everywhere(tmp_path: Path, what:
 @pytest.mark.slow
 @pytest.mark.case("a17")
 @pytest.mark.parametrize("limit", [65536, 4096])
-def test_a_limit_on_the_size_of_files(limit: int, tmp_path: Path, what: pytest.MonkeyPatch) -> None:
+def test_a_job_survives_a_limit_on_the_size_of_files(limit: int, tmp_path: Path, what: pytest.MonkeyPatch) -> None:
     what.setenv("WHAT", "disk")
     with Launched(["-c", LIMITED.format(limit, str(SCRIPT))], tmp_path) as job:
         assert job.ended() == 0, job.output
@@ -118,7 +118,7 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.case("a17")
-def test_a_full_disk(tiny_disk: list[str], tmp_path: Path, what: pytest.MonkeyPatch) -> None:
+def test_a_job_survives_a_full_disk(tiny_disk: list[str], tmp_path: Path, what: pytest.MonkeyPatch) -> None:
     what.setenv("WHAT", "disk")
     inner = [*tiny_disk, sys.executable, "-c", FULL.format(str(SCRIPT))]
     words = ["-c", f"import os; os.execvp({inner[0]!r}, {inner!r})"]

@@ -20,7 +20,7 @@ from rlmesh.wire import codec
 from rlmesh.wire.envelope import Frames
 from tests.memory import fake_device
 from tests.memory.fake_device import FakeBackend, on_device, values_of
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 VALUES = torch.arange(100_000, dtype=torch.float32)
 
@@ -189,7 +189,7 @@ def test_bytes_go_through_the_host_where_nobody_can_open(
     exchange.close(0)
 
 
-def test_small_empty_and_strange_tensors(gpu: FakeBackend, exchange: MemoryExchange) -> None:
+def test_small_empty_and_strange_tensors_arrive_as_they_are(gpu: FakeBackend, exchange: MemoryExchange) -> None:
     def through(tensor: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = codec.decode(codec.encode(tensor, lambda buffers, rest: exchange.capture(buffers)))
         return result

@@ -19,7 +19,7 @@ from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.runtime.runtime import Runtime
 from tests.memory import fake_device
 from tests.memory.fake_device import FakeBackend, on_device, values_of
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 KEY = b"device-tests-0123456789abcdef-32"
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ def test_a_peer_without_shared_memory_gets_the_bytes(gpu: FakeBackend, tmp_path:
         assert runtime._shm.exchange.pool.stats().slots == 0
         member.call("pid").result()  # what the member shares is known by now, and not used
         assert member.call("take", on_device(VALUES)).result() == float(VALUES.sum())
-        assert not any(peer.channel.make_ref for peer in runtime._calls.peers.by_endpoint.values())
+        assert not any(peer.channel.make_ref for peer in runtime.outbound.peers.by_endpoint.values())
         until(lambda: gpu.allocated() == [] and gpu.opened() == [])
 
 

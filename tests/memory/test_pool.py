@@ -21,7 +21,7 @@ from rlmesh.memory.layout import Descriptor, SlotRelease
 from rlmesh.memory.native import PARALLEL_BYTES
 from rlmesh.memory.pool import PoolExhausted, SegmentPool
 from rlmesh.memory.room import MemoryBudget
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 MIB = 1 << 20
 
@@ -193,7 +193,7 @@ def test_a_filler_that_fails_takes_nothing(pool: SegmentPool) -> None:
     assert pool.stats().slots == 0
 
 
-def test_sources_of_all_kinds(pool: SegmentPool) -> None:
+def test_sources_of_all_kinds_are_put(pool: SegmentPool) -> None:
     class Tens:
         nbytes = 10
 
@@ -236,7 +236,7 @@ def test_a_forked_child_leaves_the_pool_alone(pool: SegmentPool) -> None:
     assert os.path.exists(f"/dev/shm/{loan.segment}")
 
 
-def test_many_threads(pool: SegmentPool) -> None:
+def test_threads_that_put_at_once_get_slots_of_their_own(pool: SegmentPool) -> None:
     failures: list[BaseException] = []
 
     def work(number: int) -> None:

@@ -17,7 +17,7 @@ from rlmesh.memory.exchange import MemoryExchange
 from rlmesh.memory.layout import Descriptor, remove_segments
 from rlmesh.memory.native import PAGE_BYTES
 from tests.memory.borrower import Borrower, borrowed, borrower, digest
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 SIZE = 3 << 20
 DATA = bytes(range(256)) * (SIZE // 256)
@@ -94,7 +94,9 @@ def test_a_warm_slot_costs_no_page_faults(exchange: MemoryExchange, one: Borrowe
     assert all(after - start < pages // 20 for start, after in zip(before, faults(), strict=True))
 
 
-def test_two_receivers_of_one_slot(exchange: MemoryExchange, one: Borrower, two: Borrower) -> None:
+def test_two_receivers_of_one_slot_write_to_copies_of_their_own(
+    exchange: MemoryExchange, one: Borrower, two: Borrower
+) -> None:
     for_one, for_two = lend(exchange, DATA, "one", "two")
     assert for_one == for_two
     one.do("borrow", "x", for_one, "main")
@@ -216,7 +218,9 @@ def test_a_forwarder_dies_before_the_next_one_opened(exchange: MemoryExchange, o
         two.do("borrow", "y", onward, "one")
 
 
-def test_to_its_owner_and_back_to_itself(exchange: MemoryExchange, one: Borrower) -> None:
+def test_a_value_that_comes_back_to_its_owner_is_a_view_of_its_own_slot(
+    exchange: MemoryExchange, one: Borrower
+) -> None:
     """A value that comes back unchanged is a view of the sender's own slot."""
     (descriptor,) = lend(exchange, DATA, "one")
     one.do("borrow", "x", descriptor, "main")

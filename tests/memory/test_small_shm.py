@@ -21,7 +21,7 @@ def _may_mount() -> bool:
 
 
 @pytest.mark.skipif(not _may_mount(), reason="no mount namespace of one's own here")
-def test_too_small_and_full() -> None:
+def test_a_shm_that_is_too_small_or_full_is_told_and_bytes_travel() -> None:
     script = f'{MOUNT} && exec "$0" -m tests.memory.small_shm'
     done = subprocess.run([*IN_A_NAMESPACE, script, sys.executable], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()

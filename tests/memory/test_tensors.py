@@ -51,7 +51,7 @@ def test_a_tensor_is_a_view_that_may_be_written_to(exchange: MemoryExchange) -> 
     assert again == raw(source)
 
 
-def test_bfloat16(exchange: MemoryExchange) -> None:
+def test_a_bfloat16_tensor_arrives_bit_for_bit(exchange: MemoryExchange) -> None:
     source = torch.randn(300, 200).to(torch.bfloat16)
     view = receive(exchange, raw(source))
     tensor = torch.frombuffer(writable(view), dtype=torch.uint8).view(torch.bfloat16).reshape(300, 200)
@@ -204,7 +204,7 @@ def _exchange_give_backs(exchange: MemoryExchange, processes: dict[str, Borrower
 
 
 @pytest.mark.slow
-def test_more_than_4_gib(job_id: str) -> None:
+def test_tensors_of_more_than_4_gib_arrive_whole(job_id: str) -> None:
     """Offsets and sizes beyond 32 bits."""
     nbytes = (4 << 30) + 8192
     if _available_bytes() < nbytes + (2 << 30):

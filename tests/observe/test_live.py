@@ -103,14 +103,18 @@ def test_a_failure_is_told_once_and_again_as_the_first_cause(plain: Streams) -> 
 
 
 def test_a_reader_that_went_away_stops_nothing() -> None:
+    tried: list[str] = []
+
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
+            tried.append(text)
             raise BrokenPipeError
 
     view = PlainView(Broken(), Broken(), Clock())
     view.update(status(member("ACTOR", 0, "ready")))
     view.output("ACTOR:0 | text")
     view.finish(status(stage="succeeded"), None)
+    assert any("ACTOR:0 | text" in text for text in tried)
 
 
 def test_text_that_the_stream_cannot_encode_is_escaped() -> None:

@@ -31,7 +31,7 @@ from rlmesh.errors import UsageError
 from rlmesh.master.monitoring.metrics_page import page_text
 from rlmesh.observe.prometheus import CONTENT_TYPE, ListenSocket, ScrapeServer, check_free, parse_address
 from tests.master.launched import ROOT, TOY, Launched
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
@@ -70,7 +70,7 @@ def test_other_jobs_do_not_load_the_client_library() -> None:
     ("[::1]:9", ("::1", 9)),
     ("unix:/a/b", Path("/a/b")),
 ])  # fmt: skip
-def test_addresses(text: str, address: object) -> None:
+def test_an_address_of_this_machine_is_parsed(text: str, address: object) -> None:
     assert parse_address(text) == address
 
 

@@ -48,7 +48,7 @@ def shown(mask: str | None, gpus: list[GpuFacts] | None = None, **env: str) -> l
         ("GPU-GPU-cd33", ""), ("GPU--", ""), ("2,1,0", "cd33 ab22 ab11"),
     ],
 )  # fmt: skip
-def test_cudas_mask(mask: str | None, expected: str) -> None:
+def test_cudas_mask_shows_the_devices_that_cuda_would(mask: str | None, expected: str) -> None:
     assert shown(mask) == [f"GPU-{uuid}" for uuid in expected.split()]
 
 
@@ -171,7 +171,7 @@ def test_a_uuids_beginning_has_a_digit_also_where_there_is_one_gpu(mask: str, co
      ("GPU-cd33", "cd33"), ("GPU-cd33,GPU-ab11", "ab11 cd33"), ("GPU-ff", ""),
      ("/var/run/nvidia-container-devices", "ab11 ab22 cd33")],
 )  # fmt: skip
-def test_the_containers_mask(mask: str, expected: str) -> None:
+def test_the_containers_mask_shows_the_devices_that_it_names(mask: str, expected: str) -> None:
     assert shown(None, NVIDIA_VISIBLE_DEVICES=mask) == [f"GPU-{uuid}" for uuid in expected.split()]
 
 
@@ -191,7 +191,7 @@ MIG = [
     [(None, "MIG-x1 MIG-x2 GPU-cd33"), ("MIG-x2", "MIG-x2"), ("MIG-x", ""), ("MIG-GPU-ab11/2/0", "MIG-x2"),
      ("MIG-GPU-ab11/7/0", ""), ("0", "MIG-x1"), ("1,2", ""), ("GPU-cd33,MIG-x1", "GPU-cd33 MIG-x1"), ("2", "GPU-cd33")],
 )  # fmt: skip
-def test_masks_with_slices(mask: str | None, expected: str) -> None:
+def test_a_mask_shows_the_slices_of_divided_gpus(mask: str | None, expected: str) -> None:
     """Of a divided GPU only slices can be used, and a number means its first one."""
     assert shown(mask, MIG) == expected.split()
 
@@ -233,7 +233,7 @@ def test_nvml_orders_are_turned_into_that_of_the_bus() -> None:
     assert four_gpus.gpus.opened == 0
 
 
-def test_nvlinks() -> None:
+def test_nvlinks_between_gpus_are_read() -> None:
     pair = [
         FakeGpu("GPU-a", "1", links=(("GPU-b", 4),)),
         FakeGpu("GPU-b", "2", links=(("GPU-a", 4),)),

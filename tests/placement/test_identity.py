@@ -135,7 +135,9 @@ SLOTS = (Device(0, "virtual-0"),)
         ((), GPUS, "GPU", {"CUDA_VISIBLE_DEVICES": "0"}, None),
     ],
 )  # fmt: skip
-def test_environments(devices: Any, of_node: Any, kind: Any, own: dict[str, str], mask: str | None) -> None:
+def test_each_member_sees_the_devices_that_it_got(
+    devices: Any, of_node: Any, kind: Any, own: dict[str, str], mask: str | None
+) -> None:
     assert device_environment(devices, of_node, kind, own).get("CUDA_VISIBLE_DEVICES") == mask
 
 

@@ -49,7 +49,7 @@ def test_the_roles_of_a_pool_share_its_devices_rank_by_rank() -> None:
     ]
 
 
-def test_engines_of_two_devices_beside_actors_of_one_in_a_pool() -> None:
+def test_engines_of_two_devices_and_actors_of_one_share_a_pool() -> None:
     roles = (
         RoleDemand("ACTOR", 4, 4, True, 1000, pool="p"),
         RoleDemand("ROLLOUT", 2, accelerator_milli=2000, pool="p"),
@@ -198,7 +198,7 @@ def test_a_bad_device_is_left_and_the_others_stay() -> None:
         make_plan(demand, cluster(2), pinned=plan.placements, excluded_nodes={0})
 
 
-def test_devices_by_model_kind_and_uuid() -> None:
+def test_devices_are_chosen_by_model_kind_and_uuid() -> None:
     nodes = nodes_of({"nodes": [{"name": "a", "gpus": 2, "gpu_model": "NVIDIA A100"},
                                 {"name": "h", "gpus": 2, "gpu_model": "NVIDIA H100 80GB", "virtual": 1}]})  # fmt: skip
 

@@ -18,7 +18,7 @@ from rlmesh.errors import LeaseTimeout, PeerLost
 from rlmesh.placement.device_leases import LeaseTable, MemberKey
 from rlmesh.testing import LocalCluster
 from rlmesh.testing.clock import VirtualLoop
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 A, B, C = ("A", 0, 0), ("B", 0, 0), ("C", 0, 0)
 D = ("dev-0",)

@@ -31,7 +31,7 @@ def test_simple_members_fill_devices_in_order() -> None:
     assert [(p.local_rank, p.local_world_size) for p in plan.of("A")] == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
-def test_shares_of_a_device() -> None:
+def test_shares_of_roles_add_up_on_one_device() -> None:
     roles = (RoleDemand("A", 2, accelerator_milli=400), RoleDemand("B", 1, accelerator_milli=200))
     plan = make_plan(JobDemand(roles), [node(0, 1)])
     assert [(p.role, p.devices[0].milli) for p in plan.placements] == [("A", 400), ("A", 400), ("B", 200)]
@@ -116,12 +116,12 @@ def test_impossible_cpu_demand_shows_what_is_short() -> None:
 
 
 @pytest.mark.case("O13")
-def test_one_gpu_too_many() -> None:
+def test_one_gpu_too_many_is_told() -> None:
     with pytest.raises(PlacementError, match="GPU 9 wanted, 8 there"):
         make_plan(JobDemand((RoleDemand("rollout", 9, accelerator_milli=1000),)), [node(0, 8, cpus=99)])
 
 
-def test_too_few_nodes_for_an_elastic_role() -> None:
+def test_too_few_nodes_for_an_elastic_role_are_told() -> None:
     roles = (RoleDemand("ACTOR", 4, per_node=2, elastic=True),)
     with pytest.raises(PlacementError, match="2 wanted, 1 there"):
         make_plan(JobDemand(roles), [node(0, 8)])

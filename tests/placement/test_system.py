@@ -40,7 +40,9 @@ def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("1:cpu:/c\n", {"cg/cpu/cpu.cfs_quota_us": "-1", "cg/cpu/cpu.cfs_period_us": "100000"}, 8, 1_024_000),
     ],
 )  # fmt: skip
-def test_limits_of_control_groups(tmp_path: Path, cgroup: str, files: dict[str, str], cpus: int, memory: int) -> None:
+def test_limits_of_control_groups_count(
+    tmp_path: Path, cgroup: str, files: dict[str, str], cpus: int, memory: int
+) -> None:
     found = machine(tmp_path, cgroup, files)
     assert (found.cpus(), found.memory_bytes()) == (cpus, memory)
 
@@ -88,12 +90,12 @@ def test_numa_nodes_hold_the_cpus_that_may_be_used(tmp_path: Path) -> None:
     assert machine(tmp_path / "one", "0::/\n", {f"{folder}/node0/cpulist": "0-7"}).numa() == ()
 
 
-def test_lists_of_the_kernel() -> None:
+def test_lists_of_the_kernel_are_read() -> None:
     assert numbers("0-2,7\n") == (0, 1, 2, 7)
     assert numbers("") == numbers("x,-") == ()
 
 
-def test_gpus_of_the_driver_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_found_by_the_drivers_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without nvidia-ml-py the driver's files say which GPUs there are, and where; one that cannot be opened does not
     count."""
     monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -70,7 +70,7 @@ def test_the_policy_gradient_form_agrees_with_numpy(batch: Batch) -> None:
     np.testing.assert_allclose(got, reference.sampled_reverse_kl_advantages(student, teacher, batch.mask), atol=1e-12)
 
 
-def test_its_mean_gradient_is_that_of_the_divergence() -> None:
+def test_the_mean_gradient_of_the_policy_form_is_that_of_the_divergence() -> None:
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(5, dtype=torch.float64).log_softmax(-1)
     exact = torch.autograd.grad((logits.log_softmax(-1).exp() * (logits.log_softmax(-1) - teacher)).sum(), logits)[0]

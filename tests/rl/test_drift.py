@@ -49,7 +49,7 @@ def test_the_alarm_speaks_beyond_the_limits_only(caplog: pytest.LogCaptureFixtur
     assert DriftAlarm("bfloat16").check(drift(base, base + 0.01, mask), version=4)["drift_alarm"] == 0
 
 
-def test_patience_and_stopping() -> None:
+def test_the_alarm_stops_after_as_many_batches_in_a_row_as_its_patience_says() -> None:
     base, mask = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
     far = drift(base, base + 1, mask)
     alarm = DriftAlarm(DriftLimits(0.1, 0.1), patience=2, stop=True)

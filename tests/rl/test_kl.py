@@ -27,7 +27,7 @@ def test_estimates_agree_with_numpy(batch: Batch, estimator: KLEstimator) -> Non
     np.testing.assert_allclose(got, reference.kl_estimate(lp, ref, batch.mask, estimator), atol=1e-12)
 
 
-def test_golden_numbers() -> None:
+def test_estimates_of_the_kl_are_the_numbers_worked_by_hand() -> None:
     lp, ref, mask = torch.tensor([[0.0]]), torch.tensor([[math.log(2)]]), torch.tensor([[True]])
     got = [kl_estimate(lp, ref, mask, e).item() for e in ESTIMATORS]
     assert got == pytest.approx([-math.log(2), math.log(2) ** 2 / 2, 1 - math.log(2)])

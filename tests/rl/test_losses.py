@@ -98,7 +98,9 @@ def test_the_policy_loss_agrees_with_numpy(batch: Batch, low: float, high: float
         (np.log(0.5), 2.0, -1.0, -1.0),  # has shrunk although good
     ],
 )
-def test_policy_loss_golden_numbers(log_ratio: float, advantage: float, loss: float, slope: float) -> None:
+def test_the_policy_loss_is_the_numbers_worked_by_hand(
+    log_ratio: float, advantage: float, loss: float, slope: float
+) -> None:
     lp = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
     terms = ppo_clip_loss(
         lp, torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1), advantage).double(), torch.ones(1, 1)
@@ -213,7 +215,7 @@ def test_the_value_loss_agrees_with_numpy(batch: Batch, clip: float | None) -> N
     np.testing.assert_array_equal(terms.clipped, clipped)
 
 
-def test_value_loss_golden_numbers() -> None:
+def test_the_value_loss_is_the_numbers_worked_by_hand() -> None:
     values = torch.tensor([[1.0, 0.1]], requires_grad=True)
     terms = value_clip_loss(values, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2), clip=0.2)
     terms.loss.sum().backward()
@@ -257,7 +259,7 @@ def test_the_loss_does_not_depend_on_the_split(batch: Batch, mode: Aggregation, 
 
 
 @pytest.mark.case("O23")
-def test_split_golden_numbers() -> None:
+def test_split_losses_are_the_numbers_worked_by_hand() -> None:
     per_token = torch.tensor([[4.0, NAN, NAN], [1.0, 1.0, 1.0]])
     mask = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool()
     n = valid_count(mask, "token-mean")

@@ -10,7 +10,8 @@ from rlmesh.runtime.connections.address_book import AddressBook
 from rlmesh.runtime.transport.base import TRANSPORT_VARIABLE
 from rlmesh.testing import InProcessCluster
 from rlmesh.testing.in_process import TransportName
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
+from tests.settling import settle
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -40,7 +41,8 @@ class Mesh(InProcessCluster):
 
     def wait_for_books(self, book: AddressBook) -> None:
         """Taking a book is asynchronous."""
-        _until(lambda: all(runtime._calls.peers.book == book for runtime in self.runtimes))
+        settle(*self.runtimes)
+        assert all(runtime.address_book() == book for runtime in self.runtimes)
 
 
 def _until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:

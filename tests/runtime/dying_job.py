@@ -16,7 +16,7 @@ from typing import Any
 
 from rlmesh import DLJobBuilder, Future, RoleGroup, current_worker, rpc
 from rlmesh.errors import CallError, CallTimeout
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 CALLS = 100
 

@@ -82,7 +82,7 @@ async def many_calls(runtime: Runtime, server: MemberHandle) -> dict[str, Any]:
     before = memory_mib(), await server.call("memory"), await server.call("resources")
     answers = await windowed(CALLS)
     futures = [server.call("nothing", number) for number in range(BURST)]
-    peer = next(iter(runtime._calls.peers.by_endpoint.values()))
+    peer = next(iter(runtime.outbound.peers.by_endpoint.values()))
     while not all(future.done() for future in futures):
         in_flight = max(in_flight, len(peer.pending))
         await asyncio.sleep(0.001)

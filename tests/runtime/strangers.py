@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 SCHEMES = ("unix", "ipc", "tcp")
 

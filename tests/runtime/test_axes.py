@@ -54,7 +54,7 @@ def test_wrong_axes_are_answered_with_the_right_ones() -> None:
             Axes.of(wrong)
 
 
-def test_a_view_along_an_axis(mesh: Mesh) -> None:
+def test_a_view_along_an_axis_has_the_ranks_on_it(mesh: Mesh) -> None:
     members = tuple(MemberAddress("A", rank, 0, None) for rank in range(8))
     book = AddressBook(1, (*members, MemberAddress("B", 0, 0, None)), (("A", Axes.of({"dp": 2, "tp": 4})),))
     mesh.caller.set_address_book(book)

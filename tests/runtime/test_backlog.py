@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PeerLost
+from rlmesh.runtime.calling import peer_connections
+from rlmesh.runtime.connections import inbound
 from rlmesh.runtime.process import clock
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.serving import reply_backlog
 from rlmesh.runtime.serving.reply_backlog import Backlog
 from rlmesh.wire.envelope import Frames
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 MIB = 1 << 20
 CALLS = 120
@@ -112,6 +114,8 @@ def test_who_takes_nothing_is_cut_off(
     mesh: Mesh, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reply_backlog, "CUT_OFF_S", 0.5)
+    monkeypatch.setattr(inbound, "CHECK_S", 0.1)
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.05)
     member = Member()
     group = mesh.serve("A", member)
     group[0].call("echo", 1).result(HANG_S)
@@ -142,7 +146,7 @@ def _channels(mesh: Mesh) -> list[Any]:
 
 
 @pytest.mark.case("a09")
-def test_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_account_owes_what_was_sent_and_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(clock, "now", lambda: now[0])
     account, peer, call = Backlog(), Backlog(), object()

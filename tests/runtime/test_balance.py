@@ -28,7 +28,7 @@ FREE = Load(True, True, 0, 0)
     ],
     ids=["calls on their way", "queue of others", "dead", "no address", "noise does not count"],
 )
-def test_the_least_busy(loads: list[Load], chosen: int) -> None:
+def test_the_least_busy_member_is_chosen(loads: list[Load], chosen: int) -> None:
     assert least_busy(loads, 0) == chosen
 
 

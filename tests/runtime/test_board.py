@@ -12,7 +12,7 @@ import pytest
 from rlmesh import rpc
 from rlmesh.runtime.serving.activity_board import Board, look_at
 from rlmesh.testing import InProcessCluster
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 Until = Callable[..., None]
 

@@ -113,7 +113,7 @@ def test_nobody_sees_what_the_others_write(member: MemberHandle) -> None:
 
 
 @pytest.mark.slow
-def test_more_than_4_gib_in_one_call() -> None:
+def test_one_call_carries_more_than_4_gib() -> None:
     """There through shared memory; sizes and places beyond 32 bits."""
     nbytes = 4 * GIB + 4096
     with open("/proc/meminfo") as file:

@@ -16,8 +16,8 @@ import pytest
 
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
+from tests.own_time import HANG_S
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S
 
 CLIENT = """
 import os, sys, time
@@ -136,7 +136,7 @@ def test_what_a_client_asked_for_ends_with_it(mesh: Mesh, until: Callable[..., N
         assert process.stdout.readline() == "ready\n"
         assert member.holding.wait(HANG_S)
         until(lambda: incoming(user) == 1 and incoming(callee) >= 6)
-        assert len(callee._dispatcher.results) == 1
+        assert len(callee.outbound.results) == 1
         if how == "kill":
             os.kill(process.pid, signal.SIGKILL)
         else:
@@ -145,7 +145,7 @@ def test_what_a_client_asked_for_ends_with_it(mesh: Mesh, until: Callable[..., N
         assert process.wait(HANG_S) == {"kill": -9, "exit": 5, "leave": 0}[how]
     until(lambda: sorted(member.cancelled) == ["deep", "items", "sleep"])
     until(lambda: incoming(callee) == incoming(user) == 0)
-    until(lambda: len(callee._dispatcher.results) == 0)
+    until(lambda: len(callee.outbound.results) == 0)
     until(lambda: len(callee.inbound.channels) == 1)  # The user fetched from it, and lives.
     assert callee.activity.pending() == []
     member.release.set()

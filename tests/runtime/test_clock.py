@@ -15,7 +15,7 @@ import pytest
 
 from rlmesh.runtime.calling.pending import DeadlineEntry, Deadlines
 from rlmesh.runtime.process import clock
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 STILL_S = clock.STILL_S + 0.5
 

@@ -17,8 +17,8 @@ from rlmesh.job.status import ExitInfo
 from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S, Stalls
 
 SERVER = """
 import asyncio, os, sys, time, threading
@@ -70,7 +70,7 @@ def victim(mesh: Mesh) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_killed_member_fails_all_its_calls_with_its_last_words(
-    mesh: Mesh, victim: subprocess.Popen[str], until: Callable[..., None], stalls: Stalls
+    mesh: Mesh, victim: subprocess.Popen[str], until: Callable[..., None], own_time: OwnTime
 ) -> None:
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
     assert group[0].call("pid").result() == victim.pid
@@ -86,7 +86,7 @@ def test_a_killed_member_fails_all_its_calls_with_its_last_words(
         with pytest.raises(PeerLost, match=r"V rank 0 \(pid \d+ on h\) killed by SIGKILL.*\n.*out of luck") as caught:
             future.result(HANG_S)
         assert (caught.value.role, caught.value.rank, caught.value.executed) == ("V", 0, "maybe")
-    assert time.monotonic() - killed_at < 1 + stalls.seconds
+    assert own_time.since(killed_at) < 1
     with pytest.raises(PeerLost, match="SIGKILL") as again:
         group[0].call("pid").result(HANG_S)
     assert again.value.executed == "no"
@@ -104,7 +104,7 @@ def test_a_member_that_dies_before_it_is_up_fails_the_calls_that_wait_for_it(mes
 
 
 def test_without_the_agents_word_calls_fail_after_a_short_grace(
-    mesh: Mesh, victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, stalls: Stalls
+    mesh: Mesh, victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, own_time: OwnTime
 ) -> None:
     monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.2)
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
@@ -115,7 +115,7 @@ def test_without_the_agents_word_calls_fail_after_a_short_grace(
         future.result(HANG_S)
     with pytest.raises(PeerLost):
         group[0].call("pid").result(HANG_S)
-    assert time.monotonic() - began < 5 + stalls.seconds
+    assert own_time.since(began) < 5
 
 
 def test_a_process_that_takes_its_time_to_end_is_waited_for(
@@ -127,7 +127,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(
     victim: subprocess.Popen[str] = request.getfixturevalue("victim")
     group: RoleGroup[object] = RoleGroup("V", runtime=mesh.caller)
     waiting = group[0].call("wait")
-    assert group[0].call("leave", 3).exception(5) is not None
+    assert group[0].call("leave", 3).exception(HANG_S) is not None
     until(lambda: "the connection was closed" in waiting.waiting_for())
     later = group[0].call("pid")
     assert victim.wait(HANG_S) == 3

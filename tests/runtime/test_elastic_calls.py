@@ -15,8 +15,9 @@ from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
+from tests.settling import settle
 
 pytestmark = pytest.mark.case("n01")
 
@@ -80,14 +81,14 @@ class Role:
         others = tuple(member for member in self.mesh.addresses if member.role != "A")
         book = AddressBook(1000 + self.version, (*others, *members), elastic=("A",))
         self.mesh.caller.set_address_book(book)
-        self.mesh._settle()
+        settle(*self.mesh.runtimes)
 
     def serves(self, generation: int) -> None:
         self.publish((generation, self.at[0, generation]), (generation, self.at[1, generation]))
 
     def died(self, rank: int, generation: int, *, served: bool = True) -> None:
         self.mesh.caller.member_lost(ExitInfo("A", rank, generation, 1, None, 9, time.time(), served=served))
-        self.mesh._settle()
+        settle(*self.mesh.runtimes)
 
     def began(self, generation: int) -> list[list[Any]]:
         return [self.of[rank, generation].began for rank in range(2)]
@@ -152,7 +153,7 @@ def test_a_lost_connection_of_one_rank_holds_all_back(role: Role, until: Callabl
     dead = next(runtime for runtime in role.mesh.runtimes if runtime.endpoint == role.at[1, 0])
     role.mesh.runtimes.remove(dead)
     dead.close()
-    until(lambda: bool(role.mesh.caller._calls.peers.lost))
+    until(lambda: bool(role.mesh.caller.outbound.peers.lost))
     waiting = every_way(role)
     role.publish((1, None), (1, None))
     role.died(1, 0)
@@ -380,7 +381,7 @@ def test_simple_roles_go_member_by_member(mesh: Mesh) -> None:
     assert outcomes[0] == 1 and isinstance(outcomes[1], ValueError)
     book = AddressBook(1000, (mesh.addresses[0], MemberAddress("S", 1, 1, None)))
     mesh.caller.set_address_book(book)
-    mesh._settle()
+    settle(*mesh.runtimes)
     waiting = group.call("update", 2)
     assert group[0].call("update", 3).result(HANG_S) == 3
     assert members[0].began == [1, 2, 3] and not waiting.done()

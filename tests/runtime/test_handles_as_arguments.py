@@ -13,8 +13,8 @@ from rlmesh.runtime.default_runtime import set_default_runtime
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 pytestmark = pytest.mark.case("s05")
 
@@ -54,7 +54,7 @@ class Relay:
         return group[1], group[1:], group.options(timeout_s=7.5)
 
 
-def test_they_arrive_and_call(mesh: Mesh) -> None:
+def test_handles_and_groups_arrive_and_call(mesh: Mesh) -> None:
     group = mesh.serve("A", *[Member(rank) for rank in range(4)])
     relay = mesh.serve("B", Relay())[0]
     assert relay.call("ask", group[2]).result(HANG_S) == 2

@@ -43,7 +43,7 @@ def test_numeric_hosts_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert inet.resolve("fe80::1%lo") == ("fe80::1%lo",)
 
 
-def test_own_addresses() -> None:
+def test_addresses_of_this_machine_are_local() -> None:
     assert inet.is_local("127.0.0.5")
     assert not inet.is_local("192.0.2.1")
     assert not inet.is_local("0.0.0.0")
@@ -52,14 +52,14 @@ def test_own_addresses() -> None:
     assert inet.interface_of("192.0.2.1") == ""
 
 
-def test_interface_of_an_ipv6_address(tmp_path: Path) -> None:
+def test_the_interface_of_an_ipv6_address_is_found(tmp_path: Path) -> None:
     table = tmp_path / "if_inet6"
     table.write_text("fd000000000000000000000000000001 02 40 00 80     eth7\n")
     assert inet._interface_of_v6("fd00::1", table) == "eth7"
     assert inet._interface_of_v6("fd00::2", table) == ""
 
 
-def test_listening_address() -> None:
+def test_only_an_address_of_this_machine_is_listened_on() -> None:
     assert inet.listening_address("127.0.0.2") == "127.0.0.2"
     with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is no address of this machine"):
         inet.listening_address("192.0.2.1")

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from rlmesh.errors import PeerLost
+from rlmesh.runtime.calling import peer_connections
 from rlmesh.runtime.connections.bulk_channels import _SealedLink
 from rlmesh.runtime.connections.network import NetworkOptions
 from rlmesh.wire.envelope import ANY_INCARNATION, Bulk, BulkPart, Call, Frames, Reply, pack
+from tests.own_time import HANG_S
 from tests.runtime.test_lanes import MIB, Tcp
-from tests.stalls import HANG_S
 
 
 class Touch:
@@ -29,7 +30,8 @@ class Touch:
 
 
 @pytest.fixture
-def tcp() -> Iterator[Tcp]:
+def tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tcp]:
+    monkeypatch.setattr(peer_connections, "LOSS_GRACE_S", 0.05)  # Nobody dies, so no news of a death is waited for.
     made = Tcp(NetworkOptions(share_memory=False, private=True))
     try:
         yield made

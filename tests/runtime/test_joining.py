@@ -106,16 +106,27 @@ def test_members_are_followed_to_new_addresses_and_their_ends_are_told() -> None
     assert virtual(main) < 300
 
 
-def test_a_job_that_just_starts_is_waited_for() -> None:
+@pytest.mark.parametrize("after_s", [3.0, 28.0])
+def test_a_job_that_just_starts_is_waited_for(after_s: float) -> None:
     async def main() -> None:
         async with job() as (master, options, _):
-            asyncio.get_running_loop().call_later(3.0, master.publish, 1, "loop://old")
+            asyncio.get_running_loop().call_later(after_s, master.publish, 1, "loop://old")
             async with Runtime.join(MASTER, key=KEY, network=options, timeout_s=30) as runtime:
                 assert await RoleGroup[Any]("A", runtime=runtime).call("who") == ["old"]
                 with pytest.raises(RoleNotFound, match="its roles: A"):
                     RoleGroup[Any]("B", runtime=runtime).call("who")
 
     assert virtual(main) < 60
+
+
+def test_a_job_without_members_is_joined_by_nobody() -> None:
+    async def main() -> None:
+        async with job() as (_, options, _):
+            with pytest.raises(TimeoutError, match="job j has no members after 30 s"):
+                async with Runtime.join(MASTER, key=KEY, network=options, timeout_s=30):
+                    pass
+
+    assert 30 <= virtual(main) < 35
 
 
 def test_a_master_that_comes_back_is_found_again() -> None:

@@ -13,11 +13,11 @@ from rlmesh.errors import UsageError
 from rlmesh.runtime.serving import executors
 from rlmesh.runtime.serving.executors import SerialExecutor
 from rlmesh.testing import LocalCluster
+from tests.own_time import HANG_S
 from tests.runtime import main_thread_job
-from tests.stalls import HANG_S
 
 
-def test_they_run_there_whatever_the_member_does(tmp_path: Path) -> None:
+def test_main_thread_methods_run_there_whatever_the_member_does(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with LocalCluster(run_root=tmp_path):
         main_thread_job.build(out).submit("main")

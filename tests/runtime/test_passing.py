@@ -26,8 +26,8 @@ from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.runtime.serving.result_store import KEEP_BYTES
 from rlmesh.wire.envelope import Frames
+from tests.own_time import HANG_S
 from tests.runtime.conftest import KEY, Mesh
-from tests.stalls import HANG_S
 
 LARGE = 1_000_000
 
@@ -136,7 +136,7 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(runtime: Runtime) -> int:
-    return len(runtime._dispatcher.results)
+    return len(runtime.outbound.results)
 
 
 def runtime_of(mesh: Mesh, name: str) -> Runtime:
@@ -217,7 +217,7 @@ def test_batches_are_split_where_they_are(mesh: Mesh, no_shared_memory: None, wo
     assert [int(item[0]) for item in made] == list(range(12))
 
 
-def test_scattering_a_batch(mesh: Mesh) -> None:
+def test_the_items_of_a_batch_that_is_not_there_yet_are_scattered(mesh: Mesh) -> None:
     maker = Maker()
     makers, users = mesh.serve("MAKER", maker), mesh.serve("USER", User(), User())
     made = makers.call_batch("batch", 2, [3, 4])
@@ -245,7 +245,7 @@ def test_the_failure_of_a_producer_is_that_of_its_consumers(mesh: Mesh) -> None:
     assert user.order == []
 
 
-def test_streams_with_futures(mesh: Mesh) -> None:
+def test_streams_take_futures_as_arguments(mesh: Mesh) -> None:
     maker = Maker()
     makers, users = mesh.serve("MAKER", maker), mesh.serve("USER", User())
     made = makers[0].call("make", LARGE)
@@ -270,7 +270,7 @@ def test_later_calls_to_the_same_member_do_not_overtake(mesh: Mesh) -> None:
     assert users[0].call("seen").result() == ["size", "sec", "thi"]
 
 
-def test_notifications_with_futures(mesh: Mesh, until: Callable[..., None]) -> None:
+def test_notifications_take_futures_as_arguments(mesh: Mesh, until: Callable[..., None]) -> None:
     maker, user = Maker(), User()
     makers, users = mesh.serve("MAKER", maker), mesh.serve("USER", user)
     users[0].notify("note", makers[0].call("make", LARGE))

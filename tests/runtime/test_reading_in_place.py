@@ -22,7 +22,7 @@ from rlmesh.runtime.future import Future
 from rlmesh.runtime.handle import MemberHandle
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.runtime import Runtime
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 KEY = b"k" * 32
 POLLS = NetworkOptions(busy_poll_s=0.02)
@@ -108,7 +108,7 @@ def test_what_is_no_lone_answer_stays_with_the_loop(tmp_path: Path) -> None:
         assert _looked(caller) > ROUNDS // 10
 
 
-def test_many_threads_and_loops_at_once(tmp_path: Path) -> None:
+def test_many_threads_and_loops_at_once_get_their_own_answers(tmp_path: Path) -> None:
     with _member(tmp_path) as (_, handle):
 
         def plain(first: int) -> None:

@@ -17,8 +17,9 @@ from rlmesh.runtime.connections.address_book import MemberAddress, member_name
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.transport.base import Link
+from tests.own_time import HANG_S, OwnTime
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S, Stalls
+from tests.settling import settle
 
 LOST = PeerLost("gone", executed="maybe")
 
@@ -132,14 +133,14 @@ def test_a_call_for_an_older_incarnation_finds_the_new_one(mesh: Mesh) -> None:
     assert future.result(HANG_S) == 2
 
 
-def test_a_dead_member_is_not_called_again(mesh: Mesh, until: Callable[..., None], stalls: Stalls) -> None:
+def test_a_dead_member_is_not_called_again(mesh: Mesh, until: Callable[..., None], own_time: OwnTime) -> None:
     mesh.serve("A", Member())
     mesh.caller.member_lost(ExitInfo("A", 0, 0, 1, None, 9, time.time()))
-    until(lambda: mesh.caller._calls.peers.dead)
+    settle(mesh.caller)
     started = time.monotonic()
     with pytest.raises(PeerLost, match="SIGKILL"):
         RoleGroup("A", runtime=mesh.caller).options(idempotent=True)[0].call("echo", 1).result(HANG_S)
-    assert time.monotonic() - started < 0.5 + stalls.seconds
+    assert own_time.since(started) < 0.5
 
 
 def test_cancelling_and_deadlines_hold_for_all_attempts(

@@ -92,7 +92,7 @@ def test_the_name_of_what_is_called() -> None:
         method_name(3)
 
 
-def test_export_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_true_exports_a_local_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc_module, "_exported", {})
 
     @rpc(export=True)

@@ -12,9 +12,9 @@ from rlmesh.runtime.connections.address_book import AddressBook, MemberAddress
 from rlmesh.runtime.rpc import rpc
 from rlmesh.runtime.subgraphs import Mesh as JobMesh
 from rlmesh.runtime.subgraphs import Subgraph
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
 from tests.runtime.conftest import _until as until
-from tests.stalls import HANG_S
 
 
 class Gate:
@@ -118,7 +118,7 @@ def test_an_error_is_owed_by_its_own_items(mesh: Mesh) -> None:
         _ = results[0]
 
 
-def test_ranks_of_each_subgraph(mesh: Mesh) -> None:
+def test_each_subgraph_has_the_ranks_at_its_coordinate(mesh: Mesh) -> None:
     sizes = {"ACTOR": 8, "ROLLOUT": 4, "REWARD": 1}
     members = tuple(MemberAddress(role, rank, 0, None) for role, size in sizes.items() for rank in range(size))
     axes = (("ACTOR", Axes.of({"dp": 2, "tp": 4})), ("ROLLOUT", Axes.of({"dp": 4})))

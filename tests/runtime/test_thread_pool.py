@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlmesh.runtime.serving.executors import ThreadPool
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ class _Held:
     """Memory that is idle or not, by a flag; says on which threads it was given back."""
 
     def __init__(self) -> None:
-        self.nbytes, self.idle = 1 << 20, False
+        self.nbytes, self.idle, self.looks = 1 << 20, False, 0
         self.threads: list[str] = []
 
     def is_empty(self) -> bool:
@@ -28,6 +28,7 @@ class _Held:
 
     def has_idle(self, idle_s: float) -> bool:
         assert idle_s == IDLE_S
+        self.looks += 1
         return self.idle and self.nbytes > 0
 
     def trim(self, idle_s: float) -> int:
@@ -43,21 +44,27 @@ def test_the_timer_runs_while_there_is_memory_and_gives_idle_memory_back() -> No
         for _ in range(3):
             trimmer.start()
         loop.advance(5 * EVERY_S + 1)
-        assert held.threads == [] and trimmer._timer is not None, "in use: looked at, nothing else"
+        assert held.looks == 5 and held.threads == [], "in use: looked at, nothing else"
         held.idle = True
         loop.advance(EVERY_S)
-        while held.nbytes or trimmer._thread is not None:
-            loop.advance(0.001)  # the thread lives in real time
+        while "rlmesh-trim" in [thread.name for thread in threading.enumerate()]:
+            loop.advance(0.001)  # The thread lives in real time.
         assert held.threads == ["rlmesh-trim"]
-        loop.advance(0.001)
-        assert trimmer._timer is None, "no timer without memory"
-        held.nbytes = 1
+        loop.advance(3 * EVERY_S)
+        assert held.looks == 6, "nobody looks without memory"
+        held.nbytes, held.idle = 1, False
         trimmer.start()
-        loop.advance(0.001)
-        assert trimmer._timer is not None
+        loop.advance(EVERY_S + 1)
+        assert held.looks == 7
         trimmer.close()
+        held.idle = True
         loop.advance(2 * EVERY_S)
-        assert len(held.threads) == 1, "nothing happens after the end"
+        assert held.looks == 7 and len(held.threads) == 1, "nothing happens after the end"
+
+
+def maps(name: str) -> bool:
+    """True if this process maps a file whose name contains ``name``."""
+    return name in Path("/proc/self/maps").read_text()
 
 
 class _Taker:
@@ -86,11 +93,10 @@ def test_a_job_that_lives_on_gives_its_segments_back(
             monkeypatch.setattr(shm_transfer, "IDLE_S", 60.0)
             data = np.arange(1 << 20)
             assert member.call("take", data).result() == (1 << 20) - 1
-            assert client._shm.exchange.pool.stats().segments == 1
+            assert len(segments()) == 1
             monkeypatch.setattr(shm_transfer, "IDLE_S", 0.1)
             assert callable(until)
-            until(lambda: client._shm.exchange.is_empty() and server._shm.exchange.is_empty())
-            assert segments() == []
+            until(lambda: segments() == [] and not maps("rlmesh-trims"))
 
 
 def test_who_does_not_know_the_jobs_name_gets_bytes() -> None:

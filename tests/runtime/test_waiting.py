@@ -17,8 +17,9 @@ from rlmesh.runtime.calling.peer_status import process_state
 from rlmesh.runtime.connections.address_book import MemberAddress
 from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
+from tests.settling import settle
 
 
 class Member:
@@ -65,12 +66,12 @@ def test_a_pending_future_tells_what_is_known_of_its_member(mesh: Mesh, until: C
 def test_a_dead_members_end_is_told(mesh: Mesh, until: Callable[..., None]) -> None:
     mesh.publish(MemberAddress("A", 0, 0, None))
     mesh.caller.member_lost(ExitInfo("A", 0, 0, 7, None, 9, time.time(), hostname="h"))
-    until(lambda: mesh.caller._calls.peers.dead)
-    failed = RoleGroup("A", runtime=mesh.caller)[0].call("wait").exception(10)
+    settle(mesh.caller)
+    failed = RoleGroup("A", runtime=mesh.caller)[0].call("wait").exception(HANG_S)
     assert "A rank 0 (pid 7 on h) killed by SIGKILL" in str(failed)
 
 
-def test_states_of_processes(until: Callable[..., None]) -> None:
+def test_states_of_processes_are_told(until: Callable[..., None]) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         until(lambda: process_state(process.pid) == f"process {process.pid} sleeps")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlmesh.runtime.rpc import rpc
+from tests.own_time import HANG_S
 from tests.runtime.conftest import Mesh
-from tests.stalls import HANG_S
 
 pytestmark = pytest.mark.case("s03")
 
@@ -33,7 +33,7 @@ class Meeting:
         return number
 
 
-def test_from_a_plain_thread(mesh: Mesh) -> None:
+def test_calls_from_a_plain_thread_are_all_on_their_way_at_once(mesh: Mesh) -> None:
     handle = mesh.serve("A", Meeting())[0].options(timeout_s=HANG_S)
     made: list[Any] = []
     thread = threading.Thread(target=lambda: made.extend(handle.call("come", number) for number in range(MANY)))
@@ -42,7 +42,7 @@ def test_from_a_plain_thread(mesh: Mesh) -> None:
     assert [future.result() for future in made] == list(range(MANY))
 
 
-def test_from_a_loop(mesh: Mesh) -> None:
+def test_calls_from_a_loop_are_all_on_their_way_at_once(mesh: Mesh) -> None:
     handle = mesh.serve("A", Meeting())[0].options(timeout_s=HANG_S)
 
     async def all_at_once() -> list[int]:
@@ -51,7 +51,7 @@ def test_from_a_loop(mesh: Mesh) -> None:
     assert asyncio.run(all_at_once()) == list(range(MANY))
 
 
-def test_from_several_callers(mesh: Mesh) -> None:
+def test_calls_of_several_callers_are_all_on_their_way_at_once(mesh: Mesh) -> None:
     mesh.serve("A", Meeting())
     callers = [mesh.start(f"C:{number}") for number in range(3)]
     mesh.publish()

@@ -13,7 +13,7 @@ import pytest
 from rlmesh import Mesh, RoleGroup, Runtime, rpc, shared
 from rlmesh.errors import RLMeshError
 from rlmesh.testing import FaultPlan, InProcessCluster, LocalCluster
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 class Odd(enum.Enum):
@@ -74,7 +74,7 @@ def group() -> Iterator[RoleGroup[Any]]:
         yield cluster.serve("W", Worker(), Worker(), axes={"dp": 2}).options(timeout_s=2 * AT_ONCE_S)
 
 
-def test_groups_and_methods(group: RoleGroup[Any], faults: Faults) -> None:
+def test_junk_for_groups_and_methods_is_refused_by_name(group: RoleGroup[Any], faults: Faults) -> None:
     calls: dict[str, Callable[[Any], object]] = {
         "RoleGroup(junk)": lambda junk: RoleGroup(junk).call("f").result(HANG_S),
         "group=": lambda junk: RoleGroup("W", group=junk).call("f").result(HANG_S),
@@ -113,7 +113,7 @@ def test_groups_and_methods(group: RoleGroup[Any], faults: Faults) -> None:
         faults.attempt(f"batch[{junk!r:.40}]", lambda: group.call_batch("g", 2, [1, 2])[junk], SEQUENCE)  # noqa: B023
 
 
-def test_options(group: RoleGroup[Any], faults: Faults) -> None:
+def test_junk_for_options_is_refused_by_name(group: RoleGroup[Any], faults: Faults) -> None:
     for name in ("timeout_s", "idempotent", "queue", "window"):
         for junk in JUNK:
             told = f"{name}={junk!r:.40}"
@@ -122,7 +122,7 @@ def test_options(group: RoleGroup[Any], faults: Faults) -> None:
             faults.attempt(told, lambda: group[0].options(**{name: junk}).call("f").result(HANG_S))  # noqa: B023
 
 
-def test_tools_for_tests(faults: Faults) -> None:
+def test_junk_for_testing_tools_is_refused_by_name(faults: Faults) -> None:
     for junk in JUNK:
         for name in ("transport", "plan", "network", "key"):
             faults.attempt(f"InProcessCluster({name}={junk!r:.40})", lambda: _serve_one(**{name: junk}))  # noqa: B023
@@ -132,7 +132,7 @@ def test_tools_for_tests(faults: Faults) -> None:
             faults.attempt(f"LocalCluster({name}={junk!r:.40})", lambda: LocalCluster(**{name: junk}))  # noqa: B023
 
 
-def test_runtimes_of_programs(faults: Faults) -> None:
+def test_junk_for_a_runtime_is_refused_by_name(faults: Faults) -> None:
     for junk in JUNK:
         for name in ("name", "key", "socket_dir", "bind", "public", "job_id", "node_rank", "network"):
             faults.attempt(f"Runtime.start({name}={junk!r:.40})", lambda: _start(**{name: junk}))  # noqa: B023

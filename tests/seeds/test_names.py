@@ -49,8 +49,8 @@ def test_a_built_job_has_its_descriptions() -> None:
 
 
 def test_an_optional_role_may_be_absent(mesh: Mesh) -> None:
-    there = mesh.serve("W", Squares(), Squares())
-    runtime = there._runtime
+    mesh.serve("W", Squares(), Squares())
+    runtime = mesh.caller
     found: RoleGroup[Any] = RoleGroup("W", optional=True, runtime=runtime)
     assert len(found) == 2 and found.call("square", [3]).result() == [[9], [9]]
     absent: RoleGroup[Any] = RoleGroup("REFERENCE", optional=True, runtime=runtime)

@@ -46,7 +46,7 @@ def test_a_dry_run_prints_the_job_and_submits_nothing(
     assert all(w["comm_pre_check"] for w in job["workloads"].values() if w["backend"] == "elastic")
 
 
-def test_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_the_command_line_change_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     main.submit(main.parse_args(["--dry_run", "--skip_node_check", "--init_kl_coef", "0"]))
     job = printed(capsys)
     assert "REFERENCE" not in job["workloads"]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "munge", "unmunge", "srun", "sbatch", "scontrol", "squeue", "scancel")

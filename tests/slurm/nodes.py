@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.master.launched import alive, command, descendants
+from tests.own_time import HANG_S
 from tests.slurm.cluster import SlurmCluster
-from tests.stalls import HANG_S
 
 
 def output(folder: Path, name: str = "out") -> str:

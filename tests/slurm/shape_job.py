@@ -16,8 +16,7 @@ from rlmesh.runtime.default_runtime import default_runtime
 class Member(BaseWorkload):
     @rpc
     def facts(self) -> dict[str, Any]:
-        book = default_runtime()._calls.peers.book  # what this member knows of the others
-        assert book is not None
+        book = default_runtime().address_book()  # What this member knows of the others.
         endpoints = {member.name: member.endpoint.partition(":")[0] for member in book.members if member.endpoint}
         return {
             "task": os.environ["SLURM_PROCID"],

@@ -17,9 +17,9 @@ import pytest
 
 from rlmesh.run_directory.discovery import running_jobs
 from tests.master.launched import command
+from tests.own_time import HANG_S
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.nodes import all_pids, is_of, lose_node, output, until_gone, wait_for
-from tests.stalls import HANG_S
 
 pytestmark = pytest.mark.slow
 

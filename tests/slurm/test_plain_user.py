@@ -44,7 +44,7 @@ def uids_of(pids: list[int]) -> set[int]:
     return found
 
 
-def test_a_job_over_three_nodes(user: PlainUser) -> None:
+def test_a_job_runs_over_three_nodes(user: PlainUser) -> None:
     words = ("--nodes=3", "--output=out", user.script(STOPS), "--", "--ranks", "3", "--per-node", "1")
     job = user.launch(*words, "--steps", "400")
     wait_for(user.folder, r"rank 2 at step \d*[1-9]0\b")

@@ -26,7 +26,7 @@ def facts_of(folder: Path) -> list[dict[str, Any]]:
     return facts
 
 
-def test_one_task_per_node(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_one_task_per_node_makes_one_agent_per_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     said = slurm.run("srun", "-N3", "--gpus-per-node=2", *LAUNCH, SHAPES, cwd=tmp_path)
     assert "3 tasks on 3 nodes (node1: 1, node2: 1, node3: 1)" in said
     facts = facts_of(tmp_path)
@@ -40,7 +40,7 @@ def test_one_task_per_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert all(json.loads(path.read_text())["leftovers"] == [] for path in tmp_path.glob("runs/*/exit-node*.json"))
 
 
-def test_one_task_per_gpu(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_one_task_per_gpu_makes_one_group_of_agents_per_machine(slurm: SlurmCluster, tmp_path: Path) -> None:
     shape = ("-N2", "--ntasks-per-node=2", "--gpus-per-task=1")
     said = slurm.run("srun", *shape, *LAUNCH, SHAPES, "--", "--members", "4", cwd=tmp_path)
     assert "4 tasks on 2 nodes (node1: 2, node2: 2)" in said

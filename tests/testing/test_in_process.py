@@ -12,7 +12,7 @@ from rlmesh import BaseWorkload, RoleGroup, Runtime, current_worker, rpc
 from rlmesh.errors import PeerLost, RoleNotFound, UsageError
 from rlmesh.runtime.default_runtime import default_runtime_or_none
 from rlmesh.testing import FaultPlan, InProcessCluster, VirtualLoop
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 class Scorer:

@@ -13,7 +13,7 @@ from rlmesh import DLJobBuilder, current_worker
 from rlmesh.driver.handle import JobHandle
 from rlmesh.errors import JobFailed, UsageError
 from rlmesh.testing import LocalCluster
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 
 class Idle:
@@ -60,7 +60,7 @@ def test_lost_node_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"nodes": 0}, {"devices_per_node": -1}])
-def test_impossible_sizes(sizes: dict[str, int]) -> None:
+def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="a whole number from"):
         LocalCluster(**sizes)  # type: ignore[arg-type]
 

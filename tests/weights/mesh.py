@@ -15,7 +15,8 @@ from rlmesh.runtime.group import RoleGroup
 from rlmesh.runtime.runtime import Runtime
 from rlmesh.weights.members import ReceivesWeights, SendsWeights
 from rlmesh.weights.sync import WeightSync
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
+from tests.settling import settle
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -55,7 +56,7 @@ class WeightMesh:
         book = AddressBook(self._version, tuple(self._addresses.values()))
         for each in self._runtimes.values():
             each.set_address_book(book)
-        until(lambda: all(each._calls.peers.book == book for each in self._runtimes.values()))
+        settle(*self._runtimes.values())
 
     def runtime(self, member: str) -> Runtime:
         return self._runtimes[member]

@@ -24,7 +24,7 @@ from rlmesh import (
     rpc,
 )
 from rlmesh.errors import SourceRestarted
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 STEPS, SAVE_EVERY = 5, 2
 

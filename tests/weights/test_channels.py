@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +22,7 @@ from rlmesh.weights.channels.base import (
 from rlmesh.weights.manifest import Manifest, TensorSpec
 from rlmesh.weights.planning.buckets import Bucket, cut
 from rlmesh.weights.transfer.tensor_bytes import UNIT_BYTES, checksums_of
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S, OwnTime
 from tests.weights.mesh import segments
 
 SINKS = ("R:0", "R:1")
@@ -146,24 +146,31 @@ def test_a_snapshot_is_taken_when_put_returns(channel: str) -> None:
     route.close()
 
 
-def test_a_sink_that_does_not_come_holds_nobody_up(route: Route) -> None:
-    """It has answered that it failed: the source stops, and lets the other sink go."""
+def test_a_sink_that_takes_nothing_holds_neither_source_nor_other_sink_up(route: Route, own_time: OwnTime) -> None:
+    """Sink 1 has answered that it failed: the source stops in the middle of a bucket, and lets sink 0 go."""
     if route.receivers[0].keeps:
         pytest.skip("nobody waits for anybody in this channel")
-    bucket, failed = BUCKETS[-1], threading.Event()
-    transfer = route.sender.put(bucket, {"big": np.zeros((300, 1000), np.float32), "b": some(1)["b"]})
-    waiting = route.threads.submit(route.receivers[0].take, bucket, None, 20.0)
-    threading.Timer(0.1, failed.set).start()
-    try:
-        route.sender.transmit(transfer, failed.is_set)
-    except ChannelBroken:
-        pass  # buffers of the system may have taken it all
+    # More than the buffers of all connections hold.
+    specs = Manifest((TensorSpec("huge", (16 << 20,), "float32"),))
+    (bucket,) = cut(specs, {"huge": "float32"}, 1 << 27)
+    transfer = route.sender.put(bucket, {"huge": np.ones(16 << 20, np.float32)})
+    looks: list[float] = []
+
+    def stopped() -> bool:
+        looks.append(time.monotonic())
+        return len(looks) > 3
+
+    taking = route.threads.submit(route.receivers[0].take, bucket, None, HANG_S)
+    with pytest.raises(ChannelBroken):
+        route.sender.transmit(transfer, stopped)
+    assert own_time.since(looks[0]) < 5.0
+    began = time.monotonic()
     route.sender.abandon()
-    try:
-        waiting.result(HANG_S)
-    except ChannelBroken:
-        pass
-    failed.wait(HANG_S)
+    with pytest.raises(ChannelBroken):
+        # A stream may have given sink 0 all bytes of the bucket before the source stopped. No other bucket comes.
+        assert all((piece.view(np.float32) == 1.0).all() for piece in taking.result(HANG_S))
+        route.receivers[0].take(bucket, None, HANG_S)
+    assert own_time.since(began) < 5.0, "sink 0 waits for no more"
 
 
 @pytest.mark.parametrize("channel", ["stream", "stream under CURVE"])
@@ -177,5 +184,5 @@ def test_strangers_get_no_weights(channel: str) -> None:
         stranger = threads.submit(open_receiver, "stream", settings, "R:0", {**info, "secret": bytes(32)})
         with pytest.raises(ChannelBroken, match="R:0 did not connect to"):
             sender.connect()
-        assert isinstance(stranger.exception(5), OSError)
+        assert isinstance(stranger.exception(HANG_S), OSError)
     sender.close()

@@ -32,7 +32,7 @@ def some_bytes(size: int, misaligned: int = 0) -> Bytes:
 
 @pytest.mark.parametrize("misaligned", [0, 3])
 @pytest.mark.parametrize("size", SIZES)
-def test_they_are_of_each_unit(size: int, misaligned: int) -> None:
+def test_checksums_are_of_each_unit(size: int, misaligned: int) -> None:
     data = some_bytes(size, misaligned)
     target = np.zeros(size + 5, np.uint8)[5:]
     plain = data.tobytes()
@@ -42,7 +42,7 @@ def test_they_are_of_each_unit(size: int, misaligned: int) -> None:
     np.testing.assert_array_equal(data, target)
 
 
-def test_they_are_xxh3_of_64_bits() -> None:
+def test_checksums_are_xxh3_of_64_bits() -> None:
     """The value that its specification gives for no bytes at all."""
     assert checksums(np.empty(0, np.uint8)) == [0x2D06800538D394C2]
 

@@ -11,7 +11,7 @@ from torch import nn
 from rlmesh.errors import UsageError, WeightSyncError
 from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.module_source import ModuleSource
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 from tests.weights.mesh import WeightMesh
 
 peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -13,7 +13,7 @@ from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.module_source import ModuleSource
 from rlmesh.weights.module_tensors import plain_name
 from rlmesh.weights.planning.plan import Mode
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 from tests.weights.mesh import WeightMesh
 
 MODES: list[Mode] = ["double_buffer", "in_place"]
@@ -80,7 +80,7 @@ def test_names_that_do_not_fit_are_refused_and_named(mesh: WeightMesh) -> None:
 
 @pytest.mark.case("O18")
 @pytest.mark.parametrize("mode", MODES)
-def test_casts_only_where_allowed(mesh: WeightMesh, mode: Mode) -> None:
+def test_weights_are_cast_only_where_that_is_allowed(mesh: WeightMesh, mode: Mode) -> None:
     source, sink = Model(1), Model(2, dtype=torch.bfloat16)
     with pytest.raises(WeightSyncError, match="the source has float32, the sink bfloat16; allow it with allow_cast"):
         synced(mesh, source, sink, mode)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from rlmesh.weights.channels.authenticated_stream import AlteredBytes, PlainListener, PlainPipe
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 SECRET = b"s" * 32
 

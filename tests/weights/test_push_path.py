@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "push_path.py"
 MOST_CALLS = 1_000

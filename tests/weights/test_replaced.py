@@ -19,7 +19,7 @@ from rlmesh.weights.arrays import ArraySink, ArraySource
 from rlmesh.weights.module_sink import ModuleSink
 from rlmesh.weights.module_source import ModuleSource
 from rlmesh.weights.planning.plan import Mode
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 from tests.weights.mesh import WeightMesh, arrays
 
 MODES: list[Mode] = ["double_buffer", "in_place"]

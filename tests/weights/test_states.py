@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlmesh.errors import WeightsNotReady, WeightSyncError
 from rlmesh.weights.planning.plan import Mode
 from rlmesh.weights.sink_state import SinkState, VersionGate
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 COMMANDS = st.lists(
     st.tuples(st.sampled_from(["begin", "add", "flip", "conclude", "abort", "rollback"]), st.integers(1, 3)),

@@ -8,7 +8,7 @@ import pytest
 from rlmesh.errors import WeightsNotReady
 from rlmesh.weights.arrays import ArraySink, ArraySource
 from rlmesh.weights.planning.plan import Mode
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 from tests.weights.mesh import WeightMesh, arrays, segments
 
 

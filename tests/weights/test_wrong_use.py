@@ -11,7 +11,7 @@ import numpy as np
 from rlmesh import ArraySink, ArraySource, ReceivesWeights, RoleGroup, SendsWeights, WeightSync
 from rlmesh.errors import RLMeshError
 from rlmesh.testing import InProcessCluster
-from tests.stalls import HANG_S
+from tests.own_time import HANG_S
 
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2, 10**30, 1.5, float("nan"), "", "x", b"x", [], [1], (), {}, {"a": 1}, {"a": None},

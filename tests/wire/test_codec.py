@@ -27,7 +27,7 @@ def there_and_back(value: object) -> object:
 
 
 @pytest.mark.parametrize("value", [None, 1, 2.5, "text", b"bytes", [1, [2]], {"a": (1, 2)}, {3}])
-def test_plain_values(value: object) -> None:
+def test_plain_values_come_back_equal(value: object) -> None:
     assert there_and_back(value) == value
 
 
@@ -44,7 +44,7 @@ def test_plain_values(value: object) -> None:
     ],
     ids=["small", "zero-size", "scalar", "transposed", "bfloat16", "bool", "strided"],
 )
-def test_tensors(tensor: torch.Tensor) -> None:
+def test_tensors_come_back_equal_and_writable(tensor: torch.Tensor) -> None:
     back = there_and_back(tensor)
     assert isinstance(back, torch.Tensor)
     assert back.dtype == tensor.dtype and torch.equal(back, tensor)
@@ -74,7 +74,7 @@ def test_big_buffers_travel_in_frames_of_their_own_and_small_ones_do_not() -> No
     assert codec.size_bytes(codec.encode(np.zeros(10_000))) > 80_000
 
 
-def test_nested_containers_and_dataclasses() -> None:
+def test_nested_containers_and_dataclasses_come_back_with_what_they_share() -> None:
     sample = Sample([1, 2], torch.randn(2000))
     back = there_and_back([sample, sample])
     assert isinstance(back, list)

@@ -49,7 +49,7 @@ def arrive(error: BaseException) -> BaseException:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_it_is_caught_by_its_own_type(error: Exception) -> None:
+def test_an_error_is_caught_by_its_own_type(error: Exception) -> None:
     back = arrive(error)
     assert isinstance(back, type(error)) and isinstance(back, RemoteError)
     assert "ACTOR:2" in str(back) and type(error).__name__ in back.remote_type

@@ -365,7 +365,7 @@ def made_of(cls: type[BaseException]) -> BaseException:
 @pytest.mark.case("b02")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", ["the standard library", *OTHERS])
-def test_every_class_of(package: str) -> None:
+def test_every_exception_class_comes_back_as_itself(package: str) -> None:
     found: dict[type[BaseException], None] = {}
     for module in modules_of(package):
         for value in list(vars(module).values()):
@@ -413,6 +413,6 @@ def test_objects_as_their_libraries_make_them() -> None:
 
 
 @pytest.mark.case("b01")
-def test_names_of_cancellation() -> None:
+def test_a_cancellation_keeps_its_name() -> None:
     assert details_type(arrive(asyncio.CancelledError())) == "asyncio.exceptions.CancelledError"
     assert details_type(arrive(concurrent.futures.CancelledError())) == "concurrent.futures._base.CancelledError"

@@ -6,6 +6,7 @@ import os
 import shlex
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rlmesh.job.entry_points.entry import EntryKind, EntryPoint, is_dotted
@@ -183,7 +184,11 @@ def _base_has_run(base: str, owner: ModuleFacts, module: str, depth: int) -> boo
 
 
 def _local_root(module: str, path: Path) -> Path | None:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in names}
     root = import_root(module, path)
-    return None if root in installed else root
+    return None if root in _installed_folders() else root
+
+
+@cache  # Python puts the paths together anew at each question, which takes longer than all else of an entry point.
+def _installed_folders() -> frozenset[Path]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return frozenset(Path(sysconfig.get_path(name)).resolve() for name in names)

@@ -25,6 +25,7 @@ MASTER = "@master"
 FOLLOW_WAIT_S = 20.0
 """Longest time that a request for changes waits at the master."""
 _ANSWER_S = 10.0
+_LAST_WAIT_S = 0.1
 MASTER_AWAY_S = 60.0
 """Time without a master after which the job is over; a master that dies is restarted within seconds."""
 _RETRY_S = 0.5
@@ -72,21 +73,31 @@ class MembershipUpdate:
 
 
 async def first_update(runtime: ClientRuntime, address: str, timeout_s: float) -> MembershipUpdate:
-    """The first update of a job, once its members are known.
+    """The first update of a job that names its members, or the reason of its end.
 
     Raises:
         PeerLost: no job answers at the address.
         AuthenticationFailed: the job has another key.
+        TimeoutError: the job answers, and has no members in time.
     """
     master = runtime.peer(MASTER, address).options(timeout_s=timeout_s)
-    try:
-        view: MembershipUpdate = await master.call("follow", 0, 0, timeout_s / 2)
-    except (CallTimeout, PeerLost) as error:
-        raise PeerLost(
-            f"no job answers at {address}: {error}. `rlmesh ps JOB` shows the address and the key file of a job that "
-            "runs here", method="follow", executed=error.executed,
-        ) from error  # fmt: skip
-    return view
+    deadline = clock.now() + timeout_s
+    while True:
+        wait_s = max(_LAST_WAIT_S, (deadline - clock.now()) / 2)
+        try:
+            view: MembershipUpdate = await master.call("follow", 0, 0, min(wait_s, FOLLOW_WAIT_S))
+        except (CallTimeout, PeerLost) as error:
+            raise PeerLost(
+                f"no job answers at {address}: {error}. `rlmesh ps JOB` shows the address and the key file of a job "
+                "that runs here", method="follow", executed=error.executed,
+            ) from error  # fmt: skip
+        if view.book.members or view.ends:
+            return view
+        if clock.now() >= deadline:
+            raise TimeoutError(
+                f"job {view.job_name} has no members after {timeout_s:g} s: it may wait for nodes or devices; "
+                "`rlmesh status` shows it. Join later, or with a longer timeout_s"
+            )
 
 
 class Follower:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rlmesh.cli.main import main
@@ -103,8 +103,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 5), st.booleans())
 def test_each_prompt_comes_up_exactly_once_per_epoch(count: int, batch_size: int, seed: int, shuffle: bool) -> None:
-    if count < batch_size:
-        return
+    assume(count >= batch_size)
     data = RLHFDataset([{"prompt": str(i)} for i in range(count)], Letters())
     loader = PromptLoader(data, batch_size, seed=seed, shuffle=shuffle)
     steps = loader.steps_of(3)

@@ -37,7 +37,7 @@ STRICT = [
 
 @pytest.mark.case("O24")
 @pytest.mark.parametrize(("response", "truth", "expected"), STRICT)
-def test_gsm8k_answers(response: str, truth: str, expected: int) -> None:
+def test_gsm8k_answers_are_found_and_compared(response: str, truth: str, expected: int) -> None:
     assert gsm8k.compute_score(response, truth).value == expected
     assert gsm8k.compute_score(response, truth, score=0.5).value == expected / 2
 
@@ -85,7 +85,7 @@ def test_ground_truths_are_numbers_of_any_type() -> None:
         gsm8k.compute_score("#### 1", "1", method="loose")  # type: ignore[arg-type]
 
 
-def test_exact_match() -> None:
+def test_an_exact_match_counts_after_normalisation() -> None:
     assert exact.compute_score("The answer.", "answer").value == 1
     assert exact.compute_score("the answer", "answer", normalise=False).value == 0
     assert exact.compute_score("Paris", ["London", "paris"]).value == 1

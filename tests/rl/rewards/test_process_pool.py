@@ -10,6 +10,7 @@ import pytest
 
 from rlmesh.rl.rewards.process_pool import ScoringPool
 from rlmesh.rl.types import Abstain, Failed, Outcome, Score
+from tests.own_time import OwnTime
 
 
 def scorer(kind: str) -> float | None:
@@ -48,7 +49,7 @@ def test_outcomes_are_kept_apart(pool: ScoringPool) -> None:
 
 
 @pytest.mark.case("O25")
-def test_a_scorer_that_hangs_or_eats_memory_fails_alone(pool: ScoringPool) -> None:
+def test_a_scorer_that_hangs_or_eats_memory_fails_alone(pool: ScoringPool, own_time: OwnTime) -> None:
     kinds = ["ok", "ok", "ok", "loop", "ok", "native", "memory", "ok"]
     longest_block = [0.0]
     found: list[Outcome] = []
@@ -70,12 +71,12 @@ def test_a_scorer_that_hangs_or_eats_memory_fails_alone(pool: ScoringPool) -> No
     thread = threading.Thread(target=lambda: asyncio.run(score()))
     thread.start()
     thread.join(40)
-    assert not thread.is_alive() and time.monotonic() - began < 15
+    assert not thread.is_alive() and own_time.since(began) < 15
     failed = {place: reason(outcome) for place, outcome in enumerate(found) if not isinstance(outcome, Score)}
     assert sorted(failed) == [3, 5, 6]
     assert failed[3].startswith("timeout") and failed[5].startswith("timeout") and failed[6].startswith("memory")
     assert all(outcome == Score(2.0) for place, outcome in enumerate(found) if place not in failed)
-    assert longest_block[0] < 0.5
+    assert own_time.of(longest_block[0]) < 0.5
     # Both processes are there again.
     again = [pool.submit("f", kind="ok") for _ in range(20)]
     assert [future.result(20) for future in again] == [Score(2.0)] * 20

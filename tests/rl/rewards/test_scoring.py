@@ -74,7 +74,7 @@ def test_rewards_are_applied_to_every_episode(score: Any) -> None:
     assert metrics["reward_mean"] == pytest.approx(0.55) and metrics["reward_failed"] == 0
 
 
-def test_async_batched_and_inline_functions(score: Any) -> None:
+def test_async_batched_and_inline_functions_give_scores(score: Any) -> None:
     rewards = [Reward(later, timeout_s=0.5), Reward(lengths), Reward(brief, inline=True)]
     found, _ = score(rewards, [group("ab", "hangs"), group("", "abc")])
     assert [each["later"] for each in (found[0], found[2])] == [Score(2.0), Score(0.0)]
